@@ -70,7 +70,7 @@ def apply(
     spec = resolved_sink(parsed, topology) if table else None
 
     async def work(wire: KafkaWire, admin: Admin) -> TopicPlan:
-        plan = await applying.look(parsed, settings, admin)
+        plan = applying.plan_topics(parsed, settings, await admin.topics(applying.topic_names(parsed)))
         if not as_json:
             _print_plan(plan, dry_run=dry_run)
         if not dry_run:
@@ -246,7 +246,7 @@ def replay(
         missing = [name for name in needed if name not in have]
         if missing:
             raise StateIncompatible(f"topic {missing[0]!r} does not exist; run `dedup apply` first.")
-        return await Replay(parsed, settings, Cluster(have), wire, plan).run(lambda _: None)
+        return await Replay(parsed, settings, Cluster(have), wire, plan).run()
 
     done = on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
     target = plan.output or "their source partitions"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dedup.metrics import TaskNumbers
-    from dedup.worker.app import DedupApp
+    from dedup.worker.transport import DedupApp
 
 EVERY_S: Final = 0.5
 """Interval at which the progress line is updated."""

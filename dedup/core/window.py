@@ -37,6 +37,10 @@ class Source(NamedTuple):
     partition: int
     offset: int
 
+    def place(self, topics: Sequence[str]) -> str:
+        """Return the position as topic/partition/offset; ``topics`` are the topology's source topics."""
+        return f"{topics[self.topic]}/{self.partition}/{self.offset}"
+
 
 class Sighting(NamedTuple):
     """An interval of event times at which one ID was accounted for."""

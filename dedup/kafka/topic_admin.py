@@ -56,6 +56,11 @@ class Topic:
     configs: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def places(self) -> list[TopicPartition]:
+        """All partitions of the topic."""
+        return [TopicPartition(self.name, number) for number in range(self.partitions)]
+
+    @property
     def max_record_bytes(self) -> int:
         """The size of the largest batch that the topic accepts, which also limits the size of a record."""
         return int(self.configs.get("max.message.bytes", 1_048_588))

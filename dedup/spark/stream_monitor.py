@@ -206,7 +206,7 @@ class StreamMonitor:
 
     def metrics(self) -> bytes:
         """Return the metrics in the text format of Prometheus."""
-        return exposition(self.seen)
+        return exposition(self.seen())
 
     def look_up(self, text: str) -> LookedUp:
         """Raise SettingsError, because the state is on the executors, and is open only while an attempt runs."""

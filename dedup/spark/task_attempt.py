@@ -42,7 +42,6 @@ from dedup.spark.session import PicklableSettings, connected
 from dedup.store.directory import own_state
 from dedup.store.rocks import RocksMemory
 from dedup.worker.clock import SteadyClock
-from dedup.worker.dedup_task import DedupTask
 from dedup.worker.offsets import bounds_of, first_record
 from dedup.worker.task import Task, TaskId
 from dedup.worker.task_factory import TaskFactory
@@ -251,7 +250,7 @@ class _Attempt:
         done.add_counters(task.numbers)
         done.stream_time_ms, done.committed_time_ms = task.numbers.stream_time_ms, task.numbers.committed_time_ms
         counts = {name: done.verdicts[name] for name in _VERDICTS}
-        store = task.work.store if isinstance(task.work, DedupTask) else None
+        store = task.work.store
         return {
             **counts,
             "judged": sum(counts.values()),

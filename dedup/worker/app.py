@@ -1,17 +1,15 @@
 """Builds the Faust app of a topology, with agents that pass batches to tasks and a table of sightings.
 
 When a caller reads a key of the table, the task that owns the key provides the value. The table refuses writes, because
-a sighting is stored only in the transaction of its record. Tasks restore themselves, so Faust's recovery service is
-never started.
+a sighting is stored only in the transaction of its record. Tasks restore themselves, so Faust's recovery service never
+starts.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import Any, Final
 
-import faust
 from faust.stores import STORES
 from faust.stores.base import Store as FaustStore
 from faust.tables import TableManager as FaustTableManager
@@ -21,29 +19,18 @@ from mode import CrashingSupervisor
 from yarl import URL
 
 from dedup.core.window import Sighting
-from dedup.errors import InvariantBroken
 from dedup.kafka.client import KafkaWire
-from dedup.kafka.connection import Connection
-from dedup.kafka.consumer import TopicCheck
-from dedup.metrics import DeadLetterAlert
+from dedup.settings import Settings
 from dedup.store.directory import StorePool
 from dedup.store.rocks import RocksMemory
-from dedup.worker.bootstrap import Bootstrap
+from dedup.topology.model import Topology
 from dedup.worker.clock import SteadyClock
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.restore import Standbys
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_manager import TaskManager
 from dedup.worker.topics import Cluster
-from dedup.worker.transport import BatchSchema
-from dedup.worker_view import Peer
-
-if TYPE_CHECKING:
-    from faust.assignor.partition_assignor import PartitionAssignor
-
-    from dedup.settings import Settings
-    from dedup.topology.model import Topology
-    from dedup.worker.transport import Consumer
+from dedup.worker.transport import BatchSchema, DedupApp, refused
 
 NOWHERE: Final = "no-pages.invalid"
 """The host name of a worker without web pages; this name can never exist (RFC 2606)."""
@@ -52,41 +39,6 @@ NOWHERE: Final = "no-pages.invalid"
 def identity(worker_id: str | None, url: str | None) -> str:
     """Return a worker's unique name in the group, which consists of the address of its web pages and its ID."""
     return str(URL(url or f"http://{NOWHERE}").with_fragment(worker_id))
-
-
-def peers_of(app: DedupApp) -> tuple[Peer, ...]:
-    """Return the members of the group as of the last assignment, sorted by name; empty before the first assignment.
-
-    Each member announces an address when it joins, and the assignment distributes the addresses to all members, like
-    `application.server` in Kafka Streams (KIP-67). A worker in the result may have died since the last assignment.
-    """
-    partitions: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
-    assignor = cast("PartitionAssignor", app.assignor)
-    for spread in (assignor.changelog_distribution, assignor.external_topic_distribution):
-        for name, by_topic in spread.items():
-            tasks = partitions[name]
-            tasks.update((topic, number) for topic in by_topic for number in by_topic[topic])
-    own = str(app.conf.canonical_url)
-    feeding = app.feeding_topics
-    peers = [
-        _peer(name, tuple(sorted(task for task in tasks if task[0] in feeding)), here=name == own)
-        for name, tasks in partitions.items()
-    ]
-    return tuple(sorted(peers, key=lambda peer: peer.worker))
-
-
-def _peer(name: str, partitions: tuple[tuple[str, int], ...], *, here: bool) -> Peer:
-    url = URL(name)
-    # The URL of a worker has no fragment if its release does not offer its pages to other workers.
-    address = None if url.host == NOWHERE or not url.fragment else str(url.with_fragment(None)).rstrip("/")
-    return Peer(url.fragment or url.host or name, address, partitions, here)
-
-
-def _attach_agents(app: DedupApp) -> None:
-    """Declare one agent per sub-topology. An agent that fails crashes the app instead of skipping the batch."""
-    for sub_topology, topics in app.sub_topologies.items():
-        channel = app.topic(*topics, schema=BatchSchema(), acks=False, internal=False)
-        app.agent(channel, name=sub_topology, supervisor_strategy=CrashingSupervisor)(app.tasks.process_all)
 
 
 class SightingsStore(FaustStore[Any, Any]):
@@ -101,51 +53,18 @@ class SightingsStore(FaustStore[Any, Any]):
         return tuple(found)
 
     def __iter__(self) -> Iterator[bytes]:
-        for task in self._dedup_tasks():
-            if task.store is not None:
-                for _, key, _ in task.store.sightings():
-                    yield key
+        stores = [task.store for task in self._dedup_tasks() if task.store is not None]
+        return (key for store in stores for _, key, _ in store.sightings())
 
     def __len__(self) -> int:
         return sum(task.store.count_ids() for task in self._dedup_tasks() if task.store is not None)
 
-    def __setitem__(self, state_key: bytes, value: object) -> NoReturn:
-        raise _read_only()
-
-    def __delitem__(self, state_key: bytes) -> NoReturn:
-        raise _read_only()
-
     def _dedup_tasks(self) -> Iterator[DedupTask]:
-        for task in self.app.tasks.running.values():
-            if isinstance(task.work, DedupTask):
-                yield task.work
+        return (task.work for task in self.app.tasks.running.values() if isinstance(task.work, DedupTask))
 
-    def reset_state(self) -> None:
-        """Do nothing, because `dedup reset` deletes state."""
-
-    async def backup_partition(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise InvariantBroken, because the changelog is the backup."""
-        raise InvariantBroken("Faust must not make a backup here; the changelog topic holds all state.")
-
-    def restore_backup(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise InvariantBroken, because the changelog is the backup."""
-        raise InvariantBroken("Faust must not restore a backup here; the changelog topic holds all state.")
-
-    def apply_changelog_batch(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise InvariantBroken, because tasks restore themselves."""
-        raise InvariantBroken("Faust's recovery must not write the store; restore belongs to the tasks.")
-
-
-class SightingsTable(faust.Table[Any, Any]):
-    """A `faust.Table` that refuses all writes."""
-
-    def on_key_set(self, key: object, value: object) -> NoReturn:
-        """Raise InvariantBroken."""
-        raise _read_only()
-
-    def on_key_del(self, key: object) -> NoReturn:
-        """Raise InvariantBroken."""
-        raise _read_only()
+    __setitem__ = __delitem__ = refused("a write to the table of sightings")
+    reset_state = backup_partition = restore_backup = refused("a reset or backup by Faust")
+    apply_changelog_batch = refused("Faust's own recovery")
 
 
 class TableManager(FaustTableManager):
@@ -169,7 +88,7 @@ class TableManager(FaustTableManager):
         ours = {feeding.partition for feeding in app.tasks.running if feeding.topic in app.sub_topologies["dedup"]}
         standbys = {tp.partition for tp in app.assignor.assigned_standbys() if tp.topic in self.changelog_topics}
         app.standbys.assign(standbys - ours)
-        app.store_pool.keep_only(standbys | ours)
+        app.pool.keep_only(standbys | ours)
         app.flow_control.resume()
         app.consumer.resume_flow()
         await app._fetcher.maybe_start()  # noqa: SLF001  # as at the end of Faust's own recovery
@@ -191,46 +110,12 @@ class TableManager(FaustTableManager):
         return False
 
 
-def _read_only() -> InvariantBroken:
-    return InvariantBroken(
-        "the table of sightings cannot be written by key: a sighting belongs to the transaction of its record."
-    )
-
-
 TRANSPORTS.aliases["dedup"] = "dedup.worker.transport:Transport"
 STORES.aliases["dedup"] = "dedup.worker.app:SightingsStore"
 
 
-class DedupApp(faust.App):
-    """A Faust app that also holds the tasks of a worker. Use `create_app` to build one."""
-
-    settings: Settings
-    connection: Connection
-    wire: KafkaWire
-    tasks: TaskManager
-    standbys: Standbys
-    bootstrap: Bootstrap
-    store_pool: StorePool
-    topic_check: TopicCheck
-    alert: DeadLetterAlert | None = None
-    """The alert that is active while nearly all records become dead letters."""
-    sub_topologies: dict[str, tuple[str, ...]]
-    """Maps the name of each sub-topology to its feeding topics."""
-
-    @property
-    def member(self) -> Consumer:
-        """The consumer, with the type of dedup's own transport."""
-        return cast("Consumer", self.consumer)
-
-    @property
-    def feeding_topics(self) -> frozenset[str]:
-        """All topics whose partitions have tasks."""
-        return frozenset(topic for topics in self.sub_topologies.values() for topic in topics)
-
-
 def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> DedupApp:
     """Return the app of a topology without starting it. Call this in the event loop that will run the app."""
-    connection = Connection.of(settings, client_id=f"dedup-{topology.name}")
     # Faust needs a directory. A topology's name contains no dot, so the name of this directory never equals that of a
     # state directory. The path is absolute, because Faust puts a relative table directory below the data directory and
     # does not create it there.
@@ -238,10 +123,9 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     app = DedupApp(
         topology.name,
-        broker=[f"dedup://{broker}" for broker in connection.brokers],
+        broker=[f"dedup://{broker}" for broker in wire.connection.brokers],
         store="dedup://",
         cache="memory://",
-        Table=SightingsTable,
         TableManager=TableManager,
         # The flag makes Faust read committed records and use dedup's TransactionManager instead of its own.
         processing_guarantee="exactly_once",
@@ -260,27 +144,21 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         broker_session_timeout=settings.session_timeout_ms / 1000,
         broker_commit_interval=1.0,
     )
-    app.store_pool = StorePool()
-    factory = TaskFactory(topology, settings, cluster, wire, SteadyClock(), RocksMemory(), store_pool=app.store_pool)
-    app.settings, app.connection, app.wire = settings, connection, wire
-    app.topic_check = factory.check
+    app.pool = StorePool()
+    factory = TaskFactory(topology, settings, cluster, wire, SteadyClock(), RocksMemory(), app.pool)
+    app.settings, app.wire, app.factory = settings, wire, factory
     wire.pin(factory.check.topic_ids)
-    app.tasks = TaskManager(factory.build, factory.wipe, commit_interval_ms=settings.commit_interval_ms)
-    app.standbys = Standbys(
-        wire,
-        topology.changelog_topic,
-        topology.window,
-        factory.fingerprint(),
-        factory.open_store,
-        prepare=factory.prepare,
-        release_store=factory.release_store,
-    )
-    app.bootstrap = factory.bootstrap
+    interval_ms = settings.commit_interval_ms
+    app.tasks = TaskManager(factory.build, factory.wipe, lambda: app.member, commit_interval_ms=interval_ms)
+    app.standbys = Standbys(wire, topology.changelog_topic, topology.window, factory.fingerprint(), factory.keeping)
     app.sub_topologies = {"dedup": topology.feeding_topics}
     if not topology.direct:
         app.sub_topologies = {"repartition": topology.source.topics, **app.sub_topologies}
     app.Table(
         "sightings", key_type=bytes, value_type=bytes, changelog_topic=app.topic(topology.changelog_topic, acks=False)
     )
-    _attach_agents(app)
+    for name, topics in app.sub_topologies.items():
+        channel = app.topic(*topics, schema=BatchSchema(), acks=False, internal=False)
+        # An agent that fails crashes the app instead of skipping the batch.
+        app.agent(channel, name=name, supervisor_strategy=CrashingSupervisor)(app.tasks.process_all)
     return app

@@ -43,20 +43,6 @@ _INSTEAD: Final = (
 )
 
 
-class _Movement:
-    """The number of bytes that a thread has transferred, and whether the thread should continue."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.given_up = False
-
-    def moved(self, size_bytes: int) -> None:
-        """Add transferred bytes; raises CheckpointUnusable if the transfer was abandoned."""
-        self.count += size_bytes
-        if self.given_up:
-            raise CheckpointUnusable("the transfer was abandoned.")
-
-
 async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = _STALLED_S) -> T:
     """Run the blocking function ``work`` in a thread, and return its result. ``work`` reports transferred bytes.
 
@@ -66,12 +52,18 @@ async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = 
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
-    movement = _Movement()
+    moved_bytes, given_up = 0, False
+
+    def moved(size_bytes: int) -> None:
+        nonlocal moved_bytes
+        moved_bytes += size_bytes
+        if given_up:
+            raise CheckpointUnusable("the transfer was abandoned.")
 
     def run() -> None:
         tell: Callable[[], None]
         try:
-            tell = partial(done.set_result, work(movement.moved))
+            tell = partial(done.set_result, work(moved))
         except BaseException as error:  # noqa: BLE001  # raised again where the transfer is awaited
             tell = partial(done.set_exception, error)
         with contextlib.suppress(RuntimeError):  # the event loop is closed, so nothing awaits the result
@@ -80,13 +72,13 @@ async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = 
     threading.Thread(target=run, name="checkpoint", daemon=True).start()
     try:
         while not done.done():
-            before = movement.count
+            before = moved_bytes
             await asyncio.wait({done}, timeout=stalled_s)
-            if not done.done() and movement.count == before:
+            if not done.done() and moved_bytes == before:
                 raise CheckpointUnusable(f"{what}: nothing was moved for {stalled_s:.0f} s.")
         return done.result()
     finally:
-        movement.given_up = True
+        given_up = True
         done.cancel()
 
 
@@ -99,9 +91,14 @@ class WantedCheckpoint:
     segment_ms: int
     feeding: TopicPartition
     changelog: TopicPartition
-    state_dir: Path
     directory: Path
     """The directory in which the store will be opened."""
+
+    @property
+    def scratch_home(self) -> Path:
+        """The directory in which archives of the topology are unpacked."""
+        # It is not below the topology's own directory, because the existence of that means that there is state.
+        return self.directory.parents[1] / SCRATCH / self.identity.topology
 
 
 class Bootstrap:
@@ -122,7 +119,10 @@ class Bootstrap:
 
         Raises StateIncompatible, with nothing changed, if the checkpoint belongs to another changelog or topology.
         """
-        self._sweep(wanted)
+        if wanted.scratch_home not in self._swept:
+            # These are partly unpacked archives of earlier processes. Only this process uses the directory now.
+            self._swept.add(wanted.scratch_home)
+            shutil.rmtree(wanted.scratch_home, ignore_errors=True)
         if _has_state(wanted.directory):
             return
         try:
@@ -169,15 +169,9 @@ class Bootstrap:
         self._tried.add(found.sha256)
         began_s = time.monotonic()
         await self._take(storage, found, wanted)
-        log.info(
-            "%s: taken over from the checkpoint at %s: %d IDs up to changelog position %d, %d bytes in %.1f s",
-            identity,
-            place,
-            found.ids,
-            found.position,
-            found.archive_bytes,
-            time.monotonic() - began_s,
-        )
+        text = "%s: taken over from the checkpoint at %s: %d IDs up to changelog position %d, %d bytes in %.1f s"
+        took_s = time.monotonic() - began_s
+        log.info(text, identity, place, found.ids, found.position, found.archive_bytes, took_s)
 
     def _useless(self, found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBounds) -> str:
         """Return the reason why the checkpoint would not save time; empty if it would."""
@@ -194,7 +188,7 @@ class Bootstrap:
         return ""
 
     async def _take(self, storage: CheckpointStorage, found: Checkpoint, wanted: WantedCheckpoint) -> None:
-        scratch = _scratch_home(wanted) / f"{wanted.identity.partition}-{secrets.token_hex(4)}"
+        scratch = wanted.scratch_home / f"{wanted.identity.partition}-{secrets.token_hex(4)}"
         prepare_directory(scratch)
 
         def fetch(moved: Moved) -> None:
@@ -213,18 +207,6 @@ class Bootstrap:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         self._fresh[wanted.directory] = found
-
-    def _sweep(self, wanted: WantedCheckpoint) -> None:
-        """Delete partly unpacked archives of earlier processes, once. Only this process uses the directory now."""
-        home = _scratch_home(wanted)
-        if home not in self._swept:
-            self._swept.add(home)
-            shutil.rmtree(home, ignore_errors=True)
-
-
-def _scratch_home(wanted: WantedCheckpoint) -> Path:
-    # This is not below the topology's own directory, because the existence of that directory means that there is state.
-    return wanted.state_dir / SCRATCH / wanted.identity.topology
 
 
 def _has_state(directory: Path) -> bool:
@@ -257,6 +239,6 @@ def refuse_anothers(found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBoun
     refuse_other_fingerprint(found.fingerprint, wanted.fingerprint, wanted.feeding)
     if found.position > bounds.end:
         raise StateIncompatible(
-            f"{wanted.changelog.topic}/{wanted.changelog.partition} ends at offset {bounds.end}, but the checkpoint at "
+            f"{wanted.changelog} ends at offset {bounds.end}, but the checkpoint at "
             f"{place} was made at offset {found.position}: the changelog was truncated or is another. {remedy}"
         )

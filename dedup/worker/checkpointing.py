@@ -39,14 +39,6 @@ class MadeCheckpoint:
     """True if the checkpoint is new. If nothing has changed since the last checkpoint, none is made."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Restored:
-    record: TaskRecord | None
-    position: int
-    ids: int
-    records: int
-
-
 async def make_checkpoint(
     factory: TaskFactory,
     storage: CheckpointStorage,
@@ -68,19 +60,16 @@ async def make_checkpoint(
     if before is not None:
         refuse_anothers(before, wanted, await bounds_of(factory.wire, wanted.changelog), place)
     try:
-        found = await _restored(factory, partition, restoring)
+        record, position, ids, read = await _restored(factory, partition, restoring)
     except TaskCorrupted as error:
         # The store from the last run only saves time, so it can be deleted.
         log.warning("%s", error)
         factory.wipe(TopicPartition(factory.topology.feeding_topics[0], partition))
-        found = await _restored(factory, partition, restoring)
-    record = found.record
+        record, position, ids, read = await _restored(factory, partition, restoring)
     if record is None:
-        return MadeCheckpoint(partition, found.records, None, written=False)
-    if before is not None and before.position == found.position:
-        kept = before
-        if await transfer(lambda _: storage.holds(kept), place):
-            return MadeCheckpoint(partition, found.records, before, written=False)
+        return MadeCheckpoint(partition, read, None, written=False)
+    if before is not None and before.position == position and await transfer(lambda _: storage.holds(before), place):
+        return MadeCheckpoint(partition, read, before, written=False)
     total = sum(path.stat().st_size for path in wanted.directory.iterdir())
 
     def write(moved: Moved) -> Checkpoint:
@@ -92,11 +81,9 @@ async def make_checkpoint(
             packing(done, max(total, done))
             moved(size_bytes)
 
-        return storage.write(
-            wanted.directory, wanted.identity, record, position=found.position, ids=found.ids, moved=packed
-        )
+        return storage.write(wanted.directory, wanted.identity, record, position=position, ids=ids, moved=packed)
 
-    return MadeCheckpoint(partition, found.records, await transfer(write, place), written=True)
+    return MadeCheckpoint(partition, read, await transfer(write, place), written=True)
 
 
 def _in_force(storage: CheckpointStorage, topology: str, partition: int) -> Checkpoint | None:
@@ -108,8 +95,10 @@ def _in_force(storage: CheckpointStorage, topology: str, partition: int) -> Chec
         return None
 
 
-async def _restored(factory: TaskFactory, partition: int, progress: Progress) -> _Restored:
-    """Restore the store to the changelog's end, drop expired segments, and close the store."""
+async def _restored(
+    factory: TaskFactory, partition: int, progress: Progress
+) -> tuple[TaskRecord | None, int, int, int]:
+    """Restore the store to the end and drop expired segments; return record, position, IDs, and records read."""
     wanted, window = factory.wanted(partition), factory.topology.window
     store = factory.open_store(partition)
 
@@ -121,6 +110,6 @@ async def _restored(factory: TaskFactory, partition: int, progress: Progress) ->
         record = store.task_record
         if record is not None:
             store.drop_below(window.oldest_live_ms(record.stream_time_ms), window.segment_ms)
-        return _Restored(record, store.position, store.count_ids(), read.records)
+        return record, store.position, store.count_ids(), read.records
     finally:
         store.close()

@@ -10,24 +10,11 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Final, Protocol
+from typing import Final
 
 log: Final = logging.getLogger(__name__)
 _TELL_MS: Final = 1_000
 """The smallest lag behind the broker's clock that is logged."""
-
-
-class Clock(Protocol):
-    """The source of time for tasks."""
-
-    put_forward_ms: int
-    """The total number of milliseconds by which brokers' times have advanced the clock."""
-
-    def now_ms(self) -> int:
-        """Return milliseconds since 1970. The value never decreases within a process."""
-
-    def heard(self, broker_ms: int) -> None:
-        """Advance the clock to a broker's time if the clock is behind it."""
 
 
 def _since_boot_s() -> float:
@@ -40,9 +27,10 @@ class SteadyClock:
     def __init__(self) -> None:
         self._offset_s = time.time() - _since_boot_s()
         self.put_forward_ms = 0
+        """The total number of milliseconds by which brokers' times have advanced the clock."""
 
     def now_ms(self) -> int:
-        """Return milliseconds since 1970. Changes to the wall clock after the start are ignored."""
+        """Return milliseconds since 1970; they never decrease. Later changes to the wall clock are ignored."""
         return int((self._offset_s + _since_boot_s()) * 1000)
 
     def heard(self, broker_ms: int) -> None:

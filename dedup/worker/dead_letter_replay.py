@@ -17,9 +17,9 @@ mark may be behind the position but is never ahead of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 from dedup.core.event_time import RecordTime
 from dedup.core.extract import compile_extractor
@@ -31,13 +31,11 @@ from dedup.kafka.record_batch import Columns, Header, Line, fill
 from dedup.kafka.topic_admin import Group
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import Position, TopicPartition
+from dedup.settings import Settings
+from dedup.topology.model import Topology
 from dedup.worker.offsets import bounds_of, committed_offset
 from dedup.worker.record_collector import DETAIL, REASON, REPLAYED, SOURCE, TIMESTAMP, VERDICT
-
-if TYPE_CHECKING:
-    from dedup.settings import Settings
-    from dedup.topology.model import Topology
-    from dedup.worker.topics import Cluster
+from dedup.worker.topics import Cluster
 
 DEADLINE_MS: Final = 20_000
 WAIT_MS: Final = 200
@@ -65,92 +63,91 @@ class ReplayPlan:
     """The plan of a replay, which sends dead letters to their source or late records to the output."""
 
     topic: str
-    group: str
-    mark_group: str
-    headers: tuple[str, ...]
-    forward: bool
-    output: str
-    """The topic to which late records are forwarded; empty for dead letters."""
+    output: str | None
+    """The topic to which late records are forwarded; None for dead letters."""
     limit: int | None
     begin: Begin | None = None
     """Where to begin if a position was forgotten; None means that a forgotten position is an error."""
 
 
+@dataclass(slots=True)
 class Replay:
     """Replays one side topic, one partition after another."""
 
-    def __init__(
-        self, topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire, plan: ReplayPlan
-    ) -> None:
-        self._topology: Final = topology
-        self._settings: Final = settings
-        self._cluster: Final = cluster
-        self._wire: Final = wire
-        self._plan: Final = plan
-        self._mark: Final = Group(wire, plan.mark_group)
-        self.done: Final = Replayed()
-        self._refused: dict[TopicPartition, dict[int, str]] = {}
+    topology: Topology
+    settings: Settings
+    cluster: Cluster
+    wire: KafkaWire
+    plan: ReplayPlan
+    done: Replayed = field(init=False, default_factory=Replayed)
+    refused: dict[TopicPartition, dict[int, str]] = field(init=False, default_factory=dict)
+    """Maps side partitions and offsets to the reason why the target topic refuses the record."""
 
-    async def run(self, tell: Callable[[Replayed], None]) -> Replayed:
-        """Send all records that exist at the start, and call ``tell`` after each commit.
+    async def run(self) -> Replayed:
+        """Send all records that exist at the start.
 
         Raises StateIncompatible, with nothing sent, if the broker has forgotten the position and the plan does not say
         where to begin. Raises SettingsError if the plan says where to begin but no position was forgotten.
         """
-        topic = self._plan.topic
-        sides = [TopicPartition(topic, partition) for partition in range(self._cluster.topics[topic].partitions)]
+        topic = self.plan.topic
+        sides = self.cluster.topics[topic].places
         known = [await self._known(side, stable=False) for side in sides]
-        forgotten = {side: mark for side, (position, mark) in zip(sides, known, strict=True) if _lost(position, mark)}
-        if forgotten and self._plan.begin is None:
+        places = zip(sides, known, strict=True)
+        # A mark without a position means that the broker has forgotten the position.
+        forgotten = {side: mark for side, (position, mark) in places if position is None and mark is not None}
+        if forgotten and self.plan.begin is None:
             raise self._refusal(forgotten)
-        if self._plan.begin is not None and not forgotten:
+        if self.plan.begin is not None and not forgotten:
             why = f"no position in {topic} is forgotten, so the replay continues where it stopped; omit this option"
             raise SettingsError([Problem("--from", why)])
         for side in sides:
-            end = (await bounds_of(self._wire, side)).end
-            await self._insist(side, end, tell)
+            end = (await bounds_of(self.wire, side)).end
+            await self._insist(side, end)
         return self.done
 
     async def _known(self, side: TopicPartition, *, stable: bool) -> tuple[int | None, int | None]:
         """Return the position and the mark of a partition."""
-        position = await committed_offset(self._wire, self._plan.group, side, stable=stable)
-        return position, await committed_offset(self._wire, self._plan.mark_group, side, stable=False)
+        position = await committed_offset(self.wire, self.topology.replay_group, side, stable=stable)
+        return position, await committed_offset(self.wire, self.topology.replay_mark_group, side, stable=False)
 
-    def _refusal(self, forgotten: dict[TopicPartition, int | None]) -> StateIncompatible:
-        places = ", ".join(f"{side.topic}/{side.partition} from offset {mark}" for side, mark in forgotten.items())
-        where = "the output" if self._plan.forward else "the source topics"
+    async def _set_mark(self, side: TopicPartition, offset: int) -> None:
+        await Group(self.wire, self.topology.replay_mark_group).set_offsets({side: offset}, for_ever=True)
+
+    def _refusal(self, forgotten: Mapping[TopicPartition, int | None]) -> StateIncompatible:
+        places = ", ".join(f"{side} from offset {mark}" for side, mark in forgotten.items())
+        where = "the output" if self.plan.output else "the source topics"
         return StateIncompatible(
-            f"records of {self._plan.topic} were replayed before, but how far is forgotten: the broker keeps an offset "
-            f"of the group {self._plan.group!r} for offsets.retention.minutes (7 days by default) after the last "
-            f"replay, unless somebody deletes it. Nothing was sent, or records would be sent twice. Add `--from last` "
-            f"to go on where the last replay ended that is known to have ended ({places}); what one that was killed "
-            f"sent after that has the header dedup-replayed in {where}. Or add `--from start` to send again all that "
-            f"{self._plan.topic} still holds."
+            f"records of {self.plan.topic} were replayed before, but how far is forgotten: the broker keeps an offset "
+            f"of the group {self.topology.replay_group!r} for offsets.retention.minutes (7 days by default) after the "
+            f"last replay, unless somebody deletes it. Nothing was sent, or records would be sent twice. Add `--from "
+            f"last` to go on where the last replay ended that is known to have ended ({places}); what one that was "
+            f"killed sent after that has the header dedup-replayed in {where}. Or add `--from start` to send again all "
+            f"that {self.plan.topic} still holds."
         )
 
     async def _begin(self, session: Session, side: TopicPartition) -> int:
         """Set the mark that later reveals a forgotten position, and return the offset to begin at."""
         # The position is read in the new epoch, because a replay that was killed may have had a commit in flight.
         position, mark = await self._known(side, stable=True)
-        start = (await bounds_of(self._wire, side)).start
-        if _lost(position, mark):
-            if self._plan.begin is None:
+        start = (await bounds_of(self.wire, side)).start
+        if position is None and mark is not None:
+            if self.plan.begin is None:
                 raise self._refusal({side: mark})
-            position = mark if self._plan.begin == "last" else start
-        gone = f"{side.topic}/{side.partition}/{position} to {start - 1}: deleted by retention"
+            position = mark if self.plan.begin == "last" else start
+        gone = f"{side}/{position} to {start - 1}: deleted by retention"
         if position is not None and position < start and gone not in self.done.left:
             self.done.left.append(gone)
         begun = max(position or 0, start)
         # The position is committed first, because a mark alone means that the position was forgotten.
         await session.commit({side: Position(begun)})
-        await self._mark.set_offsets({side: begun}, for_ever=True)
+        await self._set_mark(side, begun)
         return begun
 
-    async def _insist(self, side: TopicPartition, end: int, tell: Callable[[Replayed], None]) -> None:
+    async def _insist(self, side: TopicPartition, end: int) -> None:
         unknown = 0
         while True:
             try:
-                await self._partition(side, end, tell)
+                await self._partition(side, end)
             except CommitUnknown:
                 # A new epoch and the committed offset show the outcome.
                 unknown += 1
@@ -159,47 +156,43 @@ class Replay:
             except RecordRefused as refused:
                 # From now on, each batch contains one record, so that the broker's response identifies a refused
                 # record.
-                found = self._refused.setdefault(side, {})
+                found = self.refused.setdefault(side, {})
                 if len(refused.rows) == 1:
                     found[refused.rows[0]] = "its target topic refuses it"
             else:
                 return
 
-    async def _partition(self, side: TopicPartition, end: int, tell: Callable[[Replayed], None]) -> None:
-        kind = "late" if self._plan.forward else "dead-letter"
+    async def _partition(self, side: TopicPartition, end: int) -> None:
+        kind = "late" if self.plan.output else "dead-letter"
         session = Session(
-            self._wire,
-            f"{self._plan.group}.{kind}.{side.partition}",
-            self._plan.group,
-            timeout_ms=self._settings.transaction_timeout_ms,
+            self.wire,
+            f"{self.topology.replay_group}.{kind}.{side.partition}",
+            self.topology.replay_group,
+            timeout_ms=self.settings.transaction_timeout_ms,
             deadline_ms=DEADLINE_MS,
         )
         await session.open()
         # The position is committed in any case, because the broker forgets it offsets.retention.minutes after the last
         # commit.
         position = await self._begin(session, side)
-        fetcher = FeedFetcher(self._wire, await TopicCheck.of(self._wire, side.topic), wait_ms=WAIT_MS)
+        fetcher = FeedFetcher(self.wire, await TopicCheck.of(self.wire, side.topic), wait_ms=WAIT_MS)
         fetcher.begin(side, position)
         try:
-            while position < end and not self._full():
+            while position < end and (self.plan.limit is None or self.done.sent < self.plan.limit):
                 for answer in await fetcher.poll([side]):
                     position = await self._send(session, side, answer, end)
-                    tell(self.done)
             # The mark is the committed position, not the end of what was read: later records that cannot be sent are
             # reported again.
             reached, _ = await self._known(side, stable=True)
-            await self._mark.set_offsets({side: reached or 0}, for_ever=True)
+            await self._set_mark(side, reached or 0)
         finally:
             fetcher.forget()
             await session.drop()
 
-    def _full(self) -> bool:
-        return self._plan.limit is not None and self.done.sent >= self._plan.limit
-
     async def _send(self, session: Session, side: TopicPartition, answer: Answer, end: int) -> int:
         """Send the records of one fetch and commit; return the next offset."""
         columns = answer.columns
-        most = None if self._plan.limit is None else self._plan.limit - self.done.sent
+        most = None if self.plan.limit is None else self.plan.limit - self.done.sent
         lines: dict[TopicPartition, list[Line]] = {}
         left: list[str] = []
         count, next_offset = 0, answer.next_offset
@@ -209,15 +202,15 @@ class Replay:
                 break
             found = self._line(side, columns, row)
             if isinstance(found, str):
-                left.append(f"{side.topic}/{side.partition}/{offset}: {found}")
+                left.append(f"{side}/{offset}: {found}")
             else:
                 target, line = found
                 lines.setdefault(target, []).append(line)
                 count += 1
         if lines:
             # After a refusal, each batch contains one record, so that the broker's response identifies it.
-            single = 1 if side in self._refused else None
-            compression = self._settings.topics.compression
+            single = 1 if side in self.refused else None
+            compression = self.settings.topics.compression
             for target, part in sorted(lines.items()):
                 session.add(fill(target, part, compression=compression, most_rows=single))
             await session.commit({side: Position(next_offset)})
@@ -227,61 +220,48 @@ class Replay:
 
     def _line(self, side: TopicPartition, columns: Columns, row: int) -> tuple[TopicPartition, Line] | str:
         """Return the partition and the record to send to it, or a sentence that says why the record cannot be sent."""
-        names = self._plan.headers
+        names = _LATE_HEADERS if self.plan.output else _DEAD_HEADERS
         headers = columns.headers[row]
         own, ours = headers[: -len(names)], headers[-len(names) :]
         if tuple(name for name, _ in ours) != names:
             return "its headers are not those of a record this topology put there, or its value did not fit"
-        refused = self._refused.get(side, {}).get(columns.offsets[row])
+        refused = self.refused.get(side, {}).get(columns.offsets[row])
         if refused is not None:
             return refused
         kept = {name: value or b"" for name, value in ours}
         topic, partition, _ = kept[SOURCE].decode().rsplit("/", 2)
-        if topic not in self._topology.source.topics:
+        if topic not in self.topology.source.topics:
             return f"it came from {topic}, which is no longer a source topic"
         source = TopicPartition(topic, int(partition))
-        target = self._output_of(columns, row, source) if self._plan.forward else source
+        target = self._output_of(self.plan.output, columns, row, source) if self.plan.output else source
         added: list[Header] = [(REPLAYED, kept[SOURCE])]
-        if self._plan.forward:
+        if self.plan.output:
             added.insert(0, (VERDICT, b"late"))  # both are last, where `dedup verify` expects them
         elif any(name == REPLAYED for name, _ in own):
             added = []  # the record keeps its first position
         timestamp_ms = int(kept[TIMESTAMP])
         return target, (columns.offsets[row], timestamp_ms, columns.keys[row], columns.values[row], [*own, *added])
 
-    def _output_of(self, columns: Columns, row: int, source: TopicPartition) -> TopicPartition:
+    def _output_of(self, output: str, columns: Columns, row: int, source: TopicPartition) -> TopicPartition:
         """Return the output partition that a worker would choose for a record."""
-        output = self._plan.output
-        if self._topology.direct:
+        if self.topology.direct:
             return TopicPartition(output, source.partition)
         key = columns.keys[row]
         if key is None:
-            topology = self._topology
-            extract = compile_extractor(
-                topology.tracking_id, RecordTime(), fmt=topology.source.format, fingerprint=False
-            )
+            rule, fmt = self.topology.tracking_id, self.topology.source.format
+            extract = compile_extractor(rule, RecordTime(), fmt=fmt, fingerprint=False)
             key = extract([key], [columns.values[row]], [columns.headers[row]], [0]).ids[0] or b""
-        count = self._cluster.topics[output].partitions
+        count = self.cluster.topics[output].partitions
         return TopicPartition(output, partitions([key], count)[0])
-
-
-def _lost(position: int | None, mark: int | None) -> bool:
-    """Return whether the broker has forgotten a position."""
-    return position is None and mark is not None
 
 
 def replay_plan(topology: Topology, *, late: bool, limit: int | None, begin: Begin | None = None) -> ReplayPlan | str:
     """Return the plan of a replay, or a sentence that says why this topology has nothing to replay."""
-    groups = topology.replay_group, topology.replay_mark_group
     if not late:
-        return ReplayPlan(
-            topology.dead_letter, *groups, _DEAD_HEADERS, forward=False, output="", limit=limit, begin=begin
-        )
+        return ReplayPlan(topology.dead_letter, None, limit, begin)
     topic = getattr(topology.late, "topic", None)
     if topic is None:
         return "this topology has no topic for late records"
     if topology.output is None:
         return "this topology only observes, so it has no output for late records"
-    return ReplayPlan(
-        topic, *groups, _LATE_HEADERS, forward=True, output=topology.output.topic, limit=limit, begin=begin
-    )
+    return ReplayPlan(topic, topology.output.topic, limit, begin)

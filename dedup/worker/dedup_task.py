@@ -35,12 +35,11 @@ from dedup.store.changelog import (
 )
 from dedup.store.directory import Keeping
 from dedup.store.write_buffer import WriteBuffer
-from dedup.worker.clock import Clock
+from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import Start, first_offset
-from dedup.worker.recent_outcomes import Recent
-from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP, Misfits, RecordCollector, Refusals, with_faults
+from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP, Misfits, RecordCollector, Refusals, faults_of
 from dedup.worker.restore import changed, refuse_other_feeding, refuse_other_fingerprint, restore, what_it_means
-from dedup.worker.task import Frozen
+from dedup.worker.task import Frozen, TaskWork
 
 log: Final = logging.getLogger(__name__)
 _SAMPLED_IDS: Final = 8
@@ -52,13 +51,9 @@ FOREIGN: Final = (
     "dedup-timestamp. Stop any other program that writes to that topic, then run `dedup reset`."
 )
 _WARM_IDS: Final = 20_000
-"""After a restart, each commit loads this many IDs into the Bloom filters until all are loaded. Loading them takes
-about 10 ms per commit.
-"""
+"""After a restart, each commit loads this many IDs into the Bloom filters, which takes about 10 ms."""
 _MOST_FOLDS: Final = 3
-"""Number of attempts to judge a whole batch. A batch with more records that their topics do not accept is judged in
-parts.
-"""
+"""Number of attempts to judge a whole batch. A batch with more records that are not accepted is judged in parts."""
 PIECE: Final = 64
 """Number of records per part. Each record that its topic does not accept costs one more fold of its part."""
 _NO_HEADERS: Final[list[Header]] = []
@@ -66,41 +61,41 @@ _CLOCK_TOLERANCE_MS: Final = 1_000
 """A difference between clocks that is smaller than this never causes records to be judged again."""
 
 
+@dataclass(slots=True)
 class Placement:
     """Samples IDs, and warns if they are not in the partition that Kafka's default partitioner chooses."""
 
-    def __init__(self, feeding: TopicPartition, count: int, numbers: TaskNumbers) -> None:
-        self._feeding: Final = feeding
-        self._count: Final = count
-        self._numbers: Final = numbers
-        self._warned = False
-        self._passed = _SAMPLE_EVERY
-        """Number of records since the last sample."""
+    feeding: TopicPartition
+    count: int
+    """Number of partitions of the topic."""
+    numbers: TaskNumbers
+    warned: bool = False
+    passed: int = _SAMPLE_EVERY
+    """Number of records since the last sample."""
 
     def sample(self, ids: Sequence[bytes | None]) -> None:
         """Count the sampled and the misplaced IDs, and warn about the first misplaced one."""
-        if self._count < 2:  # noqa: PLR2004  # with one partition, no ID is misplaced
+        if self.count < 2:  # noqa: PLR2004  # with one partition, no ID is misplaced
             return
-        self._passed += len(ids)
-        if self._passed < _SAMPLE_EVERY:
+        self.passed += len(ids)
+        if self.passed < _SAMPLE_EVERY:
             return
-        self._passed = 0
+        self.passed = 0
         step = max(1, len(ids) // _SAMPLED_IDS)
         sampled = [record_key_of(state_key) for state_key in ids[::step][:_SAMPLED_IDS] if state_key is not None]
         keys = [key for key in sampled if key is not None]
         if not keys:
             return
-        misplaced = sum(found != self._feeding.partition for found in partitions(keys, self._count))
-        self._numbers.sampled += len(keys)
-        self._numbers.misplaced += misplaced
-        if misplaced and not self._warned:
-            self._warned = True
+        misplaced = sum(found != self.feeding.partition for found in partitions(keys, self.count))
+        self.numbers.sampled += len(keys)
+        self.numbers.misplaced += misplaced
+        if misplaced and not self.warned:
+            self.warned = True
             log.warning(
-                "%s/%d: %d of %d sampled IDs belong to another partition by Kafka's default partitioner. Is the topic "
+                "%s: %d of %d sampled IDs belong to another partition by Kafka's default partitioner. Is the topic "
                 "keyed by something else? Equal IDs in different partitions are not found; then remove "
                 "`partitioned_by` from the topology. If its producers place IDs by another rule, ignore this warning.",
-                self._feeding.topic,
-                self._feeding.partition,
+                self.feeding,
                 misplaced,
                 len(keys),
             )
@@ -120,20 +115,6 @@ def record_key_of(state_key: bytes) -> bytes | None:
             return None
 
 
-class Once:
-    """Remembers which messages the tasks of this process have already logged, so that each one is logged only once."""
-
-    def __init__(self) -> None:
-        self._logged: Final[set[Hashable]] = set()
-
-    def first(self, what: Hashable) -> bool:
-        """Return True on the first call with ``what``, and False on later calls."""
-        if what in self._logged:
-            return False
-        self._logged.add(what)
-        return True
-
-
 def note_format(rows: Rows, row: int, plan: DedupPlan, judged: TaskNumbers) -> None:
     """Count a dead letter by its format unless it is JSON; log the first one of each topic and format."""
     fault = rows.extracted.faults.get(row)
@@ -141,29 +122,28 @@ def note_format(rows: Rows, row: int, plan: DedupPlan, judged: TaskNumbers) -> N
         return
     judged.formats[fault.format_name] += 1
     source = rows.source(row)
-    topic = plan.source_topics[source.topic]
-    if plan.once.first((topic, fault.format_name)):
+    seen = (plan.source_topics[source.topic], fault.format_name)
+    if seen not in plan.logged:
+        plan.logged.add(seen)
         log.warning(
-            "%s/%d/%d is a dead letter: %s. If all records of the topic are so, none of them can be judged: let the "
+            "%s is a dead letter: %s. If all records of the topic are so, none of them can be judged: let the "
             "producers write JSON in UTF-8, or take the tracking ID from the key or a header with `format: bytes`. "
             "This is logged once; the metric dedup_other_formats_total counts all of them.",
-            topic,
-            source.partition,
-            source.offset,
+            source.place(plan.source_topics),
             fault.detail,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Unwrapped:
-    """A batch of the repartition topic with the records' source columns restored."""
+    """A batch with the records' source columns, which `unwrap` restores for a batch of the repartition topic."""
 
     batch: FeedBatch
     """The batch has the offsets of the repartition topic, and the timestamps and headers of the source topics."""
-    feeds: list[Feed]
-    sources: list[int]
+    feeds: Sequence[Feed]
+    sources: Sequence[int]
     """The offset of each record in its source partition."""
-    idle_rows: frozenset[int]
+    idle_rows: frozenset[int] = frozenset()
 
 
 def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
@@ -177,36 +157,22 @@ def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
     for row, own in enumerate(batch.headers):
         # The last two headers were added by the repartition task. The source's own headers may have any name, including
         # the names that an upstream dedup adds.
-        origin = _origin(dict(own[-2:]), positions, batch, row)
-        if origin.idle:
+        ours = dict(own[-2:])
+        timestamp, idle, source = ours.get(TIMESTAMP), ours.get(IDLE), ours.get(SOURCE)
+        if idle is not None:
+            source = idle + b"/-1"
             idle_rows.add(row)
-        feeds.append(origin.feed)
-        sources.append(origin.offset)
-        timestamps_ms.append(origin.timestamp_ms)
+        if timestamp is None or source is None:
+            topic, number = batch.feeding
+            raise InvariantBroken(FOREIGN.format(topic=topic, partition=number, offset=batch.offsets[row]))
+        topic, partition, offset = source.decode().rsplit("/", 2)
+        feeds.append(Feed(positions[topic], int(partition)))
+        sources.append(int(offset))
+        timestamps_ms.append(int(timestamp))
         headers.append(list(own[:-2]))
     plain = replace(batch, timestamps_ms=timestamps_ms, headers=headers)
     # A list with a single feed would mean that all records have this feed.
     return Unwrapped(plain, feeds, sources, frozenset(idle_rows))
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    feed: Feed
-    offset: int
-    timestamp_ms: int
-    idle: bool
-
-
-def _origin(ours: Mapping[str, bytes | None], positions: Mapping[str, int], batch: FeedBatch, row: int) -> _Origin:
-    timestamp, idle, source = ours.get(TIMESTAMP), ours.get(IDLE), ours.get(SOURCE)
-    if timestamp is not None and idle is not None:
-        topic, partition = idle.decode().rsplit("/", 1)
-        return _Origin(Feed(positions[topic], int(partition)), -1, int(timestamp), idle=True)
-    if timestamp is not None and source is not None:
-        topic, partition, offset = source.decode().rsplit("/", 2)
-        return _Origin(Feed(positions[topic], int(partition)), int(offset), int(timestamp), idle=False)
-    topic, number = batch.feeding
-    raise InvariantBroken(FOREIGN.format(topic=topic, partition=number, offset=batch.offsets[row]))
 
 
 def sighting_batches(
@@ -245,8 +211,7 @@ class DedupPlan:
     feeding: TopicPartition
     changelog: TopicPartition
     feeds: tuple[Feed, ...]
-    """All source partitions whose records can reach this task. There is only one if the task reads the source directly.
-    """
+    """All source partitions whose records can reach this task; only one if the task reads the source directly."""
     source_topics: tuple[str, ...]
     wrapped: bool
     """True if the feeding topic is the repartition topic; see `unwrap`."""
@@ -258,7 +223,7 @@ class DedupPlan:
     compression: str
     feeding_topic_id: str = ""
     """Kafka's ID of the feeding topic. A recreated topic has another ID, and different records at the same offsets."""
-    once: Once = field(default_factory=Once)
+    logged: set[Hashable] = field(default_factory=set)
     """The messages that were already logged; shared by all tasks of the worker."""
     partitions: int = 1
     """Partition count of the source topic if it is read directly, to detect misplaced IDs; otherwise 1."""
@@ -274,7 +239,7 @@ class Future:
     """By how much brokers' times had advanced the clock when the first of these records was judged."""
 
 
-class DedupTask:
+class DedupTask(TaskWork):
     """The work of a `dedup` task, with its state and its verdicts; see `TaskWork`."""
 
     def __init__(
@@ -283,23 +248,14 @@ class DedupTask:
         wire: Wire,
         keeping: Keeping,
         collector: RecordCollector,
-        clock: Clock,
+        clock: SteadyClock,
         numbers: TaskNumbers,
     ) -> None:
-        self._plan: Final = plan
+        super().__init__(wire, collector, clock, numbers)
+        self.plan: Final = plan
         self._window: Final = plan.rules.window
         self._segment_ms: Final = self._window.segment_ms
-        self._wire: Final = wire
         self._keeping: Final = keeping
-        self.collector: Final = collector
-        self._clock: Final = clock
-        self._numbers: Final = numbers
-        self._judged = TaskNumbers()
-        """The counters of the open transaction. They are separate, so that records are counted only once if the
-        transaction is aborted and its records are judged again.
-        """
-        self.recent: Final = Recent()
-        self._store: Store | None = None
         self._began = 0
         """The first offset of the changelog at the time of the restore."""
         self._buffer: WriteBuffer | None = None
@@ -315,18 +271,13 @@ class DedupTask:
         return self._window.oldest_live_ms(self._applied.value_ms)
 
     @property
-    def changelog(self) -> TopicPartition:
-        """The changelog partition from which the state is restored."""
-        return self._plan.changelog
-
-    @property
     def truncate_below(self) -> int | None:
         """The lowest changelog offset that a live segment needs; None if no segment is held.
 
         The offset is computed from applied state only. Sightings that are not applied yet have higher offsets, because
         the store's position is at or above the first offset of every segment and below the open transaction's records.
         """
-        store = self._store
+        store = self.store
         record = None if store is None else store.task_record
         if store is None or record is None or record.kept_from == NOT_SAID:
             return None
@@ -336,34 +287,32 @@ class DedupTask:
         # records the first offset of this one.
         return min([*births, record.kept_from]) if births else None
 
-    @property
-    def store(self) -> Store | None:
-        """The store with the applied state; None before `restore`."""
-        return self._store
-
-    def _opened(self) -> Store:
-        if self._store is None:
-            raise InvariantBroken(f"the state of {self._plan.feeding} was used before it was restored.")
-        return self._store
-
-    def _buffered(self) -> WriteBuffer:
-        if self._buffer is None:
-            raise InvariantBroken(f"the state of {self._plan.feeding} was used before it was restored.")
-        return self._buffer
+    def _opened(self) -> tuple[Store, WriteBuffer]:
+        if self.store is None or self._buffer is None:
+            raise InvariantBroken(f"the state of {self.plan.feeding} was used before it was restored.")
+        return self.store, self._buffer
 
     async def restore(self, committed: int | None) -> int:
         """See `TaskWork`. Raises StateIncompatible, with nothing changed, if state and topology do not match."""
-        plan = self._plan
+        plan = self.plan
         if self._keeping.prepare is not None:
             await self._keeping.prepare()
-        store = self._store = self._keeping.open()
+        store = self.store = self._keeping.open()
         self._buffer = WriteBuffer(store)
         self._numbers.restored = await self._restore(store)
         record = store.task_record
         if record is None:
-            self._refuse_lost_state(committed)
-            return committed if committed is not None else await first_offset(self._wire, plan.feeding, plan.start)
-        self._applied = self._stream_time = _stream_time(record, plan.feeds)
+            if committed is None:
+                # Nothing is lost, even if the store is past offset 0: the first transaction was aborted.
+                return await first_offset(self._wire, plan.feeding, plan.start)
+            raise StateIncompatible(
+                f"{plan.changelog} holds no task record, although the group has "
+                f"judged records of {plan.feeding} up to offset {committed}: the changelog was "
+                f"deleted or emptied. Nothing was changed. Bring it back, or start over with `dedup reset`."
+            )
+        known = {Feed(feed.topic, feed.partition): FeedProgress(feed.max_ms, feed.idle) for feed in record.feeds}
+        feeds = {feed: known.get(feed, FeedProgress()) for feed in plan.feeds}
+        self._applied = self._stream_time = StreamTime(record.stream_time_ms, feeds)
         self._numbers.reached(record.stream_time_ms)
         # By applied stream time, here as after a commit: the open transaction may still abort.
         store.drop_below(self.oldest_live_ms, self._segment_ms)
@@ -371,18 +320,19 @@ class DedupTask:
 
     async def overtaken(self) -> bool:
         """Restore what others have written since; return whether it contains a task record, as every commit does."""
-        store = self._opened()
+        store, _ = self._opened()
         before = store.task_record
         await self._restore(store)
         return store.task_record != before
 
     async def _restore(self, store: Store) -> int:
-        window, changelog = self._window, self._plan.changelog
+        window, changelog = self._window, self.plan.changelog
         held = store.task_record
         restored = await restore(self._wire, changelog, store, window, self._note_progress, accept=self._accept)
         self._began = restored.start
         newest = restored.record or held
-        if newest is not None and changed(newest, window) and self._plan.once.first("window changed"):
+        if newest is not None and changed(newest, window) and "window changed" not in self.plan.logged:
+            self.plan.logged.add("window changed")
             log.warning("%s", what_it_means(changelog, newest, window))
         return restored.records
 
@@ -394,7 +344,7 @@ class DedupTask:
         later than before: somebody else may have truncated the changelog, and only this disk may hold the deleted
         records.
         """
-        store = self._opened()
+        store, _ = self._opened()
         births = [birth for start, birth in store.segments().items() if start + self._segment_ms > oldest_ms]
         record = store.task_record
         said = NOT_SAID if record is None else record.kept_from
@@ -405,20 +355,8 @@ class DedupTask:
         self._numbers.restore_remaining = max(0, total - done)
         self._numbers.restore_total = total
 
-    def _refuse_lost_state(self, committed: int | None) -> None:
-        # Without a committed offset, nothing is lost, even if the store is past offset 0: the first transaction was
-        # aborted.
-        if committed is None:
-            return
-        changelog = self._plan.changelog
-        raise StateIncompatible(
-            f"{changelog.topic}/{changelog.partition} holds no task record, although the group has judged records of "
-            f"{self._plan.feeding.topic}/{self._plan.feeding.partition} up to offset {committed}: the changelog was "
-            f"deleted or emptied. Nothing was changed. Bring it back, or start over with `dedup reset`."
-        )
-
     def _accept(self, record: TaskRecord) -> None:
-        plan = self._plan
+        plan = self.plan
         refuse_other_fingerprint(record.fingerprint, plan.fingerprint, plan.feeding)
         refuse_other_feeding(record, plan.feeding_topic_id, plan.feeding)
 
@@ -436,52 +374,45 @@ class DedupTask:
         return batches
 
     def _judged_in(self, most_folds: int, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch] | None:
-        """Judge a batch; return None, with nothing changed, if the last fold still finds a record that its topic
-        refuses.
+        """Judge a batch; return None, with nothing changed, if the last fold still finds a record to leave out.
 
         Each fold turns only the first record that its topic does not accept into a dead letter. A dead letter leaves no
         sighting, so later verdicts may change. For example, the next record with the same ID may become unique.
         """
-        plan = self._plan
-        unwrapped = unwrap(batch, plan.source_topics) if plan.wrapped else None
-        plain = batch if unwrapped is None else unwrapped.batch
+        plan = self.plan
+        source = unwrap(batch, plan.source_topics) if plan.wrapped else Unwrapped(batch, plan.feeds, batch.offsets)
+        plain = source.batch
         original = plan.extractor(plain.keys, plain.values, plain.headers, plain.timestamps_ms)
         now_ms = self._clock.now_ms()
         ceiling_ms = max(now_ms, self._applied.value_ms) + plan.max_clock_skew_ms
         refused: dict[int, str] = {}
         for _ in range(most_folds):
-            extracted = with_faults(original, batch, refused) if refused or batch.odd_names else original
-            if unwrapped is None:
-                rows = Rows(extracted, batch.offsets, plan.feeds)
-            else:
-                rows = Rows(extracted, unwrapped.sources, unwrapped.feeds, unwrapped.idle_rows)
+            extracted = original
+            if refused or batch.odd_names:
+                extracted = replace(original, faults={**original.faults, **faults_of(batch, refused)})
+            rows = Rows(extracted, source.sources, source.feeds, source.idle_rows)
             outcome = fold(rows, plan.rules, self._stream_time, self._lookup, ceiling_ms=ceiling_ms)
             misfits: Misfits = {}
             batches = self.collector.publish(plain, rows, outcome, refusals, misfits)
             if not misfits:
                 self._note_future(rows, outcome, ceiling_ms)
-                return batches + self._taken(rows, outcome, now_ms)
+                self._stream_time = outcome.stream_time
+                self._count(rows, outcome)
+                self.recent.note(rows, outcome, now_ms)
+                self._placement.sample(rows.extracted.ids)
+                return batches + self._remember(rows, outcome, now_ms)
             refusals.rows.update(misfits)  # so that no record is measured twice
             topic, first = min(misfits, key=itemgetter(1))
             refused[first] = misfits[topic, first]
         return None
-
-    def _taken(self, rows: Rows, outcome: Outcome, now_ms: int) -> list[RecordBatch]:
-        """Accept the verdicts of a batch: update state, counters, and samples, and return the changelog batches."""
-        self._stream_time = outcome.stream_time
-        self._count(rows, outcome)
-        self.recent.note(rows, outcome, now_ms)
-        self._placement.sample(rows.extracted.ids)
-        return self._remember(rows, outcome, now_ms)
 
     def _note_future(self, rows: Rows, outcome: Outcome, ceiling_ms: int) -> None:
         """Remember verdicts about future records, because a broker's clock may contradict them later."""
         if outcome.dead or outcome.clamped:
             future = [time_ms for time_ms in rows.extracted.times_ms if time_ms > ceiling_ms]
             if future:
-                found = Future(min(future), self._clock.put_forward_ms)
-                known = self._future or found
-                self._future = Future(min(known.least_ms, found.least_ms), known.put_forward_ms)
+                known = self._future or Future(min(future), self._clock.put_forward_ms)
+                self._future = Future(min(known.least_ms, *future), known.put_forward_ms)
 
     def _confirm(self, future: Future | None, append_time_ms: int) -> None:
         """Raise ClockBehind if a record was in the future only because the worker's clock was behind the broker's."""
@@ -490,9 +421,9 @@ class DedupTask:
         self._clock.heard(append_time_ms)
         if future is None or self._clock.put_forward_ms - future.put_forward_ms < _CLOCK_TOLERANCE_MS:
             return
-        if future.least_ms <= append_time_ms + self._plan.max_clock_skew_ms:
+        if future.least_ms <= append_time_ms + self.plan.max_clock_skew_ms:
             raise ClockBehind(
-                f"{self._plan.feeding}: an event time of {future.least_ms} ms was too far in the future by this "
+                f"{self.plan.feeding}: an event time of {future.least_ms} ms was too far in the future by this "
                 "machine's clock, but is not by the broker's."
             )
 
@@ -500,7 +431,7 @@ class DedupTask:
         window = self._window
         # All later segments are searched, because an extended sighting, possibly of an earlier topology, is in the
         # segment of its end.
-        found = self._buffered().get_many(ids, after_ms=least_ms - window.guard_ms - self._segment_ms)
+        found = self._opened()[1].get_many(ids, after_ms=least_ms - window.guard_ms - self._segment_ms)
         return {
             key: decode_sightings(values[0]) if len(values) == 1 and not window.extend else _longest(values)
             for key, values in found.items()
@@ -508,10 +439,10 @@ class DedupTask:
 
     def _remember(self, rows: Rows, outcome: Outcome, now_ms: int) -> list[RecordBatch]:
         """Add new sightings to the open generation, and return these sightings as changelog batches."""
-        writes, plan = self._writes(rows, outcome), self._plan
+        writes, plan = self._writes(rows, outcome), self.plan
         if not writes:
             return []
-        self._buffered().add(writes)
+        self._opened()[1].add(writes)
         most = self.collector.limits.most_bytes(plan.changelog.topic)
         return sighting_batches(plan.changelog, writes, now_ms=now_ms, compression=plan.compression, most_bytes=most)
 
@@ -534,10 +465,7 @@ class DedupTask:
         return writes
 
     def _grouped(self, rows: Rows, outcome: Outcome) -> Iterator[tuple[int, Feed, list[int]]]:
-        """Yield the rows of each segment and feed, as (segment, feed, rows).
-
-        A batch usually has only one segment and one feed, so this case is tried first.
-        """
+        """Yield the rows of each segment and feed; usually there is one of each, so this case is tried first."""
         times_ms, singles = outcome.judged_times_ms, outcome.singles
         taken = list(map(times_ms.__getitem__, singles))
         least = self._window.segment_of(min(taken))
@@ -560,56 +488,46 @@ class DedupTask:
 
     def freeze(self, next_offset: int) -> Frozen:
         """See `TaskWork`."""
-        buffer = self._buffered()
-        stream_time, changelog = self._stream_time, self._plan.changelog
+        _, buffer = self._opened()
+        plan, stream_time = self.plan, self._stream_time
+        counted = super().freeze(next_offset)
         generation = buffer.freeze()
-        judged, self._judged = self._judged, TaskNumbers()
-        noted = self.recent.freeze()
         future, self._future = self._future, None
         oldest_ms = self._window.oldest_live_ms(stream_time.value_ms)
-        record = self._record(stream_time, next_offset, self._kept_from(oldest_ms))
-        line = (OWN_ROW, self._clock.now_ms(), TASK_RECORD_KEY, encode_task_record(record), _NO_HEADERS)
-        closing = fill(changelog, [line], compression="none")
-
-        def apply(ends: Mapping[TopicPartition, int]) -> None:
-            buffer.applied(generation, record, ends[changelog])
-            self._applied = stream_time
-            self._numbers.add_verdicts(judged)
-            self._numbers.reached(stream_time.value_ms)
-            self.recent.commit(noted)
-            store = self._opened()
-            store.drop_below(oldest_ms, self._segment_ms)
-            store.warm(_WARM_IDS)
-
-        return Frozen(closing, apply, lambda append_time_ms: self._confirm(future, append_time_ms))
-
-    def _record(self, stream_time: StreamTime, next_offset: int, kept_from: int) -> TaskRecord:
         feeds = tuple(
             FeedTime(feed.topic, feed.partition, progress.max_ms, progress.idle)
             for feed, progress in stream_time.feeds.items()
         )
-        plan, time_ms = self._plan, stream_time.value_ms
-        return TaskRecord(
+        kept_from, time_ms = self._kept_from(oldest_ms), stream_time.value_ms
+        record = TaskRecord(
             plan.fingerprint, time_ms, feeds, next_offset, self._segment_ms, kept_from, plan.feeding_topic_id
         )
+        line = (OWN_ROW, self._clock.now_ms(), TASK_RECORD_KEY, encode_task_record(record), _NO_HEADERS)
+        closing = fill(plan.changelog, [line], compression="none")
 
-    def idle(self) -> list[RecordBatch]:
-        """Return an empty list, because no other task reads the output of a dedup task."""
-        return []
+        def apply(ends: Mapping[TopicPartition, int]) -> None:
+            buffer.applied(generation, record, ends[plan.changelog])
+            self._applied = stream_time
+            counted.apply(ends)
+            self._numbers.reached(time_ms)
+            store, _ = self._opened()
+            store.drop_below(oldest_ms, self._segment_ms)
+            store.warm(_WARM_IDS)
+
+        return Frozen(closing, apply, lambda append_time_ms: self._confirm(future, append_time_ms))
 
     def discard(self) -> None:
         """See `TaskWork`."""
         if self._buffer is not None:
             self._buffer.discard()
         self._stream_time = self._applied
-        self._judged = TaskNumbers()
         self._future = None
-        self.recent.discard()
+        super().discard()
 
     def close(self) -> None:
         """See `TaskWork`."""
         # The next owner of the store must not share it with this task.
-        store, self._store, self._buffer = self._store, None, None
+        store, self.store, self._buffer = self.store, None, None
         if store is not None:
             self._keeping.release(store)
 
@@ -622,15 +540,12 @@ class DedupTask:
         verdicts["exempt"] += sum(1 for exempt in outcome.exempt.values() if exempt != "conflict")
         for row, dead in outcome.dead:
             self._judged.dead_reasons[dead.code] += 1
-            note_format(rows, row, self._plan, self._judged)
+            note_format(rows, row, self.plan, self._judged)
         self._judged.conflicts += len(outcome.conflicts)
 
 
 def _longest(values: Sequence[bytes]) -> Sightings:
-    """Return the sightings of an ID that several segments hold.
-
-    Earlier segments hold shorter versions of an extended sighting; the longest version counts.
-    """
+    """Return the sightings of an ID in several segments, of which earlier ones hold shorter versions of a sighting."""
     longest: dict[tuple[object, ...], Sighting] = {}
     for value in values:
         for seen in decode_sightings(value):
@@ -638,8 +553,3 @@ def _longest(values: Sequence[bytes]) -> Sightings:
             if name not in longest or longest[name].last_ms < seen.last_ms:
                 longest[name] = seen
     return tuple(longest.values())
-
-
-def _stream_time(record: TaskRecord, feeds: tuple[Feed, ...]) -> StreamTime:
-    known = {Feed(feed.topic, feed.partition): FeedProgress(feed.max_ms, feed.idle) for feed in record.feeds}
-    return StreamTime(record.stream_time_ms, {feed: known.get(feed, FeedProgress()) for feed in feeds})

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self, assert_never
+from itertools import accumulate
+from typing import Any, Final, assert_never, cast
 
+from faust.assignor.partition_assignor import PartitionAssignor
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+from yarl import URL
 
 from dedup.core.extract_one import Fault, Recipe, extract_one
 from dedup.core.json_path import Path
@@ -22,76 +26,18 @@ from dedup.core.window import Sighting
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.kafka.wire import TopicPartition
 from dedup.metrics import METRICS, Durations, Metric, TaskNumbers, TaskSeen, WorkerSeen
-from dedup.worker.app import peers_of
+from dedup.topology.model import Topology
+from dedup.worker.app import NOWHERE
 from dedup.worker.dedup_task import DedupTask
-from dedup.worker.repartition_task import RepartitionTask
 from dedup.worker.task import Task, TaskState
+from dedup.worker.transport import DedupApp
 from dedup.worker_view import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse
 
-if TYPE_CHECKING:
-    from dedup.topology.model import Topology
-    from dedup.worker.app import DedupApp
-
-STATES: Final = ("created", "restoring", "running", "closed")
-Sample = tuple[tuple[str, ...], "float | Durations"]
-"""The values of a metric's labels, in the order of the labels, and the value of the sample."""
 _FRESH_S: Final = 2.0
 """Maximum age of a response from a partition's leader; the leader of a quiet partition responds five times a second."""
 _Record = tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Scrape:
-    """The values that one scrape reads. The counters are added up once for all metrics."""
-
-    seen: WorkerSeen
-    counted: tuple[tuple[tuple[str, str, str], TaskNumbers], ...]
-    """The counters of every task that runs or ran in this worker, in order."""
-
-    @classmethod
-    def of(cls, seen: WorkerSeen) -> Self:
-        """Return the values to scrape for a worker at one moment."""
-        counted = sorted(seen.counters().items())
-        return cls(seen, tuple(((place[0], place[1], str(place[2])), numbers) for place, numbers in counted))
-
-
-def _each(read: Callable[[TaskSeen], float | Durations | None]) -> Callable[[Scrape], Iterator[Sample]]:
-    """Return a function that reads one value from every task and omits unknown values."""
-
-    def samples(scrape: Scrape) -> Iterator[Sample]:
-        for task in scrape.seen.tasks:
-            value = read(task)
-            if value is not None:
-                yield _place(task), value
-
-    return samples
-
-
-def _counted(read: Callable[[TaskNumbers], float | Durations]) -> Callable[[Scrape], Iterator[Sample]]:
-    """Return a function that reads one counter of every task that runs or ran in this worker."""
-
-    def samples(scrape: Scrape) -> Iterator[Sample]:
-        for place, numbers in scrape.counted:
-            yield place, read(numbers)
-
-    return samples
-
-
-def _split(read: Callable[[TaskNumbers], Mapping[str, float]]) -> Callable[[Scrape], Iterator[Sample]]:
-    """Return a function that reads counters, one per label value, of every task that runs or ran in this worker."""
-
-    def samples(scrape: Scrape) -> Iterator[Sample]:
-        for place, numbers in scrape.counted:
-            for name, value in sorted(read(numbers).items()):
-                yield (*place, name), value
-
-    return samples
-
-
-def _states(scrape: Scrape) -> Iterator[Sample]:
-    for task in scrape.seen.tasks:
-        for state in STATES:
-            yield (*_place(task), state), float(state == task.state)
+Value = float | Durations | Mapping[str, float] | None
+"""The value of one sample; several values by the last label of the metric; or None if the value is unknown."""
 
 
 def _stream_time_s(task: TaskSeen) -> float | None:
@@ -99,99 +45,101 @@ def _stream_time_s(task: TaskSeen) -> float | None:
     return None if known_ms is None else known_ms / 1000
 
 
-def _whole(read: Callable[[WorkerSeen], float]) -> Callable[[Scrape], Iterator[Sample]]:
-    return lambda scrape: iter([((), read(scrape.seen))])
-
-
-def _place(task: TaskSeen) -> tuple[str, str, str]:
-    return task.sub_topology, task.topic, str(task.partition)
-
-
-READERS: Final[Mapping[str, Callable[[Scrape], Iterable[Sample]]]] = {
-    "dedup_records_total": _split(lambda numbers: numbers.verdicts),
-    "dedup_conflicts_total": _counted(lambda numbers: numbers.conflicts),
-    "dedup_dead_letters_total": _split(lambda numbers: numbers.dead_reasons),
-    "dedup_other_formats_total": _split(lambda numbers: numbers.formats),
-    "dedup_replayed_total": _counted(lambda numbers: numbers.replayed),
-    "dedup_misplaced_ids_total": _counted(lambda numbers: numbers.misplaced),
-    "dedup_transactions_total": _split(lambda numbers: {"committed": numbers.transactions, "aborted": numbers.aborted}),
-    "dedup_commit_seconds": _counted(lambda numbers: numbers.commits),
-    "dedup_end_to_end_seconds": _counted(lambda numbers: numbers.end_to_end),
-    "dedup_stream_time_seconds": _each(_stream_time_s),
-    "dedup_state_ids": _each(lambda task: task.state_ids),
-    "dedup_state_bytes": _each(lambda task: task.state_bytes),
-    "dedup_state_max_bytes": _each(lambda task: task.state_max_bytes),
-    "dedup_restore_remaining_records": _each(lambda task: task.numbers.restore_remaining),
-    "dedup_task_state": _states,
-    "dedup_lag_records": _each(lambda task: task.lag_records),
-    "dedup_lag_seconds": _each(lambda task: task.lag_seconds),
-    "dedup_last_stable_offset_lag": _each(lambda task: task.unstable_records),
-    "dedup_seconds_since_commit": _each(lambda task: task.seconds_since_commit),
-    "dedup_standby_lag_records": lambda scrape: [
-        ((str(number),), lag) for number, lag in scrape.seen.standby_lag.items()
-    ],
-    "dedup_fenced_total": _whole(lambda seen: seen.fenced),
-    "dedup_corrupted_total": _whole(lambda seen: seen.corrupted),
-    "dedup_checkpoints_unusable_total": _whole(lambda seen: seen.checkpoints_unusable),
+COUNTER_READERS: Final[Mapping[str, Callable[[TaskNumbers], Value]]] = {
+    "dedup_records_total": lambda numbers: numbers.verdicts,
+    "dedup_conflicts_total": lambda numbers: numbers.conflicts,
+    "dedup_dead_letters_total": lambda numbers: numbers.dead_reasons,
+    "dedup_other_formats_total": lambda numbers: numbers.formats,
+    "dedup_replayed_total": lambda numbers: numbers.replayed,
+    "dedup_misplaced_ids_total": lambda numbers: numbers.misplaced,
+    "dedup_transactions_total": lambda numbers: {"committed": numbers.transactions, "aborted": numbers.aborted},
+    "dedup_commit_seconds": lambda numbers: numbers.commits,
+    "dedup_end_to_end_seconds": lambda numbers: numbers.end_to_end,
 }
+"""Metrics that are read from the counters of every task that runs or ran in this worker."""
+TASK_READERS: Final[Mapping[str, Callable[[TaskSeen], Value]]] = {
+    "dedup_stream_time_seconds": _stream_time_s,
+    "dedup_state_ids": lambda task: task.state_ids,
+    "dedup_state_bytes": lambda task: task.state_bytes,
+    "dedup_state_max_bytes": lambda task: task.state_max_bytes,
+    "dedup_restore_remaining_records": lambda task: task.numbers.restore_remaining,
+    "dedup_task_state": lambda task: {state.value: float(state.value == task.state) for state in TaskState},
+    "dedup_lag_records": lambda task: task.lag_records,
+    "dedup_lag_seconds": lambda task: task.lag_seconds,
+    "dedup_last_stable_offset_lag": lambda task: task.unstable_records,
+    "dedup_seconds_since_commit": lambda task: task.seconds_since_commit,
+}
+"""Metrics that are read from every task that this worker has now."""
+WORKER_READERS: Final[Mapping[str, Callable[[WorkerSeen], Value]]] = {
+    "dedup_standby_lag_records": lambda seen: {str(partition): lag for partition, lag in seen.standby_lag.items()},
+    "dedup_fenced_total": lambda seen: seen.fenced,
+    "dedup_corrupted_total": lambda seen: seen.corrupted,
+    "dedup_checkpoints_unusable_total": lambda seen: seen.checkpoints_unusable,
+}
+"""Metrics of the worker as a whole."""
 
 
-class WorkerCollector(Collector):
-    """Collects a worker's metrics for Prometheus, once per scrape; it does nothing between scrapes."""
+class _Scrape(Collector):
+    """The metrics of a worker at one moment; the counters are added up once for all of them."""
 
-    def __init__(self, look: Callable[[], WorkerSeen]) -> None:
-        self._look: Final = look
+    def __init__(self, seen: WorkerSeen) -> None:
+        self._seen: Final = seen
+        self._counted: Final = [
+            ((*place[:2], str(place[2])), counted) for place, counted in sorted(seen.counters().items())
+        ]
+        self._tasks: Final = [((task.sub_topology, task.topic, str(task.partition)), task) for task in seen.tasks]
 
     def collect(self) -> Iterator[Family]:
         """Yield every metric in `METRICS`, even if a metric has no sample."""
-        scrape = Scrape.of(self._look())
         for metric in METRICS:
-            yield _family(metric, READERS[metric.name](scrape))
+            yield _family(metric, self._values(metric.name))
+
+    def _values(self, name: str) -> Iterator[tuple[tuple[str, ...], Value]]:
+        if name in WORKER_READERS:
+            yield (), WORKER_READERS[name](self._seen)
+        elif name in TASK_READERS:
+            yield from ((labels, TASK_READERS[name](task)) for labels, task in self._tasks)
+        else:
+            yield from ((labels, COUNTER_READERS[name](numbers)) for labels, numbers in self._counted)
 
 
-def _family(metric: Metric, samples: Iterable[Sample]) -> Family:
-    if metric.kind == "histogram":
-        histogram = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
-        for labels, value in samples:
-            if isinstance(value, Durations):
-                histogram.add_metric(labels, _cumulated(value), value.total_s)
-        return histogram
-    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    family = kind(metric.name, metric.help, labels=metric.labels)
-    for labels, value in samples:
-        if not isinstance(value, Durations):
+def _family(metric: Metric, values: Iterable[tuple[tuple[str, ...], Value]]) -> Any:  # noqa: ANN401  # one of three
+    kinds = {"histogram": HistogramMetricFamily, "counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+    family = kinds[metric.kind](metric.name, metric.help, labels=metric.labels)
+    for labels, value in values:
+        if isinstance(value, Durations):
+            family.add_metric(labels, _cumulated(value), value.total_s)
+        elif isinstance(value, Mapping):
+            for name, each in sorted(value.items()):
+                family.add_metric((*labels, name), each)
+        elif value is not None:
             family.add_metric(labels, value)
     return family
 
 
-def _cumulated(durations: Durations) -> list[tuple[str, float]]:
+def _cumulated(durations: Durations) -> list[tuple[str, int]]:
     """Return the buckets as Prometheus expects them: each bucket includes all lower ones."""
     bounds = [*map(floatToGoString, durations.bounds_s), "+Inf"]
-    below = 0
-    buckets: list[tuple[str, float]] = []
-    for bound, count in zip(bounds, durations.counts, strict=True):
-        below += count
-        buckets.append((bound, below))
-    return buckets
+    return list(zip(bounds, accumulate(durations.counts), strict=True))
 
 
-def exposition(look: Callable[[], WorkerSeen]) -> bytes:
+def exposition(seen: WorkerSeen) -> bytes:
     """Return the worker's metrics in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(WorkerCollector(look))
+    registry.register(_Scrape(seen))
     return generate_latest(registry)
 
 
+@dataclass(frozen=True, slots=True)
 class Introspection:
     """Reads the state of the app and its tasks, and changes nothing."""
 
-    def __init__(self, app: DedupApp, topology: Topology) -> None:
-        self._app: Final = app
-        self._topology: Final = topology
+    app: DedupApp
+    topology: Topology
 
     def not_ready(self) -> str | None:
         """Return the reason why this worker is not ready; None if it is ready."""
-        tasks = self._app.tasks
+        tasks = self.app.tasks
         if tasks.failure.done():
             return "the worker is stopping after a failure"
         if not tasks.opened.is_set():
@@ -201,44 +149,41 @@ class Introspection:
 
     def seen(self) -> WorkerSeen:
         """Return the worker's current state."""
-        app = self._app
+        app = self.app
         return WorkerSeen(
-            topology=self._topology.name,
+            topology=self.topology.name,
             worker_id=app.settings.worker_id or "",
             tasks=tuple(self._task(feeding, task) for feeding, task in sorted(app.tasks.running.items())),
             standby_lag=dict(app.standbys.lag),
             fenced=app.tasks.fenced,
             corrupted=app.tasks.corrupted,
             not_ready=self.not_ready(),
-            checkpoints_unusable=app.bootstrap.unusable,
+            checkpoints_unusable=app.factory.bootstrap.unusable,
             alert=app.alert,
             ended=app.tasks.ended,
         )
 
     def metrics(self) -> bytes:
         """Return the worker's metrics in Prometheus' text format."""
-        return exposition(self.seen)
+        return exposition(self.seen())
 
     def caught_up(self, feeding: TopicPartition, task: Task) -> bool:
         """Return whether a task has judged and committed all records of its partition."""
-        end = self._app.member.fetcher.end(feeding)
+        end = self.app.member.fetcher.end(feeding)
         # A leader that does not respond may have records that no worker has read.
         if end is None or asyncio.get_running_loop().time() - end.seen_s > _FRESH_S:
             return False
-        if task.dirty.is_set() or task.committing:
-            return False
-        return self._app.member.passed(feeding, end.high_watermark, task.next_offset)
+        return task.all_committed and self.app.member.passed(feeding, end.high_watermark, task.next_offset)
 
     def _lag(self, feeding: TopicPartition, task: Task) -> int | None:
-        end = self._app.member.fetcher.end(feeding)
+        end = self.app.member.fetcher.end(feeding)
         if end is None or task.numbers.committed_offset is None:
             return None
         return 0 if self.caught_up(feeding, task) else max(0, end.high_watermark - task.numbers.committed_offset)
 
     def _task(self, feeding: TopicPartition, task: Task) -> TaskSeen:
-        end = self._app.member.fetcher.end(feeding)
-        running = task.state is TaskState.RUNNING
-        store = task.work.store if running and isinstance(task.work, DedupTask) else None
+        end = self.app.member.fetcher.end(feeding)
+        store = task.work.store if task.state is TaskState.RUNNING else None
         return TaskSeen(
             sub_topology=task.task_id.sub_topology,
             topic=feeding.topic,
@@ -249,7 +194,7 @@ class Introspection:
             unstable_records=None if end is None else end.high_watermark - end.last_stable_offset,
             state_ids=0 if store is None else store.count_ids(),
             state_bytes=0 if store is None else store.approximate_bytes(),
-            state_max_bytes=None if store is None else self._topology.state.max_bytes_per_partition,
+            state_max_bytes=None if store is None else self.topology.state.max_bytes_per_partition,
         )
 
     def look_up(self, text: str) -> LookedUp:
@@ -257,10 +202,10 @@ class Introspection:
 
         Raises SettingsError if ``text`` cannot be an ID of this topology.
         """
-        keys = state_keys(self._topology, text)
+        keys = state_keys(self.topology, text)
         dedup_tasks = {
             feeding.partition: task.work
-            for feeding, task in sorted(self._app.tasks.running.items())
+            for feeding, task in sorted(self.app.tasks.running.items())
             if task.state is TaskState.RUNNING and isinstance(task.work, DedupTask)
         }
         found = tuple(
@@ -270,18 +215,17 @@ class Introspection:
             for sighting in sorted(dedup_task.sightings_of(key))
         )
         # Before the first assignment, the group member knows no topics.
-        assigned = self._app.tasks.opened.is_set()
-        count = (self._app.member.topic_partitions(self._topology.feeding_topics[0]) or 0) if assigned else 0
-        placed = set(range(count)) if self._topology.direct or not count else set(partitions(keys, count))
-        belongs_to = next(iter(placed)) if len(placed) == 1 and not self._topology.direct else None
-        name, worker = self._topology.name, self._app.settings.worker_id or ""
-        home, feeding = tuple(sorted(placed)), self._topology.feeding_topics
+        assigned = self.app.tasks.opened.is_set()
+        count = (self.app.member.topic_partitions(self.topology.feeding_topics[0]) or 0) if assigned else 0
+        placed = set(range(count)) if self.topology.direct or not count else set(partitions(keys, count))
+        belongs_to = next(iter(placed)) if len(placed) == 1 and not self.topology.direct else None
+        name, worker = self.topology.name, self.app.settings.worker_id or ""
+        home, feeding = tuple(sorted(placed)), self.topology.feeding_topics
         return LookedUp(name, worker, text, found, tuple(dedup_tasks), count, belongs_to, home, feeding)
 
     def _seen_id(self, partition: int, sighting: Sighting, *, live: bool) -> SeenId:
-        topology = self._topology
-        topic, source_partition, offset = sighting.source
-        place = f"{topology.source.topics[topic]}/{source_partition}/{offset}"
+        topology = self.topology
+        place, source_partition = sighting.source.place(topology.source.topics), sighting.source.partition
         guarded_ms = sighting.last_ms + topology.window.guard_ms
         went = None
         if topology.output is not None:
@@ -292,20 +236,37 @@ class Introspection:
 
     def pulse(self) -> Iterator[TaskPulse]:
         """Yield those numbers of every task that are cheap to read."""
-        for feeding, task in self._app.tasks.running.items():
+        for feeding, task in self.app.tasks.running.items():
             yield TaskPulse(task.numbers, self._lag(feeding, task))
 
     def latest(self) -> Iterator[Noted]:
         """Yield the latest committed duplicates, conflicts, late records, and dead letters of every task."""
         # If the content is the ID, displaying the ID would reveal the payload.
-        ids = not isinstance(self._topology.tracking_id.rule, ContentRule | RawContentRule)
-        for task in self._app.tasks.running.values():
-            if isinstance(task.work, DedupTask | RepartitionTask):
-                yield from task.work.recent.shown(self._topology.source.topics, ids=ids)
+        ids = not isinstance(self.topology.tracking_id.rule, ContentRule | RawContentRule)
+        for task in self.app.tasks.running.values():
+            yield from task.work.recent.shown(self.topology.source.topics, ids=ids)
 
     def peers(self) -> tuple[Peer, ...]:
-        """Return the members of the group as of the last assignment; empty before the first."""
-        return peers_of(self._app)
+        """Return the members of the group as of the last assignment, sorted by name; empty before the first assignment.
+
+        Each member announces an address when it joins, and the assignment distributes the addresses to all members,
+        like `application.server` in Kafka Streams (KIP-67). A worker in the result may have died since then.
+        """
+        tasks: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
+        assignor = cast("PartitionAssignor", self.app.assignor)
+        for spread in (assignor.changelog_distribution, assignor.external_topic_distribution):
+            for name, by_topic in spread.items():
+                tasks[name].update((topic, number) for topic in by_topic for number in by_topic[topic])
+        own, feeding = str(self.app.conf.canonical_url), self.app.feeding_topics
+        peers = []
+        for name, assigned in tasks.items():
+            url = URL(name)
+            # The URL of a worker has no fragment if its release does not offer its pages to other workers.
+            hidden = url.host == NOWHERE or not url.fragment
+            address = None if hidden else str(url.with_fragment(None)).rstrip("/")
+            owned = tuple(sorted(task for task in assigned if task[0] in feeding))
+            peers.append(Peer(url.fragment or url.host or name, address, owned, here=name == own))
+        return tuple(sorted(peers, key=lambda peer: peer.worker))
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
         """Return a source record, truncated if it is long; None if the log does not contain it.
@@ -313,9 +274,9 @@ class Introspection:
         Raises NoAnswer if the broker does not respond. Raises StateIncompatible if the topic is not a source of this
         topology or if the fetch is refused.
         """
-        if topic not in self._topology.source.topics:
-            raise StateIncompatible(f"{topic!r} is not a source topic of {self._topology.name!r}.")
-        found = await self._app.wire.fetch(TopicPartition(topic, partition), offset, max_bytes=1, wait_ms=0)
+        if topic not in self.topology.source.topics:
+            raise StateIncompatible(f"{topic!r} is not a source topic of {self.topology.name!r}.")
+        found = await self.app.wire.fetch(TopicPartition(topic, partition), offset, max_bytes=1, wait_ms=0)
         if offset not in found.offsets:
             return None
         row = found.offsets.index(offset)

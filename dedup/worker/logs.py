@@ -14,13 +14,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from dedup.kafka.wire import TopicPartition
+from dedup.settings import Settings
 from dedup.worker.task import TaskId
-
-if TYPE_CHECKING:
-    from dedup.settings import Settings
 
 log: Final = logging.getLogger(__name__)
 NOISY: Final = (

@@ -7,18 +7,24 @@ changelog does not contain the state up to these offsets.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, TypeVar, assert_never
+from typing import Final, Literal, TypeVar, assert_never
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
-from dedup.kafka.wire import COORDINATOR_MOVED, UNSTABLE_OFFSET, LogBounds, NoAnswer, Position, TopicPartition, Wire
+from dedup.kafka.wire import (
+    COORDINATOR_MOVED,
+    UNSTABLE_OFFSET,
+    FetchedRecord,
+    LogBounds,
+    NoAnswer,
+    Position,
+    TopicPartition,
+    Wire,
+)
 
 PAUSE_MS: Final = 50
 _FETCH_BYTES: Final = 1 << 16
-if TYPE_CHECKING:
-    from dedup.kafka.wire import FetchedRecord
-
 Start = Literal["earliest", "latest"] | int
 T = TypeVar("T")
 _FEEDING: Final = "feeding"
@@ -30,6 +36,11 @@ RESETTING: Final = "dedup-reset-in-progress"
 async def bounds_of(wire: Wire, partition: TopicPartition) -> LogBounds:
     """Return a partition's start and high watermark; retries while its leader changes."""
     return await answered(wire, lambda: wire.bounds(partition))
+
+
+async def ends_of(wire: Wire, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+    """Return the high watermark of each partition."""
+    return {partition: (await bounds_of(wire, partition)).end for partition in partitions}
 
 
 async def answered(wire: Wire, ask: Callable[[], Awaitable[T]]) -> T:
@@ -86,7 +97,7 @@ async def committed_position(wire: Wire, group: str, source: TopicPartition, *, 
             return answer.position
         if answer.error_code not in COORDINATOR_MOVED | {UNSTABLE_OFFSET}:
             raise BrokerUnavailable(
-                f"the group {group!r} does not return its offset of {source.topic}/{source.partition} "
+                f"the group {group!r} does not return its offset of {source} "
                 f"(code {answer.error_code}). Grant the principal Read on the group."
             )
         await wire.pause(PAUSE_MS)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dedup.core.fold import Outcome, Rows
+from dedup.core.fold import Outcome, Rows, sighting_of
 from dedup.core.tracking_id import id_text
-from dedup.core.window import Source
+from dedup.core.window import Sighting, Source
 from dedup.quantities import format_duration
 from dedup.worker_view import Kind, Noted
 
@@ -67,32 +67,27 @@ class Recent:
         for cases in self._committed.values():
             for case in cases:
                 text = id_text(case.key) if ids and case.key is not None else None
-                place = _place(case.source, source_topics)
+                place = case.source.place(source_topics)
                 yield Noted(case.kind, place, text, case.event_time_ms, case.judged_ms, _why(case, source_topics))
 
 
 def _cases(rows: Rows, outcome: Outcome, now_ms: int) -> list[_Case]:
-    times_ms, ids = outcome.judged_times_ms, rows.extracted.ids
-    found: list[tuple[Kind, int, Source | None, int, str]] = []
-    for row, seen in outcome.duplicates[-MOST_OF_A_BATCH:]:
-        found.append(("duplicate", row, seen.source, times_ms[row] - seen.first_ms, ""))
-    for row, first in outcome.repeats[-MOST_OF_A_BATCH:]:
-        found.append(("duplicate", row, rows.source(first), times_ms[row] - times_ms[first], ""))
-    for row, seen in outcome.conflicts[-MOST_OF_A_BATCH:]:
-        found.append(("conflict", row, seen.source, times_ms[row] - seen.first_ms, ""))
-    for row, late in outcome.late[-MOST_OF_A_BATCH:]:
-        found.append(("late", row, None, late.behind_ms, ""))
-    for row, dead in outcome.dead[-MOST_OF_A_BATCH:]:
-        found.append(("dead_letter", row, None, 0, f"{dead.code}: {dead.detail}"))
-    cases: list[_Case] = []
-    for kind, row, of, away_ms, detail in found:
+    times_ms, ids, newest = outcome.judged_times_ms, rows.extracted.ids, slice(-MOST_OF_A_BATCH, None)
+
+    def case(kind: Kind, row: int, of: Source | None, away_ms: int = 0, detail: str = "") -> _Case:
         time_ms = None if kind == "dead_letter" else times_ms[row]
-        cases.append(_Case(kind, rows.source(row), ids[row], time_ms, now_ms, of, away_ms, detail))
-    return cases
+        return _Case(kind, rows.source(row), ids[row], time_ms, now_ms, of, away_ms, detail)
 
+    def repeated(kind: Kind, row: int, seen: Sighting) -> _Case:
+        return case(kind, row, seen.source, times_ms[row] - seen.first_ms)
 
-def _place(source: Source, source_topics: Sequence[str]) -> str:
-    return f"{source_topics[source.topic]}/{source.partition}/{source.offset}"
+    return [
+        *(repeated("duplicate", row, seen) for row, seen in outcome.duplicates[newest]),
+        *(repeated("duplicate", row, sighting_of(rows, times_ms, first)) for row, first in outcome.repeats[newest]),
+        *(repeated("conflict", row, seen) for row, seen in outcome.conflicts[newest]),
+        *(case("late", row, None, late.behind_ms) for row, late in outcome.late[newest]),
+        *(case("dead_letter", row, None, 0, f"{dead.code}: {dead.detail}") for row, dead in outcome.dead[newest]),
+    ]
 
 
 def _about(duration_ms: int) -> str:
@@ -105,7 +100,7 @@ def _why(case: _Case, source_topics: Sequence[str]) -> str:
     away = _about(abs(case.away_ms))
     match case.kind:
         case "duplicate" | "conflict":
-            first = _place(case.of, source_topics) if case.of is not None else "an earlier record"
+            first = case.of.place(source_topics) if case.of is not None else "an earlier record"
             when = (
                 f"{away} {'after' if case.away_ms > 0 else 'before'} it" if case.away_ms else "at the same event time"
             )

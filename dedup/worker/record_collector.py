@@ -10,15 +10,15 @@ import logging
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import groupby, repeat
 from operator import itemgetter
 from typing import Final, NamedTuple
 
-from dedup.core.extract import Extracted, Fault, FaultKind
+from dedup.core.extract import Fault, FaultKind
 from dedup.core.extract_one import ODD_HEADER_NAME
-from dedup.core.fold import DeadLetter, Outcome, Rows
+from dedup.core.fold import Outcome, Rows
 from dedup.core.partitioner import partitions
 from dedup.core.window import Sighting
 from dedup.errors import RecordRefused
@@ -36,7 +36,7 @@ from dedup.kafka.record_batch import (
     oversize,
 )
 from dedup.kafka.wire import NoAnswer, Wire
-from dedup.worker.clock import Clock
+from dedup.worker.clock import SteadyClock
 
 log: Final = logging.getLogger(__name__)
 _TIME_RANGE: Final = re.compile(r"timestamp should be within \[(-?\d{1,19}), (-?\d{1,19})\]")
@@ -54,15 +54,11 @@ _FIRST_SOURCE: Final = "dedup-first-source"
 IDLE: Final = "dedup-idle"
 DIGEST: Final = "dedup-digest"
 ID: Final = "dedup-id"
-"""Header with the tracking ID on records that `dedup ingest` and `IdempotentWriter` send, if the record does not
-contain the ID otherwise.
-"""
+"""Header with the tracking ID on records of `dedup ingest` and `IdempotentWriter` that do not contain it otherwise."""
 REPLAYED: Final = "dedup-replayed"
 """Header on records that `dedup replay` has sent; it contains the source position at which they were first judged."""
 SLACK_BYTES: Final = 65_536
-"""Late and dead-letter topics accept records that are this much larger than the source accepts, because of added
-headers.
-"""
+"""Late and dead-letter topics accept records that are larger than the source's by this, for the added headers."""
 _LATE_ADDED: Final = 2
 """Number of headers that `RecordCollector` adds to a late record (source position and timestamp)."""
 _DEAD_ADDED: Final = 4
@@ -119,23 +115,16 @@ class Refusals:
             return None
         for row in rows:
             why = refusal.reasons.get(row, str(refusal))
-            if not self._learn_row(topic, row, why, side_topics, too_large=refusal.too_large):
+            if refusal.too_large and topic in side_topics and (topic, row) not in self.digests:
+                self.digests.add((topic, row))
+            elif topic == side_topics.dead or (topic, row) in self.rows:
                 return row
+            else:
+                self.rows[topic, row] = why
             stated = _TIME_RANGE.search(why)
             if stated is not None:
                 self.times_ms[topic] = int(stated[1]), int(stated[2])
         return None
-
-    def _learn_row(self, topic: str, row: int, why: str, side_topics: SideTopics, *, too_large: bool) -> bool:
-        """Choose what to send in place of a refused record; return False if nothing is left to send."""
-        whole = too_large and (topic, row) not in self.digests
-        if whole and topic in side_topics:
-            self.digests.add((topic, row))
-        elif topic == side_topics.dead or (topic, row) in self.rows:
-            return False
-        else:
-            self.rows[topic, row] = why
-        return True
 
     def untimely(self, topic: str, timestamp_ms: int) -> str | None:
         """Return the reason why the broker will refuse a timestamp; None if it accepts it or has not stated a range."""
@@ -146,15 +135,15 @@ class Refusals:
         return f"{topic} takes timestamps from {least} to {greatest}, by its broker; this record's is {timestamp_ms}"
 
 
-def with_faults(extracted: Extracted, batch: FeedBatch, refused: Mapping[int, str]) -> Extracted:
-    """Return ``extracted`` with a fault for each record that the broker refuses or whose header name is not UTF-8."""
-    faults = dict(extracted.faults)
+def faults_of(batch: FeedBatch, refused: Mapping[int, str]) -> dict[int, Fault]:
+    """Return a fault for each row that the broker refuses or whose header name is not UTF-8."""
+    faults = {}
     for row, offset in enumerate(batch.offsets):
         if offset in refused:
             faults[row] = Fault(FaultKind.UNREADABLE, "refused_by_broker", refused[offset])
         elif offset in batch.odd_names:
             faults[row] = ODD_HEADER_NAME
-    return replace(extracted, faults=faults)
+    return faults
 
 
 class Limits:
@@ -165,7 +154,7 @@ class Limits:
     broker refuses the record.
     """
 
-    def __init__(self, known: Mapping[str, Limit], clock: Clock, wire: Wire | None) -> None:
+    def __init__(self, known: Mapping[str, Limit], clock: SteadyClock, wire: Wire) -> None:
         self._known: Final = dict(known)
         self._clock: Final = clock
         self._wire: Final = wire
@@ -193,8 +182,6 @@ class Limits:
 
     async def look_again(self, target: TopicPartition) -> None:
         """Read the size limit of the partition's topic again. If the broker does not respond, nothing changes."""
-        if self._wire is None:
-            return
         try:
             limit = await self._wire.limit(target)
         except NoAnswer as error:
@@ -205,20 +192,6 @@ class Limits:
                 log.warning("%s takes batches of at most %d bytes now", target.topic, limit.batch_bytes)
             self._known[target.topic] = limit
             self._read_ms[target.topic] = self._clock.now_ms()
-
-
-class _NoTime:
-    put_forward_ms = 0
-
-    def now_ms(self) -> int:
-        return 0
-
-    def heard(self, broker_ms: int) -> None:
-        pass
-
-
-_NOT_KNOWN: Final = Limits({}, _NoTime(), None)
-"""Used if the configs of topics are not read, so that only the broker decides what it accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,27 +215,25 @@ class Routes:
     conflicts: Route | None = None
     output_headers: bool = False
     keep_partition: bool = True
-    """True if the output keeps the source's partition number; otherwise, the record's key or ID determines the
-    partition.
-    """
+    """True if the output keeps the source's partition number; otherwise, the record's key or ID determines it."""
     time_is_record: bool = True
     """True if the event time is the record's timestamp; in that case, the output record gets the clamped time."""
     compression: str = "snappy"
 
 
+@dataclass(frozen=True, slots=True)
 class RecordCollector:
     """Turns the outcome of `fold` into record batches for one task."""
 
-    def __init__(self, routes: Routes, partition: int, limits: Limits = _NOT_KNOWN) -> None:
-        self._routes: Final = routes
-        self._partition: Final = partition
-        self.limits: Final = limits
+    routes: Routes
+    partition: int
+    limits: Limits
 
     @property
     def side_topics(self) -> SideTopics:
         """The topics for late records and dead letters."""
-        late = self._routes.late
-        return SideTopics(self._routes.dead_letter.topic, None if late is None else late.topic)
+        late = self.routes.late
+        return SideTopics(self.routes.dead_letter.topic, None if late is None else late.topic)
 
     def publish(
         self, batch: FeedBatch, rows: Rows, outcome: Outcome, refusals: Refusals, misfits: Misfits
@@ -272,7 +243,7 @@ class RecordCollector:
         Records that their topic does not accept are left out of the batches and added to ``misfits``. A late record or
         dead letter that is too large is replaced by its digest.
         """
-        routes = self._routes
+        routes = self.routes
         outgoing: list[tuple[TopicPartition, Iterable[Line]]] = []
         if routes.output is not None:
             outgoing += self._output(batch, rows, outcome, routes.output)
@@ -280,7 +251,9 @@ class RecordCollector:
             outgoing += self._duplicates(batch, rows, outcome)
         batches = [made for target, lines in outgoing for made in self.fitting(target, lines, refusals, misfits)]
         if outcome.late and routes.late is not None:
-            late = self._late(batch, rows, outcome)
+            late: Iterable[Line] = (
+                self._line(batch, row, self._provenance(batch, rows, row)) for row, _ in outcome.late
+            )
             if refusals.rows:
                 late = _taken_there(late, routes.late.topic, refusals, misfits)
             batches += self._side_batches(self._side_partition(routes.late), late, refusals, _LATE_ADDED)
@@ -297,7 +270,7 @@ class RecordCollector:
             lines = list(_taken_there(lines, target.topic, refusals, misfits))
         batches = []
         for made in self._filled(target, lines, refusals):
-            why = self.limits.refuses(made, self._routes.compression)
+            why = self.limits.refuses(made, self.routes.compression)
             if why is None or made.rows[0] == OWN_ROW:
                 batches.append(made)  # dedup's own records never become dead letters: the broker refuses them
             else:
@@ -313,14 +286,14 @@ class RecordCollector:
             lines = [_digest(line, added) if (target.topic, line[0]) in known else line for line in lines]
         batches = []
         for made in self._filled(target, lines, refusals):
-            if made.first is None or self.limits.refuses(made, self._routes.compression) is None:
+            if made.first is None or self.limits.refuses(made, self.routes.compression) is None:
                 batches.append(made)
             else:
-                batches += fill(target, [_digest(made.first, added)], compression=self._routes.compression)
+                batches += fill(target, [_digest(made.first, added)], compression=self.routes.compression)
         return batches
 
     def _filled(self, target: TopicPartition, lines: Iterable[Line], refusals: Refusals) -> list[RecordBatch]:
-        compression, most_bytes = self._routes.compression, self.limits.most_bytes(target.topic)
+        compression, most_bytes = self.routes.compression, self.limits.most_bytes(target.topic)
         cuts = sorted(refusals.cuts.get(target, ()))
         if not cuts:
             return fill(target, lines, compression=compression, most_bytes=most_bytes)
@@ -328,7 +301,7 @@ class RecordCollector:
         return [made for _, run in runs for made in fill(target, run, compression=compression, most_bytes=most_bytes)]
 
     def _side_partition(self, route: Route) -> TopicPartition:
-        return TopicPartition(route.topic, self._partition % route.partitions)
+        return TopicPartition(route.topic, self.partition % route.partitions)
 
     def _output(
         self, batch: FeedBatch, rows: Rows, outcome: Outcome, route: Route
@@ -337,8 +310,8 @@ class RecordCollector:
         if not forwarded:
             return []
         lines = self._lines(batch, rows, outcome, forwarded)
-        if self._routes.keep_partition:
-            return [(TopicPartition(route.topic, self._partition), lines)]
+        if self.routes.keep_partition:
+            return [(TopicPartition(route.topic, self.partition), lines)]
         taken = gather(forwarded)
         keys, ids = taken(batch.keys), taken(rows.extracted.ids)
         chosen = partitions(
@@ -351,7 +324,7 @@ class RecordCollector:
 
     def _forwarded(self, outcome: Outcome) -> list[int]:
         extra = set(outcome.exempt)
-        if self._routes.late_forward:
+        if self.routes.late_forward:
             extra.update(row for row, _ in outcome.late)
         return sorted(extra.union(outcome.unique)) if extra else outcome.unique
 
@@ -360,32 +333,25 @@ class RecordCollector:
         marks: dict[int, list[Header]] = {}
         for row, exempt in outcome.exempt.items():
             marks.setdefault(row, []).append((VERDICT, exempt.encode()))
-        if self._routes.late_forward:
+        if self.routes.late_forward:
             for row, _ in outcome.late:
                 marks.setdefault(row, []).append((VERDICT, b"late"))
-        if self._routes.output_headers:
+        if self.routes.output_headers:
             for row in forwarded:
                 marks.setdefault(row, []).append((SOURCE, self._place(rows, row)))
         taken = gather(forwarded)
         timestamps = taken(batch.timestamps_ms)
-        if outcome.clamped and self._routes.time_is_record:
+        if outcome.clamped and self.routes.time_is_record:
             timestamps = [outcome.clamped.get(row, own) for row, own in zip(forwarded, timestamps, strict=True)]
         headers: Iterable[list[Header]] = repeat([])
         if marks or any(batch.headers):
             headers = [[*batch.headers[row], *marks.get(row, ())] for row in forwarded]
-        return zip(
-            taken(batch.offsets),
-            timestamps,
-            taken(batch.keys),
-            taken(batch.values),
-            headers,
-            strict=False,
-        )
+        return zip(taken(batch.offsets), timestamps, taken(batch.keys), taken(batch.values), headers, strict=False)
 
     def _duplicates(
         self, batch: FeedBatch, rows: Rows, outcome: Outcome
     ) -> Iterator[tuple[TopicPartition, Iterable[Line]]]:
-        routes = self._routes
+        routes = self.routes
         plain, conflicting = outcome.all_duplicates(rows), outcome.conflicts
         if routes.conflicts is None:
             plain, conflicting = sorted(plain + conflicting), []
@@ -394,27 +360,19 @@ class RecordCollector:
                 yield self._side_partition(route), [self._line(batch, row, self._first_seen(of)) for row, of in found]
 
     def _first_seen(self, of: Sighting) -> list[Header]:
-        topic, partition, offset = of.source
-        place = f"{self._routes.source_topics[topic]}/{partition}/{offset}"
+        place = of.source.place(self.routes.source_topics)
         return [(_FIRST_TIME, str(of.first_ms).encode()), (_FIRST_SOURCE, place.encode())]
-
-    def _late(self, batch: FeedBatch, rows: Rows, outcome: Outcome) -> Iterator[Line]:
-        for row, _ in outcome.late:
-            yield self._line(batch, row, self._provenance(batch, rows, row))
 
     def _dead(self, batch: FeedBatch, rows: Rows, outcome: Outcome) -> Iterator[Line]:
         for row, dead in sorted(outcome.dead, key=itemgetter(0)):
-            yield self._line(batch, row, self._reasoned(batch, rows, row, dead))
-
-    def _reasoned(self, batch: FeedBatch, rows: Rows, row: int, dead: DeadLetter) -> list[Header]:
-        return [(REASON, dead.code.encode()), (DETAIL, dead.detail.encode()), *self._provenance(batch, rows, row)]
+            why: list[Header] = [(REASON, dead.code.encode()), (DETAIL, dead.detail.encode())]
+            yield self._line(batch, row, [*why, *self._provenance(batch, rows, row)])
 
     def _provenance(self, batch: FeedBatch, rows: Rows, row: int) -> list[Header]:
         return [(SOURCE, self._place(rows, row)), (TIMESTAMP, str(batch.timestamps_ms[row]).encode())]
 
     def _place(self, rows: Rows, row: int) -> bytes:
-        source = rows.source(row)
-        return f"{self._routes.source_topics[source.topic]}/{source.partition}/{source.offset}".encode()
+        return rows.source(row).place(self.routes.source_topics).encode()
 
     @staticmethod
     def _line(batch: FeedBatch, row: int, added: list[Header]) -> Line:

@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from dedup.core.extract import Extracted, Extractor
-from dedup.core.extract_one import ODD_HEADER_NAME
 from dedup.core.fold import DeadLetter, Outcome, Rows
 from dedup.core.partitioner import partitions
 from dedup.core.window import Feed
 from dedup.kafka.record_batch import OWN_ROW, FeedBatch, Header, Line, RecordBatch, TopicPartition
 from dedup.kafka.wire import Wire
 from dedup.metrics import TaskNumbers
-from dedup.worker.clock import Clock
+from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import Start, first_offset
-from dedup.worker.recent_outcomes import Recent
-from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP, Misfits, RecordCollector, Refusals
-from dedup.worker.task import Frozen
+from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP, Misfits, RecordCollector, Refusals, faults_of
+from dedup.worker.task import TaskWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class RepartitionPlan:
     start: Start
 
 
-class RepartitionTask:
+class RepartitionTask(TaskWork):
     """The work of a `repartition` task, which keeps no state; see `TaskWork`."""
 
     def __init__(
@@ -42,22 +40,14 @@ class RepartitionTask:
         plan: RepartitionPlan,
         wire: Wire,
         collector: RecordCollector,
-        clock: Clock,
+        clock: SteadyClock,
         numbers: TaskNumbers,
         refuse_lost: Callable[[], Awaitable[None]],
     ) -> None:
         """``refuse_lost`` raises StateIncompatible if the feeding partition was read before."""
+        super().__init__(wire, collector, clock, numbers)
         self._plan: Final = plan
         self._refuse_lost: Final = refuse_lost
-        self.collector: Final = collector
-        self._wire: Final = wire
-        self._clock: Final = clock
-        self._numbers: Final = numbers
-        self._judged = TaskNumbers()
-        """The counters of the open transaction. They are separate, so that records are counted only once if the
-        transaction is aborted and its records are judged again.
-        """
-        self.recent: Final = Recent()
 
     async def restore(self, committed: int | None) -> int:
         """Return the committed offset, or the offset for `start` if there is none; there is no state to restore."""
@@ -65,10 +55,6 @@ class RepartitionTask:
             return committed
         await self._refuse_lost()
         return await first_offset(self._wire, self._plan.feeding, self._plan.start)
-
-    async def overtaken(self) -> bool:
-        """Return False, because a repartition task writes no state."""
-        return False
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
         """Return the records as batches for the partitions of their IDs, with their source positions in headers."""
@@ -84,7 +70,7 @@ class RepartitionTask:
             chosen[row] = partition
         lines: dict[int, list[Line]] = {}
         now_ms = self._clock.now_ms()
-        place = f"{batch.feeding.topic}/{batch.feeding.partition}/"
+        place = f"{batch.feeding}/"
         for row, partition in enumerate(chosen):
             offset = batch.offsets[row]
             if offset in batch.odd_names:
@@ -107,15 +93,9 @@ class RepartitionTask:
         self, batch: FeedBatch, extracted: Extracted, refusals: Refusals, refused: Mapping[int, str]
     ) -> list[RecordBatch]:
         """Return dead letters for records that the repartition topic does not accept; no dedup task reads them."""
-        dead = []
-        for row, offset in enumerate(batch.offsets):
-            if offset in refused:
-                dead.append((row, DeadLetter("refused_by_broker", refused[offset])))
-            elif offset in batch.odd_names:
-                dead.append((row, DeadLetter(ODD_HEADER_NAME.code, ODD_HEADER_NAME.detail)))
+        dead = [(row, DeadLetter(fault.code, fault.detail)) for row, fault in faults_of(batch, refused).items()]
         self._judged.verdicts["dead_letter"] += len(dead)
-        for _, dead_letter in dead:
-            self._judged.dead_reasons[dead_letter.code] += 1
+        self._judged.dead_reasons.update(letter.code for _, letter in dead)
         rows = Rows(extracted, batch.offsets, (Feed(self._plan.topic, batch.feeding.partition),))
         outcome = Outcome(dead=dead)
         self.recent.note(rows, outcome, self._clock.now_ms())
@@ -137,22 +117,3 @@ class RepartitionTask:
             target = TopicPartition(self._plan.target, partition)
             batches += self.collector.fitting(target, part, refusals, misfits)
         return batches
-
-    def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # `Work`'s signature
-        """Return the counters to apply when the transaction is committed; there is no state to apply."""
-        judged, self._judged = self._judged, TaskNumbers()
-        noted = self.recent.freeze()
-
-        def apply(_ends: Mapping[TopicPartition, int]) -> None:
-            self._numbers.add_verdicts(judged)
-            self.recent.commit(noted)
-
-        return Frozen([], apply)
-
-    def discard(self) -> None:
-        """See `TaskWork`."""
-        self._judged = TaskNumbers()
-        self.recent.discard()
-
-    def close(self) -> None:
-        """See `TaskWork`."""

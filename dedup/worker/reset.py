@@ -10,30 +10,27 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError
 from dedup.kafka.client import KafkaWire
-from dedup.kafka.record_batch import Line, fill
+from dedup.kafka.record_batch import OWN_ROW, Line, fill
 from dedup.kafka.topic_admin import Admin, Group, Topic
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import Position, TopicPartition
+from dedup.settings import Settings
 from dedup.store.base import TaskRecord
 from dedup.store.changelog import TASK_RECORD_KEY, encode_task_record
 from dedup.store.checkpoint_storage import CheckpointStorage
 from dedup.store.directory import delete_store
+from dedup.topology.model import Topology
 from dedup.topology.schema import Start
 from dedup.worker.bootstrap import transfer
 from dedup.worker.clock import SteadyClock
-from dedup.worker.offsets import RESETTING, bounds_of, first_offset
+from dedup.worker.offsets import RESETTING, ends_of, first_offset
 from dedup.worker.topics import Cluster, missing_topics, state_topics, topic_names
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from dedup.settings import Settings
-    from dedup.topology.model import Topology
 
 DEADLINE_MS: Final = 20_000
 MOST_ATTEMPTS: Final = 50
@@ -68,95 +65,83 @@ def delete_local_state(partitions: Sequence[Path]) -> None:
             path.parent.rmdir()
 
 
+@dataclass(frozen=True, slots=True)
 class Reset:
     """One reset of one topology."""
 
-    def __init__(self, topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin) -> None:
-        self._topology: Final = topology
-        self._settings: Final = settings
-        self._wire: Final = wire
-        self._admin: Final = admin
-        self._group: Final = Group(wire, topology.name)
-        self._mark: Final = Group(wire, topology.reset_group)
-        url = settings.state.checkpoint
-        self._storage: Final = None if url is None else CheckpointStorage(url)
+    topology: Topology
+    settings: Settings
+    wire: KafkaWire
+    admin: Admin
 
     async def look(self) -> Doomed:
         """Return what a reset would delete; raises DedupError while the group has members."""
-        members = await self._group.members()
+        members = await Group(self.wire, self.topology.name).members()
         if members:
             names = ", ".join(f"{member.worker_id} at {member.host}" for member in members)
             raise DedupError(
-                f"the group {self._topology.name!r} has members: {names}. Nothing was changed; stop these workers, and "
+                f"the group {self.topology.name!r} has members: {names}. Nothing was changed; stop these workers, and "
                 f"wait for the session timeout of one that was killed."
             )
-        have = await self._admin.topics(state_topics(self._topology))
-        places: tuple[str, ...] = ()
-        if self._storage is not None:
-            name, storage = self._topology.name, self._storage
-            kept = await transfer(lambda _: storage.partitions(name), str(storage))
-            places = tuple(storage.place(name, partition) for partition in kept)
-        partitions = local_state(self._topology, self._settings.state_dir)
-        return Doomed(self._topology.name, tuple(sorted(have)), partitions, places)
+        have = await self.admin.topics(state_topics(self.topology))
+        places = tuple(storage.place(self.topology.name, each) for storage, each in await self._checkpoints())
+        partitions = local_state(self.topology, self.settings.state_dir)
+        return Doomed(self.topology.name, tuple(sorted(have)), partitions, places)
 
     async def run(self, doomed: Doomed, to: Start | None) -> dict[TopicPartition, int]:
         """Delete everything and recreate the topics. Return the offsets that were set; empty if ``to`` is None."""
-        topology = self._topology
+        topology = self.topology
         await self.look()  # a worker may have joined in the meantime
-        have = await self._admin.topics(topic_names(topology))
+        have = await self.admin.topics(topic_names(topology))
         left = {name: topic for name, topic in have.items() if name not in doomed.topics}
-        wanted = missing_topics(topology, self._settings, left)
-        sources = [
-            TopicPartition(name, partition)
-            for name in topology.source.topics
-            for partition in range(have[name].partitions)
-        ]
-        offsets = {} if to is None else {feeding: await first_offset(self._wire, feeding, to) for feeding in sources}
+        wanted = missing_topics(topology, self.settings, left)
+        sources = [place for name in topology.source.topics for place in have[name].places]
+        offsets = {} if to is None else {feeding: await first_offset(self.wire, feeding, to) for feeding in sources}
         await self._fence(sources, have)
         # The mark is set after all workers were fenced, so none of them can overwrite it.
-        await self._group.delete()
-        await self._group.set_offsets(dict.fromkeys(sources, 0), note=RESETTING, for_ever=True)
-        await self._admin.delete(doomed.topics)
+        group = Group(self.wire, topology.name)
+        await group.delete()
+        await group.set_offsets(dict.fromkeys(sources, 0), note=RESETTING, for_ever=True)
+        await self.admin.delete(doomed.topics)
         await self._until(0, doomed.topics, "not gone yet")
         delete_local_state(doomed.partitions)
-        await self._delete_checkpoints()
+        # The checkpoints belong to the deleted changelog, so workers would refuse them.
+        for storage, partition in await self._checkpoints():
+            await transfer(lambda _, s=storage, p=partition: s.delete(topology.name, p), str(storage))  # type: ignore[misc]
         await self._leave_mark(left, offsets)
-        made = await self._admin.create(wanted)
+        made = await self.admin.create(wanted)
         await self._until(len(made), made, "not there yet")
         if offsets and topology.direct:
             await self._begin_at(offsets)
         elif offsets:
-            await self._group.set_offsets(offsets)
+            await group.set_offsets(offsets)
         else:
-            await self._group.delete()
+            await group.delete()
         return offsets
 
-    async def _delete_checkpoints(self) -> None:
-        """Delete the checkpoints, because they belong to the deleted changelog and workers would refuse them."""
-        if self._storage is None:
-            return
-        name, storage = self._topology.name, self._storage
-        for partition in await transfer(lambda _: storage.partitions(name), str(storage)):
-            await transfer(lambda _, partition=partition: storage.delete(name, partition), str(storage))  # type: ignore[misc]
+    async def _checkpoints(self) -> list[tuple[CheckpointStorage, int]]:
+        """Return the partitions that have a checkpoint, each with the storage that holds it."""
+        url = self.settings.state.checkpoint
+        if url is None:
+            return []
+        storage = CheckpointStorage(url)
+        kept = await transfer(lambda _: storage.partitions(self.topology.name), str(storage))
+        return [(storage, partition) for partition in kept]
 
     async def _leave_mark(self, left: Mapping[str, Topic], offsets: Mapping[TopicPartition, int]) -> None:
         """Record the current ends of the topics that are written, because `dedup verify` checks only later records.
 
         Call this while no changelog exists, so that the mark is older than any new state.
         """
-        written = [
-            TopicPartition(name, partition)
-            for name in self._topology.written_topics
-            if name in left
-            for partition in range(left[name].partitions)
-        ]
-        ends = {place: (await bounds_of(self._wire, place)).end for place in written}
-        await self._mark.delete()
-        await self._mark.set_offsets({**ends, **offsets}, for_ever=True)
+        written = [place for name in self.topology.written_topics if name in left for place in left[name].places]
+        ends = await ends_of(self.wire, written)
+        mark = Group(self.wire, self.topology.reset_group)
+        await mark.delete()
+        await mark.set_offsets({**ends, **offsets}, for_ever=True)
 
     async def _fence(self, sources: list[TopicPartition], have: Mapping[str, Topic]) -> None:
         """Fence all workers and end their open transactions, so that no suspended worker writes to the new topics."""
-        topology = self._topology
+        topology = self.topology
         feeding = have.get(topology.feeding_topics[0])
         count = 0 if feeding is None else feeding.partitions
         ids = [topology.transactional_id("dedup", partition) for partition in range(count)]
@@ -166,15 +151,13 @@ class Reset:
             await self._session(transactional_id).open()
 
     def _session(self, transactional_id: str) -> Session:
-        timeout_ms = self._settings.transaction_timeout_ms
-        return Session(
-            self._wire, transactional_id, self._topology.name, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS
-        )
+        timeout_ms = self.settings.transaction_timeout_ms
+        return Session(self.wire, transactional_id, self.topology.name, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS)
 
     async def _until(self, there: int, names: Sequence[str], what: str) -> None:
         """Wait until the given number of topics exists; a broker responds before all brokers know about a change."""
         deadline_s = asyncio.get_running_loop().time() + _KNOWN_WITHIN_S
-        while len(await self._admin.topics(names)) != there:
+        while len(await self.admin.topics(names)) != there:
             if asyncio.get_running_loop().time() > deadline_s:
                 raise BrokerUnavailable(f"topics {', '.join(names)} are {what}. Run `dedup reset` again.")
             await asyncio.sleep(LOOK_S)
@@ -184,20 +167,14 @@ class Reset:
 
         Offsets alone would look like an emptied changelog, which no worker accepts.
         """
-        topology = self._topology
-        cluster = Cluster(await self._admin.topics(topic_names(topology)))
+        topology = self.topology
+        cluster = Cluster(await self.admin.topics(topic_names(topology)))
         fingerprint = topology.state_fingerprint(cluster.source_partitions(topology))
         # The first partition is written last, because a worker looks for the reset mark there.
         for feeding, offset in sorted(offsets.items(), reverse=True):
-            record = TaskRecord(
-                fingerprint,
-                BEFORE_ALL_TIME,
-                (),
-                offset,
-                topology.window.segment_ms,
-                feeding_topic_id=cluster.topics[feeding.topic].topic_id,
-            )
-            line: Line = (-1, SteadyClock().now_ms(), TASK_RECORD_KEY, encode_task_record(record), [])
+            width_ms, topic_id = topology.window.segment_ms, cluster.topics[feeding.topic].topic_id
+            record = TaskRecord(fingerprint, BEFORE_ALL_TIME, (), offset, width_ms, feeding_topic_id=topic_id)
+            line: Line = (OWN_ROW, SteadyClock().now_ms(), TASK_RECORD_KEY, encode_task_record(record), [])
             changelog = TopicPartition(topology.changelog_topic, feeding.partition)
             session = self._session(topology.transactional_id("dedup", feeding.partition))
             await self._write(session, changelog, line, {feeding: offset})
@@ -215,7 +192,7 @@ class Reset:
                 # The leader of a topic created a moment ago may not know it yet.
                 if attempt + 1 == MOST_ATTEMPTS:
                     raise
-                await self._wire.refresh()
+                await self.wire.refresh()
                 await asyncio.sleep(LOOK_S)
             else:
                 return

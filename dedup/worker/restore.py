@@ -18,31 +18,28 @@ import asyncio
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
 
 from dedup import crashpoints
 from dedup.core.window import BEFORE_ALL_TIME, Feed, Window
 from dedup.errors import DedupError, StateIncompatible
-from dedup.kafka.wire import Fetched, LogBounds, NoAnswer, TopicPartition, Wire
-from dedup.quantities import format_duration
+from dedup.kafka.wire import LogBounds, NoAnswer, TopicPartition, Wire
+from dedup.quantities import format_duration, instant
 from dedup.store.base import Store, TaskRecord, Writes
 from dedup.store.changelog import Collected, SeedMark, all_within, collect, rebucket
-from dedup.worker.offsets import bounds_of, committed_offset
-
-if TYPE_CHECKING:
-    from dedup.topology.model import Topology
-    from dedup.worker.topics import Cluster
-
+from dedup.store.directory import Keeping
+from dedup.topology.model import Topology
+from dedup.worker.offsets import answered, bounds_of, committed_offset
+from dedup.worker.topics import Cluster
 
 log: Final = logging.getLogger(__name__)
 _WIDTHS: Final = 2
 """Number of segment widths in guard period plus grace."""
 FETCH_BYTES: Final = 8 << 20
 WAIT_MS: Final = 500
-PAUSE_MS: Final = 50
 _LOOK_BACK: Final = 256
 """The last offsets of the changelog that are searched first for a task record; if there is none, the range grows."""
 _LOOK_BYTES: Final = 1 << 20
@@ -58,7 +55,7 @@ def changed(record: TaskRecord | None, window: Window) -> bool:
 def why_restored(changelog: TopicPartition, record: TaskRecord, window: Window) -> str:
     """Return a sentence that says why local state is restored again; ``record`` is the store's task record."""
     return (
-        f"{changelog.topic}/{changelog.partition}: local state was written with guard_period + grace = "
+        f"{changelog}: local state was written with guard_period + grace = "
         f"{_before(record)}, but the topology now has {format_duration(window.retention_ms)}. Sightings then "
         "belong to different segments, so all of them are read from the changelog again. Nothing is lost."
     )
@@ -74,7 +71,7 @@ def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window)
     now, guard, grace = map(format_duration, (window.retention_ms, window.guard_ms, window.grace_ms))
     text = (
         f"guard_period + grace is {now} now ({guard} + {grace}), and was {_before(record)} when "
-        f"{changelog.topic}/{changelog.partition} was last written; state keeps the sum, not which of the two it was. "
+        f"{changelog} was last written; state keeps the sum, not which of the two it was. "
     )
     if window.retention_ms < before_ms:
         return text + (
@@ -85,7 +82,7 @@ def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window)
     longer_ms = window.retention_ms - before_ms
     full = ""
     if record.stream_time_ms > BEFORE_ALL_TIME:
-        full = f" (there: {_instant(record.stream_time_ms + longer_ms)})"
+        full = f" (there: {instant(record.stream_time_ms + longer_ms)})"
     return text + (
         "The sum is longer. Sightings that were forgotten stay forgotten, so an ID with such a sighting may be "
         "forwarded again. The sum takes full effect once stream time has advanced by the difference, "
@@ -96,13 +93,6 @@ def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window)
 
 def _before(record: TaskRecord) -> str:
     return format_duration(_WIDTHS * record.segment_ms)
-
-
-def _instant(time_ms: int) -> str:
-    try:
-        return f"{datetime.fromtimestamp(time_ms // 1000, UTC):%Y-%m-%dT%H:%M:%S}.{time_ms % 1000:03}Z"
-    except (OverflowError, ValueError):  # a time that `datetime` cannot represent
-        return f"{time_ms} ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +129,9 @@ async def restore(
     newest: TaskRecord | None = None
     mark: SeedMark | None = None
     while position < bounds.end:
+        ask = partial(wire.fetch, changelog, position, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS)
         try:
-            fetched = await wire.fetch(changelog, position, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS)
-        except NoAnswer:
-            await wire.pause(PAUSE_MS)
-            continue
+            fetched = await answered(wire, ask)
         except StateIncompatible as refused:
             position = await truncated_to(wire, changelog, position, store.task_record, refused)
             continue
@@ -159,7 +147,11 @@ async def restore(
             position = fetched.next_offset
         progress(position - begin, bounds.end - begin)
     if store.task_record is None and mark is not None:
-        _refuse_half_seed(changelog, mark)
+        raise StateIncompatible(
+            f"{changelog} holds half a seed: seed {mark.seed} was to write "
+            f"{mark.sightings} records of sightings and never said that it was done. No record was judged. Run the "
+            f"same `dedup spark seed` again, which finishes it; or give it up with `dedup reset`."
+        )
     return Restored(records, bounds.start, bounds.end, newest)
 
 
@@ -167,25 +159,16 @@ async def _last_task_record(wire: Wire, changelog: TopicPartition) -> TaskRecord
     """Return the newest committed task record of a changelog partition; None if there is none."""
     bounds = await bounds_of(wire, changelog)
     begin, step = bounds.end, _LOOK_BACK
-    while begin > bounds.start:
-        end, begin, step = begin, max(bounds.start, begin - step), 8 * step
-        record = await _last_between(wire, changelog, begin, end)
-        if record is not None:
-            return record
-    return None
-
-
-async def _last_between(wire: Wire, changelog: TopicPartition, begin: int, end: int) -> TaskRecord | None:
     found: TaskRecord | None = None
-    while begin < end:
-        try:
-            fetched = await wire.fetch(changelog, begin, max_bytes=_LOOK_BYTES, wait_ms=WAIT_MS)
-        except NoAnswer:
-            await wire.pause(PAUSE_MS)
-            continue
-        below = bisect_left(fetched.offsets, end)
-        found = collect(fetched.keys[:below], fetched.values[:below]).task_record or found
-        begin = fetched.next_offset
+    while begin > bounds.start and found is None:
+        end, begin, step = begin, max(bounds.start, begin - step), 8 * step
+        position = begin
+        while position < end:
+            ask = partial(wire.fetch, changelog, position, max_bytes=_LOOK_BYTES, wait_ms=WAIT_MS)
+            fetched = await answered(wire, ask)
+            below = bisect_left(fetched.offsets, end)
+            found = collect(fetched.keys[:below], fetched.values[:below]).task_record or found
+            position = fetched.next_offset
     return found
 
 
@@ -202,7 +185,12 @@ async def fitted(
     if record is not None:
         accept(record)
     bounds = await bounds_of(wire, changelog)
-    _refuse_other_changelog(store, changelog, bounds)
+    if store.position > bounds.end:
+        raise StateIncompatible(
+            f"{changelog} ends at offset {bounds.end}, but the local state was written at "
+            f"offset {store.position}: the changelog was deleted, recreated or truncated. Nothing was changed. "
+            f"Bring the changelog back, or accept the loss of its sightings with `dedup reset`."
+        )
     other_grid = changed(record, window)
     if other_grid or store.position < bounds.start:
         await _refuse_truncated(wire, changelog, bounds, record)
@@ -221,7 +209,7 @@ async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBo
     record = await _last_task_record(wire, changelog)
     if record is None and held is not None:
         raise StateIncompatible(
-            f"{changelog.topic}/{changelog.partition} begins at offset {bounds.start} and holds no task record, but "
+            f"{changelog} begins at offset {bounds.start} and holds no task record, but "
             "the local state was written with one: somebody has emptied the changelog. Records written after this "
             "disk's state are lost. Nothing was changed. Start the worker that has the newest state, or accept the "
             "loss of "
@@ -229,21 +217,12 @@ async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBo
         )
     if record is not None and record.counts_on_more(bounds.start):
         raise StateIncompatible(
-            f"{changelog.topic}/{changelog.partition} begins at offset {bounds.start}, but its last task record says "
+            f"{changelog} begins at offset {bounds.start}, but its last task record says "
             f"that state in force was written from offset {record.kept_from} on: somebody has truncated the changelog. "
             f"This worker's disk does not hold what is gone, or holds it for another guard period. Nothing was "
             f"touched. Start it where the disk does, with the guard period before, or accept the loss of these "
             f"sightings with `dedup reset`."
         )
-
-
-def _refuse_half_seed(changelog: TopicPartition, mark: SeedMark) -> NoReturn:
-    """Raise StateIncompatible, because the seed of this partition was not finished."""
-    raise StateIncompatible(
-        f"{changelog.topic}/{changelog.partition} holds half a seed: seed {mark.seed} was to write {mark.sightings} "
-        f"records of sightings and never said that it was done. No record was judged. Run the same `dedup spark seed` "
-        f"again, which finishes it; or give it up with `dedup reset`."
-    )
 
 
 async def truncated_to(
@@ -261,21 +240,11 @@ async def truncated_to(
     return bounds.start
 
 
-def _refuse_other_changelog(store: Store, changelog: TopicPartition, bounds: LogBounds) -> None:
-    """Raise StateIncompatible if the changelog ends before the position at which the store was written."""
-    if store.position > bounds.end:
-        raise StateIncompatible(
-            f"{changelog.topic}/{changelog.partition} ends at offset {bounds.end}, but the local state was written at "
-            f"offset {store.position}: the changelog was deleted, recreated or truncated. Nothing was changed. "
-            f"Bring the changelog back, or accept the loss of its sightings with `dedup reset`."
-        )
-
-
 def refuse_other_fingerprint(found: bytes, ours: bytes, feeding: TopicPartition) -> None:
     """Raise StateIncompatible if the state was written by a topology that would judge differently."""
     if found != ours:
         raise StateIncompatible(
-            f"the state of {feeding.topic}/{feeding.partition} was written by a topology "
+            f"the state of {feeding} was written by a topology "
             f"with another ID rule, other source topics or partition counts (fingerprint "
             f"{found.hex()}, now {ours.hex()}). Nothing was changed. Use the old topology, or discard the state with "
             "`dedup reset`."
@@ -326,66 +295,59 @@ def _other_grid(writes: Writes, window: Window) -> bool:
 # it starts, because a group can be deleted while its only worker is frozen for longer than its session timeout.
 
 
-class SharedLook:
-    """Reads the task records once for all tasks that need them at the same time."""
+@dataclass(slots=True)
+class LostOffsets:
+    """Refuses source partitions from which records were read, but for which the group no longer has an offset."""
 
-    def __init__(self) -> None:
-        self._look: asyncio.Task[set[Feed]] | None = None
+    topology: Topology
+    cluster: Cluster
+    wire: Wire
+    look: asyncio.Task[set[Feed]] | None = field(init=False, default=None)
+    """The request that is in flight, shared by all tasks that ask."""
 
-    async def __call__(self, look: Callable[[], Coroutine[Any, Any, set[Feed]]]) -> set[Feed]:
-        """Return the source partitions from which records were read."""
-        if self._look is None or self._look.done():
-            self._look = asyncio.create_task(look(), name="look for lost offsets")
+    async def refuse_any(self) -> None:
+        """Raise StateIncompatible if any source partition was read but the group no longer has an offset for it."""
+        if self.topology.direct:
+            return
+        missing = [feed for feed in self.cluster.feeds(self.topology) if await self._has_none(feed)]
+        read = await self._read_feeds() if missing else set()
+        # A partition without an offset may have been empty until now, and another worker may just have read its first
+        # record.
+        lost = [feed for feed in missing if feed in read and await self._has_none(feed)]
+        if lost:
+            raise self._refusal(lost)
+
+    async def refuse(self, feed: Feed) -> None:
+        """Raise StateIncompatible if a source partition was read; its owner has fenced all others and found no offset.
+
+        Tasks that ask at the same time share the answer.
+        """
+        if self.look is None or self.look.done():
+            self.look = asyncio.create_task(self._read_feeds(), name="look for lost offsets")
         # A task that is revoked must not cancel the read for the other tasks.
-        return await asyncio.shield(self._look)
+        if feed in await asyncio.shield(self.look):
+            raise self._refusal([feed])
 
+    async def _read_feeds(self) -> set[Feed]:
+        """Return the source partitions with judged records, according to the task records."""
+        changelogs = self.cluster.topics[self.topology.changelog_topic].places
+        records = [await _last_task_record(self.wire, changelog) for changelog in changelogs]
+        feeds = [feed for record in records if record is not None for feed in record.feeds]
+        return {Feed(feed.topic, feed.partition) for feed in feeds if feed.idle or feed.max_ms > BEFORE_ALL_TIME}
 
-async def refuse_lost_offsets(topology: Topology, cluster: Cluster, wire: Wire) -> None:
-    """Raise StateIncompatible if a source partition was read but the group no longer has an offset for it."""
-    if topology.direct:
-        return
-    missing = [feed for feed in cluster.feeds(topology) if await _offset(topology, wire, feed) is None]
-    if not missing:
-        return
-    read = await _read_feeds(topology, cluster, wire)
-    # A partition without an offset may have been empty until now, and another worker may just have read its first
-    # record.
-    lost = [feed for feed in missing if feed in read and await _offset(topology, wire, feed) is None]
-    if lost:
-        raise _lost(topology, lost)
+    async def _has_none(self, feed: Feed) -> bool:
+        place = TopicPartition(self.topology.source.topics[feed.topic], feed.partition)
+        return await committed_offset(self.wire, self.topology.name, place, stable=False) is None
 
-
-async def refuse_lost_offset(topology: Topology, cluster: Cluster, wire: Wire, feed: Feed, shared: SharedLook) -> None:
-    """Raise StateIncompatible if a source partition was read but its owner finds no offset after fencing all others."""
-    if feed in await shared(lambda: _read_feeds(topology, cluster, wire)):
-        raise _lost(topology, [feed])
-
-
-async def _read_feeds(topology: Topology, cluster: Cluster, wire: Wire) -> set[Feed]:
-    """Return the source partitions with judged records, according to the task records."""
-    read: set[Feed] = set()
-    for partition in range(cluster.topics[topology.changelog_topic].partitions):
-        record = await _last_task_record(wire, TopicPartition(topology.changelog_topic, partition))
-        if record is not None:
-            read |= {
-                Feed(feed.topic, feed.partition) for feed in record.feeds if feed.idle or feed.max_ms > BEFORE_ALL_TIME
-            }
-    return read
-
-
-def _lost(topology: Topology, lost: list[Feed]) -> StateIncompatible:
-    names = ", ".join(f"{topology.source.topics[feed.topic]}/{feed.partition}" for feed in lost)
-    return StateIncompatible(
-        f"the group {topology.name!r} has no offset of {names}, but task records in {topology.changelog_topic} say "
-        f"that records from there were judged: offsets were deleted. Nothing was changed; to begin at `start` once "
-        f"more would judge all of them twice. Set the group's offsets to where it had come "
-        f"(kafka-consumer-groups.sh --reset-offsets), or start over with `dedup reset`."
-    )
-
-
-async def _offset(topology: Topology, wire: Wire, feed: Feed) -> int | None:
-    place = TopicPartition(topology.source.topics[feed.topic], feed.partition)
-    return await committed_offset(wire, topology.name, place, stable=False)
+    def _refusal(self, lost: list[Feed]) -> StateIncompatible:
+        topology = self.topology
+        names = ", ".join(f"{topology.source.topics[feed.topic]}/{feed.partition}" for feed in lost)
+        return StateIncompatible(
+            f"the group {topology.name!r} has no offset of {names}, but task records in {topology.changelog_topic} say "
+            f"that records from there were judged: offsets were deleted. Nothing was changed; to begin at `start` once "
+            f"more would judge all of them twice. Set the group's offsets to where it had come "
+            f"(kafka-consumer-groups.sh --reset-offsets), or start over with `dedup reset`."
+        )
 
 
 IDLE_MS: Final = 100
@@ -395,33 +357,21 @@ SHARE: Final = 1.0
 """How long all standbys together pause after a step, as a multiple of the time that the step took."""
 
 
+@dataclass(slots=True)
 class Standbys:
     """Keeps the stores of this worker's standby partitions up to date."""
 
-    def __init__(
-        self,
-        wire: Wire,
-        changelog_topic: str,
-        window: Window,
-        fingerprint: bytes,
-        open_store: Callable[[int], Store],
-        *,
-        prepare: Callable[[int], Awaitable[None]],
-        release_store: Callable[[int, Store], None],
-    ) -> None:
-        self._wire: Final = wire
-        self._topic: Final = changelog_topic
-        self._window: Final = window
-        self._fingerprint: Final = fingerprint
-        self._open_store: Final = open_store
-        self._prepare: Final = prepare
-        """Awaited before a store is opened; fetches a checkpoint if there is no local state."""
-        self._release_store: Final = release_store
-        self._turn: Final = asyncio.Lock()
-        self._stores: dict[int, Store] = {}
-        self._loops: dict[int, asyncio.Task[None]] = {}
-        self.lag: dict[int, int] = {}
-        """Maps each partition to the number of changelog offsets that are not applied yet."""
+    wire: Wire
+    changelog_topic: str
+    window: Window
+    fingerprint: bytes
+    keeping: Callable[[int], Keeping]
+    """Returns how the store of a partition is opened and released."""
+    lag: dict[int, int] = field(init=False, default_factory=dict)
+    """Maps each partition to the number of changelog offsets that are not applied yet."""
+    _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    _stores: dict[int, Store] = field(init=False, default_factory=dict)
+    _loops: dict[int, asyncio.Task[None]] = field(init=False, default_factory=dict)
 
     def assign(self, partitions: Iterable[int]) -> None:
         """Stop the previous standbys, and follow the changelogs of these partitions."""
@@ -435,25 +385,27 @@ class Standbys:
             loop.cancel()
         stores, self._loops, self._stores, self.lag = self._stores, {}, {}, {}
         for partition, store in stores.items():
-            self._release_store(partition, store)
+            self.keeping(partition).release(store)
 
     async def _follow(self, partition: int) -> None:
-        changelog = TopicPartition(self._topic, partition)
+        changelog = TopicPartition(self.changelog_topic, partition)
         try:
-            await self._prepare(partition)
+            keeping = self.keeping(partition)
+            if keeping.prepare is not None:
+                await keeping.prepare()
             if not self._is_own(partition):
                 return  # a client has lost the cancellation, so a task may already use the store
-            store = self._stores[partition] = self._open_store(partition)
+            store = self._stores[partition] = keeping.open()
             bounds = await fitted(
-                self._wire,
+                self.wire,
                 changelog,
                 store,
-                self._window,
-                lambda record: refuse_other_fingerprint(record.fingerprint, self._fingerprint, changelog),
+                self.window,
+                lambda record: refuse_other_fingerprint(record.fingerprint, self.fingerprint, changelog),
             )
             position = max(store.position, bounds.start)
             while self._is_own(partition):
-                position = await self._step(partition, store, position)
+                position = await self._step(changelog, store, position)
         except DedupError as error:
             # Without a standby, a new owner restores more slowly but still correctly.
             log.warning("standby of %s stopped: %s", changelog, error)
@@ -464,30 +416,23 @@ class Standbys:
         """Return whether the calling loop is still the one that follows the partition."""
         return self._loops.get(partition) is asyncio.current_task()
 
-    async def _step(self, partition: int, store: Store, position: int) -> int:
+    async def _step(self, changelog: TopicPartition, store: Store, position: int) -> int:
         try:
-            fetched = await self._wire.fetch(
-                TopicPartition(self._topic, partition), position, max_bytes=_STEP_BYTES, wait_ms=0
-            )
+            fetched = await self.wire.fetch(changelog, position, max_bytes=_STEP_BYTES, wait_ms=0)
         except NoAnswer:
-            await self._wire.pause(IDLE_MS)
+            await self.wire.pause(IDLE_MS)
             return position
         except StateIncompatible as refused:
-            changelog = TopicPartition(self._topic, partition)
-            return await truncated_to(self._wire, changelog, position, store.task_record, refused)
+            return await truncated_to(self.wire, changelog, position, store.task_record, refused)
         if fetched.next_offset > position:
             async with self._turn:
-                await asyncio.sleep(SHARE * self._apply(store, fetched))
+                began_s = time.monotonic()
+                apply_changelog(store, self.window, collect(fetched.keys, fetched.values), fetched.next_offset)
+                if store.task_record is not None:
+                    oldest_ms = self.window.oldest_live_ms(store.task_record.stream_time_ms)
+                    store.drop_below(oldest_ms, self.window.segment_ms)
+                await asyncio.sleep(SHARE * (time.monotonic() - began_s))
         else:
-            await self._wire.pause(IDLE_MS)
-        self.lag[partition] = fetched.high_watermark - fetched.next_offset
+            await self.wire.pause(IDLE_MS)
+        self.lag[changelog.partition] = fetched.high_watermark - fetched.next_offset
         return fetched.next_offset
-
-    def _apply(self, store: Store, fetched: Fetched) -> float:
-        """Apply the fetched records, and return for how many seconds this blocked the event loop."""
-        began_s = time.monotonic()
-        apply_changelog(store, self._window, collect(fetched.keys, fetched.values), fetched.next_offset)
-        if store.task_record is not None:
-            oldest_ms = self._window.oldest_live_ms(store.task_record.stream_time_ms)
-            store.drop_below(oldest_ms, self._window.segment_ms)
-        return time.monotonic() - began_s

@@ -10,11 +10,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import urlsplit
 
-if TYPE_CHECKING:
-    from dedup.settings import Settings
+from dedup.settings import Settings
 
 log: Final = logging.getLogger(__name__)
 LOOK_S: Final = 0.1

@@ -15,12 +15,13 @@ not know the outcome of its commit, it is discarded and a new one is built.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import enum
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from dedup import crashpoints
 from dedup.errors import ClockBehind, InvariantBroken, RecordRefused, TaskMigrated
@@ -28,7 +29,10 @@ from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import Position, RecordBatch, TopicPartition, Wire
 from dedup.metrics import TaskNumbers
+from dedup.store.base import Store
+from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import committed_offset, committed_position, refuse_other_topics
+from dedup.worker.recent_outcomes import Recent
 from dedup.worker.record_collector import RecordCollector, Refusals
 
 log: Final = logging.getLogger(__name__)
@@ -61,7 +65,7 @@ class TaskId:
     feeding: TopicPartition
 
     def __str__(self) -> str:
-        return f"{self.sub_topology} {self.feeding.topic}/{self.feeding.partition}"
+        return f"{self.sub_topology} {self.feeding}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,37 +90,56 @@ class Committing:
     note: str = ""
     """Metadata of the committed offset; see `offset_note`."""
     pin_start: bool = False
-    """True if the starting position is committed immediately, because `latest` would mean a different one after a
-    crash.
-    """
+    """True if the starting position is committed at once, because `latest` would be another one after a crash."""
 
 
-class TaskWork(Protocol):
+class TaskWork(abc.ABC):
     """The processing of records by one kind of task, which reads and keeps state but commits nothing."""
 
-    @property
-    def collector(self) -> RecordCollector:
-        """The collector that builds the record batches and knows which records the topics accept."""
+    def __init__(self, wire: Wire, collector: RecordCollector, clock: SteadyClock, numbers: TaskNumbers) -> None:
+        self._wire: Final = wire
+        self.collector: Final = collector
+        self._clock: Final = clock
+        self._numbers: Final = numbers
+        self._judged = TaskNumbers()
+        """The counters of the open transaction, which are dropped if its records are judged again."""
+        self.recent: Final = Recent()
+        self.store: Store | None = None
+        """The store with the applied state; None before `restore`, and for work that keeps no state."""
 
+    @abc.abstractmethod
     async def restore(self, committed: int | None) -> int:
         """Bring the state up to the changelog's true end; return the feeding offset to start from."""
 
-    async def overtaken(self) -> bool:
-        """Return whether another owner has written state since this task's last commit; called in a new epoch."""
-
+    @abc.abstractmethod
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
         """Judge the next batch, and return the record batches to send. New sightings wait to be applied."""
 
-    def freeze(self, next_offset: int) -> Frozen:
+    async def overtaken(self) -> bool:
+        """Return whether another owner has written state since this task's last commit; called in a new epoch."""
+        return False
+
+    def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # for work that keeps state
         """Capture everything judged so far; later batches belong to a new generation."""
+        judged, self._judged = self._judged, TaskNumbers()
+        noted = self.recent.freeze()
+
+        def apply(_ends: Mapping[TopicPartition, int]) -> None:
+            self._numbers.add_verdicts(judged)
+            self.recent.commit(noted)
+
+        return Frozen([], apply)
 
     def idle(self) -> list[RecordBatch]:
         """Return markers that say that this feed has no records for now; empty if no task needs such markers."""
+        return []
 
     def discard(self) -> None:
         """Discard everything that was judged but not applied."""
+        self._judged = TaskNumbers()
+        self.recent.discard()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # work without state has nothing to release
         """Release the store."""
 
 
@@ -139,9 +162,11 @@ class Task:
         self._committing = committing
         self._session: Final = session
         self._wire: Final = wire
-        self._work: Final = make_work(self.numbers)
+        self.work: Final = make_work(self.numbers)
+        """The part of the task that depends on its kind."""
         self._refusals = Refusals()
-        self._next_offset = 0
+        self.next_offset = 0
+        """The feeding offset after the last judged record."""
         self._leader_epoch = -1
         """Leader epoch of the record before the next offset; -1 if unknown."""
         self._committed: int | None = None
@@ -155,11 +180,9 @@ class Task:
         self._waiting_records = 0
         self._commit_lock: Final = asyncio.Lock()
         self._sendable: Final = asyncio.Event()
-        self._settled: Final = asyncio.Event()
-        """Cleared from the refusal of a record until the next commit, because no batch may be added to those that are
-        judged again.
-        """
-        self._settled.set()
+        self._open_for_batches: Final = asyncio.Event()
+        """Cleared from a refusal until the next commit: no batch may be added to those that are judged again."""
+        self._open_for_batches.set()
 
     @property
     def epoch(self) -> int:
@@ -167,24 +190,19 @@ class Task:
         return self._session.epoch
 
     @property
-    def work(self) -> TaskWork:
-        """The part of the task that depends on its kind."""
-        return self._work
-
-    @property
-    def next_offset(self) -> int:
-        """The feeding offset after the last judged record."""
-        return self._next_offset
-
-    @property
     def position(self) -> Position:
         """`next_offset` and the leader epoch of the record before it."""
-        return Position(self._next_offset, self._leader_epoch, self._committing.note)
+        return Position(self.next_offset, self._leader_epoch, self._committing.note)
 
     @property
     def committing(self) -> bool:
         """True while a commit is in flight."""
         return self._commit_lock.locked()
+
+    @property
+    def all_committed(self) -> bool:
+        """True if the task runs and everything that it has judged is committed."""
+        return self.state is TaskState.RUNNING and not self.dirty.is_set() and not self.committing
 
     def _move(self, state: TaskState) -> None:
         if state not in MOVES[self.state]:
@@ -207,16 +225,16 @@ class Task:
             refuse_other_topics(found.note, self._committing.note, self.task_id.feeding)
         committed = self._committed = None if found is None else found.offset
         crashpoints.reached("after_committed_offset")
-        self._next_offset = self._expected = await self._work.restore(committed)
-        if found is not None and found.offset == self._next_offset:
+        self.next_offset = self._expected = await self.work.restore(committed)
+        if found is not None and found.offset == self.next_offset:
             self._leader_epoch = found.leader_epoch
         crashpoints.reached("after_restore")
-        self.numbers.committed_offset = self._next_offset
+        self.numbers.committed_offset = self.next_offset
         self._move(TaskState.RUNNING)
         self._sendable.set()
         if committed is None and self._committing.pin_start:
             self.dirty.set()
-        return self._next_offset
+        return self.next_offset
 
     async def process(self, batch: FeedBatch) -> None:
         """Judge a batch and add the resulting records to the task's transaction."""
@@ -226,11 +244,11 @@ class Task:
             raise InvariantBroken(
                 f"{self.task_id}: a batch that follows offset {batch.follows} came, but the last one ended at "
                 f"{self._expected}: a batch between was lost on its way through the agent. The worker stops; nothing "
-                f"was committed past offset {self._next_offset}."
+                f"was committed past offset {self.next_offset}."
             )
         self._expected = batch.next_offset
         fresh = self._not_yet_judged(batch)
-        await self._settled.wait()
+        await self._open_for_batches.wait()
         if fresh is not None and self.state is TaskState.RUNNING:
             self._take(fresh)
             if self._waiting_records >= _MOST_WAITING:
@@ -248,28 +266,28 @@ class Task:
             raise
 
     def _not_yet_judged(self, batch: FeedBatch) -> FeedBatch | None:
-        if batch.offsets[0] >= self._next_offset:
+        if batch.offsets[0] >= self.next_offset:
             return batch
         # The group's offset may be stale, expired or deleted; the task record says what was already judged.
-        if batch.offsets[-1] < self._next_offset:
+        if batch.offsets[-1] < self.next_offset:
             self.numbers.replayed += len(batch)
             return None
-        fresh = batch.from_offset(self._next_offset)
+        fresh = batch.from_offset(self.next_offset)
         self.numbers.replayed += len(batch) - len(fresh)
         return fresh
 
     def _judge(self, batch: FeedBatch) -> None:
         self._held.append(batch)
-        self._waiting.append(self._work.judge(batch, self._refusals))
+        self._waiting.append(self.work.judge(batch, self._refusals))
         self._waiting_records += len(batch.offsets)
-        self._next_offset, self._leader_epoch = batch.next_offset, batch.leader_epoch
+        self.next_offset, self._leader_epoch = batch.next_offset, batch.leader_epoch
         self.dirty.set()
 
     def say_idle(self) -> bool:
         """Write this feed's idle markers in a transaction. If a transaction is already open, only return False."""
-        if self.state is not TaskState.RUNNING or self.dirty.is_set() or self.committing:
+        if not self.all_committed:
             return False
-        self._session.add(self._work.idle())
+        self._session.add(self.work.idle())
         self.dirty.set()
         return True
 
@@ -296,7 +314,7 @@ class Task:
                     else:
                         break
             finally:
-                self._settled.set()
+                self._open_for_batches.set()
 
     async def _commit_once(self) -> None:
         # These are captured together, before any await, because the sends, the applied state, and the offset must
@@ -307,7 +325,7 @@ class Task:
         self.dirty.clear()
         self._sendable.clear()
         try:
-            frozen = self._work.freeze(offset)
+            frozen = self.work.freeze(offset)
             self._session.add(frozen.batches)
             ends = await self._commit_confirmed(position, frozen)
             if not self._may_apply():
@@ -350,21 +368,10 @@ class Task:
         """Return whether the task still owns the store; it may have been closed while its commit was in flight."""
         return self.state is TaskState.RUNNING
 
-    def _nowhere(self, refusal: RecordRefused, offset: int) -> RecordRefused:
-        """Return the error for a record that is refused even as a dead letter."""
-        return RecordRefused(
-            f"{refusal}. It is offset {offset} of {self.task_id.feeding.topic}/{self.task_id.feeding.partition}, "
-            f"refused before and sent as a dead letter now, so no topic takes it. Nothing was committed past it; give "
-            f"{refusal.topic!r} a larger max.message.bytes, or name another dead_letter topic, and restart.",
-            topic=refusal.topic,
-            partition=refusal.partition,
-            rows=refusal.rows,
-        )
-
     async def _judge_again(self, refused: Sequence[RecordRefused]) -> None:
         """Judge all records since the last commit again, with replacements for refused records."""
         self.numbers.aborted += 1
-        self._settled.clear()
+        self._open_for_batches.clear()
         self._sendable.clear()
         try:
             if refused:
@@ -372,7 +379,7 @@ class Task:
             await self._session.open()
             await self._refuse_if_overtaken()
             for topic, partition in sorted({(each.topic, each.partition) for each in refused if each.too_large}):
-                await self._work.collector.limits.look_again(TopicPartition(topic, partition))
+                await self.work.collector.limits.look_again(TopicPartition(topic, partition))
             self._judge_held_again()
         except BaseException:
             # A drain may be waiting to commit, and it must not commit an offset without the state that belongs to it.
@@ -387,17 +394,25 @@ class Task:
         text = "%s: %s%s. Records from offset %s on are judged again, with replacements for refused records."
         log.warning(text, self.task_id, refused[0], more, self._committed)
         for each in refused:
-            offset = self._refusals.learn(each, self._work.collector.side_topics)
+            offset = self._refusals.learn(each, self.work.collector.side_topics)
             if offset is not None:
-                raise self._nowhere(each, offset)
+                feeding = self.task_id.feeding
+                raise RecordRefused(
+                    f"{each}. It is offset {offset} of {feeding}, refused before and sent as "
+                    f"a dead letter now, so no topic takes it. Nothing was committed past it; give {each.topic!r} a "
+                    "larger max.message.bytes, or name another dead_letter topic, and restart.",
+                    topic=each.topic,
+                    partition=each.partition,
+                    rows=each.rows,
+                )
 
     def _judge_held_again(self) -> None:
-        self._work.discard()
+        self.work.discard()
         self._waiting.clear()
         self._waiting_records = 0
         held, self._held = self._held, []
         if held:
-            self._next_offset = held[0].offsets[0]
+            self.next_offset = held[0].offsets[0]
         for batch in held:
             self._judge(batch)
         self._send_waiting()
@@ -405,7 +420,7 @@ class Task:
     async def _refuse_if_overtaken(self) -> None:
         """Raise TaskMigrated if another owner has committed, because a zombie may receive a refusal late."""
         committed = await committed_offset(self._wire, self._committing.group, self.task_id.feeding)
-        if committed != self._committed or await self._work.overtaken():
+        if committed != self._committed or await self.work.overtaken():
             raise TaskMigrated(
                 f"{self.task_id}: another owner has committed since our last commit; this task is discarded and the "
                 f"worker rejoins the group."
@@ -415,8 +430,8 @@ class Task:
         if self.state is not TaskState.CLOSED:
             self._move(TaskState.CLOSED)
             self.dirty.clear()
-            self._work.discard()
-            self._work.close()
+            self.work.discard()
+            self.work.close()
 
     async def close(self, *, drain: bool) -> None:
         """Close the task, and release its session and store. With ``drain``, commit everything judged so far first."""

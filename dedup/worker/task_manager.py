@@ -27,8 +27,7 @@ _LEAST_REST: Final = 0.5
 """Share of the interval that is reserved for judging, regardless of how long the last commit took."""
 _MOST_RESTORES: Final = 2
 FIRST_PAUSE_S: Final = 0.2
-"""Pause before a task is rebuilt after a commit without a response; doubles with each attempt until a commit succeeds.
-"""
+"""Pause before a task is rebuilt after a commit without a response; doubles with each attempt until one succeeds."""
 LONGEST_PAUSE_S: Final = 10.0
 Build = Callable[[TopicPartition], Task]
 
@@ -81,16 +80,23 @@ class Outage:
 class TaskManager:
     """Maps feeding partitions to tasks, and runs the loops that start and commit them."""
 
-    def __init__(self, build: Build, wipe: Callable[[TopicPartition], None], *, commit_interval_ms: int) -> None:
+    def __init__(
+        self,
+        build: Build,
+        wipe: Callable[[TopicPartition], None],
+        member: Callable[[], Membership],
+        *,
+        commit_interval_ms: int,
+    ) -> None:
+        """``member`` returns the group member that reads partitions on behalf of the tasks."""
         self._build: Final = build
         self._wipe: Final = wipe
         self._commit_interval_s: Final = commit_interval_ms / 1000
         self._tasks: dict[TopicPartition, Task] = {}
         self._loops: dict[TopicPartition, asyncio.Task[None]] = {}
         self._lives: dict[TopicPartition, int] = {}
-        """Maps each partition to the number of the reading that its task judges; batches of other readings are dropped.
-        """
-        self._member: Membership | None = None
+        """Maps each partition to the reading that its task judges; batches of other readings are dropped."""
+        self._member: Final = member
         self._damaged: Final[Counter[TopicPartition]] = Counter()
         self.fenced = 0
         self.corrupted = 0
@@ -100,15 +106,6 @@ class TaskManager:
         """Set while there is an assignment, even an empty one."""
         self.failure: Final[asyncio.Future[BaseException]] = asyncio.get_running_loop().create_future()
         """Completed with the reason when the worker must stop."""
-
-    def connect(self, member: Membership) -> None:
-        """Set the group member that reads partitions on behalf of the tasks."""
-        self._member = member
-
-    def _connected(self) -> Membership:
-        if self._member is None:
-            raise InvariantBroken("a task needs a reader, and no consumer was connected to the tasks.")
-        return self._member
 
     @property
     def running(self) -> Mapping[TopicPartition, Task]:
@@ -163,7 +160,7 @@ class TaskManager:
             task = self._tasks.get(partition)
             if task is not None:
                 await task.close(drain=False)
-                self._connected().rejoin()
+                self._member().rejoin()
         except TaskCorrupted as error:
             await self._heal(partition, self._tasks[partition], error)
         except asyncio.CancelledError:
@@ -177,7 +174,7 @@ class TaskManager:
         Raises ``error``, which is a TaskMigrated, if this worker is no longer a member of the group, because a new task
         would fence the partition's new owner.
         """
-        member, task = self._connected(), self._tasks.get(partition)
+        member, task = self._member(), self._tasks.get(partition)
         if task is None:
             raise error  # the assignment has ended, so no new task is built
         member.halt(partition)
@@ -190,6 +187,9 @@ class TaskManager:
             counted_in = await member.is_member()
         if not counted_in or self._loops.get(partition) is not asyncio.current_task():
             raise error
+        self._replace(partition, task)
+
+    def _replace(self, partition: TopicPartition, task: Task) -> None:
         self._keep_counters(task, partition)
         self._tasks[partition] = self._build(partition)
 
@@ -205,13 +205,12 @@ class TaskManager:
                 log.warning("%s: %s", task.task_id, error)
                 self.corrupted += 1
                 self._wipe(partition)
-                self._keep_counters(task, partition)
-                self._tasks[partition] = self._build(partition)
+                self._replace(partition, task)
             else:
                 text = "%s: running from offset %d, epoch %d, after %d changelog records"
                 if not outage.tries:
                     log.info(text, task.task_id, offset, task.epoch, task.numbers.restored)
-                self._lives[partition] = self._connected().begin(partition, task.position)
+                self._lives[partition] = self._member().begin(partition, task.position)
                 return
 
     async def _heal(self, partition: TopicPartition, task: Task, error: TaskCorrupted) -> None:
@@ -226,7 +225,7 @@ class TaskManager:
         if self._tasks.get(partition) is not task:
             return  # the next assignment's task has opened the directory by now, and finds the damage itself
         self._wipe(partition)
-        self._connected().rejoin()
+        self._member().rejoin()
 
     async def _commit_by_the_clock(self, task: Task, outage: Outage) -> None:
         begun = -math.inf

@@ -8,9 +8,10 @@ delete an old record from a topic with a shorter retention.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
 
 from dedup.core.event_time import RecordTime
 from dedup.core.window import Feed
@@ -19,81 +20,59 @@ from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import Limit
 from dedup.kafka.topic_admin import BROKER_DEFAULT, Admin, Group, Topic, WantedTopic
-from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, TopicPartition, Wire
+from dedup.kafka.wire import TopicPartition, Wire
 from dedup.quantities import format_duration
+from dedup.settings import Settings
 from dedup.topology.lint import Finding
 from dedup.topology.model import LateForward, LateTo, Topology
-from dedup.worker.offsets import answered, bounds_of, committed_offset
+from dedup.worker.offsets import answered, bounds_of, committed_offset, ends_of, first_record
 from dedup.worker.record_collector import SLACK_BYTES, Route, Routes
-
-if TYPE_CHECKING:
-    from dedup.settings import Settings
 
 log: Final = logging.getLogger(__name__)
 FOR_EVER: Final = "-1"
 _BROKERS_DEFAULT_MS: Final = 604_800_000
 """Default of Kafka's `log.retention.ms`, assumed for a topic whose configs the worker is not permitted to read."""
 _FLAG: Final = "--onto-existing-output"
-FETCH_BYTES: Final = 1 << 16
-PAUSE_MS: Final = 50
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """How long a topic keeps records, by their timestamps."""
+class Retention(NamedTuple):
+    """How long a topic keeps records, by their timestamps, and the source topic that requires it, in a sentence."""
 
-    ms: int | None
-    """None means forever."""
-    why: str
-    """The source topic that requires this retention, as part of a sentence."""
+    ms: float
+    """Infinite if the topic keeps records forever."""
+    why: str = ""
+
+    def configs(self) -> dict[str, str]:
+        """Return the configs of a topic that deletes no record too early.
+
+        All configs are set explicitly, because brokers' defaults may differ. For example, a compacted topic keeps only
+        one record per key, and a size limit deletes records of any age.
+        """
+        return {"retention.ms": self.text, "retention.bytes": FOR_EVER, "cleanup.policy": "delete"}
 
     @property
-    def config(self) -> str:
+    def text(self) -> str:
         """The value of `retention.ms`."""
-        return FOR_EVER if self.ms is None else str(self.ms)
-
-    def at_least(self, least_ms: int) -> Retention:
-        """Return the longer of this retention and ``least_ms``."""
-        return self if self.ms is None else replace(self, ms=max(self.ms, least_ms))
-
-    def longer_than(self, other_ms: int | None) -> bool:
-        """Return whether a topic that keeps records for ``other_ms`` deletes records that this retention keeps."""
-        return other_ms is not None and (self.ms is None or self.ms > other_ms)
+        return FOR_EVER if math.isinf(self.ms) else str(self.ms)
 
 
-_UNLIMITED: Final = Retention(None, "nothing of it may be deleted by time")
-
-
-def _retention_ms_of(configs: Mapping[str, str]) -> int | None:
-    """Return how long a topic keeps records, by their timestamps; None if it keeps them forever."""
-    if "delete" not in configs.get("cleanup.policy", "delete"):
-        return None
+def _retention_ms_of(configs: Mapping[str, str]) -> float:
+    """Return how long a topic keeps records, by their timestamps."""
     kept_ms = int(configs.get("retention.ms", _BROKERS_DEFAULT_MS))
-    return None if kept_ms < 0 else kept_ms
+    return kept_ms if kept_ms >= 0 and "delete" in configs.get("cleanup.policy", "delete") else math.inf
 
 
-def _longest_retention(sources: Sequence[Topic]) -> Retention:
-    """Return the longest retention of the source topics, which is forever if one of them is compacted."""
-    longest: Retention | None = None
-    for source in sources:
-        if "compact" in source.configs.get("cleanup.policy", ""):
-            return Retention(None, f"source topic {source.name!r} is compacted")
-        kept_ms = _retention_ms_of(source.configs)
-        length = "for ever" if kept_ms is None else f"for {format_duration(kept_ms)}"
-        found = Retention(kept_ms, f"source topic {source.name!r} keeps records {length}")
-        if longest is None or found.longer_than(longest.ms):
-            longest = found
-    return longest or Retention(_BROKERS_DEFAULT_MS, "no source topic is known")
+def _source_retention(source: Topic) -> Retention:
+    """Return how long the records of a source topic count: for ever if it is compacted."""
+    if "compact" in source.configs.get("cleanup.policy", ""):
+        return Retention(math.inf, f"source topic {source.name!r} is compacted")
+    kept_ms = _retention_ms_of(source.configs)
+    length = "for ever" if math.isinf(kept_ms) else f"for {format_duration(int(kept_ms))}"
+    return Retention(kept_ms, f"source topic {source.name!r} keeps records {length}")
 
 
-def _kept_configs(retention: Retention, chosen_ms: int | None) -> dict[str, str]:
-    """Return the configs of a topic that deletes no record too early; ``chosen_ms`` is `topics.retention`.
-
-    All configs are set explicitly, because brokers' defaults may differ. For example, a compacted topic keeps only one
-    record per key, and a size limit deletes records of any age.
-    """
-    kept_ms = retention.config if chosen_ms is None else str(chosen_ms)
-    return {"retention.ms": kept_ms, "retention.bytes": FOR_EVER, "cleanup.policy": "delete"}
+def _longest_retention(sources: Iterable[Topic]) -> Retention:
+    return max(map(_source_retention, sources), key=lambda each: each.ms)
 
 
 def losing(topology: Topology, have: Mapping[str, Topic], wanted: Sequence[WantedTopic]) -> Iterator[tuple[str, str]]:
@@ -102,33 +81,29 @@ def losing(topology: Topology, have: Mapping[str, Topic], wanted: Sequence[Wante
     ``wanted`` contains the topics as they would be created. Existing topics are checked with their actual configs.
     Every source topic must exist.
     """
-    longest = _longest_retention([have[name] for name in topology.source.topics])
+    longest = _longest_retention(have[name] for name in topology.source.topics)
     output = topology.output.topic if topology.output is not None else None
-    roles = ((output, "output"), (topology.duplicates, "duplicates"), (topology.conflicts, "conflicts"))
     to_make = {each.name: each.configs for each in wanted}
-    for name, role in roles:
+    for name, role in ((output, "output"), (topology.duplicates, "duplicates"), (topology.conflicts, "conflicts")):
         configs = None if name is None else have[name].configs if name in have else to_make.get(name)
         # Empty configs mean that the worker is not permitted to read them.
         if name is None or not configs or configs.get("message.timestamp.type") == "LogAppendTime":
             continue
         kept_ms = _retention_ms_of(configs)
-        if kept_ms is not None and longest.longer_than(kept_ms):
-            yield name, _sentence(name, role, kept_ms, longest, exists=name in have)
-
-
-def _sentence(name: str, role: str, kept_ms: int, longest: Retention, *, exists: bool) -> str:
-    if exists:
-        mend = (
-            f"Run `kafka-configs.sh --bootstrap-server BROKER --alter --entity-type topics --entity-name {name} "
-            f"--add-config retention.ms={longest.config}`"
-        )
-    else:
+        if kept_ms >= longest.ms:
+            continue
         mend = "`topics.retention` sets this: increase it or omit it"
-    return (
-        f"Topic {name!r} ({role}) keeps records for {format_duration(kept_ms)} by their own timestamp (retention.ms "
-        f"{kept_ms}), but {longest.why}: the brokers delete an older record as soon as they look, however recently it "
-        f"was sent. {mend}."
-    )
+        if name in have:
+            mend = (
+                f"Run `kafka-configs.sh --bootstrap-server BROKER --alter --entity-type topics --entity-name {name} "
+                f"--add-config retention.ms={longest.text}`"
+            )
+        sentence = (
+            f"Topic {name!r} ({role}) keeps records for {format_duration(int(kept_ms))} by their own timestamp "
+            f"(retention.ms {kept_ms}), but {longest.why}: the brokers delete an older record as soon as they look, "
+            f"however recently it was sent. {mend}."
+        )
+        yield name, sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +114,12 @@ class Cluster:
 
     def feeds(self, topology: Topology) -> tuple[Feed, ...]:
         """Return every source partition."""
-        return tuple(
-            Feed(position, partition)
-            for position, topic in enumerate(topology.source.topics)
-            for partition in range(self.topics[topic].partitions)
-        )
+        topics = topology.source.topics
+        return tuple(Feed(topics.index(place.topic), place.partition) for place in self.places(topics))
+
+    def places(self, names: Iterable[str]) -> list[TopicPartition]:
+        """Return every partition of the named topics."""
+        return [place for name in names for place in self.topics[name].places]
 
     def source_partitions(self, topology: Topology) -> dict[str, int]:
         """Return the partition count of each source topic and, if there is one, of the repartition topic."""
@@ -157,10 +133,7 @@ class Cluster:
 
     def route(self, name: str | None) -> Route | None:
         """Return the route to a topic; None if ``name`` is None."""
-        if name is None:
-            return None
-        topic = self.topics[name]
-        return Route(name, topic.partitions)
+        return None if name is None else Route(name, self.topics[name].partitions)
 
 
 def routes_of(topology: Topology, cluster: Cluster, settings: Settings) -> Routes:
@@ -205,49 +178,43 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
     base = {} if least is None else {"min.insync.replicas": str(least)}
     large = {"max.message.bytes": str(largest + SLACK_BYTES)}
     longest = _longest_retention(sources)
-    like_source = {**base, **large, **_kept_configs(longest, settings.topics.retention_ms)}
+    chosen_ms = settings.topics.retention_ms
+    like_source = {**base, **large, **(longest if chosen_ms is None else Retention(chosen_ms)).configs()}
     # People have to look at these records, so they are kept at least as long as Kafka keeps records by default.
-    unhurried = _kept_configs(longest.at_least(_BROKERS_DEFAULT_MS), None)
+    unhurried = Retention(max(longest.ms, _BROKERS_DEFAULT_MS)).configs()
     side = {**base, **large, **unhurried, "message.timestamp.type": "LogAppendTime"}
-    whole = {**base, **_kept_configs(_UNLIMITED, None)}
+    whole = {**base, **Retention(math.inf).configs()}
     # With LogAppendTime, the broker sets the timestamp. With a worker's timestamp, the broker would refuse every record
     # of a worker whose clock is an hour ahead (KIP-937).
     kept = {**whole, "cleanup.policy": "compact,delete", "message.timestamp.type": "LogAppendTime"}
-    configs: dict[str, tuple[int, dict[str, str]]] = {
+    output = None if topology.output is None else topology.output.topic
+    configs: dict[str | None, tuple[int, dict[str, str]]] = {
         topology.changelog_topic: (changelog, kept),
         topology.dead_letter: (count, side),
+        None if topology.direct else topology.repartition_topic: (changelog, {**side, **whole}),
+        topology.late.topic if isinstance(topology.late, LateTo) else None: (count, side),
+        **dict.fromkeys((output, topology.duplicates, topology.conflicts), (count, like_source)),
     }
-    if not topology.direct:
-        configs[topology.repartition_topic] = (changelog, {**side, **whole})
-    if isinstance(topology.late, LateTo):
-        configs[topology.late.topic] = (count, side)
-    if topology.output is not None:
-        configs[topology.output.topic] = (count, like_source)
-    for name in (topology.duplicates, topology.conflicts):
-        if name is not None:
-            configs[name] = (count, like_source)
     factor = settings.topics.replication_factor or BROKER_DEFAULT
     return [
         WantedTopic(name, partitions, factor, options)
         for name, (partitions, options) in configs.items()
-        if name not in have
+        if name is not None and name not in have
     ]
 
 
 def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
     """Raise StateIncompatible if partition counts do not match."""
-    feeding = have[topology.feeding_topics[0]]
-    problems = []
-    if have[topology.changelog_topic].partitions != feeding.partitions:
-        problems.append(
-            f"the changelog {topology.changelog_topic!r} has {have[topology.changelog_topic].partitions} partitions, "
-            f"but {feeding.name!r} has {feeding.partitions}: IDs would be looked up where they were not seen"
-        )
-    if topology.direct and topology.output is not None and have[topology.output.topic].partitions != feeding.partitions:
-        problems.append(
-            f"the output {topology.output.topic!r} has {have[topology.output.topic].partitions} partitions, "
-            f"but {feeding.name!r} has {feeding.partitions}: output keeps the source's partition"
-        )
+    feeding, changelog = have[topology.feeding_topics[0]], have[topology.changelog_topic]
+    checks = [(changelog, "changelog", "IDs would be looked up where they were not seen")]
+    if topology.direct and topology.output is not None:
+        checks.append((have[topology.output.topic], "output", "output keeps the source's partition"))
+    problems = [
+        f"the {role} {topic.name!r} has {topic.partitions} partitions, but {feeding.name!r} has {feeding.partitions}: "
+        f"{why}"
+        for topic, role, why in checks
+        if topic.partitions != feeding.partitions
+    ]
     if problems:
         raise StateIncompatible("; ".join(problems) + ". Nothing was changed; fix the topics or run `dedup reset`.")
 
@@ -255,12 +222,10 @@ def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
 async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
     """Return whether the group has judged nothing yet: it has no offset for a source topic or a feeding topic."""
     have = await admin.topics([*topology.source.topics, *topology.feeding_topics])
-    for topic in have.values():
-        for partition in range(topic.partitions):
-            place = TopicPartition(topic.name, partition)
-            offset = await committed_offset(wire, topology.name, place, stable=False)
-            if offset is not None:
-                return False
+    places = [place for topic in have.values() for place in topic.places]
+    for place in places:
+        if await committed_offset(wire, topology.name, place, stable=False) is not None:
+            return False
     return True
 
 
@@ -353,11 +318,6 @@ def _differences(found: Topic, wanted: WantedTopic) -> Iterator[Difference]:
         yield Difference(found.name, key, known, value)
 
 
-async def look(topology: Topology, settings: Settings, admin: Admin) -> TopicPlan:
-    """Return the plan of `dedup apply` for the current cluster."""
-    return plan_topics(topology, settings, await admin.topics(topic_names(topology)))
-
-
 async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) -> list[str]:
     """Create the topics of the plan; return their names.
 
@@ -389,22 +349,19 @@ def compare(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -
         Finding("warning", "topic_missing", f"Topic {topic.name!r} does not exist; `run` or `apply` creates it.")
         for topic in plan.make
     ]
+    output = topology.output.topic if topology.output is not None and topology.direct else None
+    must_fit = {topology.changelog_topic, output}
     lost = dict(losing(topology, have, plan.make))
     findings += [Finding("warning", "forwarded_deleted", sentence) for sentence in lost.values()]
     for each in plan.differences:
         if each.topic in lost and each.what == "retention.ms":
             continue
-        misfit = each.what == "partitions" and _must_fit(topology, each.topic)
+        misfit = each.what == "partitions" and each.topic in must_fit
         level: Literal["error", "warning"] = "error" if misfit else "warning"
         text = f"Topic {each.topic!r} has {each.what} {each.found}, not {each.wanted}."
         findings.append(Finding(level, "topic_differs", text))
     findings += _sources(topology, have)
     return sorted(findings, key=lambda finding: finding.level != "error")
-
-
-def _must_fit(topology: Topology, name: str) -> bool:
-    output = topology.output.topic if topology.output is not None and topology.direct else None
-    return name in {topology.changelog_topic, output}
 
 
 def _sources(topology: Topology, have: Mapping[str, Topic]) -> Iterator[Finding]:
@@ -427,18 +384,16 @@ def _sources(topology: Topology, have: Mapping[str, Topic]) -> Iterator[Finding]
             )
 
 
-# A new group may not write to an output that already holds records, unless the user says that this is intended. A
-# renamed topology, or a second one that writes to the same output, begins at `start` without state, and would forward
-# records that the output already holds. Only the output reveals this, because the new name has no offsets, no changelog
-# and no local state.
+# A renamed topology, or a second one with the same output, begins at `start` without state and would forward records
+# that the output already holds. Only the output reveals this: the new name has neither offsets nor state.
 #
-# The order of the checks prevents races. The first check looks for records in the output below its last stable offset,
-# because the outcome of an open transaction is unknown, and the transaction may belong to this fleet. The second check
-# looks whether this fleet has written anything. Every transaction of a task writes to the changelog before it ends, so
-# if the first check has seen records of this fleet, the second one sees a changelog end above zero. A fleet that was
-# seeded, or reset to a position, has also written to its changelog. A `dedup reset` without a position leaves a mark
-# with the output's ends, and the mark accounts for records below them. The user's consent leaves the same mark, so that
-# workers that start later do not need the consent, and `dedup verify` knows which records another topology has written.
+# The order of the checks prevents races. The first one looks for records in the output below its last stable offset,
+# because an open transaction may belong to this fleet. The second one looks whether this fleet has written anything:
+# every transaction of a task writes to the changelog before it ends, so if the first check has seen records of this
+# fleet, the second one sees a changelog end above zero. The same holds for a fleet that was seeded, or reset to a
+# position. A `dedup reset` without a position leaves a mark with the output's ends, which accounts for records below
+# them. So does the user's consent, so that workers that start later do not need it, and `dedup verify` knows which
+# records another topology has written.
 
 
 async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, *, meant: bool) -> None:
@@ -451,7 +406,7 @@ async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, 
         return
     written = [name for name in topology.written_topics if name not in state_topics(topology)]
     have = await admin.topics(written)
-    places = [TopicPartition(name, at) for name, topic in have.items() for at in range(topic.partitions)]
+    places = [place for topic in have.values() for place in topic.places]
     ends = {place: await answered(wire, lambda place=place: wire.stable_end(place)) for place in places}  # type: ignore[misc]
     used = [
         place
@@ -467,41 +422,22 @@ async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, 
 
 async def _has_written(topology: Topology, wire: KafkaWire, admin: Admin) -> bool:
     """Return whether a fleet of this topology has already started: it has written to its changelog or has offsets."""
-    found = await admin.topics([topology.changelog_topic])
-    for name, topic in found.items():
-        for partition in range(topic.partitions):
-            if (await bounds_of(wire, TopicPartition(name, partition))).end > 0:
-                return True
+    for topic in (await admin.topics([topology.changelog_topic])).values():
+        if any((await ends_of(wire, topic.places)).values()):
+            return True
     return not await group_is_new(topology, wire, admin)
 
 
 async def _holds_records(topology: Topology, wire: KafkaWire, place: TopicPartition, end: int) -> bool:
     """Return whether there is a committed record below ``end`` that no mark accounts for."""
-    marked = await _marked(topology, wire, place)
-    position = max((await bounds_of(wire, place)).start, marked)
-    while position < end:
-        try:
-            fetched = await wire.fetch(place, position, max_bytes=FETCH_BYTES, wait_ms=0)
-        except NoAnswer:
-            await wire.pause(PAUSE_MS)
-            continue
-        except StateIncompatible:
-            return True  # a worker without permission to read its output decides by the offsets
-        if fetched.offsets and fetched.offsets[0] < end:
-            return True
-        if fetched.next_offset <= position:
-            await wire.pause(PAUSE_MS)
-        position = max(position, fetched.next_offset)
-    return False
-
-
-async def _marked(topology: Topology, wire: KafkaWire, place: TopicPartition) -> int:
-    """Return the offset below which a mark accounts for the output; 0 if there is no mark that may be read."""
-    while True:
-        found = await answered(wire, lambda: wire.committed_offset(topology.reset_group, place, stable=False))
-        if found.error_code not in COORDINATOR_MOVED:
-            return found.offset or 0 if found.error_code == 0 else 0
-        await wire.pause(PAUSE_MS)
+    try:
+        marked = await committed_offset(wire, topology.reset_group, place, stable=False) or 0
+    except BrokerUnavailable:
+        marked = 0  # the mark may not be read
+    try:
+        return await first_record(wire, place, max((await bounds_of(wire, place)).start, marked), end) is not None
+    except StateIncompatible:
+        return True  # a worker without permission to read its output decides by the offsets
 
 
 async def _leave_mark(topology: Topology, wire: KafkaWire, ends: Mapping[TopicPartition, int]) -> None:
@@ -527,7 +463,7 @@ def _refusal(topology: Topology, used: list[TopicPartition], ends: Mapping[Topic
     first = used[0]
     return StateIncompatible(
         f"the group {topology.name!r} has judged nothing yet, but its output {first.topic!r} already holds records "
-        f"({first.topic}/{first.partition} up to offset {ends[first]}; partitions with records: {len(used)}). Another "
+        f"({first} up to offset {ends[first]}; partitions with records: {len(used)}). Another "
         "topology writes there, or this one did under another name; the new group knows none of these IDs, so "
         "forwarded records would be forwarded again. Nothing was changed. Use the old name, or give this topology "
         "its own output; to rename it permanently, see Rename in docs/operations.md. If this is intended, run "

@@ -1,17 +1,16 @@
-"""A Faust transport for batches, which is selected by the broker URL scheme ``dedup://``.
+"""A Faust app and transport for batches, which is selected by the broker URL scheme ``dedup://``.
 
 Each Faust message is a whole `FeedBatch`, so Faust's overhead per message arises only once per batch. aiokafka
 maintains the group membership in the app's event loop (Faust's stock driver runs it in a separate thread). Tasks, not
-Faust, handle offsets, transactions, and sends, so every method here that would send or commit either raises an error or
-does nothing.
+Faust, handle offsets, transactions, sends, and restores, so every hook of Faust for these is `refused`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, Final, NoReturn, cast
 
 import aiokafka
 import aiokafka.abc
@@ -22,23 +21,19 @@ from faust.transport import base
 from faust.transport.consumer import Consumer as FaustConsumer
 from faust.transport.consumer import TransactionManager as FaustTransactionManager
 from faust.transport.producer import Producer as FaustProducer
-from faust.types import TP, ConsumerMessage
+from faust.types import TP, AppT, ConsumerMessage
 
 from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken
+from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import Answer, FeedFetcher
 from dedup.kafka.record_batch import Columns, FeedBatch
 from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, Position, TopicPartition
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from faust.types import AppT
-
-    from dedup.kafka.client import KafkaWire
-    from dedup.kafka.connection import Connection
-    from dedup.kafka.consumer import TopicCheck
-    from dedup.settings import Settings
-    from dedup.worker.task_manager import TaskManager
+from dedup.metrics import DeadLetterAlert
+from dedup.settings import Settings
+from dedup.store.directory import StorePool
+from dedup.worker.restore import Standbys
+from dedup.worker.task_factory import TaskFactory
+from dedup.worker.task_manager import TaskManager
 
 log: Final = logging.getLogger(__name__)
 BATCH_RECORDS: Final = 4000
@@ -53,6 +48,18 @@ _REBALANCE_IN_PROGRESS: Final = 27
 """Error code of a heartbeat if the group rebalances; the member still owns its partitions until it rejoins."""
 _NOT_READ: Final = -1
 """The number of a reading that did not begin."""
+
+
+def refused(what: str) -> Callable[..., NoReturn]:
+    """Return a method that refuses what Faust would do beside the tasks."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise InvariantBroken(
+            f"{what} would not be part of the task's transaction, so it was refused. Records that belong to an outcome "
+            "go through `Task.process`; a task commits its own offset, and restores its state from the changelog."
+        )
+
+    return refuse
 
 
 class BatchSchema(faust.Schema[Any, Any]):
@@ -91,33 +98,35 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
         consumer.app.on_rebalance_end()
 
 
-class HostApp(Protocol):
-    """The interface that the transport needs from its app, in addition to Faust's."""
+class DedupApp(faust.App):
+    """A Faust app that also holds the tasks of a worker; `dedup.worker.app.create_app` builds one."""
 
-    conf: Any
-    assignor: Any
-    consumer_generation_id: int
     settings: Settings
-    connection: Connection
     wire: KafkaWire
-    topic_check: TopicCheck
+    factory: TaskFactory
     tasks: TaskManager
+    standbys: Standbys
+    pool: StorePool
+    alert: DeadLetterAlert | None = None
+    """The alert that is active while nearly all records become dead letters."""
+    sub_topologies: dict[str, tuple[str, ...]]
+    """Maps the name of each sub-topology to its feeding topics."""
+
+    @property
+    def member(self) -> Consumer:
+        """The consumer, with the type of dedup's own transport."""
+        return cast("Consumer", self.consumer)
 
     @property
     def feeding_topics(self) -> frozenset[str]:
         """All topics whose partitions have tasks."""
-
-    def on_rebalance_start(self) -> None:
-        """Handle the end of an assignment; called by the rebalance listener."""
-
-    def on_rebalance_end(self) -> None:
-        """Handle the beginning of an assignment; called by the rebalance listener."""
+        return frozenset(topic for topics in self.sub_topologies.values() for topic in topics)
 
 
 class Consumer(FaustConsumer):
     """A Faust consumer and group member whose messages are batches."""
 
-    app: HostApp  # type: ignore[assignment]  # has more members than Faust's app type
+    app: DedupApp
     client: aiokafka.AIOKafkaConsumer
     """The client that holds the group membership; it fetches nothing."""
     fetcher: FeedFetcher
@@ -133,7 +142,7 @@ class Consumer(FaustConsumer):
         """Start without joining the group; Faust subscribes when its agents are running."""
         app = self.app
         self.client = aiokafka.AIOKafkaConsumer(
-            **app.connection.client_options(),
+            **app.wire.connection.client_options(),
             group_id=app.conf.id,
             group_instance_id=app.settings.worker_id,
             partition_assignment_strategy=[app.assignor],
@@ -149,7 +158,7 @@ class Consumer(FaustConsumer):
         )
         await self.client.start()
         gather_ms = min(app.settings.commit_interval_ms // _GATHER_SHARE, _MOST_GATHER_MS)
-        self.fetcher = FeedFetcher(app.wire, app.topic_check, wait_ms=_POLL_MS, gather_ms=gather_ms)
+        self.fetcher = FeedFetcher(app.wire, app.factory.check, wait_ms=_POLL_MS, gather_ms=gather_ms)
 
     async def on_stop(self) -> None:
         """Leave the group, after all tasks were closed."""
@@ -239,7 +248,7 @@ class Consumer(FaustConsumer):
             feeding = answer.source
             if answer.begun != self._passed[TP(*feeding)] and not answer.reading.over:
                 raise InvariantBroken(
-                    f"an answer from offset {answer.begun} of {feeding.topic}/{feeding.partition} came, but the one "
+                    f"an answer from offset {answer.begun} of {feeding} came, but the one "
                     f"before it ended at {self._passed[TP(*feeding)]}. The worker stops; nothing was committed past "
                     f"that offset."
                 )
@@ -266,21 +275,10 @@ class Consumer(FaustConsumer):
             feeding, columns, follows=self._delivered[tp], leader_epoch=answer.leader_epoch, life=answer.reading.life
         )
         self._delivered[tp] = batch.next_offset
-        return ConsumerMessage(
-            tp.topic,
-            tp.partition,
-            batch.offsets[-1],
-            batch.timestamps_ms[-1] / 1000,
-            0,
-            None,
-            None,
-            batch,  # type: ignore[arg-type]  # Faust passes the value through unchanged
-            None,
-            0,
-            0,
-            tp,
-            generation_id=generation,
-        )
+        last_s = batch.timestamps_ms[-1] / 1000
+        value: Any = batch  # Faust passes the value through unchanged
+        fields = (*tp, batch.offsets[-1], last_s, 0, None, None, value, None, 0, 0, tp)
+        return ConsumerMessage(*fields, generation_id=generation)
 
     async def wait_empty(self) -> None:
         """Commit and close every task; Faust calls this on revocation and on stop."""
@@ -291,128 +289,41 @@ class Consumer(FaustConsumer):
         """Do nothing, because a task commits its offset in its own transaction."""
         return False
 
-    async def perform_seek(self) -> None:
-        """Do nothing, because tasks set the positions to read from."""
-
-    async def verify_all_partitions_active(self) -> None:
-        """Do nothing, because the tasks report lag and the age of the last commit."""
-
-    async def seek_to_committed(self) -> Mapping[TP, int]:
-        """Do nothing, because tasks set the positions to read from."""
-        return {}
-
     def assignment(self) -> set[TP]:
         """Return the partitions that are assigned to this member."""
         return {TP(tp.topic, tp.partition) for tp in self.client.assignment()}
-
-    async def position(self, tp: TP) -> int | None:
-        """Return the next offset to fetch."""
-        return self.fetcher.position(TopicPartition(*tp))
-
-    def highwater(self, tp: TP) -> int:
-        """Return 0, because the tasks report their lag themselves."""
-        return 0
-
-    async def earliest_offsets(self, *partitions: TP) -> Mapping[TP, int]:
-        """Return the start of each log."""
-        found = await self.client.beginning_offsets([_aiokafka(tp) for tp in partitions])
-        return {TP(tp.topic, tp.partition): offset for tp, offset in found.items()}
-
-    async def highwaters(self, *partitions: TP) -> Mapping[TP, int]:
-        """Return the end of each log as a `read_committed` reader sees it."""
-        found = await self.client.end_offsets([_aiokafka(tp) for tp in partitions])
-        return {TP(tp.topic, tp.partition): offset for tp, offset in found.items()}
 
     def topic_partitions(self, topic: str) -> int | None:
         """Return the partition count of a topic, if known."""
         known = self.client.partitions_for_topic(topic)
         return None if known is None else len(known)
 
-    async def seek_wait(self, partitions: Mapping[TP, int]) -> None:
-        """Raise InvariantBroken, because a task sets the position of its partition."""
-        raise _escapes("a seek by Faust")
-
-    async def _seek(self, partition: TP, offset: int) -> None:
-        raise _escapes("a seek by Faust")
-
-    async def _commit(self, offsets: Mapping[TP, int]) -> bool:
-        raise _escapes("the consumer's own offset commit")
-
-    async def _getmany(self, active_partitions: set[TP] | None, timeout: float) -> NoReturn:  # Faust's signature
-        raise InvariantBroken("records are fetched by getmany only.")
-
-    def _to_message(self, tp: TP, record: Any) -> NoReturn:  # Faust's signature
-        raise InvariantBroken("messages are made from batches only.")
-
-    def _new_topicpartition(self, topic: str, partition: int) -> TP:
-        return TP(topic, partition)
-
-    async def create_topic(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, because `topic_admin` creates topics and checks the error codes."""
-
-    def key_partition(self, topic: str, key: bytes | None, partition: int | None = None) -> int | None:
-        """Return the given partition, because tasks choose the partitions of records."""
-        return partition
-
-    def close(self) -> None:
-        """Do nothing, because everything is already closed when Faust calls this during a stop."""
+    seek_wait = seek_to_committed = _seek = position = refused("a seek by Faust")
+    earliest_offsets = highwaters = highwater = refused("Faust's own recovery")
+    _getmany = _to_message = _new_topicpartition = refused("a fetch by Faust's own loop")
+    _commit = refused("the consumer's own offset commit")
+    create_topic = refused("a topic that Faust creates")
+    key_partition = refused("a partition that Faust chooses")
 
 
 class Producer(FaustProducer):
     """Refuses every send, because it would not be part of the task's transaction."""
 
-    async def on_start(self) -> None:
-        """Start the buffer that Faust's conductor checks, without opening a connection."""
-        await super().on_start()
-
-    async def send(self, topic: str, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise InvariantBroken."""
-        raise _escapes(f"a send to {topic!r}")
-
-    send_and_wait = send
-
-    def send_soon(self, fut: Any) -> NoReturn:  # Faust's signature
-        """Raise InvariantBroken."""
-        raise _escapes("send_soon()")
-
-    async def flush(self) -> None:
-        """Do nothing, because there is nothing to flush."""
-
-    async def create_topic(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, because `topic_admin` creates topics."""
-
-    def supports_headers(self) -> bool:
-        """Return True."""
-        return True
+    send = send_and_wait = send_soon = refused("a send by Faust, such as topic.send() or a write to the table,")
 
 
 class TransactionManager(FaustTransactionManager):
     """Opens tasks when Faust reports a new assignment. The tasks' sessions handle all transactions."""
 
+    app: DedupApp
+
     async def on_rebalance(self, assigned: set[TP], revoked: set[TP], newly_assigned: set[TP]) -> None:
         """Open a task for each assigned feeding partition; Faust has paused all of them."""
-        app = cast("HostApp", self.app)
-        app.tasks.open({TopicPartition(*tp) for tp in assigned if tp.topic in app.feeding_topics})
+        tasks, feeding = self.app.tasks, self.app.feeding_topics
+        tasks.open({TopicPartition(*tp) for tp in assigned if tp.topic in feeding})
 
-    async def on_partitions_revoked(self, revoked: set[TP]) -> None:
-        """Do nothing, because `Consumer.wait_empty` has already closed the tasks."""
-
-    async def flush(self) -> None:
-        """Do nothing, because each task waits for its own sends."""
-
-    async def send(self, topic: str, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise InvariantBroken."""
-        raise _escapes(f"topic.send() to {topic!r}")
-
-    send_and_wait = send
-
-    def send_soon(self, fut: Any) -> NoReturn:  # Faust's signature
-        """Raise InvariantBroken."""
-        raise _escapes("send_soon()")
-
-    async def commit(self, offsets: Mapping[TP, int], start_new_transaction: bool = True) -> bool:  # Faust's signature
-        """Raise InvariantBroken, because a task commits its own offset."""
-        raise _escapes("a commit by Faust")
+    send = send_and_wait = send_soon = Producer.send
+    commit = refused("a commit by Faust")
 
 
 class Transport(base.Transport):
@@ -423,14 +334,3 @@ class Transport(base.Transport):
     TransactionManager = TransactionManager
     default_port = 9092
     driver_version = f"aiokafka={aiokafka.__version__}"
-
-
-def _aiokafka(tp: TP) -> aiokafka.TopicPartition:
-    return aiokafka.TopicPartition(tp.topic, tp.partition)
-
-
-def _escapes(what: str) -> InvariantBroken:
-    return InvariantBroken(
-        f"{what} would not be part of the task's transaction, so it was refused. "
-        f"Records that belong to an outcome go through `Task.process`."
-    )

@@ -10,10 +10,10 @@ import gc
 import logging
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
 
 import uvloop
 from yarl import URL
@@ -25,24 +25,21 @@ from dedup.kafka.topic_admin import Admin
 from dedup.kafka.wire import NoAnswer, TopicPartition, Wire
 from dedup.metrics import DeadShare
 from dedup.quantities import format_size
+from dedup.settings import Settings
 from dedup.store.directory import own_state
-from dedup.worker.app import DedupApp, create_app, identity
-from dedup.worker.clock import Clock, SteadyClock
+from dedup.topology.model import Topology
+from dedup.worker.app import create_app, identity
+from dedup.worker.clock import SteadyClock
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.introspection import Introspection
-from dedup.worker.offsets import bounds_of, committed_offset, committed_position, refuse_half_reset
-from dedup.worker.restore import refuse_lost_offsets
+from dedup.worker.offsets import bounds_of, committed_offset, committed_position, ends_of, refuse_half_reset
+from dedup.worker.restore import LostOffsets
 from dedup.worker.task import Task, TaskState
 from dedup.worker.task_manager import ended
 from dedup.worker.topics import Cluster, group_is_new, prepare, refuse_used_output
-
-if TYPE_CHECKING:
-    from dedup.settings import Settings
-    from dedup.topology.model import Topology
+from dedup.worker.transport import DedupApp
 
 log: Final = logging.getLogger(__name__)
-CaughtUp = Callable[[TopicPartition, Task], bool]
-"""Returns True if a task has judged everything up to the end of its partition, which may be empty."""
 LOOK_S: Final = 0.25
 """Pause between two requests about other workers' partitions."""
 _ASK_WITHIN_S: Final = 5.0
@@ -118,6 +115,7 @@ class _Quiet:
     said: bool = False
 
 
+@dataclass(slots=True)
 class IdleFeeds:
     """Tracks how long each repartition task has had no lag, and marks idle feeds.
 
@@ -126,32 +124,31 @@ class IdleFeeds:
     in its own transaction, so that a replay makes the same decisions.
     """
 
-    def __init__(self, idle_after_ms: int, caught_up: CaughtUp) -> None:
-        self._idle_after_ms: Final = idle_after_ms
-        self._caught_up: Final = caught_up
-        self._quiet: dict[TopicPartition, _Quiet] = {}
+    idle_after_ms: int
+    caught_up: Callable[[TopicPartition, Task], bool]
+    """Returns True if a task has judged everything up to the end of its partition, which may be empty."""
+    quiet: dict[TopicPartition, _Quiet] = field(init=False, default_factory=dict)
 
     def look(self, tasks: Mapping[TopicPartition, Task], now_ms: int) -> None:
         """Mark each feed that has had no lag for long enough as idle, but not again before its next record."""
-        for feeding in self._quiet.keys() - tasks.keys():
-            del self._quiet[feeding]
+        for feeding in self.quiet.keys() - tasks.keys():
+            del self.quiet[feeding]
         for feeding, task in tasks.items():
-            if task.task_id.sub_topology == "repartition":
-                self._look_at(feeding, task, now_ms)
-
-    def _look_at(self, feeding: TopicPartition, task: Task, now_ms: int) -> None:
-        quiet = self._quiet.get(feeding)
-        if quiet is None or quiet.task is not task or quiet.next_offset != task.next_offset:
-            quiet = self._quiet[feeding] = _Quiet(task, now_ms, task.next_offset)
-        if quiet.said:
-            return  # already marked as idle
-        if task.state is not TaskState.RUNNING or not self._caught_up(feeding, task):
-            quiet.since_ms = now_ms
-        elif now_ms - quiet.since_ms >= self._idle_after_ms and task.say_idle():
-            quiet.said = True
-            log.info("%s: no record for %d ms; marked idle", task.task_id, now_ms - quiet.since_ms)
+            if task.task_id.sub_topology != "repartition":
+                continue
+            quiet = self.quiet.get(feeding)
+            if quiet is None or quiet.task is not task or quiet.next_offset != task.next_offset:
+                quiet = self.quiet[feeding] = _Quiet(task, now_ms, task.next_offset)
+            if quiet.said:
+                continue  # already marked as idle
+            if task.state is not TaskState.RUNNING or not self.caught_up(feeding, task):
+                quiet.since_ms = now_ms
+            elif now_ms - quiet.since_ms >= self.idle_after_ms and task.say_idle():
+                quiet.said = True
+                log.info("%s: no record for %d ms; marked idle", task.task_id, now_ms - quiet.since_ms)
 
 
+@dataclass(slots=True)
 class Finish:
     """Checks for `--exit-when-done` whether the group has finished all records that existed at the start.
 
@@ -159,13 +156,13 @@ class Finish:
     another one still has work, because partitions may still move between workers. The worker polls `reached`.
     """
 
-    def __init__(self, app: DedupApp, ends: Mapping[TopicPartition, int]) -> None:
-        """``ends`` contains the end of each source partition at the start."""
-        self._app: Final = app
-        self._ends = dict(ends)
-        self._hops_left = len(app.sub_topologies) - 1
-        self._others_at_s = 0.0
-        self._waits = False
+    app: DedupApp
+    ends: dict[TopicPartition, int]
+    """The end of each source partition at the start, and later of the repartition topic's partitions."""
+    repartitioned: bool = False
+    """Whether the ends of the repartition topic are known."""
+    others_at_s: float = 0.0
+    waits: bool = False
 
     async def reached(self) -> bool:
         """Return whether both sub-topologies, or the only one, have committed all records below the ends."""
@@ -177,52 +174,43 @@ class Finish:
 
     async def _reached(self) -> bool:
         while await self._done():
-            if not self._hops_left:
+            if self.repartitioned or "repartition" not in self.app.sub_topologies:
                 return True
             # All source partitions are done, so the repartition topic has its final end. A rebalance may still assign
             # source partitions to this worker, so their ends are still checked, too.
-            (topic,) = self._app.sub_topologies["dedup"]
-            hop = [TopicPartition(topic, number) for number in range(self._app.member.topic_partitions(topic) or 0)]
-            ends = {place: (await bounds_of(self._app.wire, place)).end for place in hop}
-            self._ends |= ends
-            self._hops_left -= 1
+            (topic,) = self.app.sub_topologies["dedup"]
+            hop = [TopicPartition(topic, number) for number in range(self.app.member.topic_partitions(topic) or 0)]
+            self.ends |= await ends_of(self.app.wire, hop)
+            self.repartitioned = True
         return False
 
     async def _done(self) -> bool:
-        if not _own_done(self._app, self._ends):
+        if not self._own_done():
             return False
-        others = [place for place in self._ends if place not in self._app.tasks.running]
+        others = [place for place in self.ends if place not in self.app.tasks.running]
         now_s = asyncio.get_running_loop().time()
-        if others and now_s < self._others_at_s + LOOK_S:
+        if others and now_s < self.others_at_s + LOOK_S:
             return False
-        self._others_at_s = now_s
-        wire, group = self._app.wire, self._app.conf.id
+        self.others_at_s = now_s
+        wire, group = self.app.wire, self.app.conf.id
         for place in others:
-            if not await _committed_to(wire, group, place, self._ends[place]):
-                self._log_waiting(len(others))
+            if not await _committed_to(wire, group, place, self.ends[place]):
+                if not self.waits:
+                    log.info("this worker is done and waits for other workers, which have %d partitions", len(others))
+                    self.waits = True
                 return False
         # Partitions that were assigned or revoked in the meantime were not checked.
-        return _own_done(self._app, self._ends) and not any(place in self._app.tasks.running for place in others)
+        return self._own_done() and not any(place in self.app.tasks.running for place in others)
 
-    def _log_waiting(self, others: int) -> None:
-        if not self._waits:
-            log.info("this worker is done and waits for other workers, which have %d partitions", others)
-            self._waits = True
-
-
-def _own_done(app: DedupApp, ends: Mapping[TopicPartition, int]) -> bool:
-    """Return whether this worker's tasks have committed everything below the ends."""
-    if not app.tasks.opened.is_set():
-        return False
-    for feeding, task in app.tasks.running.items():
-        if feeding not in ends:
-            continue
-        if task.state is not TaskState.RUNNING or task.dirty.is_set() or task.committing:
-            return False
+    def _own_done(self) -> bool:
+        """Return whether this worker's tasks have committed everything below the ends."""
+        app = self.app
         # The last offsets may be markers and aborted records, which no task receives.
-        if task.next_offset < ends[feeding] and not app.member.passed(feeding, ends[feeding], task.next_offset):
-            return False
-    return True
+        return app.tasks.opened.is_set() and all(
+            task.all_committed and (task.next_offset >= end or app.member.passed(feeding, end, task.next_offset))
+            for feeding, task in app.tasks.running.items()
+            if (end := self.ends.get(feeding)) is not None
+        )
 
 
 async def _committed_to(wire: Wire, group: str, place: TopicPartition, end: int) -> bool:
@@ -252,17 +240,7 @@ class Pages(Protocol):
 MakePages = Callable[[Introspection], AbstractAsyncContextManager[Pages]]
 
 
-@asynccontextmanager
-async def served(app: DedupApp, introspection: Introspection, make_pages: MakePages | None) -> AsyncIterator[None]:
-    """Serve the pages and announce their address to the group. Enter this context before the worker joins the group."""
-    if make_pages is None:
-        yield
-        return
-    async with make_pages(introspection) as pages:
-        app.conf.canonical_url = URL(identity(app.settings.worker_id, pages.advertised))
-        yield
-
-
+@dataclass(slots=True)
 class Maintenance:
     """Deletes records that no restore needs, and limits the size of the state; `run` works until it is canceled.
 
@@ -273,15 +251,14 @@ class Maintenance:
     deleted, because `dedup verify` replays that topic.
     """
 
-    def __init__(self, app: DedupApp, topology: Topology, clock: Clock) -> None:
-        self._app: Final = app
-        self._topology: Final = topology
-        self._clock: Final = clock
-        self._deleted: dict[TopicPartition, int] = {}
-        """Maps each partition to the offset below which records were last deleted."""
-        self._warned = False
-        self._truncated: Final[set[TopicPartition]] = set()
-        """Changelogs that were truncated by somebody else; each is logged once."""
+    app: DedupApp
+    topology: Topology
+    clock: SteadyClock
+    deleted: dict[TopicPartition, int] = field(init=False, default_factory=dict)
+    """Maps each partition to the offset below which records were last deleted."""
+    warned: bool = field(init=False, default=False)
+    truncated: set[TopicPartition] = field(init=False, default_factory=set)
+    """Changelogs that were truncated by somebody else; each is logged once."""
 
     async def run(self) -> None:
         """Do the periodic work until canceled; make the worker fail if state is too large."""
@@ -291,30 +268,23 @@ class Maintenance:
                 self.refuse_too_large()
                 await self.delete()
             except StateIncompatible as error:
-                self._app.tasks.fail(error)
+                self.app.tasks.fail(error)
                 return
             except (BrokerUnavailable, NoAnswer) as error:
                 # A failure costs only disk space on the broker, and the next round tries again.
-                if not self._warned:
+                if not self.warned:
                     log.warning("old records were not deleted: %s", error)
-                    self._warned = True
+                    self.warned = True
 
     def refuse_too_large(self) -> None:
         """Raise StateIncompatible if a partition's committed state exceeds its limit."""
-        most = self._topology.state.max_bytes_per_partition
-        for feeding, task in self._app.tasks.running.items():
-            dedup_task = task.work
-            if (
-                most is None
-                or task.state is not TaskState.RUNNING
-                or not isinstance(dedup_task, DedupTask)
-                or dedup_task.store is None
-            ):
-                continue
-            size = dedup_task.store.approximate_bytes()
-            if size > most:
+        most = self.topology.state.max_bytes_per_partition
+        for feeding, task in self.app.tasks.running.items():
+            store = task.work.store if task.state is TaskState.RUNNING else None
+            size = 0 if store is None else store.approximate_bytes()
+            if most is not None and size > most:
                 raise StateIncompatible(
-                    f"the state of {feeding.topic}/{feeding.partition} takes {size:,} bytes, more than "
+                    f"the state of {feeding} takes {size:,} bytes, more than "
                     f"state.max_bytes_per_partition ({format_size(most)}). The worker stops. Nothing is lost, because "
                     "all judged records are committed. Raise the limit if the disk has room, or shorten guard_period "
                     "or grace."
@@ -323,97 +293,81 @@ class Maintenance:
     async def delete(self) -> None:
         """Delete changelog records that no live segment needs, and old committed records of the repartition topic."""
         wanted: dict[TopicPartition, int] = {}
-        for feeding, task in list(self._app.tasks.running.items()):
+        for feeding, task in list(self.app.tasks.running.items()):
             dedup_task = task.work
             if task.state is TaskState.RUNNING and isinstance(dedup_task, DedupTask):
-                wanted[dedup_task.changelog] = dedup_task.truncate_below or 0
-                self._log_if_truncated(dedup_task, (await self._app.wire.bounds(dedup_task.changelog)).start)
-                if not self._topology.direct:
-                    wanted[feeding] = await self._passed_and_old(feeding, task)
-        below = {partition: offset for partition, offset in wanted.items() if offset > self._deleted.get(partition, 0)}
+                wanted[dedup_task.plan.changelog] = dedup_task.truncate_below or 0
+                self._log_if_truncated(dedup_task, (await self.app.wire.bounds(dedup_task.plan.changelog)).start)
+                if not self.topology.direct:
+                    committed = task.numbers.committed_offset or 0
+                    kept_from = await self.app.wire.offset_at(feeding, self.clock.now_ms() - KEEP_MS)
+                    wanted[feeding] = committed if kept_from is None else min(committed, kept_from)
+        below = {partition: offset for partition, offset in wanted.items() if offset > self.deleted.get(partition, 0)}
         if not below:
             return
-        async with Admin(self._app.wire.connection) as admin:
+        async with Admin(self.app.wire.connection) as admin:
             await admin.delete_records(below)
-        self._deleted.update(below)
+        self.deleted.update(below)
         for partition, offset in below.items():
             log.info("%s: records below %d are deleted", partition, offset)
 
     def _log_if_truncated(self, dedup_task: DedupTask, begin: int) -> None:
         """Log an error once if the changelog lacks records that live segments need; dedup never deletes those."""
         record = dedup_task.store.task_record if dedup_task.store is not None else None
-        if record is None or not record.counts_on_more(begin) or dedup_task.changelog in self._truncated:
+        if record is None or not record.counts_on_more(begin) or dedup_task.plan.changelog in self.truncated:
             return
-        self._truncated.add(dedup_task.changelog)
+        self.truncated.add(dedup_task.plan.changelog)
         log.error(
             "%s begins at offset %d, but state in force was written from offset %d on: somebody has truncated it. Only "
             "this worker's disk, and warm standbys, hold the deleted records. Keep the disk until retention has "
             "passed; an owner without it will refuse to start.",
-            dedup_task.changelog,
+            dedup_task.plan.changelog,
             begin,
             record.kept_from,
         )
 
-    async def _passed_and_old(self, feeding: TopicPartition, task: Task) -> int:
-        committed = task.numbers.committed_offset or 0
-        kept_from = await self._app.wire.offset_at(feeding, self._clock.now_ms() - KEEP_MS)
-        return committed if kept_from is None else min(committed, kept_from)
 
+@asynccontextmanager
+async def background_loops(app: DedupApp, topology: Topology, introspection: Introspection) -> AsyncIterator[None]:
+    """Run a worker's periodic loops inside a ``with`` block; an error in one of them stops the worker."""
+    clock = SteadyClock()
+    loops = [Maintenance(app, topology, clock).run(), _look_for_dead_letters(app, clock)]
+    if not topology.direct:
+        idle_feeds = IdleFeeds(topology.idle_after_ms, introspection.caught_up)
+        loops.append(_look_for_idle_feeds(app, idle_feeds, clock))
 
-class BackgroundLoops:
-    """Runs a worker's periodic loops inside a ``with`` block; an error in one of them stops the worker."""
-
-    def __init__(self, app: DedupApp, topology: Topology, introspection: Introspection) -> None:
-        self._app: Final = app
-        self._topology: Final = topology
-        self._clock: Final[Clock] = SteadyClock()
-        self._introspection: Final = introspection
-        self._loops: list[asyncio.Task[None]] = []
-
-    async def __aenter__(self) -> Self:
-        """Start the loops."""
-        self._start(Maintenance(self._app, self._topology, self._clock).run(), "maintenance")
-        self._start(self._look_for_dead_letters(), "dead letters")
-        if not self._topology.direct:
-            self._start(self._look_for_idle_feeds(), "idle feeds")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """End the loops."""
-        await ended(self._loops)
-
-    def _start(self, loop: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(loop, name=name)
-        task.add_done_callback(self._ended)
-        self._loops.append(task)
-
-    def _ended(self, loop: asyncio.Task[None]) -> None:
+    def stop_on_error(loop: asyncio.Task[None]) -> None:
         if not loop.cancelled() and (error := loop.exception()) is not None:
-            self._app.tasks.fail(error)
+            app.tasks.fail(error)
 
-    async def _look_for_dead_letters(self) -> None:
-        """Log a message when nearly all records start to become dead letters, and another one when this ends."""
-        share = DeadShare()
-        share.look((), self._clock.now_ms())
-        while True:
-            await asyncio.sleep(_LONGEST_LOOK_S)
-            tasks = self._app.tasks
-            numbers = [*tasks.ended.values(), *(task.numbers for task in tasks.running.values())]
-            turned = share.look(numbers, self._clock.now_ms())
-            self._app.alert = share.alert
-            if turned and share.alert is not None:
-                log.error("%s", share.alert.text)
-            elif turned:
-                log.warning(
-                    "fewer than 95 % of the records of the last minute are dead letters now, or no records arrived"
-                )
+    tasks = [asyncio.create_task(loop) for loop in loops]
+    for task in tasks:
+        task.add_done_callback(stop_on_error)
+    try:
+        yield
+    finally:
+        await ended(tasks)
 
-    async def _look_for_idle_feeds(self) -> None:
-        idle_after_ms = self._topology.idle_after_ms
-        feeds = IdleFeeds(idle_after_ms, self._introspection.caught_up)
-        while True:
-            feeds.look(self._app.tasks.running, self._clock.now_ms())
-            await asyncio.sleep(min(_LONGEST_LOOK_S, idle_after_ms / 4000))
+
+async def _look_for_dead_letters(app: DedupApp, clock: SteadyClock) -> None:
+    """Log a message when nearly all records start to become dead letters, and another one when this ends."""
+    share = DeadShare()
+    share.look((), clock.now_ms())
+    while True:
+        await asyncio.sleep(_LONGEST_LOOK_S)
+        numbers = [*app.tasks.ended.values(), *(task.numbers for task in app.tasks.running.values())]
+        turned = share.look(numbers, clock.now_ms())
+        app.alert = share.alert
+        if turned and share.alert is not None:
+            log.error("%s", share.alert.text)
+        elif turned:
+            log.warning("fewer than 95 % of the records of the last minute are dead letters now, or no records arrived")
+
+
+async def _look_for_idle_feeds(app: DedupApp, feeds: IdleFeeds, clock: SteadyClock) -> None:
+    while True:
+        feeds.look(app.tasks.running, clock.now_ms())
+        await asyncio.sleep(min(_LONGEST_LOOK_S, feeds.idle_after_ms / 4000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,8 +403,8 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
         try:
             async with asyncio.timeout(patience_s):
                 cluster = await _cluster(topology, settings, wire, options)
-                await refuse_lost_offsets(topology, cluster, wire)
-                ends = await _ends(topology, cluster, wire) if options.exit_when_done else {}
+                await LostOffsets(topology, cluster, wire).refuse_any()
+                ends = await ends_of(wire, cluster.places(topology.source.topics)) if options.exit_when_done else {}
         except TimeoutError as error:
             raise BrokerUnavailable(
                 f"the cluster at {', '.join(settings.brokers)} did not say within {patience_s:g} s which offsets and "
@@ -462,16 +416,18 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        app.tasks.connect(app.member)
         introspection = Introspection(app, topology)
-        async with served(app, introspection, options.make_pages):
+        # The pages are announced to the group when the worker joins it.
+        async with options.make_pages(introspection) if options.make_pages else nullcontext() as pages:
+            if pages is not None:
+                app.conf.canonical_url = URL(identity(app.settings.worker_id, pages.advertised))
             await app.start()
             try:
-                async with BackgroundLoops(app, topology, introspection):
+                async with background_loops(app, topology, introspection):
                     await _until_over(app, stop, options, ends)
             finally:
                 await app.stop()
-                app.store_pool.keep_only(())
+                app.pool.keep_only(())
                 for number in (signal.SIGTERM, signal.SIGINT):
                     loop.remove_signal_handler(number)
         if app.tasks.failure.done():
@@ -491,16 +447,6 @@ async def _cluster(topology: Topology, settings: Settings, wire: KafkaWire, opti
         if fresh:
             await refuse_used_output(topology, wire, admin, meant=options.onto_existing_output)
         return await prepare(topology, settings, admin, may_create_changelog=fresh)
-
-
-async def _ends(topology: Topology, cluster: Cluster, wire: KafkaWire) -> dict[TopicPartition, int]:
-    """Return the current end of each source partition."""
-    partitions = [
-        TopicPartition(name, partition)
-        for name in topology.source.topics
-        for partition in range(cluster.topics[name].partitions)
-    ]
-    return {tp: (await bounds_of(wire, tp)).end for tp in partitions}
 
 
 async def _until_over(app: DedupApp, stop: asyncio.Event, options: RunOptions, ends: dict[TopicPartition, int]) -> None:

@@ -21,7 +21,7 @@ from dedup.kafka.record_batch import FeedBatch, ProducerIdentity
 from dedup.metrics import TaskNumbers
 from dedup.store.directory import Keeping
 from dedup.worker.dedup_task import DedupTask
-from dedup.worker.record_collector import RecordCollector, Refusals, Route, Routes
+from dedup.worker.record_collector import Limits, RecordCollector, Refusals, Route, Routes
 from tests.fuzz.records import NOW_MS, records
 from tests.memory_store import MemoryStore
 from tests.property.extract_cases import RECIPES
@@ -55,7 +55,8 @@ async def judge_of(recipe: Recipe, rules: Rules) -> DedupTask:
     """Return a judge with an empty changelog, restored."""
     plan = plan_of(Extractor(recipe), rules, skew_ms=SKEW_MS, compression="snappy")
     wire = DirectWire(Cluster())
-    judge = DedupTask(plan, wire, Keeping(MemoryStore), RecordCollector(ROUTES, 0), FixedClock(), TaskNumbers())
+    collector = RecordCollector(ROUTES, 0, Limits({}, FixedClock(), wire))
+    judge = DedupTask(plan, wire, Keeping(MemoryStore), collector, FixedClock(), TaskNumbers())
     await judge.restore(None)
     return judge
 

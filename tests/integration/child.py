@@ -27,12 +27,12 @@ from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.wire import NoAnswer
 from dedup.worker import transport
-from dedup.worker.app import DedupApp
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.reset import Reset
 from dedup.worker.task import Task
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_manager import TaskManager
+from dedup.worker.transport import DedupApp
 
 CAPABILITY_VERSION_3 = 0x20080522
 OVERRIDES = 1 << 1 | 1 << 2

@@ -25,7 +25,7 @@ async def run(seed):
     kinds = set()
     for offset in range(ROWS):
         if offset == SWITCHED_AT:
-            judge._plan = replace(judge._plan, rules=Rules(Window(GUARD_MS, GRACE_MS)))
+            judge.plan = replace(judge.plan, rules=Rules(Window(GUARD_MS, GRACE_MS)))
             model.rules = ModelRules(GUARD_MS, GRACE_MS)
         key = b"%d" % dice.randrange(2)
         # Before: close to each other, so that intervals grow. After: any time that still counts.

@@ -12,7 +12,7 @@ from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import TopicPartition
 from dedup.store.directory import Keeping
 from dedup.worker.dedup_task import DedupPlan, DedupTask
-from dedup.worker.record_collector import RecordCollector, Route, Routes
+from dedup.worker.record_collector import Limits, RecordCollector, Route, Routes
 from dedup.worker.task import Committing, Task, TaskId
 from tests.memory_store import MemoryStore
 from tests.simulation.cluster import Cluster
@@ -45,6 +45,9 @@ class DirectWire:
 
     async def fetch(self, source, offset, *, max_bytes, wait_ms):
         return self.cluster.fetch(source, offset)
+
+    async def limit(self, target):
+        return None  # it refuses by content: only the broker knows
 
     async def produce(self, transactional_id, batches):
         answer, gate = self.cluster.produce(transactional_id, list(batches)), self.gate
@@ -94,7 +97,8 @@ def task(wire: DirectWire, *, start="earliest", judge=DedupTask, kind=Task) -> T
     session = Session(wire, "t.dedup.0", GROUP, timeout_ms=60_000, deadline_ms=20_000)
 
     def work(numbers):
-        return judge(plan, wire, Keeping(KeptStore), RecordCollector(routes, 0), StoppedClock(), numbers)
+        collector = RecordCollector(routes, 0, Limits({}, StoppedClock(), wire))
+        return judge(plan, wire, Keeping(KeptStore), collector, StoppedClock(), numbers)
 
     async def unchanged():
         pass

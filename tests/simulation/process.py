@@ -309,8 +309,7 @@ class Process:
         self.loop.within(lambda: self._begin(build))
 
     def _begin(self, build: Callable[[TopicPartition], Task]) -> None:
-        self.tasks = TaskManager(build, self._wipe, commit_interval_ms=COMMIT_INTERVAL_MS)
-        self.tasks.connect(self)
+        self.tasks = TaskManager(build, self._wipe, lambda: self, commit_interval_ms=COMMIT_INTERVAL_MS)
         self.tasks.open(self._feeding)
 
     def _spawn(self, coroutine: Any) -> None:

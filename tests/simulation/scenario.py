@@ -18,7 +18,7 @@ from dedup.metrics import TaskNumbers
 from dedup.store.directory import Keeping
 from dedup.worker.dedup_task import DedupPlan
 from dedup.worker.offsets import offset_note
-from dedup.worker.record_collector import RecordCollector, Route, Routes
+from dedup.worker.record_collector import Limits, RecordCollector, Route, Routes
 from dedup.worker.repartition_task import RepartitionPlan, RepartitionTask
 from dedup.worker.task import Committing, Task, TaskId, TaskWork
 from tests.simulation.cluster import Cluster, Record
@@ -234,7 +234,7 @@ class Builder:
             keep_partition=True,
             compression="none",
         )
-        return RecordCollector(routes, 0)
+        return RecordCollector(routes, 0, Limits({}, StoppedClock(), self._wire))
 
     def _repartition(self, feeding: TopicPartition, numbers: TaskNumbers) -> TaskWork:
         plan = RepartitionPlan(

@@ -49,8 +49,8 @@ class StoreBeforeCommit(DedupTask):
 
     def _remember(self, rows: Rows, outcome: Outcome, now_ms: int) -> list[RecordBatch]:
         batches = super()._remember(rows, outcome, now_ms)
-        assert self._store is not None
-        self._store.apply(self._writes(rows, outcome), None, self._store.position)
+        assert self.store is not None
+        self.store.apply(self._writes(rows, outcome), None, self.store.position)
         return batches
 
 
@@ -105,13 +105,13 @@ class RestoreBeforeInit(Task):
     async def start(self) -> int:
         self._move(TaskState.RESTORING)
         early = await committed_offset(self._wire, self._committing.group, self.task_id.feeding, stable=False)
-        restored = await self._work.restore(early)
+        restored = await self.work.restore(early)
         await self._session.open()
         committed = self._committed = await committed_offset(self._wire, self._committing.group, self.task_id.feeding)
-        self._next_offset = self._expected = max(restored, committed or 0)
+        self.next_offset = self._expected = max(restored, committed or 0)
         self._move(TaskState.RUNNING)
         self._sendable.set()
-        return self._next_offset
+        return self.next_offset
 
 
 class OffsetBeforeInit(Task):
@@ -122,11 +122,11 @@ class OffsetBeforeInit(Task):
         feeding = self.task_id.feeding
         committed = self._committed = await committed_offset(self._wire, self._committing.group, feeding, stable=False)
         await self._session.open()
-        await self._work.restore(committed)
-        self._next_offset = self._expected = committed or 0
+        await self.work.restore(committed)
+        self.next_offset = self._expected = committed or 0
         self._move(TaskState.RUNNING)
         self._sendable.set()
-        return self._next_offset
+        return self.next_offset
 
 
 class CommittedOffsetAlone(DedupTask):
@@ -142,7 +142,7 @@ class PastRefused(Task):
 
     async def _judge_again(self, refusal: RecordRefused) -> None:
         await self._session.open()
-        self._work.discard()
+        self.work.discard()
         self._waiting.clear()
         self._held.clear()
         self.dirty.set()
@@ -160,7 +160,7 @@ class OwnOffsetAlone(Task):
 
     async def _refuse_if_overtaken(self) -> None:
         committed = await committed_offset(self._wire, self._committing.group, self.task_id.feeding)
-        if committed != self._committed and await self._work.overtaken():
+        if committed != self._committed and await self.work.overtaken():
             raise TaskMigrated("overtaken")
 
 
@@ -227,8 +227,8 @@ class RemovedAtCapture(DedupTask):
 
     async def restore(self, committed: int | None) -> int:
         start = await super().restore(committed)
-        assert self._store is not None
-        self._buffer = ForgetfulWriteBuffer(self._store)
+        assert self.store is not None
+        self._buffer = ForgetfulWriteBuffer(self.store)
         return start
 
 
@@ -237,8 +237,8 @@ class StreamTimeApart(DedupTask):
 
     async def restore(self, committed: int | None) -> int:
         start = await super().restore(committed)
-        assert self._store is not None
-        times = [seen.last_ms for _, _, value in self._store.sightings() for seen in decode_sightings(value)]
+        assert self.store is not None
+        times = [seen.last_ms for _, _, value in self.store.sightings() for seen in decode_sightings(value)]
         self._applied = self._stream_time = StreamTime(max(times, default=BEFORE_ALL_TIME), self._applied.feeds)
         return start
 
@@ -281,9 +281,9 @@ class UnappliedExpiry(DedupTask):
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
         judged = super().judge(batch, refusals)
-        assert self._store is not None
-        window = self._plan.rules.window
-        self._store.drop_below(window.oldest_live_ms(self._stream_time.value_ms), window.segment_ms)
+        assert self.store is not None
+        window = self.plan.rules.window
+        self.store.drop_below(window.oldest_live_ms(self._stream_time.value_ms), window.segment_ms)
         return judged
 
 

@@ -14,7 +14,7 @@ from dedup.core.window import BEFORE_ALL_TIME
 from dedup.kafka.wire import TopicPartition
 from dedup.metrics import COMMIT_BUCKETS_S, METRICS, Durations, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.worker.dedup_task import Placement, record_key_of
-from dedup.worker.introspection import READERS, STATES, exposition
+from dedup.worker.introspection import COUNTER_READERS, TASK_READERS, WORKER_READERS, exposition
 from dedup.worker.task import TaskState
 
 
@@ -32,12 +32,12 @@ def seen(numbers: TaskNumbers | None = None, *, lag: int | None = 3) -> WorkerSe
 
 def exported(worker: WorkerSeen) -> dict[str, list]:
     """Return samples by the name of the metric that the list has."""
-    families = text_string_to_metric_families(exposition(lambda: worker).decode())
+    families = text_string_to_metric_families(exposition(worker).decode())
     return {f.name + ("_total" if f.type == "counter" else ""): f.samples for f in families}
 
 
 def test_every_metric_of_the_list_is_exported_and_no_other():
-    assert set(READERS) == {metric.name for metric in METRICS}
+    assert sorted([*COUNTER_READERS, *TASK_READERS, *WORKER_READERS]) == sorted(metric.name for metric in METRICS)
     numbers = TaskNumbers()
     numbers.verdicts["unique"] = 1
     numbers.dead_reasons["not_json"] = 1
@@ -51,7 +51,7 @@ def test_every_metric_of_the_list_is_exported_and_no_other():
 
 
 def test_the_help_and_the_kind_are_those_of_the_list():
-    text = exposition(seen).decode()
+    text = exposition(seen()).decode()
     for metric in METRICS:
         assert f"# HELP {metric.name} {metric.help}" in text
         assert f"# TYPE {metric.name} {metric.kind}" in text
@@ -112,7 +112,8 @@ def test_counters_do_not_fall_when_a_task_leaves_or_comes_again():
 
 
 def test_states_are_those_a_task_has():
-    assert set(STATES) == {state.value for state in TaskState}
+    samples = exported(seen())["dedup_task_state"]
+    assert {sample.labels["state"] for sample in samples} == {state.value for state in TaskState}
 
 
 def test_what_is_not_known_is_left_out():

@@ -15,7 +15,6 @@ from dedup.core.tracking_id import FieldRule, TrackingId
 from dedup.core.window import Feed
 from dedup.metrics import TaskNumbers
 from dedup.worker import dedup_task as formats
-from dedup.worker.dedup_task import Once
 
 JSON = '{"id":"é","n":1}'
 FRAMED = b"\x00\x00\x00\x00\x2a"
@@ -87,7 +86,7 @@ def test_each_is_counted_and_the_first_of_a_topic_and_format_is_told_of(caplog):
     formats.log.disabled = False
     values = [FRAMED + b"x", FRAMED + b"y", b"\x1f\x8b", b"no json", b'{"id":1}']
     rows = Rows(extract(values), range(100, 105), (Feed(1, 7),))
-    judged, plan = TaskNumbers(), SimpleNamespace(source_topics=("a", "b"), once=Once())
+    judged, plan = TaskNumbers(), SimpleNamespace(source_topics=("a", "b"), logged=set())
     with caplog.at_level(logging.WARNING):
         for row in [*range(5), 0]:
             formats.note_format(rows, row, plan, judged)

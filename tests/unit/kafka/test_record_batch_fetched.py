@@ -14,7 +14,7 @@ from dedup.core.tracking_id import FieldRule, TrackingId
 from dedup.kafka.record_batch import FeedBatch, TopicPartition, columns_of, records_of
 from dedup.metrics import TaskNumbers
 from dedup.worker.clock import SteadyClock
-from dedup.worker.record_collector import RecordCollector, Refusals, Route, Routes
+from dedup.worker.record_collector import Limits, RecordCollector, Refusals, Route, Routes
 from dedup.worker.repartition_task import RepartitionPlan, RepartitionTask
 from tests.odd_names import ODD, WRITTEN, batch
 
@@ -83,7 +83,7 @@ def test_another_batch_is_not_taken_for_it():
 def test_a_repartition_task_makes_it_a_dead_letter(columns):
     extractor = compile_extractor(TrackingId(FieldRule(parse_path("id"))), RecordTime(), fmt="json", fingerprint=False)
     plan = RepartitionPlan(FEED, "re", 1, extractor, 0, "earliest")
-    publisher = RecordCollector(Routes(("in",), None, Route("dead", 1), None), 0)
+    publisher = RecordCollector(Routes(("in",), None, Route("dead", 1), None), 0, Limits({}, SteadyClock(), None))
     numbers = TaskNumbers()
     work = RepartitionTask(plan, None, publisher, SteadyClock(), numbers, None)
     judged = work.judge(FeedBatch.of(FEED, columns, follows=0), Refusals())

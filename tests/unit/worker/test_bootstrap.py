@@ -95,7 +95,7 @@ async def made(log, tmp_path, place, **others):
 
 async def restored(shop):
     """Start as a task does; return the store, still open, and how many records were read."""
-    await shop.prepare(0)
+    await shop.keeping(0).prepare()
     store = shop.open_store(0)
     before = shop.wire.read
     await restore(shop.wire, CHANGELOG, store, shop.topology.window, lambda _done, _total: None)
@@ -214,7 +214,7 @@ async def test_a_checkpoint_that_opens_as_another_state_is_thrown_away(log, tmp_
     log.grow(workshop(log, tmp_path), 300)
     found = (await made(log, tmp_path, place)).checkpoint
     shutil.rmtree(tmp_path / "own" / "t" / "0")
-    identity = workshop(log, tmp_path).identity(0)
+    identity = workshop(log, tmp_path).wanted(0).identity
     RocksStore.open(tmp_path / "own" / "t" / "0", identity=identity).close()
     record = TaskRecord(found.fingerprint, 5, (), 1, found.segment_ms)
     CheckpointStorage(place).write(tmp_path / "own" / "t" / "0", identity, record, position=found.position, ids=300)
@@ -254,14 +254,14 @@ async def test_older_than_the_changelog_begins_is_of_no_use(log, tmp_path, place
     log.start = 302
     shop = workshop(log, tmp_path / "worker", checkpoint=place)
     with caplog.at_level(logging.WARNING):
-        await shop.prepare(0)
+        await shop.keeping(0).prepare()
     assert "ends at changelog position 301, and the changelog begins at 302" in caplog.text
     assert not (tmp_path / "worker" / "t").exists()
 
 
 async def refuses(shop, says):
     with pytest.raises(StateIncompatible, match=says):
-        await shop.prepare(0)
+        await shop.keeping(0).prepare()
     assert not (shop.settings.state_dir / "t").exists()
 
 
@@ -292,7 +292,7 @@ async def test_a_checkpoint_moved_to_another_partition_is_refused(log, tmp_path,
     (tmp_path / "kept" / "t" / "0").rename(tmp_path / "kept" / "t" / "1")
     shop = workshop(log, tmp_path / "worker", checkpoint=place)
     with pytest.raises(StateIncompatible, match="is the checkpoint of t partition 0"):
-        await shop.prepare(1)
+        await shop.keeping(1).prepare()
 
 
 async def test_a_standby_begins_with_it_too(log, tmp_path, place):
@@ -300,15 +300,7 @@ async def test_a_standby_begins_with_it_too(log, tmp_path, place):
     await made(log, tmp_path, place)
     log.grow(workshop(log, tmp_path), 10)
     shop = workshop(log, tmp_path / "worker", checkpoint=place)
-    standbys = Standbys(
-        log,
-        "t.changelog",
-        shop.topology.window,
-        shop.fingerprint(),
-        shop.open_store,
-        prepare=shop.prepare,
-        release_store=shop.release_store,
-    )
+    standbys = Standbys(log, "t.changelog", shop.topology.window, shop.fingerprint(), shop.keeping)
     before = log.read
     standbys.assign([0])
     async with asyncio.timeout(30):
@@ -324,7 +316,7 @@ async def test_several_partitions_at_once(log, tmp_path, place):
         shop = workshop(log, tmp_path / "own")
         await make_checkpoint(shop, CheckpointStorage(place), partition, restoring=nobody, packing=nobody)
     shop = workshop(log, tmp_path / "worker", checkpoint=place)
-    await asyncio.gather(*(shop.prepare(partition) for partition in range(6)))
+    await asyncio.gather(*(shop.keeping(partition).prepare() for partition in range(6)))
     assert shop.bootstrap.unusable == 0
     for partition in range(6):
         store = shop.open_store(partition)
@@ -357,7 +349,7 @@ async def test_a_start_that_is_given_up_leaves_nothing_behind(log, tmp_path, pla
 
     monkeypatch.setattr(CheckpointStorage, "reading", held)
     shop = workshop(log, tmp_path / "worker", checkpoint=place)
-    starting = asyncio.create_task(shop.prepare(0))
+    starting = asyncio.create_task(shop.keeping(0).prepare())
     await asyncio.to_thread(reached.wait, 30)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -10,7 +10,7 @@ from dedup.store.directory import Keeping
 from dedup.topology.model import extractor_of
 from dedup.topology.parse import parse
 from dedup.worker.dedup_task import DedupTask
-from dedup.worker.record_collector import RecordCollector, Refusals, Route, Routes
+from dedup.worker.record_collector import Limits, RecordCollector, Refusals, Route, Routes
 from tests.memory_store import MemoryStore
 from tests.simulation.cluster import Cluster
 from tests.simulation.direct import IN, DirectWire, plan_of
@@ -31,9 +31,9 @@ async def judged(more: str, routes: Routes) -> tuple[dict[str, list[int]], TaskN
     topology = parse(TOPOLOGY + more, name="t.yaml")
     plan = plan_of(extractor_of(topology), topology.rules, skew_ms=topology.max_clock_skew_ms)
     numbers = TaskNumbers()
-    judge = DedupTask(
-        plan, DirectWire(Cluster()), Keeping(MemoryStore), RecordCollector(routes, 0), StoppedClock(0), numbers
-    )
+    wire, clock = DirectWire(Cluster()), StoppedClock(0)
+    collector = RecordCollector(routes, 0, Limits({}, clock, wire))
+    judge = DedupTask(plan, wire, Keeping(MemoryStore), collector, clock, numbers)
     await judge.restore(None)
     count = len(VALUES)
     batch = FeedBatch(IN, list(range(count)), [5] * count, [None] * count, VALUES, [()] * count, 0)

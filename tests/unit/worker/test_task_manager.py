@@ -12,7 +12,7 @@ from aiokafka.client import ConnectionGroup
 from aiokafka.conn import CloseReason
 from faust.types import TP
 
-from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, TaskCorrupted
+from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, InvariantBroken, TaskCorrupted
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import TopicPartition
@@ -20,11 +20,11 @@ from dedup.kafka.wire import LogBounds, NoAnswer, Position
 from dedup.metrics import TaskNumbers
 from dedup.settings import Security
 from dedup.worker import task_manager as tasks
-from dedup.worker.app import TableManager
+from dedup.worker.app import SightingsStore, TableManager
 from dedup.worker.offsets import first_offset
 from dedup.worker.task import TaskId, TaskState
 from dedup.worker.task_manager import TaskManager
-from dedup.worker.transport import Consumer
+from dedup.worker.transport import Consumer, Producer, TransactionManager
 
 FEED = TopicPartition("in", 0)
 OTHER = TopicPartition("in", 1)
@@ -75,10 +75,9 @@ class Shop:
         self.ready: list[tuple[TopicPartition, int]] = []
         self.rejoined = asyncio.Event()
         self._damage = damage
-        self.tasks = TaskManager(self._build, self.wiped.append, commit_interval_ms=0)
+        self.tasks = TaskManager(self._build, self.wiped.append, lambda: self, commit_interval_ms=0)
         self.counted_in = True
         self.halted: list[TopicPartition] = []
-        self.tasks.connect(self)
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
         self.ready.append((feeding, position.offset))
@@ -291,7 +290,7 @@ async def test_a_standby_never_opens_the_store_of_a_task_of_this_worker() -> Non
             assigned_standbys=lambda: {TP("t.changelog", 0), TP("t.changelog", 1), TP("t.changelog", 2), TP("other", 3)}
         ),
         standbys=SimpleNamespace(assign=warm.append),
-        store_pool=SimpleNamespace(keep_only=kept.append),
+        pool=SimpleNamespace(keep_only=kept.append),
         flow_control=SimpleNamespace(resume=lambda: None),
         consumer=SimpleNamespace(resume_flow=lambda: None),
         _fetcher=SimpleNamespace(maybe_start=nothing),
@@ -386,3 +385,20 @@ async def test_a_leader_that_moves_while_a_start_is_looked_up_is_asked_again() -
     wire: Any = SimpleNamespace(bounds=bounds, offset_at=offset_at, pause=pause)
     assert await first_offset(wire, FEED, 1_000) == 5
     assert asked == ["bounds", "bounds", "at 1000", "at 1000"]
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        Consumer.seek_wait,
+        Consumer._commit,
+        Consumer.highwaters,
+        Producer.send_soon,
+        TransactionManager.commit,
+        SightingsStore.__setitem__,
+        SightingsStore.apply_changelog_batch,
+    ],
+)
+def test_what_faust_would_do_beside_the_tasks_is_refused(hook: Callable[..., Any]) -> None:
+    with pytest.raises(InvariantBroken, match="would not be part of the task's transaction"):
+        hook(None, {})

@@ -36,7 +36,7 @@ def test_a_lost_cancellation_is_repeated(monkeypatch, lost):
     topology: Any = SimpleNamespace(direct=True)
 
     async def live() -> None:
-        async with worker.BackgroundLoops(app, topology, None):  # type: ignore[arg-type]
+        async with worker.background_loops(app, topology, None):  # type: ignore[arg-type]
             await asyncio.sleep(0)
 
     asyncio.run(asyncio.wait_for(live(), 10))

@@ -19,7 +19,7 @@ def test_no_more_than_the_last_task_record_allows(kept_from, below):
     store.apply({}, record(0), 3)
     store.apply({0: {b"a": b"1"}}, record(kept_from), 4)
     judge = task(DirectWire(Cluster())).work
-    judge._store = store
+    judge.store = store
     assert judge.truncate_below == below
 
 
@@ -27,5 +27,5 @@ def test_nothing_where_nothing_is_held():
     store = MemoryStore()
     store.apply({}, record(3), 4)
     judge = task(DirectWire(Cluster())).work
-    judge._store = store
+    judge.store = store
     assert judge.truncate_below is None
