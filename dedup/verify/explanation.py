@@ -176,9 +176,7 @@ def _judge(search: _Search, log: tuple[str, Iterator[Row]]) -> None:
     for row in rows:
         if row.id not in search.keys:
             continue
-        explained = ExplainedRecord(
-            cut.place(Source(*row.source)), row.timestamp_ms, row.time_ms, row.after_ms, "pending"
-        )
+        explained = ExplainedRecord(cut.place(row.source), row.timestamp_ms, row.time_ms, row.after_ms, "pending")
         explained.log_place = f"{name} offset {row.position}" if name else None
         if not row.pending:
             _explain_verdict(cut, (model, doubt), row, explained)
@@ -196,7 +194,7 @@ def _explain_verdict(cut: Cut, judges: tuple[ReferenceModel, Doubt], row: Row, e
         explained.went.append(cut.plan.dead_letters.place(row.letter))
         return
     model.stream_time_ms = row.after_ms
-    record = ModelRecord(row.id, row.time_ms, Source(*row.source), row.fingerprint, row.fault)
+    record = ModelRecord(row.id, row.time_ms, row.source, row.fingerprint, row.fault)
     verdict: ModelVerdict = model.judge(record)
     explained.verdict, explained.reason, explained.conflict = verdict.kind, verdict.reason, verdict.conflict
     if verdict.of is not None:

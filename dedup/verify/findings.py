@@ -35,17 +35,19 @@ def explain(
     seen: Sequence[Sequence[Seen]],
     report: Report,
     *,
-    absent_are: list[Place] | None = None,
-) -> None:
+    partial: bool,
+) -> list[Place]:
     """Report every difference between the output and the records that tasks had to forward, for one bucket.
 
-    If ``absent_are`` is given, records that are not in the output are added to it, and they are not reported as lost.
+    If the output is ``partial``, return the expected records that are not in it, instead of reporting them as lost.
     """
-    absent = _absent_by_id(comparison, tasks)
+    absent: dict[bytes | None, list[Place]] = {}
+    for place in comparison.missing:
+        absent.setdefault(tasks[place.sequence].forwarded.ids[place.row], []).append(place)
     known = {each for task in tasks for each in task.forwarded.ids if each is not None} if comparison.extra else set()
     for place in comparison.extra:
         record = seen[place.sequence][place.row]
-        where = written[place.sequence].place(record.row)
+        where = written[place.sequence].place(record.offset)
         twins = absent.get(record.id) if record.id is not None else None
         if twins:
             original = twins.pop(0)
@@ -57,12 +59,12 @@ def explain(
         else:
             report.violation("phantom", where, "it matches no record that the model forwards")
     left = [place for places in absent.values() for place in places]
-    if absent_are is not None:
-        absent_are += left
-        return
+    if partial:
+        return left
     for place in left:
         task = tasks[place.sequence]
         report_lost(written, task.place(task.forwarded.sources[place.row]), report)
+    return []
 
 
 def report_lost(written: Sequence[WrittenPartition], place: str, report: Report) -> None:
@@ -74,15 +76,8 @@ def report_lost(written: Sequence[WrittenPartition], place: str, report: Report)
 def report_displaced(written: Sequence[WrittenPartition], report: Report) -> None:
     """Report the records that were written in the wrong order. Call this function after all buckets are matched."""
     for each in written:
-        for row in each.order.displaced():
-            report.violation("reordered", each.place(row), "passed a record that came before it")
-
-
-def _absent_by_id(comparison: Comparison, tasks: Sequence[TaskReplay]) -> dict[bytes | None, list[Place]]:
-    absent: dict[bytes | None, list[Place]] = {}
-    for place in comparison.missing:
-        absent.setdefault(tasks[place.sequence].forwarded.ids[place.row], []).append(place)
-    return absent
+        for offset in each.order.displaced():
+            report.violation("reordered", each.place(offset), "passed a record that came before it")
 
 
 class OrderFree:
@@ -101,7 +96,13 @@ class OrderFree:
         """True if the times in the output may come from a clock."""
         self._exempt: Final[set[bytes]] = set()
         for records in seen:
-            self._collect(records)
+            for each in records:
+                if each.id is not None:
+                    self._times_ms.setdefault(each.id, []).append(each.time_ms)
+                    if each.exempt:
+                        # The record was forwarded outside the guarantee, so its ID may be in the output twice within a
+                        # guard period.
+                        self._exempt.add(each.id)
         if any(each.broker_time for each in written):
             cut.report.unprovable(WHY_NO_TIMES, sum(len(times) for times in self._times_ms.values()))
         else:
@@ -129,16 +130,6 @@ class OrderFree:
             text = "no record of its tracking ID within a guard period is in the output"
             self._cut.report.violation("lost", place, text)
 
-    def _collect(self, records: Sequence[Seen]) -> None:
-        for seen in records:
-            if seen.id is None:
-                continue
-            self._times_ms.setdefault(seen.id, []).append(seen.time_ms)
-            if seen.exempt:
-                # The record was forwarded outside the guarantee, so its ID may be in the output twice within a guard
-                # period.
-                self._exempt.add(seen.id)
-
     def _report_too_near(self) -> None:
         guard_ms = self._cut.plan.rules.guard_ms
         for tracking_id, times_ms in self._times_ms.items():
@@ -161,22 +152,30 @@ class Copies:
 
     cut: Cut
     written: list[tuple[Kind, WrittenPartition]]
-    purged: Collection[int] = ()
-    """Numbers of the partitions of the repartition topic that are not replayed."""
-    known: bool = True
+    known: bool
     """True if it is certain that no record before the first one of the log was judged."""
+    purged: Collection[int]
+    """Numbers of the partitions of the repartition topic that are not replayed."""
     gone: Counter[str] = field(default_factory=Counter)
     """Maps each topic that has lost its beginning to the number of copies that it should have received."""
 
     @classmethod
-    def of(cls, cut: Cut, buckets: int, partitions: Mapping[str, Iterable[int]]) -> Copies:
+    def of(
+        cls,
+        cut: Cut,
+        buckets: int,
+        partitions: Mapping[str, Iterable[int]],
+        *,
+        known: bool = True,
+        purged: Collection[int] = (),
+    ) -> Copies:
         """Read the given partitions of the topics."""
         written = [
             (kind, cut.written(topic, number, buckets, stamped=False))
             for kind, topic in copy_topics(cut).items()
             for number in partitions.get(topic, ())
         ]
-        return cls(cut, written)
+        return cls(cut, written, known, purged)
 
     def judge(self, number: int, tasks: Sequence[TaskReplay], report: Report) -> None:
         """Compare the copies of one bucket with the copies that the tasks had to write."""
@@ -201,10 +200,8 @@ class Copies:
     ) -> None:
         found = matched(expected, [[each.digest for each in seen]])
         written.order.match(
-            [
-                (seen[at.row].row, tasks[task].books.partition, expected[task].positions[row])
-                for at, (task, row) in found.matched
-            ]
+            (seen[at.row].offset, tasks[task].books.partition, expected[task].positions[row])
+            for at, (task, row) in found.matched
         )
         if written.truncated:
             report.unprovable(WHY_OPEN, len(found.missing))
@@ -220,21 +217,19 @@ class Copies:
                 report.unprovable(WHY_PURGED_COPIES)
             elif any(task.doubtful(copy.id, copy.time_ms, timed=not written.broker_time) for task in tasks):
                 report.unprovable(WHY_CLAMPED if self.known else WHY_FRONT)
-            elif copy.row < excused:
+            elif copy.offset < excused:
                 report.unprovable(f"{WHY_SOURCE_GONE} {written.topic}")
             else:
-                report.violation("wrong_duplicate", written.place(copy.row), NOT_EXPECTED)
+                report.violation("wrong_duplicate", written.place(copy.offset), NOT_EXPECTED)
 
     def conclude(self) -> None:
-        """Report copies that are in the wrong order or may have been deleted, and delete the temporary files."""
+        """Report copies that are in the wrong order or may have been deleted."""
         for topic, number in self.gone.items():
             self.cut.report.unprovable(f"{topic} has lost its beginning", number)
         for _, written in self.written:
-            if not written.bounds.start_deleted:
-                for row in written.order.displaced():
-                    text = "passed a copy that came before it"
-                    self.cut.report.violation("wrong_duplicate", written.place(row), text)
-            written.close()
+            for offset in () if written.bounds.start_deleted else written.order.displaced():
+                text = "passed a copy that came before it"
+                self.cut.report.violation("wrong_duplicate", written.place(offset), text)
 
 
 def copy_topics(cut: Cut) -> dict[Kind, str]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
-from dedup.core.extract import Extractor, Fault
+from dedup.core.extract import Extractor
 from dedup.core.reference_model import Feed, ModelFault, ModelRecord, ModelRules, ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
+from dedup.topology.model import LateForward, Topology
 from dedup.verify.compare import Headers, digest
 from dedup.verify.evidence import (
     REPLAYED_HEADER,
@@ -28,38 +29,35 @@ from dedup.verify.kafka_reader import RecordColumns
 from dedup.verify.spill import condensed
 
 _ANY: Final = b"any"
-_MODEL_FAULTS: Final[Mapping[str, ModelFault]] = {
-    "MISSING_ID": "missing_id",
-    "UNREADABLE": "unreadable",
-    "TOMBSTONE": "tombstone",
-    "BAD_TIME": "bad_time",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The properties of a topology and of the topics that workers write, as far as a replay needs them."""
+    """The topology and the side topics that its workers write, as far as a replay needs them."""
 
+    topology: Topology
     rules: ModelRules
     extract: Extractor
-    topics: tuple[str, ...]
-    """The source topics, by position."""
-    max_clock_skew_ms: int
-    source_header: bool
-    """True if forwarded records contain their source position."""
     late: SideTopic | None
-    late_forwarded: bool
     dead_letters: SideTopic
-    late_digests: frozenset[bytes] | None = None
+    late_digests: set[bytes] | None = None
     """Digests of all records that were forwarded as late; None if these records are not known."""
     output_stamped: bool = True
     """True if the output keeps the records' timestamps (CreateTime), so that they can be compared."""
-    duplicates: bool = False
-    conflicts: bool = False
+
+    @property
+    def late_forwarded(self) -> bool:
+        """True if late records are forwarded with a mark."""
+        return isinstance(self.topology.late, LateForward)
+
+    @property
+    def sides(self) -> list[SideTopic]:
+        """The late topic, if there is one, and the dead-letter topic."""
+        return [side for side in (self.late, self.dead_letters) if side is not None]
 
     def place(self, source: Source) -> str:
         """Return a source position as shown in reports."""
-        return f"{self.topics[source.topic]}/{source.partition} offset {source.offset}"
+        return f"{self.topology.source.topics[source.topic]}/{source.partition} offset {source.offset}"
 
 
 @dataclass(slots=True)
@@ -74,11 +72,17 @@ class Log:
 class Original(NamedTuple):
     """A record as it was in the source topic, with its value condensed by `spill.condensed`."""
 
-    source: tuple[int, int, int]
+    source: Source
     key: bytes | None
     value: bytes | None
     headers: Headers
     timestamp_ms: int
+
+    @classmethod
+    def of(cls, columns: RecordColumns, at: int, source: Source) -> Self:
+        """Return the record in one row of ``columns``."""
+        value, headers = condensed(columns.values[at]), columns.headers[at]
+        return cls(source, columns.keys[at], value, headers, columns.timestamps_ms[at])
 
 
 class Row(NamedTuple):
@@ -86,7 +90,7 @@ class Row(NamedTuple):
 
     position: int
     """The offset in the log."""
-    source: tuple[int, int, int]
+    source: Source
     key: bytes | None
     value: bytes | None
     """The value, condensed by `spill.condensed`."""
@@ -138,7 +142,7 @@ class LogScan:
 
     def rows(self, log: Log, *, pending: bool = False) -> Iterator[Row]:
         """Yield the records as rows. Idle markers yield no row, and only advance stream time."""
-        columns, plan = log.columns, self._plan
+        columns, plan, topics = log.columns, self._plan, self._plan.topology.source.topics
         extracted = extracted_of(plan.extract, columns)
         fingerprints = extracted.fingerprints or [b""] * len(columns.keys)
         late = plan.late.take(log.sources) if plan.late is not None else {}
@@ -147,13 +151,15 @@ class LogScan:
             if at in log.idle_rows:
                 self._model.judge(ModelRecord(None, 0, source, idle=True))
                 continue
-            fault = extracted.faults.get(at)
-            own = columns.headers[at]
-            replayed = bool(own) and parse_source(header(own, REPLAYED_HEADER), plan.topics) is not None
+            fault, letter, original = extracted.faults.get(at), letters.get(source), Original.of(columns, at, source)
+            model_fault = None if fault is None else fault.kind.value
+            record = ModelRecord(extracted.ids[at] if fault is None else None, extracted.times_ms[at], source)
             before_ms = self._model.stream_time_ms
-            record = ModelRecord(extracted.ids[at], extracted.times_ms[at], source)
-            self._pass(record, fault, letters.get(source), pending=pending)
-            if self._begins_in_doubt(record, fault, letters.get(source)) and not self._perhaps_late(log, at, late):
+            self._pass(record._replace(fault=model_fault), letter, pending=pending)
+            judged = record.id is not None and record.time_ms >= 0 and letter is None
+            # Stream time before a judged record is unknown if the log's beginning was deleted.
+            begins_in_doubt = judged and not self._from_start and self._anchor_ms is None
+            if begins_in_doubt and not self._perhaps_late(original, late):
                 # The record was unique, or it was a duplicate of a sighting that was still kept, regardless of the
                 # record's age.
                 rules = plan.rules
@@ -161,60 +167,45 @@ class LogScan:
                 self._doubt_from(record.time_ms + 2 * rules.guard_ms + rules.grace_ms + longest_ms)
             yield Row(
                 columns.offsets[at],
-                source,
-                columns.keys[at],
-                condensed(columns.values[at]),
-                own,
-                columns.timestamps_ms[at],
-                extracted.ids[at] if fault is None else None,
-                extracted.times_ms[at],
+                *original,
+                record.id,
+                record.time_ms,
                 fingerprints[at],
-                None if fault is None else _MODEL_FAULTS[fault.kind.name],
+                model_fault,
                 "" if fault is None else fault.code,
                 pending,
-                replayed,
+                bool(original.headers) and parse_source(header(original.headers, REPLAYED_HEADER), topics) is not None,
                 before_ms,
                 self._model.stream_time_ms,
                 self._doubt_ms(record),
                 self._clamped,
                 late.get(source),
-                letters.get(source),
+                letter,
             )
 
-    def _pass(self, record: ModelRecord, fault: Fault | None, letter: Filed | None, *, pending: bool) -> None:
+    def _pass(self, record: ModelRecord, letter: Filed | None, *, pending: bool) -> None:
         """Judge a record only to advance stream time."""
-        if fault is not None or record.id is None:
-            model_fault = None if fault is None else _MODEL_FAULTS[fault.kind.name]
-            self._model.judge(record._replace(id=None, fault=model_fault))
+        if record.id is None:
+            self._model.judge(record)
             return
         if letter is not None and record.time_ms >= 0:
             return
-        stream_time_ms, rules = self._model.stream_time_ms, self._plan.rules
-        if record.time_ms > stream_time_ms + self._plan.max_clock_skew_ms and not pending:
+        stream_time_ms, plan = self._model.stream_time_ms, self._plan
+        ahead = record.time_ms > stream_time_ms + plan.topology.max_clock_skew_ms and not pending
+        if ahead and plan.rules.future == "clamp" and stream_time_ms != BEFORE_ALL_TIME:
             # The record was accepted, so the worker's clock was ahead. A worker that clamps may have used a different
             # time.
-            clamps = rules.future == "clamp" and stream_time_ms != BEFORE_ALL_TIME
-            if clamps:
-                self._clamped = self._clamped or (self._from_start and self._anchor_ms is None)
-                self._doubt_from(record.time_ms)
+            self._clamped = self._clamped or (self._from_start and self._anchor_ms is None)
+            self._doubt_from(record.time_ms)
         self._model.judge(record._replace(id=_ANY))
         self._model.sightings.clear()
 
-    def _begins_in_doubt(self, record: ModelRecord, fault: Fault | None, letter: Filed | None) -> bool:
-        """Return whether stream time before a judged record is unknown because the log's beginning was deleted."""
-        judged = fault is None and record.id is not None and record.time_ms >= 0 and letter is None
-        return judged and not self._from_start and self._anchor_ms is None
-
-    def _perhaps_late(self, log: Log, at: int, late: Mapping[Source, Filed]) -> bool:
+    def _perhaps_late(self, original: Original, late: Mapping[Source, Filed]) -> bool:
         """Return whether a record may have been late. A record that is dropped as late is in no written topic."""
-        plan, columns, source = self._plan, log.columns, log.sources[at]
+        plan = self._plan
         if plan.late is not None:
-            return source in late
-        if plan.late_digests is None:
-            return True
-        value, headers = condensed(columns.values[at]), columns.headers[at]
-        original = Original(source, columns.keys[at], value, headers, columns.timestamps_ms[at])
-        return forwarded_digest(plan, original, "late") in plan.late_digests
+            return original.source in late
+        return plan.late_digests is None or forwarded_digest(plan, original, "late") in plan.late_digests
 
     def _doubt_from(self, time_ms: int) -> None:
         """Remember that sightings up to this event time may be unknown."""
@@ -229,14 +220,14 @@ class LogScan:
 
 def forwarded_digest(plan: Plan, row: Row | Original, why: str = "") -> bytes:
     """Return the digest that a record must have in the output, where the worker's headers follow its own headers."""
-    headers = row.headers
+    headers, output = row.headers, plan.topology.output
     if why:
         headers = [*headers, (VERDICT_HEADER, why.encode())]
-    if plan.source_header:
-        headers = [*headers, (SOURCE_HEADER, position(plan, Source(*row.source)))]
+    if output is not None and output.headers:
+        headers = [*headers, (SOURCE_HEADER, position(plan, row.source))]
     return digest(row.key, row.value, headers, row.timestamp_ms if plan.output_stamped else 0)
 
 
 def position(plan: Plan, source: Source) -> bytes:
     """Return a source position in the format of the headers."""
-    return f"{plan.topics[source.topic]}/{source.partition}/{source.offset}".encode()
+    return f"{plan.topology.source.topics[source.topic]}/{source.partition}/{source.offset}".encode()

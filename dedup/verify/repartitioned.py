@@ -83,8 +83,8 @@ def verify_repartitioned(cut: Cut) -> None:
     cut.plan = replace(cut.plan, output_stamped=stamped)
     gone = {partition for partition, bounds in cut.bounds[log].items() if bounds.start_deleted}
     purged = bool(gone)
-    copies = Copies.of(cut, buckets, {topic: range(cut.partitions[topic]) for topic in copy_topics(cut).values()})
-    copies.purged = gone
+    copied = {topic: range(cut.partitions[topic]) for topic in copy_topics(cut).values()}
+    copies = Copies.of(cut, buckets, copied, purged=gone)
     without_id = (Books("past the repartition topic", 0), cut.spill(buckets))
     step = _Step(cut.feeds, [], without_id, cut.spill(buckets), cut.spill(buckets), purged, {}, {}, cut.spill(1))
     for partition in range(cut.partitions[log]):
@@ -104,10 +104,6 @@ def verify_repartitioned(cut: Cut) -> None:
     _count_pending(cut, log)
     copies.conclude()
     _conclude(cut, purged=purged)
-    for spill in (absent, step.unseen, step.carried, step.judged, without_id[1], *(each for _, each in step.logs)):
-        spill.close()
-    for each in written:
-        each.close()
 
 
 def _count_pending(cut: Cut, log: str) -> None:
@@ -124,9 +120,7 @@ def _count_pending(cut: Cut, log: str) -> None:
 def _conclude(cut: Cut, *, purged: bool) -> None:
     cut.report.method = "replay of the repartition topic" + (", order-free checks of purged records" if purged else "")
     if not purged:
-        for side in (cut.plan.late, cut.plan.dead_letters):
-            if side is not None:
-                report_leftovers(cut, side)
+        report_leftovers(cut)
 
 
 def _outputs(cut: Cut, buckets: int) -> list[WrittenPartition]:
@@ -307,13 +301,12 @@ def _judge(cut: Cut, step: _Step, there: tuple[list[WrittenPartition], Copies], 
     found = matched([task.forwarded for task in tasks], [[each.digest for each in own] for own in seen])
     for at, each in enumerate(written):
         pairs = [(there.row, wanted) for there, wanted in found.matched if there.sequence == at]
-        each.order.match([(seen[at][row].row, *_track(step, tasks, wanted)) for row, wanted in pairs])
+        each.order.match((seen[at][row].offset, *_track(step, tasks, wanted)) for row, wanted in pairs)
     if step.purged:
         # Records that are deleted now were forwarded, too, so an unknown record in the output is no violation.
         found.extra.clear()
-    unseen: list[Place] | None = [] if any(each.bounds.start_deleted or each.truncated for each in written) else None
-    explain(found, tasks, written, seen, cut.report, absent_are=unseen)
-    for place in unseen or ():
+    partial = any(each.bounds.start_deleted or each.truncated for each in written)
+    for place in explain(found, tasks, written, seen, cut.report, partial=partial):
         forwarded = tasks[place.sequence].forwarded
         step.unseen.add(0, (place.sequence, forwarded.positions[place.row], *forwarded.sources[place.row]))
 

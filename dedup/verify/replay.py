@@ -14,7 +14,6 @@ from dedup.verify.log_scan import Plan, Row, forwarded_digest, position
 from dedup.verify.report import Books, Report, ViolationKind
 from dedup.verify.spill import stand_in_of
 
-_UNIQUE, _DUPLICATES, _LATE, _DEAD_LETTERS = range(4)
 REFUSED_BY_THE_BROKER: Final = "refused_by_broker"
 """The reason of dead letters that the broker refused. A replay accepts these dead letters, although the record does not
 prove the reason.
@@ -122,7 +121,7 @@ class TaskReplay:
         if row.fault is None and row.letter is not None and row.time_ms >= 0:
             self._dead_by_evidence(row, row.letter)
             return
-        source = Source(*row.source)
+        source = row.source
         # Stream time depends on the whole log, not only on the records of this bucket.
         self._model.stream_time_ms = row.after_ms
         verdict = self._model.judge(ModelRecord(row.id, row.time_ms, source, row.fingerprint, row.fault))
@@ -141,8 +140,11 @@ class TaskReplay:
                 self._late(row, verdict, certain=certain)
             case "dead_letter":
                 self._dead(row, row.letter, row.code or verdict.reason)
+            case _ if self._pending:
+                pass
             case _:
-                self._failed(row, verdict)
+                text = f"the topology says the worker stops here ({verdict.reason})"
+                self._violation("unbalanced", row, f"{text}, but the offset after it is committed")
 
     def _certain(self, row: Row, verdict: ModelVerdict) -> bool:
         """Return whether the verdict is the only possible one; otherwise count it as not provable."""
@@ -163,7 +165,7 @@ class TaskReplay:
 
     def _dead_by_evidence(self, row: Row, letter: Filed) -> None:
         """Handle a dead letter whose record has no fault: the clock or the broker caused it, or it is wrong."""
-        far_ahead = row.time_ms > row.before_ms + self._plan.max_clock_skew_ms
+        far_ahead = row.time_ms > row.before_ms + self._plan.topology.max_clock_skew_ms
         by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
         if letter.reason == REFUSED_BY_THE_BROKER:
             self._unprovable(WHY_REFUSED)
@@ -171,7 +173,7 @@ class TaskReplay:
         elif by_clock and row.time_ms > row.before_ms:
             # The record was judged before the dead letter was appended. If it was appended late enough, the clock may
             # have allowed the record's time.
-            skew_ms = self._plan.max_clock_skew_ms
+            skew_ms = self._plan.topology.max_clock_skew_ms
             by_append = letter.at_ms is not None and row.time_ms > letter.at_ms + skew_ms
             if not (far_ahead and by_append):
                 self._unprovable(WHY_CLOCK)
@@ -182,46 +184,42 @@ class TaskReplay:
         self._count_dead(row)
 
     def _forward(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
-        why = "conflict" if verdict.conflict else verdict.reason
-        self._expect(row, why, certain=certain)
-        if not certain and row.id is not None:
-            self._expect_otherwise(row, why)
-        if self._pending:
-            return
+        self._expect(row, "conflict" if verdict.conflict else verdict.reason, certain=certain)
         if verdict.kind == "exempt":
-            # A record without an ID or a value has no usable event time.
-            self.books.exempt += 1
-            self._report.timeline.add_undated("exempt")
+            self._count("exempt", None)  # a record without an ID or a value has no usable event time
         else:
-            self.books.unique += 1
-            self._report.timeline.add(verdict.time_ms, _UNIQUE)
+            self._count("unique", verdict.time_ms)
 
-    def _expect(self, row: Row, why: str = "", *, certain: bool) -> None:
-        """Add a record to those expected in the output; ``why`` is the verdict that its header must contain."""
+    def _expect(self, row: Row, why: str | None, *, certain: bool) -> None:
+        """Add a record to those expected in the output; ``why`` is the verdict that its header must contain.
+
+        Unless the verdict is ``certain``, the record may also have been forwarded with any other verdict, or not at
+        all. None for ``why`` means that it was not forwarded by the model's verdict.
+        """
         forwarded = self.forwarded
-        if not certain:
-            forwarded.optional.add(len(forwarded.ids))
-            self.uncertain = self.uncertain or not self._pending
-        if self._pending:
-            forwarded.pending.add(len(forwarded.ids))
-        forwarded.digests.append(forwarded_digest(self._plan, row, why))
-        forwarded.ids.append(row.id)
-        forwarded.sources.append(Source(*row.source))
-        forwarded.positions.append(row.position)
-
-    def _expect_otherwise(self, row: Row, *besides: str) -> None:
-        """Allow that a record was forwarded with any verdict other than ``besides``."""
-        possible = {"", "late" if self._plan.late_forwarded else ""}
-        possible.add("conflict" if self._plan.rules.on_conflict == "forward" else "")
-        for why in sorted(possible.difference(besides)):
-            self._expect(row, why, certain=False)
+        whys = set() if why is None else {why}
+        if not certain and row.id is not None:
+            whys |= {"", "late" if self._plan.late_forwarded else ""}
+            whys.add("conflict" if self._plan.rules.on_conflict == "forward" else "")
+        # The model's own verdict is first.
+        for each in sorted(whys, key=lambda each: (each != why, each)):
+            if not certain:
+                forwarded.optional.add(len(forwarded.ids))
+                self.uncertain = self.uncertain or not self._pending
+            if self._pending:
+                forwarded.pending.add(len(forwarded.ids))
+            forwarded.digests.append(forwarded_digest(self._plan, row, each))
+            forwarded.ids.append(row.id)
+            forwarded.sources.append(row.source)
+            forwarded.positions.append(row.position)
 
     def _duplicate(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
         if not certain:
             # The record may have been the first one with its ID.
-            self._expect_otherwise(row)
-        topic = self.duplicates if self._plan.duplicates else None
-        if verdict.conflict and self._plan.conflicts:
+            self._expect(row, None, certain=False)
+        topology = self._plan.topology
+        topic = self.duplicates if topology.duplicates is not None else None
+        if verdict.conflict and topology.conflicts is not None:
             topic = self.conflicts
         first = verdict.of
         if topic is not None and first is not None:
@@ -233,31 +231,21 @@ class TaskReplay:
             ]
             topic.digests.append(digest(row.key, row.value, [*row.headers, *added], 0))
             topic.positions.append(row.position)
-        if self._pending:
-            return
-        self.books.duplicates += 1
-        self.books.conflicts += verdict.conflict
-        self._report.timeline.add(verdict.time_ms, _DUPLICATES)
+        self._count("duplicates", verdict.time_ms)
+        self.books.conflicts += verdict.conflict and not self._pending
 
     def _late(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
-        if not self._pending:
-            self.books.late += 1
-            self._report.timeline.add(verdict.time_ms, _LATE)
+        self._count("late", verdict.time_ms)
+        late = self._plan.late
         if self._plan.late_forwarded:
             self._expect(row, "late", certain=certain)
-            if not certain:
-                self._expect_otherwise(row, "late")
-        late = self._plan.late
-        if late is None:
-            if not certain and not self._plan.late_forwarded:
-                self._expect_otherwise(row)
-        elif row.late is not None:
+        elif late is not None and row.late is not None:
             self._same(row, row.late, late)
         elif not certain:
-            self._expect_otherwise(row)
-        elif not late.complete:
+            self._expect(row, None, certain=False)
+        elif late is not None and not late.complete:
             self._unprovable(WHY_SIDE_GONE)
-        else:
+        elif late is not None:
             behind_ms = verdict.stream_time_ms - verdict.time_ms
             self._violation("lost", row, f"late by {behind_ms} ms, but not in {late.name}")
 
@@ -265,12 +253,10 @@ class TaskReplay:
         self._count_dead(row)
         dead_letters = self._plan.dead_letters
         if letter is None:
-            if self._pending:
-                return
-            if dead_letters.complete:
-                self._violation("lost", row, f'dead letter for "{code}", but not in {dead_letters.name}')
-            else:
+            if not dead_letters.complete:
                 self._unprovable(WHY_SIDE_GONE)
+            elif not self._pending:
+                self._violation("lost", row, f'dead letter for "{code}", but not in {dead_letters.name}')
             return
         self._same(row, letter, dead_letters)
         if letter.reason not in {code, REFUSED_BY_THE_BROKER}:
@@ -286,19 +272,16 @@ class TaskReplay:
         if not same:
             self._violation("changed", row, f"{side.place(filed)} has another key, value, header or original timestamp")
 
-    def _failed(self, row: Row, verdict: ModelVerdict) -> None:
-        if not self._pending:
-            text = f"the topology says the worker stops here ({verdict.reason}), but the offset after it is committed"
-            self._violation("unbalanced", row, text)
-
     def _count_dead(self, row: Row) -> None:
+        far_ahead = row.letter is not None and row.letter.reason == FUTURE
+        dated = row.fault is None and row.time_ms >= 0 and not far_ahead
+        self._count("dead_letters", row.time_ms if dated else None)
+
+    def _count(self, outcome: str, time_ms: int | None) -> None:
+        """Count a judged record in the books and over event time; ``outcome`` is the name of the field in `Books`."""
         if not self._pending:
-            self.books.dead_letters += 1
-            far_ahead = row.letter is not None and row.letter.reason == FUTURE
-            if row.fault is None and row.time_ms >= 0 and not far_ahead:
-                self._report.timeline.add(row.time_ms, _DEAD_LETTERS)
-            else:
-                self._report.timeline.add_undated("dead_letters")
+            setattr(self.books, outcome, getattr(self.books, outcome) + 1)
+            self._report.timeline.add(outcome, time_ms)
 
     def _unprovable(self, why: str) -> None:
         if not self._pending:
@@ -307,4 +290,4 @@ class TaskReplay:
             self._report.unprovable(why)
 
     def _violation(self, kind: ViolationKind, row: Row, text: str) -> None:
-        self._report.violation(kind, self.place(Source(*row.source)), text)
+        self._report.violation(kind, self.place(row.source), text)

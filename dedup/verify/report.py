@@ -96,28 +96,22 @@ class Timeline:
     undated: dict[str, int] = field(default_factory=dict)
     """Maps each verdict to its number of records without a usable event time, which a time axis cannot show."""
 
-    def add_undated(self, outcome: str, number: int = 1) -> None:
-        """Count records without a usable event time."""
-        self.undated[outcome] = self.undated.get(outcome, 0) + number
-
-    def add(self, time_ms: int, verdict: int, number: int = 1) -> None:
-        """Count records with an event time. If there are too many steps, make the steps twice as wide."""
+    def add(self, verdict: str, time_ms: int | None, number: int = 1) -> None:
+        """Count records with this event time, if they have one. Steps become twice as wide if there are too many."""
+        if time_ms is None:
+            self.undated[verdict] = self.undated.get(verdict, 0) + number
+            return
         start = time_ms - time_ms % self.step_ms
         counts = self.counts.get(start)
         if counts is None:
             counts = self.counts[start] = [0] * len(VERDICTS)
-        counts[verdict] += number
+        counts[VERDICTS.index(verdict)] += number
         while len(self.counts) > _MOST_BUCKETS:
-            self._widen()
-
-    def _widen(self) -> None:
-        self.step_ms *= 2
-        finer = self.counts
-        self.counts = {}
-        for start, counts in finer.items():
-            wider = self.counts.setdefault(start - start % self.step_ms, [0] * len(VERDICTS))
-            for verdict, number in enumerate(counts):
-                wider[verdict] += number
+            self.step_ms *= 2
+            finer, self.counts = self.counts, {}
+            for start, counts in finer.items():
+                wider = self.counts.setdefault(start - start % self.step_ms, [0] * len(VERDICTS))
+                wider[:] = map(sum, zip(wider, counts, strict=True))
 
 
 @dataclass(slots=True)

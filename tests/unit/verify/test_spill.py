@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dedup.verify.compare import out_of_order
-from dedup.verify.cut import UNMATCHED, Order, disorder
+from dedup.verify.cut import Order, disorder
+from dedup.verify.kafka_reader import Bounds
 from dedup.verify.spill import Spill, condensed, stand_in, stand_in_of
 
 
@@ -54,8 +55,7 @@ def test_disorder_in_stretches_is_disorder(positions: list[int]) -> None:
 
 
 def test_order_is_looked_at_across_buckets_and_by_task(tmp_path: Path) -> None:
-    order = Order(str(tmp_path))
-    order.expect(6)
+    order = Order(str(tmp_path), Bounds(0, 6, start_deleted=False))
     order.match([(0, 0, 10), (2, 0, 12), (4, 1, 5)])
     order.match([(5, 1, 4), (3, 0, 13)])
     assert order.first_matched() == 0
@@ -65,17 +65,28 @@ def test_order_is_looked_at_across_buckets_and_by_task(tmp_path: Path) -> None:
 
 
 def test_nothing_matched_is_in_order(tmp_path: Path) -> None:
-    order = Order(str(tmp_path))
-    order.expect(3)
+    order = Order(str(tmp_path), Bounds(0, 3, start_deleted=False))
     assert order.first_matched() == 3
     assert order.displaced() == []
-    assert UNMATCHED < 0
+    order.close()
+
+
+def test_what_is_matched_again_counts_once_and_what_is_forgotten_not_at_all(tmp_path: Path) -> None:
+    order = Order(str(tmp_path), Bounds(10, 90_000, start_deleted=True))
+    for _ in range(2):
+        order.match([(11, 0, 5), (80_000, 0, 6), (89_999, 1, 7)])
+    assert order.first_matched() == 11
+    assert order.first_position(1) == 7
+    assert order.displaced() == []
+    order.forget()
+    order.match([(80_000, 0, 6)])
+    assert order.first_matched() == 80_000
+    assert order.first_position(1) is None
     order.close()
 
 
 def test_a_swap_far_apart_is_found(tmp_path: Path) -> None:
-    order = Order(str(tmp_path))
-    order.expect(150_000)
+    order = Order(str(tmp_path), Bounds(0, 150_000, start_deleted=False))
     positions = list(range(150_000))
     positions[70_000], positions[140_000] = positions[140_000], positions[70_000]
     order.match([(row, 0, position) for row, position in enumerate(positions)])
