@@ -231,6 +231,10 @@ class Cut:
         topics = enumerate(self.topology.source.topics)
         return [(at, partition) for at, topic in topics for partition in range(self.partitions[topic])]
 
+    def whole(self, topic: str) -> bool:
+        """Return whether no partition of a topic has lost its beginning."""
+        return not any(bounds.start_deleted for bounds in self.bounds[topic].values())
+
     def place(self, source: Source) -> str:
         """Return a source position in the form in which reports show it."""
         return self.plan.place(source)

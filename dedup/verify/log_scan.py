@@ -152,7 +152,7 @@ class LogScan:
                 self._model.judge(ModelRecord(None, 0, source, idle=True))
                 continue
             fault, letter, original = extracted.faults.get(at), letters.get(source), Original.of(columns, at, source)
-            model_fault = None if fault is None else fault.kind.value
+            model_fault: ModelFault | None = None if fault is None else fault.kind.value
             record = ModelRecord(extracted.ids[at] if fault is None else None, extracted.times_ms[at], source)
             before_ms = self._model.stream_time_ms
             self._pass(record._replace(fault=model_fault), letter, pending=pending)

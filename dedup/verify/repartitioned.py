@@ -9,7 +9,7 @@ only the checks that do not depend on order are made (`findings.OrderFree`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from dedup.core.reference_model import Feed
@@ -63,47 +63,56 @@ class _Step:
     """The source position and digest of each record in the repartition topic."""
     judged: Spill
     """The source position, digest, ID, and event time of each source record."""
-    purged: bool
-    firsts: dict[Feed, int]
-    """Maps each source partition to the lowest of its offsets in the repartition topic."""
-    spans: dict[Feed, tuple[int, int]]
-    """Maps each source partition to the range [first, end) of offsets that were read."""
+    absent: Spill
+    """The source position, ID, and event time of each source record that may be purged from the repartition topic."""
     unseen: Spill
     """Records that are absent from an incomplete output, as (task, position, source position)."""
+    purged: bool
+    """True if a partition of the repartition topic has lost its beginning."""
+    firsts: dict[Feed, int] = field(default_factory=dict)
+    """Maps each source partition to the lowest of its offsets in the repartition topic."""
+    spans: dict[Feed, tuple[int, int]] = field(default_factory=dict)
+    """Maps each source partition to the range [first, end) of offsets that were read."""
 
 
 def verify_repartitioned(cut: Cut) -> None:
     """Replay the repartition topic, compare the output with the result, and account for every source record."""
-    log = cut.topology.repartition_topic
-    sources = cut.topology.source.topics
-    total = sum(bounds.high - bounds.low for topic in (log, *sources) for bounds in cut.bounds[topic].values())
-    buckets = buckets_for(total)
-    written = _outputs(cut, buckets)
-    stamped = cut.plan.rules.future != "clamp" and not any(each.broker_time for each in written)
+    log, output = cut.topology.repartition_topic, cut.topology.output
+    topics = (log, *cut.topology.source.topics)
+    buckets = buckets_for(sum(bounds.high - bounds.low for topic in topics for bounds in cut.bounds[topic].values()))
+    written: list[WrittenPartition] = []
+    stamped = cut.plan.rules.future != "clamp"
+    if output is not None:
+        numbers = range(cut.partitions[output.topic])
+        written = [cut.written(output.topic, partition, buckets, stamped=stamped) for partition in numbers]
+    stamped = stamped and not any(each.broker_time for each in written)
     cut.plan = replace(cut.plan, output_stamped=stamped)
-    gone = {partition for partition, bounds in cut.bounds[log].items() if bounds.start_deleted}
-    purged = bool(gone)
+    purged = {partition for partition, bounds in cut.bounds[log].items() if bounds.start_deleted}
     copied = {topic: range(cut.partitions[topic]) for topic in copy_topics(cut).values()}
-    copies = Copies.of(cut, buckets, copied, purged=gone)
+    copies = Copies.of(cut, buckets, copied, purged=purged)
     without_id = (Books("past the repartition topic", 0), cut.spill(buckets))
-    step = _Step(cut.feeds, [], without_id, cut.spill(buckets), cut.spill(buckets), purged, {}, {}, cut.spill(1))
+    carried, judged, absent = (cut.spill(buckets) for _ in range(3))
+    step = _Step(cut.feeds, [], without_id, carried, judged, absent, cut.spill(1), bool(purged))
     for partition in range(cut.partitions[log]):
         # Any feed may be far ahead of stream time, so the event times of deleted records are unknown.
-        if not cut.bounds[log][partition].start_deleted:
+        if partition not in purged:
             _read_log(cut, step, log, partition, buckets)
     _read_sources(cut, step)
-    absent = cut.spill(buckets)
     for number in range(buckets):
-        _account(cut, step, number, absent)
+        _account(cut, step, number)
     for number in range(buckets):
-        _judge(cut, step, (written, copies), number, absent)
+        _judge(cut, step, written, copies, number)
     report_displaced(written, cut.report)
     _report_unseen(cut, step, written)
     if without_id[0].read:
         cut.report.books.append(without_id[0])
     _count_pending(cut, log)
     copies.conclude()
-    _conclude(cut, purged=purged)
+    cut.report.method = "replay of the repartition topic"
+    if purged:
+        cut.report.method += ", order-free checks of purged records"
+    else:
+        report_leftovers(cut)
 
 
 def _count_pending(cut: Cut, log: str) -> None:
@@ -117,21 +126,6 @@ def _count_pending(cut: Cut, log: str) -> None:
                 cut.report.books.append(books)
 
 
-def _conclude(cut: Cut, *, purged: bool) -> None:
-    cut.report.method = "replay of the repartition topic" + (", order-free checks of purged records" if purged else "")
-    if not purged:
-        report_leftovers(cut)
-
-
-def _outputs(cut: Cut, buckets: int) -> list[WrittenPartition]:
-    output = cut.topology.output
-    if output is None:
-        return []
-    stamped = cut.plan.rules.future != "clamp"
-    numbers = range(cut.partitions[output.topic])
-    return [cut.written(output.topic, partition, buckets, stamped=stamped) for partition in numbers]
-
-
 def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> None:
     books = Books(log, partition)
     cut.report.books.append(books)
@@ -142,7 +136,11 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
         cut.report.unprovable(WHY_NO_OFFSET, bounds.high - bounds.low)
     for row in log_rows(cut, partition):
         if keep(cut, spill, row):
-            _carry(step, row)
+            topic, source_partition, offset = row.source
+            feed = (topic, source_partition)
+            step.firsts[feed] = min(offset, step.firsts.get(feed, offset))
+            content = digest(row.key, row.value, row.headers, row.timestamp_ms)
+            step.carried.add(_position_place(row.source), (*row.source, content))
 
 
 def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
@@ -155,14 +153,6 @@ def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
     for begin, end, pending in ((bounds.low, committed, False), (committed, high, True)):
         for columns in cut.read(log, partition, begin, end):
             yield from scan.rows(_unwrap(cut, columns, partition), pending=pending)
-
-
-def _carry(step: _Step, row: Row) -> None:
-    topic, partition, offset = row.source
-    feed = (topic, partition)
-    step.firsts[feed] = min(offset, step.firsts.get(feed, offset))
-    content = digest(row.key, row.value, row.headers, row.timestamp_ms)
-    step.carried.add(_position_place(row.source), (*row.source, content))
 
 
 def _position_place(source: Sequence[int]) -> int:
@@ -212,13 +202,12 @@ def _read_sources(cut: Cut, step: _Step) -> None:
         # For records without an ID, order does not matter, because stream time does not influence their verdicts.
         scan = LogScan(cut.plan, step.feeds, from_start=True)
         start = cut.configured_start(topic, partition)
-        unknown = start is None
         if start is None:
             # The start is `latest`, whose offset is not recorded. It is the offset of the first record in the
             # repartition topic.
             start = step.firsts.get(feed, bounds.high)
-        if step.purged and unknown:
-            cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
+            if step.purged:
+                cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
         step.spans[feed] = (start, committed)
         for columns in cut.read(topic, partition, start, committed):
             _read_source(cut, step, feed, columns, scan)
@@ -240,7 +229,7 @@ def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan
         step.judged.add(_position_place(source), line)
 
 
-def _account(cut: Cut, step: _Step, number: int, absent: Spill) -> None:
+def _account(cut: Cut, step: _Step, number: int) -> None:
     """Check that each source record of a bucket is in the repartition topic once and unchanged, or has no usable ID."""
     held: dict[Source, bytes] = {}
     for topic, partition, offset, content in step.carried.bucket(number):
@@ -259,7 +248,7 @@ def _account(cut: Cut, step: _Step, number: int, absent: Spill) -> None:
             elif not step.purged:
                 cut.report.violation("lost", cut.place(source), f"not in {cut.topology.repartition_topic}")
             else:
-                absent.add(place_of(own, None, None), (*source, own, time_ms))
+                step.absent.add(place_of(own, None, None), (*source, own, time_ms))
         elif there != content:
             cut.report.violation("changed", cut.place(source), "its content in the repartition topic is different")
     for source in held:
@@ -268,20 +257,16 @@ def _account(cut: Cut, step: _Step, number: int, absent: Spill) -> None:
 
 def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
     """Report a record in the repartition topic that is not in the source."""
-    topic = cut.topology.source.topics[source.topic]
     start, end = step.spans.get((source.topic, source.partition), (0, 0))
-    if not start <= source.offset < end:
-        return
-    if topic in cut.compacted:
+    if start <= source.offset < end and cut.topology.source.topics[source.topic] in cut.compacted:
         cut.report.unprovable(WHY_COMPACTED)
-        return
-    text = f"it is in {cut.topology.repartition_topic}, but not in the source"
-    cut.report.violation("phantom", cut.place(source), text)
+    elif start <= source.offset < end:
+        text = f"it is in {cut.topology.repartition_topic}, but not in the source"
+        cut.report.violation("phantom", cut.place(source), text)
 
 
-def _judge(cut: Cut, step: _Step, there: tuple[list[WrittenPartition], Copies], number: int, absent: Spill) -> None:
+def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copies, number: int) -> None:
     """Judge the records of a bucket, and check the output and the copies of duplicates against the verdicts."""
-    written, copies = there
     tasks: list[TaskReplay] = []
     owners: dict[bytes, int] = {}
     for books, spill in (*step.logs, step.without_id):
@@ -292,9 +277,8 @@ def _judge(cut: Cut, step: _Step, there: tuple[list[WrittenPartition], Copies], 
     seen = [each.bucket(number) for each in written]
     if step.purged:
         free = OrderFree(cut, written, seen)
-        for topic, partition, offset, own, time_ms in absent.bucket(number):
-            source = Source(topic, partition, offset)
-            free.must_be_somewhere(own, time_ms, source)
+        for topic, partition, offset, own, time_ms in step.absent.bucket(number):
+            free.must_be_somewhere(own, time_ms, Source(topic, partition, offset))
             cut.report.unprovable(WHY_PURGED)
     if cut.topology.output is None:
         return
