@@ -79,18 +79,20 @@ class Watch:
 
     def look(self) -> GroupProgress:
         """Return the group's progress. Raises BrokerUnavailable if the broker does not respond; a retry may succeed."""
-        with self._asking(f"how far {self._group} is with {self.topic}"):
+        with self._asking(f"where {self.topic} ends"):
             ends = [self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[1] for place in self._places]
-            committed = self._consumer.committed(self._places, _ANSWER_WITHIN_S)
         # A negative offset means that nothing is committed yet.
-        return GroupProgress(sum(ends), sum(max(place.offset, 0) for place in committed))
+        return GroupProgress(sum(ends), sum(max(offset, 0) for offset in self._committed().values()))
 
     def beyond(self, offsets: Mapping[int, int]) -> bool:
         """Return whether the group has committed each partition up to the given offset. Raises as `look` does."""
+        committed = self._committed()
+        return all(committed.get(partition, -1) >= offset for partition, offset in offsets.items())
+
+    def _committed(self) -> dict[int, int]:
         with self._asking(f"how far {self._group} is with {self.topic}"):
             known = self._consumer.committed(self._places, _ANSWER_WITHIN_S)
-        committed = {place.partition: place.offset for place in known}
-        return all(committed.get(partition, -1) >= offset for partition, offset in offsets.items())
+        return {place.partition: place.offset for place in known}
 
     def begins(self) -> dict[int, int]:
         """Map each partition to its first offset. Raises as `look` does."""

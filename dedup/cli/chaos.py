@@ -22,8 +22,8 @@ from dedup.cli.inputs import TopologyArgument, read_settings, read_topology, ref
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible, VerificationFailed
 
 if TYPE_CHECKING:
-    from dedup.chaos.chaos_report import ChaosReport, Tick
-    from dedup.chaos.fault_run import ChaosStage, ScheduledFault
+    from dedup.chaos.chaos_report import ChaosReport
+    from dedup.chaos.fault_run import ChaosStage, ScheduledFault, Tick
     from dedup.chaos.load import Age
     from dedup.settings import Settings
     from dedup.topology.model import Topology
@@ -124,9 +124,8 @@ def _embedded(options: ChaosOptions, directory: Path, console: Console) -> Chaos
             faults = _faults(options, embedded=True)
             ages = _write_past(options, settings, faults)
             with _staged(options, config, settings, directory) as stage:
-                cluster = ClusterFaults(options.topology, settings, stage.watches, ages)
-                embedded = replace(stage, kafka=kafka, proxy=proxy, cluster=cluster)
-                return _run(options, settings, embedded, faults, console)
+                cluster = ClusterFaults(options.topology, settings, stage.watches, ages, kafka, proxy)
+                return _run(options, settings, replace(stage, cluster=cluster), faults, console)
 
 
 def _on_test_cluster(options: ChaosOptions, config: Path, directory: Path, console: Console) -> ChaosReport:
@@ -224,19 +223,9 @@ def _run(
         judged = run.run(seconds)
     stage.fleet.stop()
     console.print(f"{stage.sender.sent:,} records sent; the fleet has shut down; everything is read again")
-    events = run.events
-    found = gather(options.topology, settings, stage, events, judged=judged)
-    return ChaosReport(
-        options.topology.name,
-        options.seed,
-        seconds,
-        options.workers,
-        events.injected,
-        events.ticks,
-        dict(events.restarts),
-        found.verified,
-        oracles(found),
-    )
+    found = gather(options.topology, settings, stage, run.events, judged=judged)
+    name = options.topology.name
+    return ChaosReport(name, options.seed, seconds, options.workers, run.events, found.verified, oracles(found))
 
 
 def _ticker(bars: Progress, seconds: float):  # type: ignore[no-untyped-def]  # noqa: ANN202
