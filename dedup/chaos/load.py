@@ -149,9 +149,8 @@ class MadeRecords:
                 assert_never(never)
         event_time = self._topology.event_time
         if isinstance(event_time, FieldTime):
-            per_ms = {"us": (1_000, 1), "ms": (1, 1), "s": (1, 1_000)}
-            unit = event_time.unit
-            written = instant(now_ms) if unit == "rfc3339" else now_ms * per_ms[unit][0] // per_ms[unit][1]
+            unit, per_unit_us = event_time.unit, {"us": 1, "ms": 1_000, "s": 1_000_000}
+            written = instant(now_ms) if unit == "rfc3339" else now_ms * 1_000 // per_unit_us[unit]
             document = _with(document, event_time.path, written)
         topic = self._dice.choice(self._topology.source.topics)
         (partition,) = partitions_of([text.encode()], self._partitions[topic])
