@@ -18,7 +18,7 @@ from dedup.core.reference_model import Feed, ModelRules
 from dedup.core.window import Source
 from dedup.errors import StateIncompatible
 from dedup.topology.model import LateTo, Topology, extractor_of
-from dedup.verify.compare import digest, out_of_order
+from dedup.verify.compare import Seen, digest, out_of_order
 from dedup.verify.evidence import (
     DEAD_TAIL,
     LATE_TAIL,
@@ -126,17 +126,6 @@ def disorder(rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> l
         inside = array("q", positions[first : int(ends[run])].tobytes())
         found += (int(rows[first + at]) for at in out_of_order(inside))
     return found
-
-
-class Seen(NamedTuple):
-    """A record that a worker wrote."""
-
-    offset: int
-    digest: bytes
-    id: bytes | None
-    time_ms: int
-    exempt: bool
-    """True if a header of the record says that it was forwarded outside the guarantee."""
 
 
 @dataclass(slots=True)

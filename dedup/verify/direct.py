@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from dedup.core.window import Source
-from dedup.verify.compare import matched
-from dedup.verify.cut import WHY_OPEN, Cut, Seen, WrittenPartition
+from dedup.verify.compare import Seen, matched
+from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition
 from dedup.verify.evidence import SideTopic, extracted_of
 from dedup.verify.findings import (
     WHY_OUTPUT_GONE,
@@ -152,17 +152,16 @@ def _judge_bucket(held: _Partition, number: int, report: Report, books: Books) -
 def _compare_output(
     held: _Partition, task: TaskReplay, output: WrittenPartition, seen: list[Seen], report: Report
 ) -> None:
-    forwarded = task.forwarded
-    found = matched([forwarded], [[each.digest for each in seen]], from_end=not held.known)
+    found = matched([task.forwarded], [seen], from_end=not held.known)
     # An optional record may match an equal record that was deleted, so it is not used to check the order.
-    unsure: set[int] = set() if held.excused_below is None else forwarded.optional
-    sure = ((at, wanted.row) for at, wanted in found.matched if wanted.row not in unsure)
-    output.order.match((seen[at.row].offset, 0, forwarded.positions[row]) for at, row in sure)
-    held.pending_found += sum(wanted.row in forwarded.pending for _, wanted in found.matched)
-    extra = [place for place in found.extra if seen[place.row].offset >= (held.excused_below or 0)]
+    all_sure = held.excused_below is None
+    pairs = [(each, wanted) for _, each, _, wanted in found.matched]
+    output.order.match((each.offset, 0, wanted.position) for each, wanted in pairs if all_sure or not wanted.optional)
+    held.pending_found += sum(wanted.pending for _, wanted in pairs)
+    extra = [each for each in found.extra if each[1].offset >= (held.excused_below or 0)]
     report.unprovable(f"{WHY_SOURCE_GONE} {output.topic}", len(found.extra) - len(extra))
     found.extra = extra
-    unseen = len(explain(found, [task], [output], [seen], report, partial=output.truncated))
+    unseen = len(explain(found, [task], [output], report, partial=output.truncated))
     task.books.not_provable += unseen
     report.unprovable(WHY_OPEN, unseen)
 
@@ -186,21 +185,21 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
     place, first = output.first_kept
     task = TaskReplay(held.plan, Books("", 0), Report("", "", "", 0), ((0, held.books.partition),))
     task.take(map(Row.of, held.log.bucket(place % held.log.buckets)))
-    wanted, kept = task.forwarded.digests, output.bucket(place % held.log.buckets)
-    equal = [row for row, each in enumerate(wanted) if each == first]
+    positions = [wanted.position for wanted in task.forwarded if wanted.digest == first]
     # Several expected records may be equal. In this case, the last ones of them are present.
-    there = sum(seen.digest == first for seen in kept)
-    return task.forwarded.positions[equal[-there:][0]] if equal else -1
+    there = sum(seen.digest == first for seen in output.bucket(place % held.log.buckets))
+    return positions[-there:][0] if positions else -1
 
 
 def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
     """Make those expected records optional that precede the output's first record, because they may be deleted."""
-    optional = task.forwarded.optional
-    early = (row for row, position in enumerate(task.forwarded.positions) if position < held.gone_position)
-    fresh = set(early) - optional
-    optional |= fresh
-    task.books.not_provable += len(fresh)
-    report.unprovable(WHY_OUTPUT_GONE, len(fresh))
+    excused = 0
+    for row, wanted in enumerate(task.forwarded):
+        if wanted.position < held.gone_position and not wanted.optional:
+            task.forwarded[row] = wanted._replace(optional=True)
+            excused += 1
+    task.books.not_provable += excused
+    report.unprovable(WHY_OUTPUT_GONE, excused)
 
 
 def _copies(cut: Cut, partition: int, buckets: int, *, known: bool) -> Copies:

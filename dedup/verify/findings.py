@@ -7,19 +7,17 @@ topic. `Copies` checks the duplicates and conflicts topics.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Final
 
 from dedup.core.window import Source
-from dedup.verify.compare import Comparison, Expected, Place, matched
-from dedup.verify.cut import WHY_OPEN, Cut, Seen, WrittenPartition
-from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, TaskReplay
+from dedup.verify.compare import Comparison, Seen, Wanted, matched
+from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition
+from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, CopyKind, TaskReplay
 from dedup.verify.report import Report
-
-Kind = Literal["duplicates", "conflicts"]
 
 NOT_EXPECTED: Final = "not the record that the model expects here"
 WHY_NO_TIMES: Final = "the output keeps no event times, so the distance between two records of one ID is not known"
@@ -32,38 +30,34 @@ def explain(
     comparison: Comparison,
     tasks: Sequence[TaskReplay],
     written: Sequence[WrittenPartition],
-    seen: Sequence[Sequence[Seen]],
     report: Report,
     *,
     partial: bool,
-) -> list[Place]:
+) -> list[tuple[int, Wanted]]:
     """Report every difference between the output and the records that tasks had to forward, for one bucket.
 
-    If the output is ``partial``, return the expected records that are not in it, instead of reporting them as lost.
+    If the output is ``partial``, return the expected records that are not in it, each with the index of its task,
+    instead of reporting them as lost.
     """
-    absent: dict[bytes | None, list[Place]] = {}
-    for place in comparison.missing:
-        absent.setdefault(tasks[place.sequence].forwarded.ids[place.row], []).append(place)
-    known = {each for task in tasks for each in task.forwarded.ids if each is not None} if comparison.extra else set()
-    for place in comparison.extra:
-        record = seen[place.sequence][place.row]
-        where = written[place.sequence].place(record.offset)
-        twins = absent.get(record.id) if record.id is not None else None
-        if twins:
-            original = twins.pop(0)
-            source = tasks[original.sequence].forwarded.sources[original.row]
+    absent: defaultdict[bytes | None, list[tuple[int, Wanted]]] = defaultdict(list)
+    for task, wanted in comparison.missing:
+        absent[wanted.id].append((task, wanted))
+    known = {each.id for task in tasks for each in task.forwarded} if comparison.extra else set()
+    for partition, record in comparison.extra:
+        where = written[partition].place(record.offset)
+        if record.id is not None and absent.get(record.id):
+            task, original = absent[record.id].pop(0)
             text = f"is in {where} with another key, value, header or timestamp"
-            report.violation("changed", tasks[original.sequence].place(source), text)
-        elif record.id in known:
+            report.violation("changed", tasks[task].place(original.source), text)
+        elif record.id is not None and record.id in known:
             report.violation("duplicated", where, "its tracking ID was forwarded before; the model drops it")
         else:
             report.violation("phantom", where, "it matches no record that the model forwards")
-    left = [place for places in absent.values() for place in places]
+    left = [each for places in absent.values() for each in places]
     if partial:
         return left
-    for place in left:
-        task = tasks[place.sequence]
-        report_lost(written, task.place(task.forwarded.sources[place.row]), report)
+    for task, wanted in left:
+        report_lost(written, tasks[task].place(wanted.source), report)
     return []
 
 
@@ -151,7 +145,7 @@ class Copies:
     """
 
     cut: Cut
-    written: list[tuple[Kind, WrittenPartition]]
+    written: list[tuple[CopyKind, WrittenPartition]]
     known: bool
     """True if it is certain that no record before the first one of the log was judged."""
     purged: Collection[int]
@@ -181,38 +175,31 @@ class Copies:
         """Compare the copies of one bucket with the copies that the tasks had to write."""
         for kind, written in self.written:
             own = [task for task in tasks if self._write_to(written, task.books.partition)]
-            expected = [task.duplicates if kind == "duplicates" else task.conflicts for task in own]
+            expected = [task.copies[kind] for task in own]
             if written.bounds.start_deleted:
-                self.gone[written.topic] += sum(len(each.digests) - len(each.optional) for each in expected)
+                self.gone[written.topic] += sum(not wanted.optional for each in expected for wanted in each)
             else:
-                self._compare(written, own, expected, written.bucket(number), report)
+                self._compare(written, own, matched(expected, [written.bucket(number)]), report)
 
     def _write_to(self, written: WrittenPartition, task: int) -> bool:
         return task % self.cut.partitions[written.topic] == written.partition
 
     def _compare(
-        self,
-        written: WrittenPartition,
-        tasks: Sequence[TaskReplay],
-        expected: Sequence[Expected],
-        seen: Sequence[Seen],
-        report: Report,
+        self, written: WrittenPartition, tasks: Sequence[TaskReplay], found: Comparison, report: Report
     ) -> None:
-        found = matched(expected, [[each.digest for each in seen]])
         written.order.match(
-            (seen[at.row].offset, tasks[task].books.partition, expected[task].positions[row])
-            for at, (task, row) in found.matched
+            (seen.offset, tasks[task].books.partition, wanted.position) for _, seen, task, wanted in found.matched
         )
         if written.truncated:
             report.unprovable(WHY_OPEN, len(found.missing))
             found.missing.clear()
-        for task, row in found.missing:
+        for task, wanted in found.missing:
             books = tasks[task].books
-            place = f"{books.topic}/{books.partition} offset {expected[task].positions[row]}"
+            place = f"{books.topic}/{books.partition} offset {wanted.position}"
             report.violation("wrong_duplicate", place, f"a duplicate: it is not in {written.topic}, or changed there")
         from_purged = any(self._write_to(written, number) for number in self.purged)
         excused = 0 if self.known else written.order.first_matched()
-        for copy in (seen[extra.row] for extra in found.extra):
+        for _, copy in found.extra:
             if from_purged:
                 report.unprovable(WHY_PURGED_COPIES)
             elif any(task.doubtful(copy.id, copy.time_ms, timed=not written.broker_time) for task in tasks):
@@ -232,7 +219,7 @@ class Copies:
                 self.cut.report.violation("wrong_duplicate", written.place(offset), text)
 
 
-def copy_topics(cut: Cut) -> dict[Kind, str]:
+def copy_topics(cut: Cut) -> dict[CopyKind, str]:
     """Return the duplicates and conflicts topics that exist, by kind."""
-    named: dict[Kind, str | None] = {"duplicates": cut.topology.duplicates, "conflicts": cut.topology.conflicts}
+    named: dict[CopyKind, str | None] = {"duplicates": cut.topology.duplicates, "conflicts": cut.topology.conflicts}
     return {kind: topic for kind, topic in named.items() if topic is not None and cut.partitions[topic]}

@@ -14,7 +14,7 @@ from typing import Final
 
 from dedup.core.reference_model import Feed
 from dedup.core.window import Source
-from dedup.verify.compare import Headers, Place, digest, matched
+from dedup.verify.compare import Headers, Wanted, digest, matched
 from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition
 from dedup.verify.direct import WHY_BEFORE, WHY_COMPACTED, WHY_NO_OFFSET, keep, report_leftovers
 from dedup.verify.evidence import (
@@ -282,26 +282,22 @@ def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copie
             cut.report.unprovable(WHY_PURGED)
     if cut.topology.output is None:
         return
-    found = matched([task.forwarded for task in tasks], [[each.digest for each in own] for own in seen])
+    found = matched([task.forwarded for task in tasks], seen)
     for at, each in enumerate(written):
-        pairs = [(there.row, wanted) for there, wanted in found.matched if there.sequence == at]
-        each.order.match((seen[at][row].offset, *_track(step, tasks, wanted)) for row, wanted in pairs)
+        own = ((record.offset, *_track(step, task, wanted)) for in_, record, task, wanted in found.matched if in_ == at)
+        each.order.match(own)
     if step.purged:
         # Records that are deleted now were forwarded, too, so an unknown record in the output is no violation.
         found.extra.clear()
     partial = any(each.bounds.start_deleted or each.truncated for each in written)
-    for place in explain(found, tasks, written, seen, cut.report, partial=partial):
-        forwarded = tasks[place.sequence].forwarded
-        step.unseen.add(0, (place.sequence, forwarded.positions[place.row], *forwarded.sources[place.row]))
+    for number_of_task, wanted in explain(found, tasks, written, cut.report, partial=partial):
+        step.unseen.add(0, (number_of_task, wanted.position, *wanted.source))
 
 
-def _track(step: _Step, tasks: list[TaskReplay], wanted: Place) -> tuple[int, int]:
+def _track(step: _Step, task: int, wanted: Wanted) -> tuple[int, int]:
     """Return the task or source partition in which a record must keep its order, and the record's position in it."""
-    forwarded = tasks[wanted.sequence].forwarded
-    source = forwarded.sources[wanted.row]
-    past = wanted.sequence == len(step.logs)
-    track = wanted.sequence + (step.feeds.index((source.topic, source.partition)) if past else 0)
-    return track, forwarded.positions[wanted.row]
+    past = task == len(step.logs)
+    return task + (step.feeds.index(wanted.source[:2]) if past else 0), wanted.position
 
 
 def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> None:

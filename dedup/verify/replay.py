@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from dedup.core.reference_model import Feed, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
-from dedup.verify.compare import Expected, digest
+from dedup.verify.compare import Wanted, digest
 from dedup.verify.evidence import FIRST_SOURCE_HEADER, FIRST_TIME_HEADER, Filed, SideTopic
 from dedup.verify.log_scan import Plan, Row, forwarded_digest, position
 from dedup.verify.report import Books, Report, ViolationKind
 from dedup.verify.spill import stand_in_of
 
+CopyKind = Literal["duplicates", "conflicts"]
 REFUSED_BY_THE_BROKER: Final = "refused_by_broker"
 """The reason of dead letters that the broker refused. A replay accepts these dead letters, although the record does not
 prove the reason.
@@ -28,16 +28,6 @@ WHY_REFUSED: Final = "the broker refused them, according to the dead-letter topi
 WHY_CLOCK: Final = "dead letters for an event time that only the worker's wall clock can have refused"
 WHY_CLAMPED: Final = "a time may have been clamped to the worker's wall clock, and stream time with it"
 WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or a transaction there stays open"
-
-
-@dataclass(slots=True)
-class Forwarded(Expected):
-    """The records that a task must have written to the output."""
-
-    ids: list[bytes | None] = field(default_factory=list)
-    sources: list[Source] = field(default_factory=list)
-    pending: set[int] = field(default_factory=set)
-    """Rows whose records are at or after the committed offset."""
 
 
 class Doubt:
@@ -72,9 +62,10 @@ class TaskReplay:
 
     def __init__(self, plan: Plan, books: Books, report: Report, feeds: Sequence[Feed]) -> None:
         self.books: Final = books
-        self.forwarded: Final = Forwarded()
-        self.duplicates: Final = Expected()
-        self.conflicts: Final = Expected()
+        self.forwarded: Final[list[Wanted]] = []
+        """The records that the task must have written to the output."""
+        self.copies: Final[dict[CopyKind, list[Wanted]]] = {"duplicates": [], "conflicts": []}
+        """The records that the task must have written to the duplicates and conflicts topics."""
         self.uncertain = False
         """True if a verdict is not the only possible one, so that the counts may differ."""
         self._plan: Final = plan
@@ -196,41 +187,31 @@ class TaskReplay:
         Unless the verdict is ``certain``, the record may also have been forwarded with any other verdict, or not at
         all. None for ``why`` means that it was not forwarded by the model's verdict.
         """
-        forwarded = self.forwarded
         whys = set() if why is None else {why}
         if not certain and row.id is not None:
             whys |= {"", "late" if self._plan.late_forwarded else ""}
             whys.add("conflict" if self._plan.rules.on_conflict == "forward" else "")
+        self.uncertain = self.uncertain or not (certain or self._pending)
         # The model's own verdict is first.
         for each in sorted(whys, key=lambda each: (each != why, each)):
-            if not certain:
-                forwarded.optional.add(len(forwarded.ids))
-                self.uncertain = self.uncertain or not self._pending
-            if self._pending:
-                forwarded.pending.add(len(forwarded.ids))
-            forwarded.digests.append(forwarded_digest(self._plan, row, each))
-            forwarded.ids.append(row.id)
-            forwarded.sources.append(row.source)
-            forwarded.positions.append(row.position)
+            self.forwarded.append(self._wanted(row, forwarded_digest(self._plan, row, each), certain=certain))
+
+    def _wanted(self, row: Row, content: bytes, *, certain: bool) -> Wanted:
+        return Wanted(content, row.id, row.source, row.position, not certain, self._pending)
 
     def _duplicate(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
         if not certain:
             # The record may have been the first one with its ID.
             self._expect(row, None, certain=False)
-        topology = self._plan.topology
-        topic = self.duplicates if topology.duplicates is not None else None
-        if verdict.conflict and topology.conflicts is not None:
-            topic = self.conflicts
-        first = verdict.of
-        if topic is not None and first is not None:
-            if not certain:
-                topic.optional.add(len(topic.digests))
+        topology, first = self._plan.topology, verdict.of
+        kind: CopyKind = "conflicts" if verdict.conflict and topology.conflicts is not None else "duplicates"
+        if first is not None and (kind == "conflicts" or topology.duplicates is not None):
             added = [
                 (FIRST_TIME_HEADER, str(first.first_ms).encode()),
                 (FIRST_SOURCE_HEADER, position(self._plan, first.source)),
             ]
-            topic.digests.append(digest(row.key, row.value, [*row.headers, *added], 0))
-            topic.positions.append(row.position)
+            content = digest(row.key, row.value, [*row.headers, *added], 0)
+            self.copies[kind].append(self._wanted(row, content, certain=certain))
         self._count("duplicates", verdict.time_ms)
         self.books.conflicts += verdict.conflict and not self._pending
 
