@@ -47,8 +47,7 @@ class Evidence:
     seen: Sightings | None = None
     """The result of the live checker."""
     reached: bool = False
-    """True if the live checker reached the end of the output, which proves that no transaction is open in the output.
-    """
+    """True if the live checker reached the end of the output, so that no transaction is open in it."""
     judged: bool = False
     """True if the group has no lag."""
     stores: int = 0

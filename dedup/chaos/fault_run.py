@@ -108,9 +108,7 @@ _TICK_S: Final = 1.0
 _POLL_S: Final = 0.1
 _DONE_WITHIN_S: Final = 180.0
 _DRAINS_WITHIN_S: Final = 60.0
-"""The time that a worker has for shutting down. If the broker is down during a commit, the commit waits for its timeout
-first.
-"""
+"""The time that a worker has for shutting down, in which a commit may wait for a broker that is down."""
 _DELETED_WITHIN_S: Final = 10.0
 _PATIENCE_MS: Final = 5_000
 _KILLED: Final = 137

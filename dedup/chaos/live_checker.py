@@ -122,9 +122,7 @@ class Sightings:
 
     records: int
     duplicated: int
-    """Number of records whose ID was seen before within the guard period. Records with the header `dedup-verdict` do
-    not count.
-    """
+    """Number of records whose ID was seen within the guard period, except records with `dedup-verdict`."""
     samples: tuple[str, ...]
 
 

@@ -25,9 +25,7 @@ class ChildProcess:
     """
 
     def __init__(self, command: Sequence[str], log_file: Path, *, directory: Path | None = None) -> None:
-        """Start a program that appends its output to ``log_file`` and, if given, has ``directory`` as working
-        directory.
-        """
+        """Start a program in the working directory ``directory``; it appends its output to ``log_file``."""
         self.log_file: Final = log_file
         self.paused = False
         with log_file.open("ab") as log:

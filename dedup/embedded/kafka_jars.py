@@ -156,9 +156,7 @@ def locked(artifact: Artifact) -> Jar:
 
 
 def _print_lock_file() -> None:
-    """Print a lock file with the root artifacts and their runtime dependencies, which are downloaded to compute their
-    SHA-256.
-    """
+    """Download the root artifacts and their runtime dependencies, and print a lock file with their SHA-256."""
     with tempfile.TemporaryDirectory() as temporary:
         context = _maven(Path(temporary), lambda _: None)
         roots = [context.create_dependency(replace(Coordinate.parse(root), scope="compile")) for root in _ROOTS]

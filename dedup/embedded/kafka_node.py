@@ -344,10 +344,7 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 
 def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
-    """Return the file with the feature levels of a new cluster, which Kafka's storage tool writes only once.
-
-    The file is always the same, and the tool would take a second for each new data directory.
-    """
+    """Return the file with a new cluster's feature levels, which Kafka's tool takes a second to write; it is kept."""
     kept = jars / "bootstrap.checkpoint"
     if kept.exists():
         return kept

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dedup.core.reference_model import Feed, ModelRules
-from dedup.core.window import Source
 from dedup.errors import StateIncompatible
 from dedup.topology.model import LateTo, Topology, extractor_of
 from dedup.verify.compare import Seen, digest, out_of_order
@@ -28,7 +27,7 @@ from dedup.verify.evidence import (
     forwarded_by_replay,
 )
 from dedup.verify.kafka_reader import Bounds, KafkaReader, OpenTransaction, RecordColumns
-from dedup.verify.log_scan import Plan
+from dedup.verify.replay import Plan
 from dedup.verify.report import Report
 from dedup.verify.spill import BUCKET_ROWS, Spill, buckets_for, condensed, place_of
 
@@ -38,23 +37,12 @@ WHY_OPEN: Final = "a transaction stays open in a topic they were written to"
 _MOST_LATE: Final = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class ReadProgress:
-    """The progress of a verification: the number of records that are read, and the number of all records to read."""
-
-    doing: str
-    done: int
-    total: int
-
-
-OnProgress = Callable[[ReadProgress], None]
+OnProgress = Callable[[str, int, int], None]
+"""Called with the partition that is read, the number of records read so far, and the number of all records to read."""
 
 
 class Order:
-    """The records of one written partition that match an expected record, and from which task and position they come.
-
-    The position is the record's position in the log of the task.
-    """
+    """The records of a written partition that match expected ones, with the tasks and positions of these."""
 
     def __init__(self, directory: str, bounds: Bounds) -> None:
         self._directory: Final = directory
@@ -139,9 +127,7 @@ class WrittenPartition:
     order: Order
     broker_time: bool = False
     first_digests: frozenset[bytes] = frozenset()
-    """Digests of the first record, even if it is not in the sample: of the whole record, and of the record without the
-    verdict header that a worker may have added.
-    """
+    """Digests of the first record, sampled or not, with and without the verdict header that a worker may have added."""
     first_kept: tuple[int, bytes] | None = None
     """The hash (`spill.place_of`) and the digest of the first sampled record."""
     truncated: bool = False
@@ -195,9 +181,7 @@ class Cut:
     total: int = 0
     done: int = 0
     starts: dict[int, int] = field(default_factory=dict)
-    """Maps a source partition to the offset of the first record that is in a written topic, if the written records of
-    earlier ones may be deleted.
-    """
+    """Maps a source partition to the offset of its first written record, if earlier written records may be deleted."""
     unread: set[tuple[str, int]] = field(default_factory=set)
     """Topics and partitions that could not be read to their end."""
     held: list[Spill | WrittenPartition] = field(default_factory=list)
@@ -208,7 +192,7 @@ class Cut:
         try:
             for columns in self.reader.read(topic, partition, start, end):
                 self.done += len(columns.offsets)
-                self.progress(ReadProgress(f"{topic}/{partition}", self.done, max(self.total, self.done)))
+                self.progress(f"{topic}/{partition}", self.done, max(self.total, self.done))
                 yield columns
         except OpenTransaction as fact:
             self.unread.add((topic, partition))
@@ -224,10 +208,6 @@ class Cut:
         """Return whether no partition of a topic has lost its beginning."""
         return not any(bounds.start_deleted for bounds in self.bounds[topic].values())
 
-    def place(self, source: Source) -> str:
-        """Return a source position in the form in which reports show it."""
-        return self.plan.place(source)
-
     def sampled(self, place: int) -> bool:
         """Return whether a record with this hash (`spill.place_of`) is in the sample."""
         return self.sample == 1 or (place >> 32) % self.sample == 0
@@ -239,10 +219,7 @@ class Cut:
         return made
 
     def written(self, topic: str, partition: int, buckets: int, *, stamped: bool) -> WrittenPartition:
-        """Read a partition that workers write, and return its records within the cut.
-
-        With ``stamped``, digests include timestamps if the topic keeps them (CreateTime).
-        """
+        """Return the records of a written partition; with ``stamped``, digests include producers' timestamps."""
         bounds = self.bounds[topic][partition]
         found = WrittenPartition(topic, partition, bounds, self.spill(buckets), Order(self.scratch, bounds))
         self.held.append(found)

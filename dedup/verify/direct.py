@@ -1,8 +1,8 @@
 """Verifies a topology that reads its source topic directly, by replaying each partition in the order of its log.
 
 The records of a partition, and the records that workers wrote for them, are read once and sorted into buckets by
-tracking ID (`spill`). Each record is stored with the stream time at which it was judged (`log_scan`). The buckets are
-then judged and compared one by one. For a compacted source, only the checks that do not depend on order are made.
+tracking ID (`spill`). Each record is stored with the stream time at which it was judged (`replay.LogScan`). The buckets
+are then judged and compared one by one. For a compacted source, only the checks that do not depend on order are made.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from dedup.verify.findings import (
     report_displaced,
 )
 from dedup.verify.kafka_reader import Bounds, RecordColumns
-from dedup.verify.log_scan import Log, LogScan, Original, Plan, Row, forwarded_digest
-from dedup.verify.replay import TaskReplay
+from dedup.verify.replay import Log, LogScan, Original, Plan, Row, TaskReplay, forwarded_digest
 from dedup.verify.report import Books, Report
 from dedup.verify.spill import Spill, buckets_for, place_of
 
@@ -307,7 +306,7 @@ def report_leftovers(cut: Cut) -> None:
         if source is None:
             cut.report.violation("phantom", place, "names no record of the source topics in its headers")
         elif again:
-            cut.report.violation("duplicated", place, f"source record {cut.place(source)} is in it twice")
+            cut.report.violation("duplicated", place, f"source record {cut.plan.place(source)} is in it twice")
         else:
             _report_leftover(cut, side, source, place)
 
@@ -325,4 +324,4 @@ def _report_leftover(cut: Cut, side: SideTopic, source: Source, place: str) -> N
     elif source.offset < cut.starts.get(source.partition, 0):
         cut.report.unprovable(WHY_BEFORE)
     else:
-        cut.report.violation("phantom", place, f"names {cut.place(source)}, which is not a record of the source")
+        cut.report.violation("phantom", place, f"names {cut.plan.place(source)}, which is not a record of the source")

@@ -63,9 +63,7 @@ class SideTopic:
     def __init__(self, name: str, directory: str) -> None:
         self.name: Final = name
         self.complete = True
-        """False if retention deleted the beginning of the topic, or a transaction in it stays open, so that a missing
-        record proves nothing.
-        """
+        """False if its beginning was deleted or a transaction stays open, so that a missing record proves nothing."""
         # There is no journal, because no other process reads the file and the file is deleted with its directory.
         self._db: Final = sqlite3.connect(Path(directory) / name, isolation_level=None)
         self._db.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{_CACHE_KIB};")

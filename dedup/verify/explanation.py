@@ -24,9 +24,8 @@ from dedup.verify.direct import WHY_COMPACTED, output_of, source_rows, start_of
 from dedup.verify.evidence import FIRST_SOURCE_HEADER, extracted_of, forwarded_by_replay, header
 from dedup.verify.findings import copy_topics
 from dedup.verify.kafka_reader import KafkaReader, RecordColumns
-from dedup.verify.log_scan import Row, forwarded_digest
 from dedup.verify.repartitioned import log_rows
-from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, Doubt
+from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, Doubt, Row, forwarded_digest
 from dedup.verify.report import Report
 from dedup.verify.spill import condensed
 
@@ -92,11 +91,7 @@ class Explanation:
 
     @property
     def contradictions(self) -> int:
-        """The number of contradictions between the topics and the model.
-
-        A written record without a listed record counts only if every judged record is listed, because an unlisted
-        record may account for it.
-        """
+        """The number of contradictions. Strays count only if every judged record is listed to account for them."""
         complete = self.whole and not self.more
         return sum(bool(explained.wrong) for explained in self.records) + (len(self.strays) if complete else 0)
 
@@ -120,7 +115,12 @@ class _Search:
 
 
 def explain_id(
-    topology: Topology, settings: Settings, text: str, keys: Collection[bytes], *, progress: OnProgress = lambda _: None
+    topology: Topology,
+    settings: Settings,
+    text: str,
+    keys: Collection[bytes],
+    *,
+    progress: OnProgress = lambda *_: None,
 ) -> Explanation:
     """Search the topics for an ID, and return the result; ``keys`` are the state keys that the ID's text may stand for.
 
@@ -171,7 +171,7 @@ def _judge(search: _Search, name: str, rows: Iterator[Row]) -> None:
     for row in rows:
         if row.id not in search.keys:
             continue
-        explained = ExplainedRecord(cut.place(row.source), row.timestamp_ms, row.time_ms, row.after_ms, "pending")
+        explained = ExplainedRecord(cut.plan.place(row.source), row.timestamp_ms, row.time_ms, row.after_ms, "pending")
         explained.log_place = f"{name} offset {row.position}" if name else None
         if not row.pending:
             _explain_verdict(cut, model, doubt, row, explained)
@@ -187,7 +187,7 @@ def _explain_verdict(cut: Cut, model: ReferenceModel, doubt: Doubt, row: Row, ex
     verdict = model.judge(ModelRecord(row.id, row.time_ms, row.source, row.fingerprint, row.fault))
     explained.verdict, explained.reason, explained.conflict = verdict.kind, verdict.reason, verdict.conflict
     if verdict.of is not None:
-        explained.of, explained.of_ms = cut.place(verdict.of.source), verdict.of.last_ms
+        explained.of, explained.of_ms = cut.plan.place(verdict.of.source), verdict.of.last_ms
     unseen_ms, own = row.doubt_ms, row.id
     if unseen_ms is not None and own is not None and doubt.about(own, verdict.time_ms, row.after_ms, unseen_ms):
         explained.doubt = WHY_CLAMPED if row.doubt_by_clock else WHY_FRONT
@@ -221,7 +221,7 @@ def _find_uncarried(search: _Search) -> None:
     for position, topic in enumerate(cut.topology.source.topics):
         for partition, columns, extracted, row in _records(search, topic):
             offset = columns.offsets[row]
-            place = cut.place(Source(position, partition, offset))
+            place = cut.plan.place(Source(position, partition, offset))
             if row in extracted.faults or place in known:
                 continue
             explained = ExplainedRecord(place, columns.timestamps_ms[row], extracted.times_ms[row], 0, "pending")
@@ -295,7 +295,7 @@ def _find_sightings(search: _Search) -> None:
         for offset, value in last.values():
             for seen in decode_sightings(value):
                 live = seen.last_ms >= window.oldest_live_ms(stream_ms)
-                place, source = f"{topic}/{partition} offset {offset}", cut.place(seen.source)
+                place, source = f"{topic}/{partition} offset {offset}", cut.plan.place(seen.source)
                 until_ms = seen.last_ms + window.guard_ms
                 search.found.sightings.append(Kept(place, seen.first_ms, seen.last_ms, source, until_ms, live))
     search.found.sightings.sort(key=lambda kept: (kept.first_ms, kept.place))

@@ -60,8 +60,7 @@ class Bounds:
     start_deleted: bool
     """True if records before ``low`` were deleted, by retention or by hand."""
     before: int = 0
-    """Number of offsets below ``low`` that still exist but are not checked, because they were written before a reset.
-    """
+    """Number of offsets below ``low`` that still exist but were written before a reset and are not checked."""
 
 
 @dataclass(slots=True)
@@ -257,11 +256,7 @@ class KafkaReader:
         return found
 
     def holds_records(self, topic: str, partition: int, start: int, end: int) -> bool:
-        """Return whether [start, end) contains a committed record, or an open transaction that may still commit one.
-
-        Markers and aborted records do not count. No worker receives them, so workers do not commit the offset after
-        them.
-        """
+        """Return whether [start, end) holds a record, committed or in an open transaction, and not only markers."""
         stable = self._stable_ends(topic, [partition])[partition]
         return stable < end or next(self.read(topic, partition, start, end), None) is not None
 

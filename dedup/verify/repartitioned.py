@@ -36,8 +36,7 @@ from dedup.verify.findings import (
     report_lost,
 )
 from dedup.verify.kafka_reader import RecordColumns
-from dedup.verify.log_scan import Log, LogScan, Row
-from dedup.verify.replay import TaskReplay
+from dedup.verify.replay import Log, LogScan, Row, TaskReplay
 from dedup.verify.report import Books
 from dedup.verify.spill import Spill, buckets_for, condensed, place_of
 
@@ -235,7 +234,7 @@ def _account(cut: Cut, step: _Step, number: int) -> None:
     for topic, partition, offset, content in step.carried.bucket(number):
         source = Source(topic, partition, offset)
         if source in held:
-            cut.report.violation("duplicated", cut.place(source), "it is in the repartition topic twice")
+            cut.report.violation("duplicated", cut.plan.place(source), "it is in the repartition topic twice")
         held[source] = content
     for topic, partition, offset, content, own, time_ms, faulty in step.judged.bucket(number):
         source = Source(topic, partition, offset)
@@ -246,11 +245,11 @@ def _account(cut: Cut, step: _Step, number: int) -> None:
             elif cut.plan.dead_letters.take([source]):
                 cut.report.unprovable("dead letters of the repartition step")
             elif not step.purged:
-                cut.report.violation("lost", cut.place(source), f"not in {cut.topology.repartition_topic}")
+                cut.report.violation("lost", cut.plan.place(source), f"not in {cut.topology.repartition_topic}")
             else:
                 step.absent.add(place_of(own, None, None), (*source, own, time_ms))
         elif there != content:
-            cut.report.violation("changed", cut.place(source), "its content in the repartition topic is different")
+            cut.report.violation("changed", cut.plan.place(source), "its content in the repartition topic is different")
     for source in held:
         _report_unsent(cut, step, source)
 
@@ -262,7 +261,7 @@ def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
         cut.report.unprovable(WHY_COMPACTED)
     elif start <= source.offset < end:
         text = f"it is in {cut.topology.repartition_topic}, but not in the source"
-        cut.report.violation("phantom", cut.place(source), text)
+        cut.report.violation("phantom", cut.plan.place(source), text)
 
 
 def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copies, number: int) -> None:
@@ -313,15 +312,11 @@ def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> No
             books.not_provable += 1
             cut.report.unprovable(WHY_OPEN if truncated else WHY_OUTPUT_GONE)
         else:
-            report_lost(written, cut.place(Source(*source)), cut.report)
+            report_lost(written, cut.plan.place(Source(*source)), cut.report)
 
 
 def _checked_owner(cut: Cut, books: Books, rows: Iterator[Row], owners: dict[bytes, int]) -> Iterator[Row]:
-    """Yield the rows, and report each ID that is in two partitions, because both tasks would forward it.
-
-    ``owners`` maps each ID to the first partition in which it was found, or to `_REPORTED` if it was found in another
-    one, too.
-    """
+    """Yield the rows, and report each ID that another partition in ``owners`` has, too, since both tasks forward it."""
     for row in rows:
         owner = _REPORTED if row.id is None else owners.setdefault(row.id, books.partition)
         if row.id is not None and owner not in {books.partition, _REPORTED}:

@@ -54,9 +54,7 @@ class Books:
     partition: int
     read: int = 0
     unique: int = 0
-    """Number of records that are forwarded as the first ones with their IDs, including conflicts that the topology
-    forwards.
-    """
+    """Number of records forwarded as the first ones with their IDs, including conflicts that the topology forwards."""
     exempt: int = 0
     """Number of records without an ID or a value that the topology forwards with a mark, without judging them."""
     duplicates: int = 0
@@ -67,17 +65,13 @@ class Books:
     replayed: int = 0
     """How many of the records in ``read`` were sent again by ``dedup replay``."""
     pending: int = 0
-    """Number of offsets from the committed one to the end, counted like the lag in `dedup status`; 0 if they hold no
-    record.
-    """
+    """Number of offsets from the committed one to the end, as the lag in `dedup status`; 0 if they hold no record."""
     skipped: int = 0
     """Number of offsets before the start of the topology, which were never judged."""
     not_provable: int = 0
     """How many of the records in ``read`` were judged although the log no longer shows their correct verdict."""
     ended: int | None = None
-    """Number of records that were found in their final topic, including dropped duplicates; None if this cannot be
-    determined.
-    """
+    """Number of records found in their final topic, including dropped duplicates; None if this is not known."""
 
     @property
     def balanced(self) -> bool:

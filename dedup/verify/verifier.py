@@ -35,7 +35,7 @@ def verify(
     topology: Topology,
     settings: Settings,
     *,
-    progress: OnProgress = lambda _: None,
+    progress: OnProgress = lambda *_: None,
     sample: int = 1,
     scratch: Path | None = None,
 ) -> Report:

@@ -176,7 +176,7 @@ def verified(cluster: MemoryCluster, topology: Topology) -> Report:
     """Return what a verification finds."""
     report = Report(topology.name, "memory", "replay", 0)
     with TemporaryDirectory() as directory:
-        cut = take_cut(topology, cluster, report, lambda _: None, directory, 1)  # type: ignore[arg-type]
+        cut = take_cut(topology, cluster, report, lambda *_: None, directory, 1)  # type: ignore[arg-type]
         try:
             (verify_direct if topology.direct else verify_repartitioned)(cut)
         finally:
