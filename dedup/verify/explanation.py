@@ -115,12 +115,7 @@ class _Search:
 
 
 def explain_id(
-    topology: Topology,
-    settings: Settings,
-    text: str,
-    keys: Collection[bytes],
-    *,
-    progress: OnProgress = lambda *_: None,
+    topology: Topology, settings: Settings, text: str, keys: Collection[bytes], *, progress: OnProgress
 ) -> Explanation:
     """Search the topics for an ID, and return the result; ``keys`` are the state keys that the ID's text may stand for.
 

@@ -1,8 +1,8 @@
 """Replays a task's log with the exact model, and derives the expected content of other topics.
 
-The log is scanned once to compute stream time before and after each record, which depends on the order of the log. After
-the scan, records can be judged in any grouping by ID: besides stream time, the exact model only needs the records with
-the same ID. They are judged bucket by bucket.
+The log is scanned once to compute stream time before and after each record, which depends on the order of the log.
+After the scan, records can be judged in any grouping by ID: besides stream time, the exact model only needs the records
+with the same ID. They are judged bucket by bucket.
 """
 
 from __future__ import annotations
