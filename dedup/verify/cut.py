@@ -44,19 +44,14 @@ OnProgress = Callable[[str, int, int], None]
 class Order:
     """The records of a written partition that match expected ones, with the tasks and positions of these."""
 
-    def __init__(self, directory: str, bounds: Bounds) -> None:
-        self._directory: Final = directory
+    def __init__(self, bounds: Bounds, matches: Spill) -> None:
         self._bounds: Final = bounds
-        self._matches = self._no_matches()
+        self._matches: Final = matches
         """Offset, task, and position of each matched record. Each bucket holds a range of offsets."""
-
-    def _no_matches(self) -> Spill:
-        return Spill(self._directory, buckets_for(self._bounds.high - self._bounds.low))
 
     def forget(self) -> None:
         """Forget all matches."""
-        self.close()
-        self._matches = self._no_matches()
+        self._matches.clear()
 
     def match(self, found: Iterable[tuple[int, int, int]]) -> None:
         """Store records that match an expected record, given as (offset, task, position)."""
@@ -95,10 +90,6 @@ class Order:
             matches = {offset: (offset, *found) for offset, *found in self._matches.bucket(number)}
             if matches:
                 yield np.array(sorted(matches.values()), dtype=np.int64).T
-
-    def close(self) -> None:
-        """Free the disk space."""
-        self._matches.close()
 
 
 def disorder(rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> list[int]:
@@ -149,11 +140,6 @@ class WrittenPartition:
         """Return the records of a bucket, in order."""
         return [Seen(*values) for values in self.spill.bucket(number)]
 
-    def close(self) -> None:
-        """Free the disk space."""
-        self.spill.close()
-        self.order.close()
-
 
 @dataclass(slots=True)
 class Cut:
@@ -184,8 +170,8 @@ class Cut:
     """Maps a source partition to the offset of its first written record, if earlier written records may be deleted."""
     unread: set[tuple[str, int]] = field(default_factory=set)
     """Topics and partitions that could not be read to their end."""
-    held: list[Spill | WrittenPartition] = field(default_factory=list)
-    """All objects that hold a file which `free` deletes."""
+    held: list[Spill] = field(default_factory=list)
+    """All spills whose files `free` deletes."""
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterable[RecordColumns]:
         """Yield the committed records with offsets in [start, end), and report progress."""
@@ -221,8 +207,8 @@ class Cut:
     def written(self, topic: str, partition: int, buckets: int, *, stamped: bool) -> WrittenPartition:
         """Return the records of a written partition; with ``stamped``, digests include producers' timestamps."""
         bounds = self.bounds[topic][partition]
-        found = WrittenPartition(topic, partition, bounds, self.spill(buckets), Order(self.scratch, bounds))
-        self.held.append(found)
+        order = Order(bounds, self.spill(buckets_for(bounds.high - bounds.low)))
+        found = WrittenPartition(topic, partition, bounds, self.spill(buckets), order)
         for read in self.read(topic, partition, bounds.low, bounds.high):
             columns = self._of_workers(read)
             self.report.unprovable(WHY_REPLAYED, len(read.offsets) - len(columns.offsets))
@@ -253,10 +239,8 @@ class Cut:
     def _of_workers(self, columns: RecordColumns) -> RecordColumns:
         """Leave out the records that `dedup replay` has forwarded, because no verdict accounts for them."""
         topics = self.topology.source.topics
-        replayed = {row for row, own in enumerate(columns.headers) if own and forwarded_by_replay(own, topics)}
-        return (
-            columns.rows([row for row in range(len(columns.offsets)) if row not in replayed]) if replayed else columns
-        )
+        kept = [row for row, own in enumerate(columns.headers) if not (own and forwarded_by_replay(own, topics))]
+        return columns if len(kept) == len(columns.offsets) else columns.rows(kept)
 
     def free(self) -> None:
         """Delete the temporary files of all records that were read so far, except those of the side topics."""
@@ -325,9 +309,8 @@ def offsets_of(topology: Topology, reader: KafkaReader, report: Report) -> Topic
     partitions = reader.partitions([*reading, *(topic for topic in named if topic is not None)])
     _refuse_missing(topology, partitions)
     committed = {topic: reader.committed(topology.name, topic, range(partitions[topic])) for topic in reading}
-    marks = {
-        topic: reader.committed(topology.reset_group, topic, range(number)) for topic, number in partitions.items()
-    }
+    reset = topology.reset_group
+    marks = {topic: reader.committed(reset, topic, range(number)) for topic, number in partitions.items()}
     begins = {topic: marks.pop(topic) for topic in topology.source.topics}
     bounds = {topic: reader.bounds(topic, range(number), marks.get(topic)) for topic, number in partitions.items()}
     report.unprovable(WHY_RESET, sum(each.before for of_topic in bounds.values() for each in of_topic.values()))

@@ -88,6 +88,13 @@ class Spill:
             length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little")
             yield from _unpack(self._file.read(length))
 
+    def clear(self) -> None:
+        """Remove all rows."""
+        for rows, chunks in zip(self._pending, self._chunks, strict=True):
+            rows.clear()
+            chunks.clear()
+        self.rows = self._pending_rows = self._pending_bytes = 0
+
     def close(self) -> None:
         """Free the disk space."""
         self._file.close()
