@@ -210,7 +210,7 @@ def _copies(cut: Cut, partition: int, buckets: int, *, known: bool) -> Copies:
         elif partition == 0:
             held = sum(each.high - each.low for each in cut.bounds[topic].values())
             cut.report.unprovable(f"{topic} has fewer partitions than the source", held)
-    return Copies.of(cut, buckets, whole, known=known)
+    return Copies(cut, buckets, whole, known=known, purged=())
 
 
 def _verify_compacted(cut: Cut, source: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
@@ -109,19 +108,16 @@ class OrderFree:
             return
         if not self._forwards:
             return  # observe only: a unique record is written nowhere
-        times_ms = self._times_ms.get(tracking_id)
-        if times_ms is None:
-            if not self._complete:
-                self._cut.report.unprovable(WHY_OUTPUT_GONE)
-            elif self._sides_complete:
-                self._cut.report.violation(
-                    "lost", place, "its tracking ID is neither in the output nor in a side topic"
-                )
+        times_ms, rules = self._times_ms.get(tracking_id), self._cut.plan.rules
+        if times_ms is None and not self._complete:
+            self._cut.report.unprovable(WHY_OUTPUT_GONE)
             return
-        rules = self._cut.plan.rules
-        near = rules.extend or self._timeless or any(abs(time_ms - each) < rules.guard_ms for each in times_ms)
-        if not near and self._complete and self._sides_complete:
+        text = "its tracking ID is neither in the output nor in a side topic"
+        if times_ms is not None:
+            if rules.extend or self._timeless or any(abs(time_ms - each) < rules.guard_ms for each in times_ms):
+                return
             text = "no record of its tracking ID within a guard period is in the output"
+        if self._complete and self._sides_complete:
             self._cut.report.violation("lost", place, text)
 
     def _report_too_near(self) -> None:
@@ -136,44 +132,33 @@ class OrderFree:
                     self._cut.report.violation("duplicated", f"tracking ID {tracking_id.hex()}", text)
 
 
-@dataclass(slots=True)
 class Copies:
-    """The records of the duplicates and conflicts topics, by partition.
+    """The records in the given partitions of the duplicates and conflicts topics.
 
     A task writes its copies in the order of its log. The partition to which it writes is its own number modulo the
     topic's number of partitions. Each partition of the topics is compared with the tasks that write to it.
+
+    ``known`` says that certainly no record before the first one of the log was judged. ``purged`` contains the numbers
+    of the partitions of the repartition topic that are not replayed.
     """
 
-    cut: Cut
-    written: list[tuple[CopyKind, WrittenPartition]]
-    known: bool
-    """True if it is certain that no record before the first one of the log was judged."""
-    purged: Collection[int]
-    """Numbers of the partitions of the repartition topic that are not replayed."""
-    gone: Counter[str] = field(default_factory=Counter)
-    """Maps each topic that has lost its beginning to the number of copies that it should have received."""
-
-    @classmethod
-    def of(
-        cls,
-        cut: Cut,
-        buckets: int,
-        partitions: Mapping[str, Iterable[int]],
-        *,
-        known: bool = True,
-        purged: Collection[int] = (),
-    ) -> Copies:
-        """Read the given partitions of the topics."""
-        written = [
+    def __init__(
+        self, cut: Cut, buckets: int, partitions: Mapping[str, Iterable[int]], *, known: bool, purged: Collection[int]
+    ) -> None:
+        self._cut: Final = cut
+        self._known: Final = known
+        self._purged: Final = purged
+        self._written: Final = [
             (kind, cut.written(topic, number, buckets, stamped=False))
             for kind, topic in copy_topics(cut).items()
             for number in partitions.get(topic, ())
         ]
-        return cls(cut, written, known, purged)
+        self.gone: Final[Counter[str]] = Counter()
+        """Maps each topic that has lost its beginning to the number of copies that it should have received."""
 
     def judge(self, number: int, tasks: Sequence[TaskReplay], report: Report) -> None:
         """Compare the copies of one bucket with the copies that the tasks had to write."""
-        for kind, written in self.written:
+        for kind, written in self._written:
             own = [task for task in tasks if self._write_to(written, task.books.partition)]
             expected = [task.copies[kind] for task in own]
             if written.bounds.start_deleted:
@@ -182,7 +167,7 @@ class Copies:
                 self._compare(written, own, matched(expected, [written.bucket(number)]), report)
 
     def _write_to(self, written: WrittenPartition, task: int) -> bool:
-        return task % self.cut.partitions[written.topic] == written.partition
+        return task % self._cut.partitions[written.topic] == written.partition
 
     def _compare(
         self, written: WrittenPartition, tasks: Sequence[TaskReplay], found: Comparison, report: Report
@@ -197,13 +182,13 @@ class Copies:
             books = tasks[task].books
             place = f"{books.topic}/{books.partition} offset {wanted.position}"
             report.violation("wrong_duplicate", place, f"a duplicate: it is not in {written.topic}, or changed there")
-        from_purged = any(self._write_to(written, number) for number in self.purged)
-        excused = 0 if self.known else written.order.first_matched()
+        from_purged = any(self._write_to(written, number) for number in self._purged)
+        excused = 0 if self._known else written.order.first_matched()
         for _, copy in found.extra:
             if from_purged:
                 report.unprovable(WHY_PURGED_COPIES)
             elif any(task.doubtful(copy.id, copy.time_ms, timed=not written.broker_time) for task in tasks):
-                report.unprovable(WHY_CLAMPED if self.known else WHY_FRONT)
+                report.unprovable(WHY_CLAMPED if self._known else WHY_FRONT)
             elif copy.offset < excused:
                 report.unprovable(f"{WHY_SOURCE_GONE} {written.topic}")
             else:
@@ -212,11 +197,11 @@ class Copies:
     def conclude(self) -> None:
         """Report copies that are in the wrong order or may have been deleted."""
         for topic, number in self.gone.items():
-            self.cut.report.unprovable(f"{topic} has lost its beginning", number)
-        for _, written in self.written:
+            self._cut.report.unprovable(f"{topic} has lost its beginning", number)
+        for _, written in self._written:
             for offset in () if written.bounds.start_deleted else written.order.displaced():
                 text = "passed a copy that came before it"
-                self.cut.report.violation("wrong_duplicate", written.place(offset), text)
+                self._cut.report.violation("wrong_duplicate", written.place(offset), text)
 
 
 def copy_topics(cut: Cut) -> dict[CopyKind, str]:

@@ -88,7 +88,7 @@ def verify_repartitioned(cut: Cut) -> None:
     cut.plan = replace(cut.plan, output_stamped=stamped)
     purged = {partition for partition, bounds in cut.bounds[log].items() if bounds.start_deleted}
     copied = {topic: range(cut.partitions[topic]) for topic in copy_topics(cut).values()}
-    copies = Copies.of(cut, buckets, copied, purged=purged)
+    copies = Copies(cut, buckets, copied, known=True, purged=purged)
     without_id = (Books("past the repartition topic", 0), cut.spill(buckets))
     carried, judged, absent = (cut.spill(buckets) for _ in range(3))
     step = _Step(cut.feeds, [], without_id, carried, judged, absent, cut.spill(1), bool(purged))
