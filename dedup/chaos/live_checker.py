@@ -206,18 +206,11 @@ class LiveChecker:
 
     def take(self, messages: list[Message]) -> None:
         """Process the result of one poll: records, and ends of partitions, which include transaction markers."""
-        records, ends = [], []
+        self._note([message for message in messages if message.error() is None])
         for message in messages:
-            error = message.error()
-            if error is None:
-                records.append(message)
-            elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  # the client's name for it
-                ends.append(message)
-        if records:
-            self._note(records)
-        for message in ends:
-            partition, offset = message.partition(), message.offset()
-            if partition is not None and offset is not None:
+            error, partition, offset = message.error(), message.partition(), message.offset()
+            ends = error is not None and error.code() == KafkaError._PARTITION_EOF  # noqa: SLF001  # the client's name
+            if ends and partition is not None and offset is not None:
                 # The same poll may contain records after this end, so the offset never decreases.
                 self._next[partition] = max(self._next.get(partition, 0), offset)
 

@@ -25,7 +25,7 @@ from dedup.verify.findings import (
     report_displaced,
 )
 from dedup.verify.kafka_reader import Bounds, RecordColumns
-from dedup.verify.replay import Log, LogScan, Original, Plan, Row, TaskReplay, forwarded_digest
+from dedup.verify.replay import LogScan, Original, Plan, Row, TaskReplay, forwarded_digest
 from dedup.verify.report import Books, Report
 from dedup.verify.spill import Spill, buckets_for, place_of
 
@@ -106,7 +106,7 @@ def source_rows(
     for begin, end, pending in spans:
         for columns in cut.read(cut.topology.source.topics[0], partition, begin, end):
             sources = [Source(0, partition, offset) for offset in columns.offsets]
-            yield from scan.rows(Log(columns, sources), pending=pending)
+            yield from scan.rows(columns, sources, pending=pending)
 
 
 def keep(cut: Cut, log: Spill, row: Row) -> bool:

@@ -36,7 +36,7 @@ from dedup.verify.findings import (
     report_lost,
 )
 from dedup.verify.kafka_reader import RecordColumns
-from dedup.verify.replay import Log, LogScan, Row, TaskReplay
+from dedup.verify.replay import LogScan, Row, TaskReplay
 from dedup.verify.report import Books
 from dedup.verify.spill import Spill, buckets_for, condensed, place_of
 
@@ -151,7 +151,8 @@ def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
     high = cut.reader.bounds(log, [partition])[partition].high
     for begin, end, pending in ((bounds.low, committed, False), (committed, high, True)):
         for columns in cut.read(log, partition, begin, end):
-            yield from scan.rows(_unwrap(cut, columns, partition), pending=pending)
+            sources, idle_rows = _unwrap(cut, columns, partition)
+            yield from scan.rows(columns, sources, idle_rows=idle_rows, pending=pending)
 
 
 def _position_place(source: Sequence[int]) -> int:
@@ -159,8 +160,8 @@ def _position_place(source: Sequence[int]) -> int:
     return ((offset * _SPREAD + partition * 31 + topic) >> 16) & ((1 << 48) - 1)
 
 
-def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> Log:
-    """Restore the records of the repartition topic as they were in the source."""
+def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Source], set[int]]:
+    """Restore the records as they were in the source; return their source positions, and the rows of idle markers."""
     sources: list[Source] = []
     idle_rows: set[int] = set()
     for row, headers in enumerate(columns.headers):
@@ -176,7 +177,7 @@ def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> Log:
         sources.append(source)
         if idle:
             idle_rows.add(row)
-    return Log(columns, sources, frozenset(idle_rows))
+    return sources, idle_rows
 
 
 def _origin(cut: Cut, headers: Headers) -> tuple[Source | None, bool]:
@@ -215,7 +216,7 @@ def _read_sources(cut: Cut, step: _Step) -> None:
 def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan: LogScan) -> None:
     extracted = extracted_of(cut.plan.extract, columns)
     some = columns.rows(sorted(extracted.faults))
-    rows = scan.rows(Log(some, [Source(*feed, offset) for offset in some.offsets]))
+    rows = scan.rows(some, [Source(*feed, offset) for offset in some.offsets])
     faulty = {found.position: found for found in rows}
     for at, offset in enumerate(columns.offsets):
         own = None if at in extracted.faults else extracted.ids[at]

@@ -7,7 +7,7 @@ with the same ID. They are judged bucket by bucket.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Self
 
@@ -75,15 +75,6 @@ class Plan:
     def place(self, source: Source) -> str:
         """Return a source position as shown in reports."""
         return f"{self.topology.source.topics[source.topic]}/{source.partition} offset {source.offset}"
-
-
-@dataclass(slots=True)
-class Log:
-    """Consecutive records of a task's log, with their source positions."""
-
-    columns: RecordColumns
-    sources: Sequence[Source]
-    idle_rows: frozenset[int] = frozenset()
 
 
 class Original(NamedTuple):
@@ -155,15 +146,22 @@ class LogScan:
         self._anchor_ms: int | None = None
         self._clamped = False
 
-    def rows(self, log: Log, *, pending: bool = False) -> Iterator[Row]:
-        """Yield the records as rows. Idle markers yield no row, and only advance stream time."""
-        columns, plan, topics = log.columns, self._plan, self._plan.topology.source.topics
+    def rows(
+        self,
+        columns: RecordColumns,
+        sources: Sequence[Source],
+        *,
+        idle_rows: Collection[int] = (),
+        pending: bool = False,
+    ) -> Iterator[Row]:
+        """Yield consecutive records of the log as rows. Idle markers yield no row, and only advance stream time."""
+        plan, topics = self._plan, self._plan.topology.source.topics
         extracted = extracted_of(plan.extract, columns)
         fingerprints = extracted.fingerprints or [b""] * len(columns.keys)
-        late = plan.late.take(log.sources) if plan.late is not None else {}
-        letters = plan.dead_letters.take(log.sources)
-        for at, source in enumerate(log.sources):
-            if at in log.idle_rows:
+        late = plan.late.take(sources) if plan.late is not None else {}
+        letters = plan.dead_letters.take(sources)
+        for at, source in enumerate(sources):
+            if at in idle_rows:
                 self._model.judge(ModelRecord(None, 0, source, idle=True))
                 continue
             fault, letter, original = extracted.faults.get(at), letters.get(source), Original.of(columns, at, source)
@@ -180,6 +178,9 @@ class LogScan:
                 rules = plan.rules
                 longest_ms = rules.extend_at_most_ms if rules.extend else 0
                 self._doubt_from(record.time_ms + 2 * rules.guard_ms + rules.grace_ms + longest_ms)
+            doubt_ms = self._anchor_ms
+            if doubt_ms is None and not self._from_start:
+                doubt_ms = max(record.time_ms, self._model.stream_time_ms) + plan.rules.grace_ms
             yield Row(
                 columns.offsets[at],
                 *original,
@@ -192,7 +193,7 @@ class LogScan:
                 bool(original.headers) and parse_source(header(original.headers, REPLAYED_HEADER), topics) is not None,
                 before_ms,
                 self._model.stream_time_ms,
-                self._doubt_ms(record),
+                doubt_ms,
                 self._clamped,
                 late.get(source),
                 letter,
@@ -226,11 +227,6 @@ class LogScan:
         """Remember that sightings up to this event time may be unknown."""
         if self._anchor_ms is None or time_ms > self._anchor_ms:
             self._anchor_ms = time_ms
-
-    def _doubt_ms(self, record: ModelRecord) -> int | None:
-        if self._anchor_ms is None and not self._from_start:
-            return max(record.time_ms, self._model.stream_time_ms) + self._plan.rules.grace_ms
-        return self._anchor_ms
 
 
 def forwarded_digest(plan: Plan, row: Row | Original, why: str = "") -> bytes:
