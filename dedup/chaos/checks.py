@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FENCED: Final = "Another owner has the partition"
 """The message that a worker logs when the broker fences one of its tasks."""
+_NO_DUPLICATE: Final = "nothing is duplicated, also in the view of the live checker"
 _RECORD_ORACLES: Final = ("O1", "O2", "O3", "O4")
 
 
@@ -74,45 +75,32 @@ def oracles(found: Evidence) -> list[Oracle]:
     counts, books, read = (report.counts, report.books, report.read) if report is not None else ({}, [], 0)
     lost, doubled = counts.get("lost", 0), counts.get("duplicated", 0)
     others = sum(counts.values()) - lost - doubled
-    # No record that the live checker saw may be a duplicate, because a zombie may have written it.
-    watched_clean = seen is not None and not seen.duplicated
+    unrepeated = seen is not None and not seen.duplicated
     watched = "no live checker" if seen is None else f"live checker {seen.duplicated} in {seen.records:,} records"
     if seen is not None and seen.samples:
         watched += f", the first at {seen.samples[0]}"
+    stores = [*(found.wrong_stores or ()), f"{found.stores} stores"][0]
     left = "everything judged and read" if found.reached else "the live checker did not reach the output's end"
+    left = left if found.judged else "some records are not judged"
     # A zombie wrote the batches of an older epoch that follow batches of a newer one.
     behind = sum(len(each.behind) for each in epochs)
+    batches, owners = sum(each.batches for each in epochs), sum(each.owners for each in epochs)
     zombies = (
-        f"{found.zombies} frozen beyond the session, {found.fenced} tasks fenced; {behind} of "
-        f"{sum(each.batches for each in epochs):,} batches by {sum(each.owners for each in epochs)} owners come after "
-        f"a newer owner's"
+        f"{found.zombies} frozen beyond the session, {found.fenced} tasks fenced; {behind} of {batches:,} batches by "
+        f"{owners} owners come after a newer owner's"
     )
-    ends = [*found.unprovoked, f"{found.away} ended while the broker was down"]
+    no_zombie = found.epochs is not None and not behind and unrepeated
+    ended = [*found.unprovoked, f"{found.away} ended while the broker was down"][0]
+    balanced = there and all(each.balanced for each in books)
     rows = (
         ("nothing is lost", there and not lost, f"lost {lost} of {read:,}"),
-        (
-            "nothing is duplicated, also in the view of the live checker",
-            there and not doubled and watched_clean,
-            f"verify {doubled}, {watched}",
-        ),
+        (_NO_DUPLICATE, there and not doubled and unrepeated, f"verify {doubled}, {watched}"),
         ("order and content match the source", there and not others, f"{others} violations"),
-        ("the books balance", there and all(each.balanced for each in books), f"{len(books)} partitions"),
-        (
-            "stores are the fold of their changelog",
-            found.wrong_stores == [],
-            [*(found.wrong_stores or ()), f"{found.stores} stores"][0],
-        ),
-        (
-            "no lag and no open transaction is left",
-            found.judged and found.reached,
-            left if found.judged else "some records are not judged",
-        ),
-        (
-            "nothing written by a zombie is visible",
-            found.epochs is not None and not behind and watched_clean,
-            zombies,
-        ),
-        ("no worker ended without a fault", not found.unprovoked, ends[0]),
+        ("the books balance", balanced, f"{len(books)} partitions"),
+        ("stores are the fold of their changelog", found.wrong_stores == [], stores),
+        ("no lag and no open transaction is left", found.judged and found.reached, left),
+        ("nothing written by a zombie is visible", no_zombie, zombies),
+        ("no worker ended without a fault", not found.unprovoked, ended),
         ("every SIGTERM led to a clean shutdown", not found.unclean, [*found.unclean, f"{found.starts} starts"][0]),
     )
     result = [Oracle(f"O{number}", *row) for number, row in enumerate(rows, 1)]

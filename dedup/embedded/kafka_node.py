@@ -116,7 +116,8 @@ class EmbeddedKafka:
         self._has_proxy = proxied
         self._dir: Path | None = None
         self._ports: tuple[int, ...] = ()
-        self._process: ChildProcess | None = None
+        self.process: ChildProcess | None = None
+        """The Java process, to measure or freeze it; None before start() and after stop() or kill()."""
         self._classes: ClassArchive | None = None
 
     @property
@@ -137,12 +138,7 @@ class EmbeddedKafka:
     @property
     def running(self) -> bool:
         """True while the process runs. A paused process counts as running."""
-        return self._process is not None and self._process.running
-
-    @property
-    def process(self) -> ChildProcess | None:
-        """The Java process, to measure or freeze it; None before start() and after stop() or kill()."""
-        return self._process
+        return self.process is not None and self.process.running
 
     def start(self) -> Self:
         """Start the node, and wait until it responds to clients. A start takes 2 s, or longer if jars are missing."""
@@ -158,7 +154,7 @@ class EmbeddedKafka:
             if first_start:
                 self._ports = self._free_ports()
             self._format(java, jars)
-            process = self._process = self._launch(java, jars)
+            process = self.process = self._launch(java, jars)
             if self._ready(process):
                 return self
             tries -= 1
@@ -174,7 +170,7 @@ class EmbeddedKafka:
     def check(self) -> None:
         """Raise BrokerUnavailable, with the end of the node's log, if the node has ended."""
         if not self.running:
-            tail = "" if self._process is None else self._process.log_tail
+            tail = "" if self.process is None else self.process.log_tail
             raise BrokerUnavailable(
                 f"The embedded Kafka ended unexpectedly. The end of {self.log_file}:\n{tail}\n"
                 f"Fix what it names and start again."
@@ -205,8 +201,8 @@ class EmbeddedKafka:
         self.stop()
 
     def _end(self, end: Callable[[ChildProcess], int]) -> None:
-        if self._process is not None:
-            exit_code, self._process = end(self._process), None
+        if self.process is not None:
+            exit_code, self.process = end(self.process), None
             if self._classes is not None:
                 self._classes.keep(exit_code)
 
@@ -227,8 +223,8 @@ class EmbeddedKafka:
     def _format(self, java: Path, jars: Path) -> None:
         """Write the config file, and give a new data directory an identity and the feature levels of this version."""
         data = self._directory() / "data"
-        self._config_file().parent.mkdir(parents=True, exist_ok=True)
-        self._config_file().write_text(self._config(data), encoding="utf-8")
+        data.parent.mkdir(parents=True, exist_ok=True)
+        (data.parent / "server.properties").write_text(self._config(data), encoding="utf-8")
         if (data / "meta.properties").exists():
             return
         data.mkdir(parents=True, exist_ok=True)
@@ -241,9 +237,6 @@ class EmbeddedKafka:
     def _identity(self) -> tuple[str, int]:
         """Return the IDs of the cluster and the node."""
         return new_id(), 1
-
-    def _config_file(self) -> Path:
-        return self._directory() / "server.properties"
 
     def _config(self, data: Path) -> str:
         listeners = {"CLIENT": self._port(0), "CONTROLLER": self._port(1)}
@@ -266,9 +259,9 @@ class EmbeddedKafka:
 
     def _launch(self, java: Path, jars: Path) -> ChildProcess:
         self._classes = ClassArchive.of(java, jars)
-        options = [*_JVM_OPTIONS[self._profile], *self._classes.options, *_LOGGING_OPTIONS]
-        options.append(f"-XX:ErrorFile={self._directory()}/crash.log")
-        command = [str(java), *options, "-cp", f"{jars}/*", "kafka.Kafka", str(self._config_file())]
+        crash_log = f"-XX:ErrorFile={self._directory()}/crash.log"
+        options = (*_JVM_OPTIONS[self._profile], *self._classes.options, *_LOGGING_OPTIONS, crash_log)
+        command = [str(java), *options, "-cp", f"{jars}/*", "kafka.Kafka", f"{self._directory()}/server.properties"]
         return ChildProcess(command, self.log_file)
 
     def _ready(self, process: ChildProcess) -> bool:
