@@ -187,13 +187,11 @@ class KafkaReader:
             found[partition] = Bounds(max(start, begin), high[partition], start > begin, max(0, begin - start))
         return found
 
-    def stable_ends(self, topic: str) -> dict[int, int]:
-        """Map each partition to its last stable offset, before which all records are committed or aborted."""
-        return self._stable_ends(topic, range(self.partitions([topic])[topic]))
-
-    def _stable_ends(self, topic: str, partitions: Iterable[int]) -> dict[int, int]:
+    def stable_ends(self, topic: str, partitions: Iterable[int] | None = None) -> dict[int, int]:
+        """Map these partitions, or all, to the offset before which all records are committed or aborted."""
+        wanted = range(self.partitions([topic])[topic]) if partitions is None else partitions
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        return self._list_offsets(topic, partitions, latest, IsolationLevel.READ_COMMITTED)
+        return self._list_offsets(topic, wanted, latest, IsolationLevel.READ_COMMITTED)
 
     def topic_id(self, topic: str) -> str:
         """Return Kafka's ID of the topic (KIP-516)."""
@@ -257,7 +255,7 @@ class KafkaReader:
 
     def holds_records(self, topic: str, partition: int, start: int, end: int) -> bool:
         """Return whether [start, end) holds a record, committed or in an open transaction, and not only markers."""
-        stable = self._stable_ends(topic, [partition])[partition]
+        stable = self.stable_ends(topic, [partition])[partition]
         return stable < end or next(self.read(topic, partition, start, end), None) is not None
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[RecordColumns]:
@@ -281,7 +279,13 @@ class KafkaReader:
                 if now_at > reached:
                     reached, silent_since = now_at, time.monotonic()
                 elif time.monotonic() - silent_since > _NO_PROGRESS_S:
-                    self._refuse_silence(topic, partition, reached)
+                    stable = self.stable_ends(topic, [partition])[partition]
+                    if stable > reached:  # no open transaction holds the records back
+                        raise BrokerUnavailable(
+                            f"{topic}/{partition} can be read only up to offset {reached}, though {self._brokers} has "
+                            f"committed records up to {stable}: nothing came for {_NO_PROGRESS_S:.0f} s. Check its "
+                            f"leader, then try again."
+                        )
                     raise OpenTransaction(
                         f"{topic}/{partition} can be read only up to offset {reached} of {end}: a transaction there "
                         f"was open for {_NO_PROGRESS_S:.0f} s. Find it with kafka-transactions.sh, then verify again."
@@ -290,15 +294,6 @@ class KafkaReader:
                     yield RecordColumns.of(kept)
         finally:
             self._consumer.unassign()
-
-    def _refuse_silence(self, topic: str, partition: int, reached: int) -> None:
-        """Raise BrokerUnavailable if the broker sends no records although no open transaction holds them back."""
-        stable = self._stable_ends(topic, [partition])[partition]
-        if stable > reached:
-            raise BrokerUnavailable(
-                f"{topic}/{partition} can be read only up to offset {reached}, though {self._brokers} has committed "
-                f"records up to {stable}: nothing came for {_NO_PROGRESS_S:.0f} s. Check its leader, then try again."
-            )
 
     def _sorted_out(self, messages: list[Message], end: int) -> tuple[list[Message], int]:
         """Return the records below ``end``, and the offset up to which the partition was read."""

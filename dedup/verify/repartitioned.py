@@ -8,13 +8,13 @@ only the checks that do not depend on order are made (`findings.OrderFree`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from dedup.core.reference_model import Feed
 from dedup.core.window import Source
-from dedup.verify.compare import Headers, Wanted, digest, matched
+from dedup.verify.compare import Wanted, digest, matched
 from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition
 from dedup.verify.direct import WHY_BEFORE, WHY_COMPACTED, WHY_NO_OFFSET, keep, report_leftovers
 from dedup.verify.evidence import (
@@ -45,8 +45,6 @@ _APPENDED: Final = 2
 WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
 _AFTER_ALL: Final = 1 << 62
 _REPORTED: Final = -1
-_SPREAD: Final = 0x9E3779B97F4A7C15
-"""The factor of Knuth's multiplicative hash, which distributes source positions over buckets."""
 
 
 @dataclass(slots=True)
@@ -139,7 +137,7 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
             feed = (topic, source_partition)
             step.firsts[feed] = min(offset, step.firsts.get(feed, offset))
             content = digest(row.key, row.value, row.headers, row.timestamp_ms)
-            step.carried.add(_position_place(row.source), (*row.source, content))
+            step.carried.add(hash(row.source), (*row.source, content))
 
 
 def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
@@ -155,11 +153,6 @@ def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
             yield from scan.rows(columns, sources, idle_rows=idle_rows, pending=pending)
 
 
-def _position_place(source: Sequence[int]) -> int:
-    topic, partition, offset = source
-    return ((offset * _SPREAD + partition * 31 + topic) >> 16) & ((1 << 48) - 1)
-
-
 def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Source], set[int]]:
     """Restore the records as they were in the source; return their source positions, and the rows of idle markers."""
     sources: list[Source] = []
@@ -167,27 +160,20 @@ def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Sour
     for row, headers in enumerate(columns.headers):
         # Only the last two headers count. An upstream topology may have added headers with the same names before.
         appended = headers[-_APPENDED:]
-        source, idle = _origin(cut, appended)
+        marker = header(appended, IDLE_HEADER)
+        position = header(appended, SOURCE_HEADER) if marker is None else marker + b"/0"
+        source = parse_source(position, cut.topology.source.topics)
         if source is None:
             where = f"{cut.topology.repartition_topic}/{partition} offset {columns.offsets[row]}"
             cut.report.violation("phantom", where, "names no source record, so no repartition task wrote it")
-            source, idle = Source(0, 0, -1), True
+        if source is None or marker is not None:
+            idle_rows.add(row)
+            # No source record has offset -1, so no record of a side topic is matched with the marker.
+            source = (source or Source(0, 0, -1))._replace(offset=-1)
         columns.headers[row] = headers[:-_APPENDED]
         columns.timestamps_ms[row] = parse_time_ms(header(appended, TIMESTAMP_HEADER)) or 0
         sources.append(source)
-        if idle:
-            idle_rows.add(row)
     return sources, idle_rows
-
-
-def _origin(cut: Cut, headers: Headers) -> tuple[Source | None, bool]:
-    topics = cut.topology.source.topics
-    marker = header(headers, IDLE_HEADER)
-    if marker is not None:
-        feed = parse_source(marker + b"/0", topics)
-        # No source record has offset -1, so no record of a side topic is matched with the marker.
-        return None if feed is None else feed._replace(offset=-1), True
-    return parse_source(header(headers, SOURCE_HEADER), topics), False
 
 
 def _read_sources(cut: Cut, step: _Step) -> None:
@@ -226,7 +212,7 @@ def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan
         content = digest(columns.keys[at], value, columns.headers[at], columns.timestamps_ms[at])
         source = (*feed, offset)
         line = (*source, content, own, extracted.times_ms[at], faulty.get(offset))
-        step.judged.add(_position_place(source), line)
+        step.judged.add(hash(source), line)
 
 
 def _account(cut: Cut, step: _Step, number: int) -> None:
