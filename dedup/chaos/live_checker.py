@@ -154,7 +154,6 @@ class LiveChecker:
             "isolation.level": "read_committed",
             "enable.partition.eof": True,
             "fetch.wait.max.ms": 100,
-            "log_level": 0,
         }
         self._thread: Final = threading.Thread(target=self._read, name="live-checker", daemon=True)
 

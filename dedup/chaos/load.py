@@ -173,8 +173,8 @@ def _with(here: Any, path: Path, value: object) -> Any:  # noqa: ANN401  # a JSO
 def make_topic(bootstrap: str, name: str, partitions: int) -> None:
     """Create a topic with one replica and unlimited retention time. Raises BrokerUnavailable if the creation fails."""
     topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config={"retention.ms": "-1"})
-    admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
     try:
+        admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
         admin.create_topics([topic])[name].result(_ANSWER_WITHIN_S)
     except KafkaException as error:
         raise BrokerUnavailable(f"The broker at {bootstrap} did not create {name}: {error}.") from error
@@ -355,8 +355,7 @@ def alter(settings: Settings, topics: list[str], configs: Mapping[str, str]) -> 
     entries = [ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in configs.items()]
     resources = [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries) for topic in topics]
     try:
-        admin = AdminClient({**client_config(settings), "log_level": 0})
-        for future in admin.incremental_alter_configs(resources).values():
+        for future in AdminClient(client_config(settings)).incremental_alter_configs(resources).values():
             future.result(_ANSWER_WITHIN_S)
     except KafkaException as error:
         names = " and ".join(topics)

@@ -8,6 +8,7 @@ are visible.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -124,21 +125,21 @@ def explain_id(
     """
     found = Explanation(topology.name, text)
     report = Report(topology.name, "", "", 0)
-    with KafkaReader(settings) as reader, TemporaryDirectory(prefix="dedup-explain-") as directory:
-        cut = take_cut(topology, reader, report, progress, directory, 1)
-        try:
-            search = _Search(cut, keys, found)
-            logs = (*topology.source.topics, *topology.feeding_topics)
-            found.whole = not cut.compacted.intersection(logs) and all(map(cut.whole, logs))
-            for name, rows in _logs(cut):
-                _judge(search, name, rows)
-            found.whole = found.whole and not cut.starts
-            if not topology.direct:
-                _find_uncarried(search)
-            _find_written(search)
-            _find_sightings(search)
-        finally:
-            cut.close()
+    with (
+        KafkaReader(settings) as reader,
+        TemporaryDirectory(prefix="dedup-explain-") as directory,
+        closing(take_cut(topology, reader, report, progress, directory, 1)) as cut,
+    ):
+        search = _Search(cut, keys, found)
+        logs = (*topology.source.topics, *topology.feeding_topics)
+        found.whole = not cut.compacted.intersection(logs) and all(map(cut.whole, logs))
+        for name, rows in _logs(cut):
+            _judge(search, name, rows)
+        found.whole = found.whole and not cut.starts
+        if not topology.direct:
+            _find_uncarried(search)
+        _find_written(search)
+        _find_sightings(search)
     found.records.sort(key=lambda explained: (explained.event_time_ms, explained.place))
     return found
 

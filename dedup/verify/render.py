@@ -70,7 +70,7 @@ def print_report(report: Report, console: Console) -> None:
 
 def to_html(report: Report, command: str = "dedup verify") -> str:
     """Return the report of a command as a self-contained HTML page."""
-    when = datetime.fromtimestamp(report.started_at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    when = f"{_time(report.started_at_ms)} UTC"
     facts = f"{report.read:,} records judged · {report.method} · {report.cluster} · {when} · {report.seconds:.1f} s"
     exempt = any(each.exempt for each in report.books)
     parts = [
