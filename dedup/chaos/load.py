@@ -355,7 +355,8 @@ def alter(settings: Settings, topics: list[str], configs: Mapping[str, str]) -> 
     entries = [ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in configs.items()]
     resources = [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries) for topic in topics]
     try:
-        for future in AdminClient(client_config(settings)).incremental_alter_configs(resources).values():
+        admin = AdminClient(client_config(settings))  # held until all futures are done, or it would cancel them
+        for future in admin.incremental_alter_configs(resources).values():
             future.result(_ANSWER_WITHIN_S)
     except KafkaException as error:
         names = " and ".join(topics)
