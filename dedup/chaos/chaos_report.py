@@ -4,50 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from html import escape
+from itertools import pairwise
 from typing import Final
 
+from dedup.chaos.fault_run import ChaosEvents, FaultType, Tick
 from dedup.verify.render import LEFT, html_table, legend, page, plot, scale
 from dedup.verify.report import Report
 
 _HEIGHT: Final = 200
-_COLOURS: Final[dict[str, str]] = {
-    "SIGKILL": "#e34948",
-    "frozen beyond the session": "#8a5bd6",
-    "frozen for a second": "#b99be8",
-    "SIGTERM": "#eda100",
-    "another worker joins and leaves": "#1baf7a",
-    "connections cut": "#2a78d6",
-    "broker SIGKILL": "#6b6a66",
-    "broker SIGTERM": "#a8a69e",
-    "output topic config changed": "#0f8f8a",
-    "source retention shortened": "#9a6a1f",
-    "group deletion attempted": "#c2458f",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """The figures of a run at one moment; times are in seconds since the start of fault injection."""
-
-    at_s: float
-    sent: int
-    in_topic: int
-    judged: int
-    forwarded: int
-    """Number of records that the live checker has seen."""
-
-
-@dataclass(frozen=True, slots=True)
-class InjectedFault:
-    """A fault that was scheduled; ``hit`` is False if its target was already down or frozen."""
-
-    at_s: float
-    kind: str
-    worker: int
-    hit: bool
 
 
 @dataclass(slots=True)
@@ -73,9 +40,7 @@ class ChaosReport:
     seed: int
     seconds: float
     workers: int
-    injected: list[InjectedFault]
-    ticks: list[Tick]
-    restarts: dict[int, int]
+    events: ChaosEvents
     verified: Report | None
     """The result of the verification; None if it was not possible, for a reason that the oracles contain."""
     oracles: list[Oracle] = field(default_factory=list)
@@ -97,9 +62,9 @@ class ChaosReport:
         return line + (f"  BROKEN: {', '.join(oracle.name for oracle in self.broken)}" if self.broken else "")
 
     @property
-    def counts(self) -> Counter[str]:
+    def counts(self) -> Counter[FaultType]:
         """Maps each kind of fault to the number of faults that hit."""
-        return Counter(fault.kind for fault in self.injected if fault.hit)
+        return Counter(fault.kind for fault in self.events.injected if fault.hit)
 
     def to_json(self) -> str:
         """Return the report as a JSON document, in which faults are named "blows" and "struck"."""
@@ -111,10 +76,10 @@ class ChaosReport:
             "seconds": round(self.seconds, 1),
             "workers": self.workers,
             "blows": dict(self.counts),
-            "restarts": self.restarts,
+            "restarts": self.events.restarts,
             "oracles": [asdict(oracle) for oracle in self.oracles],
-            "struck": [asdict(fault) for fault in self.injected],
-            "ticks": [asdict(tick) for tick in self.ticks],
+            "struck": [asdict(fault) for fault in self.events.injected],
+            "ticks": [asdict(tick) for tick in self.events.ticks],
             "verified": None if self.verified is None else json.loads(self.verified.to_json()),
         }
         return json.dumps(document, indent=2) + "\n"
@@ -131,7 +96,7 @@ class ChaosReport:
             self._plot("records per second", lambda now, before: (now.judged - before.judged, now.at_s - before.at_s)),
             "<h2>Lag: records sent and not judged yet</h2>",
             self._plot("lag", lambda now, _: (now.in_topic - now.judged, 1.0)),
-            legend({kind: _COLOURS[kind] for kind in sorted(self.counts)}),
+            legend({kind: kind.colour for kind in sorted(self.counts)}),
         )
         return page(f"dedup chaos {self.topology}", parts)
 
@@ -139,26 +104,21 @@ class ChaosReport:
         """Return an SVG line over time, with a mark for each fault that hit."""
         steps = [
             (now.at_s, max(0.0, number / per))
-            for before, now in zip(self.ticks, self.ticks[1:], strict=False)
+            for before, now in pairwise(self.events.ticks)
             for number, per in [figure(now, before)]
             if per > 0
         ]
         if not steps:
             return "<p class=soft>No figures were recorded.</p>"
-        last_s = max(steps[-1][0], *(fault.at_s for fault in self.injected), 1.0)
+        last_s = max(steps[-1][0], *(fault.at_s for fault in self.events.injected), 1.0)
         most = max(value for _, value in steps) or 1.0
-        return _svg(label, steps, [fault for fault in self.injected if fault.hit], last_s, most)
-
-
-def _svg(
-    label: str, steps: Sequence[tuple[float, float]], injected: Sequence[InjectedFault], last_s: float, most: float
-) -> str:
-    across, up, floor = scale(last_s, most, _HEIGHT)
-    line = " ".join(f"{LEFT + at_s * across:.1f},{floor - value * up:.1f}" for at_s, value in steps)
-    marks = "".join(
-        f"<line x1='{LEFT + fault.at_s * across:.1f}' x2='{LEFT + fault.at_s * across:.1f}' y1='12' y2='{floor}' "
-        f"stroke='{_COLOURS[fault.kind]}' opacity='.55'><title>{fault.at_s:.1f} s: {escape(fault.kind)}</title></line>"
-        for fault in injected
-    )
-    marks += f"<polyline points='{line}' fill='none' stroke='currentColor' stroke-width='1.5'/>"
-    return plot(f"{label} over time", marks, _HEIGHT, most, ("0 s", f"{last_s:,.0f} s"))
+        across, up, floor = scale(last_s, most, _HEIGHT)
+        line = " ".join(f"{LEFT + at_s * across:.1f},{floor - value * up:.1f}" for at_s, value in steps)
+        marks = "".join(
+            f"<line x1='{LEFT + fault.at_s * across:.1f}' x2='{LEFT + fault.at_s * across:.1f}' y1='12' y2='{floor}' "
+            f"stroke='{fault.kind.colour}' opacity='.55'><title>{fault.at_s:.1f} s: {escape(fault.kind)}</title></line>"
+            for fault in self.events.injected
+            if fault.hit
+        )
+        marks += f"<polyline points='{line}' fill='none' stroke='currentColor' stroke-width='1.5'/>"
+        return plot(f"{label} over time", marks, _HEIGHT, most, ("0 s", f"{last_s:,.0f} s"))

@@ -36,18 +36,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FENCED: Final = "Another owner has the partition"
 """The message that a worker logs when the broker fences one of its tasks."""
+_NO_DUPLICATE: Final = "nothing is duplicated, also in the view of the live checker"
 _RECORD_ORACLES: Final = ("O1", "O2", "O3", "O4")
-_MEANINGS: Final = {
-    "O1": "nothing is lost",
-    "O2": "nothing is duplicated, also in the view of the live checker",
-    "O3": "order and content match the source",
-    "O4": "the books balance",
-    "O5": "stores are the fold of their changelog",
-    "O6": "no lag and no open transaction is left",
-    "O7": "nothing written by a zombie is visible",
-    "O8": "no worker ended without a fault",
-    "O9": "every SIGTERM led to a clean shutdown",
-}
 
 
 @dataclass(slots=True)
@@ -58,8 +48,7 @@ class Evidence:
     seen: Sightings | None = None
     """The result of the live checker."""
     reached: bool = False
-    """True if the live checker reached the end of the output, which proves that no transaction is open in the output.
-    """
+    """True if the live checker reached the end of the output, so that no transaction is open in it."""
     judged: bool = False
     """True if the group has no lag."""
     stores: int = 0
@@ -68,10 +57,8 @@ class Evidence:
     """Number of workers that were frozen beyond their session timeout."""
     fenced: int = 0
     """Number of tasks that the broker fenced."""
-    batches: int = 0
-    owners: int = 0
-    behind: int | None = None
-    """Number of committed batches that a zombie wrote: batches of an older epoch that follow batches of a newer one."""
+    epochs: list[Epochs] | None = None
+    """The producer epochs of each partition of the changelog."""
     unprovoked: list[str] = field(default_factory=list)
     away: int = 0
     """How often a worker ended while the broker was down."""
@@ -83,53 +70,44 @@ class Evidence:
 
 def oracles(found: Evidence) -> list[Oracle]:
     """Return the oracles O1 to O9. An oracle that could not be computed does not hold."""
-    rows = zip(_MEANINGS.items(), [*_of_records(found), *_of_workers(found)], strict=True)
-    return [
-        Oracle(name, meaning, held=False, figure=f"not known: {found.unknown[name]}")
-        if name in found.unknown
-        else Oracle(name, meaning, held, figure)
-        for (name, meaning), (held, figure) in rows
-    ]
-
-
-def _of_records(found: Evidence) -> list[tuple[bool, str]]:
-    """Return for each of the oracles O1 to O6 whether it holds, and its figure."""
-    report, seen = found.verified, found.seen
-    counts = report.counts if report is not None else {}
+    report, seen, epochs = found.verified, found.seen, found.epochs or []
+    there = report is not None
+    counts, books, read = (report.counts, report.books, report.read) if report is not None else ({}, [], 0)
     lost, doubled = counts.get("lost", 0), counts.get("duplicated", 0)
     others = sum(counts.values()) - lost - doubled
-    books = report.books if report is not None else []
-    there = report is not None
+    unrepeated = seen is not None and not seen.duplicated
     watched = "no live checker" if seen is None else f"live checker {seen.duplicated} in {seen.records:,} records"
     if seen is not None and seen.samples:
         watched += f", the first at {seen.samples[0]}"
-    if not found.judged:
-        left = "some records are not judged"
-    else:
-        left = "everything judged and read" if found.reached else "the live checker did not reach the output's end"
-    return [
-        (there and not lost, f"lost {lost} of {report.read if report else 0:,}"),
-        (there and not doubled and seen is not None and not seen.duplicated, f"verify {doubled}, {watched}"),
-        (there and not others, f"{others} violations"),
-        (there and all(each.balanced for each in books), f"{len(books)} partitions"),
-        (found.wrong_stores == [], found.wrong_stores[0] if found.wrong_stores else f"{found.stores} stores"),
-        (found.judged and found.reached, left),
-    ]
-
-
-def _of_workers(found: Evidence) -> list[tuple[bool, str]]:
-    """Return for each of the oracles O7 to O9 whether it holds, and its figure."""
-    doubled = found.seen.duplicated if found.seen is not None else None
+    stores = [*(found.wrong_stores or ()), f"{found.stores} stores"][0]
+    left = "everything judged and read" if found.reached else "the live checker did not reach the output's end"
+    left = left if found.judged else "some records are not judged"
+    # A zombie wrote the batches of an older epoch that follow batches of a newer one.
+    behind = sum(len(each.behind) for each in epochs)
+    batches, owners = sum(each.batches for each in epochs), sum(each.owners for each in epochs)
     zombies = (
-        f"{found.zombies} frozen beyond the session, {found.fenced} tasks fenced; {found.behind} of "
-        f"{found.batches:,} batches by {found.owners} owners come after a newer owner's"
+        f"{found.zombies} frozen beyond the session, {found.fenced} tasks fenced; {behind} of {batches:,} batches by "
+        f"{owners} owners come after a newer owner's"
     )
-    ends = found.unprovoked[0] if found.unprovoked else f"{found.away} ended while the broker was down"
-    return [
-        (found.behind == 0 and doubled == 0, zombies),
-        (not found.unprovoked, ends),
-        (not found.unclean, found.unclean[0] if found.unclean else f"{found.starts} starts"),
-    ]
+    no_zombie = found.epochs is not None and not behind and unrepeated
+    ended = [*found.unprovoked, f"{found.away} ended while the broker was down"][0]
+    balanced = there and all(each.balanced for each in books)
+    rows = (
+        ("nothing is lost", there and not lost, f"lost {lost} of {read:,}"),
+        (_NO_DUPLICATE, there and not doubled and unrepeated, f"verify {doubled}, {watched}"),
+        ("order and content match the source", there and not others, f"{others} violations"),
+        ("the books balance", balanced, f"{len(books)} partitions"),
+        ("stores are the fold of their changelog", found.wrong_stores == [], stores),
+        ("no lag and no open transaction is left", found.judged and found.reached, left),
+        ("nothing written by a zombie is visible", no_zombie, zombies),
+        ("no worker ended without a fault", not found.unprovoked, ended),
+        ("every SIGTERM led to a clean shutdown", not found.unclean, [*found.unclean, f"{found.starts} starts"][0]),
+    )
+    result = [Oracle(f"O{number}", *row) for number, row in enumerate(rows, 1)]
+    for each in result:
+        if each.name in found.unknown:
+            each.held, each.figure = False, f"not known: {found.unknown[each.name]}"
+    return result
 
 
 def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: ChaosEvents, *, judged: bool) -> Evidence:
@@ -137,7 +115,7 @@ def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: Ch
     fleet = stage.fleet
     found = Evidence(judged=judged, unprovoked=fleet.unprovoked, unclean=fleet.unclean, starts=fleet.starts)
     found.away = sum(events.restarts.values())
-    found.zombies = sum(fault.hit and fault.kind == FaultType.FREEZE.value for fault in events.injected)
+    found.zombies = sum(fault.hit and fault.kind is FaultType.FREEZE for fault in events.injected)
     found.fenced = sum(fleet.count_logged(number, FENCED) for number in range(fleet.most))
     if events.early is not None:
         found.unknown["O6"] = events.early
@@ -150,10 +128,7 @@ def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: Ch
     stores = _or_why(found, ("O5",), lambda: _compare_stores(topology, settings, states))
     if stores is not None:
         found.stores, found.wrong_stores = stores
-    epochs = _or_why(found, ("O7",), lambda: _epochs(topology, settings))
-    if epochs is not None:
-        found.batches, found.owners = sum(each.batches for each in epochs), sum(each.owners for each in epochs)
-        found.behind = sum(len(each.behind) for each in epochs)
+    found.epochs = _or_why(found, ("O7",), lambda: _epochs(topology, settings))
     return found
 
 

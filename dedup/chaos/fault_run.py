@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self, assert_never
+from typing import TYPE_CHECKING, Final, Literal, Self
 
-from dedup.chaos.chaos_report import InjectedFault, Tick
 from dedup.chaos.load import Age, alter
 from dedup.embedded.child_process import DEDUP, Processes
 from dedup.errors import BrokerUnavailable, DedupError
@@ -36,43 +35,36 @@ if TYPE_CHECKING:
 # repeated.
 
 
-class FaultType(enum.Enum):
+class FaultType(enum.StrEnum):
     """A kind of fault. The value is the name of the fault in reports."""
 
-    KILL = "SIGKILL"
-    FREEZE = "frozen beyond the session"
-    SHORT_FREEZE = "frozen for a second"
-    STOP = "SIGTERM"
-    JOIN = "another worker joins and leaves"
-    CUT = "connections cut"
-    BROKER_KILL = "broker SIGKILL"
-    BROKER_ROLL = "broker SIGTERM"
-    OUTPUT_CONFIG = "output topic config changed"
-    RETENTION = "source retention shortened"
-    GROUP_DELETION = "group deletion attempted"
+    target: Literal["worker", "broker", "cluster"]
+    """What the fault hits. Faults of a cluster are changes that people make to it while workers run."""
+    per_minute: float
+    """How often the fault is injected."""
+    colour: str
+    """The color of the fault in reports."""
+
+    def __new__(cls, name: str, target: Literal["worker", "broker", "cluster"], per_minute: float, colour: str) -> Self:
+        """Return the kind of fault with this name in reports."""
+        kind = str.__new__(cls, name)
+        kind._value_ = name
+        kind.target, kind.per_minute, kind.colour = target, per_minute, colour
+        return kind
+
+    KILL = "SIGKILL", "worker", 12.0, "#e34948"
+    FREEZE = "frozen beyond the session", "worker", 0.5, "#8a5bd6"
+    SHORT_FREEZE = "frozen for a second", "worker", 1.0, "#b99be8"
+    STOP = "SIGTERM", "worker", 1.0, "#eda100"
+    JOIN = "another worker joins and leaves", "worker", 0.5, "#1baf7a"
+    CUT = "connections cut", "broker", 1.0, "#2a78d6"
+    BROKER_KILL = "broker SIGKILL", "broker", 0.2, "#6b6a66"
+    BROKER_ROLL = "broker SIGTERM", "cluster", 0.5, "#a8a69e"
+    OUTPUT_CONFIG = "output topic config changed", "cluster", 1.0, "#0f8f8a"
+    RETENTION = "source retention shortened", "cluster", 0.5, "#9a6a1f"
+    GROUP_DELETION = "group deletion attempted", "cluster", 0.5, "#c2458f"
 
 
-WORKER_FAULTS: Final = frozenset(
-    {FaultType.KILL, FaultType.FREEZE, FaultType.SHORT_FREEZE, FaultType.STOP, FaultType.JOIN}
-)
-BROKER_FAULTS: Final = frozenset({FaultType.CUT, FaultType.BROKER_KILL})
-CLUSTER_FAULTS: Final = frozenset(
-    {FaultType.BROKER_ROLL, FaultType.OUTPUT_CONFIG, FaultType.RETENTION, FaultType.GROUP_DELETION}
-)
-"""Changes that people make to a cluster while workers run. They are injected only if `--harder` is above 1."""
-PER_MINUTE: Final[Mapping[FaultType, float]] = {
-    FaultType.KILL: 12.0,
-    FaultType.FREEZE: 0.5,
-    FaultType.SHORT_FREEZE: 1.0,
-    FaultType.STOP: 1.0,
-    FaultType.JOIN: 0.5,
-    FaultType.CUT: 1.0,
-    FaultType.BROKER_KILL: 0.2,
-    FaultType.BROKER_ROLL: 0.5,
-    FaultType.OUTPUT_CONFIG: 1.0,
-    FaultType.RETENTION: 0.5,
-    FaultType.GROUP_DELETION: 0.5,
-}
 QUIET_S: Final = 5.0
 """Time without faults at the start of a run, so that a fleet that does not work at all fails before the first fault."""
 
@@ -82,21 +74,14 @@ class ScheduledFault:
     """A fault with its time, its kind, and the worker that it targets, if any."""
 
     at_s: float
-    kind_name: str
+    kind: FaultType
     worker: int
-
-    @property
-    def kind(self) -> FaultType:
-        """The kind of fault."""
-        return FaultType[self.kind_name]
 
 
 def rates(*, harder: float, embedded: bool) -> dict[FaultType, float]:
     """Return the number of faults of each kind per minute; ``embedded`` says that the run has its own broker."""
-    kinds = WORKER_FAULTS | (BROKER_FAULTS if embedded else frozenset())
-    if embedded and harder > 1:
-        kinds |= CLUSTER_FAULTS
-    return {kind: rate * harder for kind, rate in PER_MINUTE.items() if kind in kinds}
+    targets = ["worker", *(["broker"] if embedded else []), *(["cluster"] if embedded and harder > 1 else [])]
+    return {kind: kind.per_minute * harder for kind in FaultType if kind.target in targets}
 
 
 def draw(*, seed: int, seconds: float, workers: int, per_minute: Mapping[FaultType, float]) -> list[ScheduledFault]:
@@ -104,7 +89,7 @@ def draw(*, seed: int, seconds: float, workers: int, per_minute: Mapping[FaultTy
     dice = random.Random(seed)  # noqa: S311  # no secret; a run must be repeatable
     span_s = max(0.0, seconds - QUIET_S)
     return sorted(
-        ScheduledFault(QUIET_S + dice.random() * span_s, kind.name, dice.randrange(workers))
+        ScheduledFault(QUIET_S + dice.random() * span_s, kind, dice.randrange(workers))
         for kind, rate in per_minute.items()
         for _ in range(round(rate * span_s / 60))
     )
@@ -123,9 +108,7 @@ _TICK_S: Final = 1.0
 _POLL_S: Final = 0.1
 _DONE_WITHIN_S: Final = 180.0
 _DRAINS_WITHIN_S: Final = 60.0
-"""The time that a worker has for shutting down. If the broker is down during a commit, the commit waits for its timeout
-first.
-"""
+"""The time that a worker has for shutting down, in which a commit may wait for a broker that is down."""
 _DELETED_WITHIN_S: Final = 10.0
 _PATIENCE_MS: Final = 5_000
 _KILLED: Final = 137
@@ -171,20 +154,16 @@ class ChaosFleet(Processes):
         super().start(*names)
         self.starts += len(names)
 
-    def restart_killed(self, number: int) -> bool:
-        """Kill a worker by SIGKILL and restart it immediately; return False if the worker is frozen."""
-        if self.running[_name(number)].paused:
+    def restart(self, number: int, *, killed: bool) -> bool:
+        """End a worker with SIGKILL or SIGTERM, and restart it immediately; return False if the worker is frozen."""
+        name = _name(number)
+        if self.running[name].paused:
             return False
-        self.kill(_name(number))
-        self.start(_name(number))
-        return True
-
-    def restart_stopped(self, number: int) -> bool:
-        """Stop a worker with SIGTERM, record how it ended, and restart it; return False if the worker is frozen."""
-        if self.running[_name(number)].paused:
-            return False
-        self._end(_name(number))
-        self.start(_name(number))
+        if killed:
+            self.kill(name)
+        else:
+            self._end(name)
+        self.start(name)
         return True
 
     def pause(self, number: int) -> bool:
@@ -257,26 +236,55 @@ def _name(number: int) -> str:
 
 
 class ClusterFaults:
-    """Makes changes to a cluster that people make while workers run. A fleet must survive each change.
+    """Injects faults into an embedded broker, and makes changes to the cluster that people make while workers run.
 
-    Every method returns whether it had an effect, which is False if the broker is down.
+    Every method returns whether it had an effect. A fleet must survive each change.
     """
 
-    def __init__(self, topology: Topology, settings: Settings, watches: Sequence[Watch], ages: Sequence[Age]) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        settings: Settings,
+        watches: Sequence[Watch],
+        ages: Sequence[Age],
+        kafka: EmbeddedKafka,
+        proxy: FaultProxy,
+    ) -> None:
+        self.kafka: Final = kafka
         self._topology: Final = topology
         self._settings: Final = settings
         self._watches: Final = watches
         self._ages: Final = list(ages)
+        self._proxy: Final = proxy
         self._changes: Final = itertools.cycle(_CONFIG_CHANGES)
 
-    def change_output(self) -> bool:
+    def inject(self, kind: FaultType) -> bool:
+        """Inject a fault; return False if the broker is down."""
+        if kind is FaultType.CUT:
+            return self._proxy.cut() > 0
+        if not self.kafka.running:
+            return False
+        if kind is FaultType.BROKER_KILL:
+            self.kafka.kill()
+        elif kind is FaultType.BROKER_ROLL:
+            self.kafka.restart()  # a clean restart, as in an upgrade
+        else:
+            changes: dict[FaultType, Callable[[], bool]] = {
+                FaultType.OUTPUT_CONFIG: self._change_output,
+                FaultType.RETENTION: self.shorten_retention,
+                FaultType.GROUP_DELETION: lambda: asyncio.run(self._attempt_group_deletion()),
+            }
+            try:
+                return changes[kind]()
+            except DedupError:
+                return False
+        return True
+
+    def _change_output(self) -> bool:
         """Change the compression or the maximum record size of the output topic."""
         if self._topology.output is None:
             return False
-        try:
-            alter(self._settings, [self._topology.output.topic], next(self._changes))
-        except DedupError:
-            return False
+        alter(self._settings, [self._topology.output.topic], next(self._changes))
         return True
 
     def shorten_retention(self) -> bool:
@@ -285,33 +293,19 @@ class ClusterFaults:
             return False
         age = self._ages[0]
         kept_ms = str(int(time.time() * 1000) - age.until_ms)
-        try:
-            if not all(watch.beyond(age.ends[watch.topic]) for watch in self._watches):
-                return False
-            alter(self._settings, list(age.ends), {"retention.ms": kept_ms})
-            gone = self._until_gone(age)
-        except DedupError:
+        if not all(watch.beyond(age.ends[watch.topic]) for watch in self._watches):
             return False
-        if gone:
-            self._ages.pop(0)
-        return gone
-
-    def _until_gone(self, age: Age) -> bool:
+        alter(self._settings, list(age.ends), {"retention.ms": kept_ms})
         deadline_s = time.monotonic() + _DELETED_WITHIN_S
         while time.monotonic() < deadline_s:
             if all(watch.begins() == age.ends[watch.topic] for watch in self._watches):
+                self._ages.pop(0)
                 return True
             time.sleep(_POLL_S)
         return False
 
-    def attempt_group_deletion(self) -> bool:
-        """If the group has members, try to delete it; the broker must refuse."""
-        try:
-            return asyncio.run(self._attempt_group_deletion())
-        except DedupError:
-            return False
-
     async def _attempt_group_deletion(self) -> bool:
+        """If the group has members, try to delete it; the broker must refuse."""
         connection = replace(Connection.of(self._settings, client_id="dedup-chaos"), patience_ms=_PATIENCE_MS)
         wire = KafkaWire(connection)
         group = Group(wire, self._topology.name)
@@ -325,16 +319,36 @@ class ClusterFaults:
 
 @dataclass(frozen=True, slots=True)
 class ChaosStage:
-    """The processes of a run; `kafka`, `proxy`, and `cluster` are None if the run has no embedded broker."""
+    """The processes of a run; `cluster` is None if the run has no embedded broker."""
 
     fleet: ChaosFleet
     sender: Sender
     watches: tuple[Watch, ...]
     live_checker: LiveChecker
     session_s: float
-    kafka: EmbeddedKafka | None = None
-    proxy: FaultProxy | None = None
     cluster: ClusterFaults | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The figures of a run at one moment; times are in seconds since the start of fault injection."""
+
+    at_s: float
+    sent: int
+    in_topic: int
+    judged: int
+    forwarded: int
+    """Number of records that the live checker has seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class InjectedFault:
+    """A fault that was scheduled; ``hit`` is False if its target was already down or frozen."""
+
+    at_s: float
+    kind: FaultType
+    worker: int
+    hit: bool
 
 
 @dataclass(slots=True)
@@ -403,9 +417,6 @@ class ChaosRun:
         self._order += 1  # keeps the order of events with equal times
         heapq.heappush(self._due, (at_s, self._order, act))
 
-    def _after(self, delay_s: float, act: Callable[[], None]) -> None:
-        self._at(self._now() + delay_s, act)
-
     def _tick(self) -> Tick | None:
         self.events.restarts.update(self._stage.fleet.bring_back())
         # If a coordinator moves or a broker is down, the next tick succeeds.
@@ -424,54 +435,22 @@ class ChaosRun:
         return None
 
     def _inject(self, fault: ScheduledFault) -> None:
-        fleet = self._stage.fleet
-        worker = fault.worker
+        """Inject a fault, record whether it hit, and schedule its end if it has one."""
+        fleet, cluster, worker = self._stage.fleet, self._stage.cluster, fault.worker
+        lasts_s = 0.0
+        end: Callable[[], None] | None = None
         match fault.kind:
-            case FaultType.KILL:
-                hit = fleet.restart_killed(worker)
-            case FaultType.FREEZE:
-                hit = self._freeze(worker, self._stage.session_s * 1.3)
-            case FaultType.SHORT_FREEZE:
-                hit = self._freeze(worker, _SHORT_FREEZE_S)
-            case FaultType.STOP:
-                hit = fleet.restart_stopped(worker)
+            case FaultType.KILL | FaultType.STOP:
+                hit = fleet.restart(worker, killed=fault.kind is FaultType.KILL)
+            case FaultType.FREEZE | FaultType.SHORT_FREEZE:
+                hit, end = fleet.pause(worker), partial(fleet.resume, worker)
+                lasts_s = self._stage.session_s * 1.3 if fault.kind is FaultType.FREEZE else _SHORT_FREEZE_S
             case FaultType.JOIN:
-                hit = fleet.add_worker()
-                if hit:
-                    self._after(_JOINED_S, fleet.remove_worker)
-            case FaultType.CUT:
-                hit = self._stage.proxy is not None and self._stage.proxy.cut() > 0
-            case FaultType.BROKER_KILL | FaultType.BROKER_ROLL:
-                hit = self._end_broker(killed=fault.kind is FaultType.BROKER_KILL)
-            case FaultType.OUTPUT_CONFIG | FaultType.RETENTION | FaultType.GROUP_DELETION:
-                hit = self._change_cluster(fault.kind)
-            case never:
-                assert_never(never)
-        self.events.injected.append(InjectedFault(self._now(), fault.kind.value, worker, hit=hit))
-
-    def _freeze(self, worker: int, for_s: float) -> bool:
-        fleet = self._stage.fleet
-        if not fleet.pause(worker):
-            return False
-        self._after(for_s, partial(fleet.resume, worker))
-        return True
-
-    def _end_broker(self, *, killed: bool) -> bool:
-        """Kill the broker and start it again later, or restart it cleanly, as an upgrade does."""
-        kafka = self._stage.kafka
-        if kafka is None or not kafka.running:
-            return False
-        if killed:
-            kafka.kill()
-            self._after(_BROKER_DOWN_S, kafka.restart)
-        else:
-            kafka.restart()
-        return True
-
-    def _change_cluster(self, kind: FaultType) -> bool:
-        kafka, cluster = self._stage.kafka, self._stage.cluster
-        if kafka is None or cluster is None or not kafka.running:
-            return False
-        if kind is FaultType.OUTPUT_CONFIG:
-            return cluster.change_output()
-        return cluster.shorten_retention() if kind is FaultType.RETENTION else cluster.attempt_group_deletion()
+                hit, lasts_s, end = fleet.add_worker(), _JOINED_S, fleet.remove_worker
+            case _:
+                hit = cluster is not None and cluster.inject(fault.kind)
+                if cluster is not None and fault.kind is FaultType.BROKER_KILL:
+                    lasts_s, end = _BROKER_DOWN_S, cluster.kafka.restart
+        if hit and end is not None:
+            self._at(self._now() + lasts_s, end)
+        self.events.injected.append(InjectedFault(self._now(), fault.kind, worker, hit=hit))

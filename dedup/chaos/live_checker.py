@@ -79,18 +79,20 @@ class Watch:
 
     def look(self) -> GroupProgress:
         """Return the group's progress. Raises BrokerUnavailable if the broker does not respond; a retry may succeed."""
-        with self._asking(f"how far {self._group} is with {self.topic}"):
+        with self._asking(f"where {self.topic} ends"):
             ends = [self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[1] for place in self._places]
-            committed = self._consumer.committed(self._places, _ANSWER_WITHIN_S)
         # A negative offset means that nothing is committed yet.
-        return GroupProgress(sum(ends), sum(max(place.offset, 0) for place in committed))
+        return GroupProgress(sum(ends), sum(max(offset, 0) for offset in self._committed().values()))
 
     def beyond(self, offsets: Mapping[int, int]) -> bool:
         """Return whether the group has committed each partition up to the given offset. Raises as `look` does."""
+        committed = self._committed()
+        return all(committed.get(partition, -1) >= offset for partition, offset in offsets.items())
+
+    def _committed(self) -> dict[int, int]:
         with self._asking(f"how far {self._group} is with {self.topic}"):
             known = self._consumer.committed(self._places, _ANSWER_WITHIN_S)
-        committed = {place.partition: place.offset for place in known}
-        return all(committed.get(partition, -1) >= offset for partition, offset in offsets.items())
+        return {place.partition: place.offset for place in known}
 
     def begins(self) -> dict[int, int]:
         """Map each partition to its first offset. Raises as `look` does."""
@@ -120,9 +122,7 @@ class Sightings:
 
     records: int
     duplicated: int
-    """Number of records whose ID was seen before within the guard period. Records with the header `dedup-verdict` do
-    not count.
-    """
+    """Number of records whose ID was seen within the guard period, except records with `dedup-verdict`."""
     samples: tuple[str, ...]
 
 
@@ -154,7 +154,6 @@ class LiveChecker:
             "isolation.level": "read_committed",
             "enable.partition.eof": True,
             "fetch.wait.max.ms": 100,
-            "log_level": 0,
         }
         self._thread: Final = threading.Thread(target=self._read, name="live-checker", daemon=True)
 
@@ -206,18 +205,11 @@ class LiveChecker:
 
     def take(self, messages: list[Message]) -> None:
         """Process the result of one poll: records, and ends of partitions, which include transaction markers."""
-        records, ends = [], []
+        self._note([message for message in messages if message.error() is None])
         for message in messages:
-            error = message.error()
-            if error is None:
-                records.append(message)
-            elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  # the client's name for it
-                ends.append(message)
-        if records:
-            self._note(records)
-        for message in ends:
-            partition, offset = message.partition(), message.offset()
-            if partition is not None and offset is not None:
+            error, partition, offset = message.error(), message.partition(), message.offset()
+            ends = error is not None and error.code() == KafkaError._PARTITION_EOF  # noqa: SLF001  # the client's name
+            if ends and partition is not None and offset is not None:
                 # The same poll may contain records after this end, so the offset never decreases.
                 self._next[partition] = max(self._next.get(partition, 0), offset)
 

@@ -27,7 +27,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # exported, u
 )
 from confluent_kafka.cimpl import NewTopic
 
-from dedup.core.event_time import FieldTime, TimeUnit
+from dedup.core.event_time import FieldTime
 from dedup.core.fold import OnConflict
 from dedup.core.partitioner import partitions as partitions_of
 from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule
@@ -115,7 +115,11 @@ class MadeRecords:
         dice = self._dice
         if self._sent and dice.random() < _REPEATS:
             made = self._sent[-1 - int(dice.random() ** 3 * len(self._sent))]
-            return self._changed(made) if self._topology.fingerprints_wanted and dice.random() < _REPEATS else made
+            changed = self._topology.fingerprints_wanted and dice.random() < _REPEATS
+            # A conflict would stop the workers if the topology says so.
+            if changed and self._topology.on_conflict is not OnConflict.FAIL and self._topology.source.format == "json":
+                return replace(made, value=made.value.replace(_PADDING.encode(), b"y" * len(_PADDING)))
+            return made
         made = self.new(now_ms)
         if self._topology.source.format == "json" and dice.random() < _BAD:
             return replace(made, value=b'{"broken":')
@@ -145,16 +149,12 @@ class MadeRecords:
                 assert_never(never)
         event_time = self._topology.event_time
         if isinstance(event_time, FieldTime):
-            document = _with(document, event_time.path, _time_text(now_ms, event_time.unit))
+            unit, per_unit_us = event_time.unit, {"us": 1, "ms": 1_000, "s": 1_000_000}
+            written = instant(now_ms) if unit == "rfc3339" else now_ms * 1_000 // per_unit_us[unit]
+            document = _with(document, event_time.path, written)
         topic = self._dice.choice(self._topology.source.topics)
         (partition,) = partitions_of([text.encode()], self._partitions[topic])
         return Made(topic, partition, text.encode(), json.dumps(document).encode(), headers, now_ms)
-
-    def _changed(self, made: Made) -> Made:
-        """Return the same event with a different payload, or unchanged if a conflict would stop the workers."""
-        if self._topology.on_conflict is OnConflict.FAIL or self._topology.source.format != "json":
-            return made
-        return replace(made, value=made.value.replace(_PADDING.encode(), b"y" * len(_PADDING)))
 
 
 def _with(here: Any, path: Path, value: object) -> Any:  # noqa: ANN401  # a JSON value
@@ -170,17 +170,11 @@ def _with(here: Any, path: Path, value: object) -> Any:  # noqa: ANN401  # a JSO
     return {**members, step: _with(members.get(step), tuple(rest), value)}
 
 
-def _time_text(time_ms: int, unit: TimeUnit) -> int | str:
-    if unit == "rfc3339":
-        return instant(time_ms)
-    return time_ms * 1000 // {"us": 1, "ms": 1000, "s": 1_000_000}[unit]
-
-
 def make_topic(bootstrap: str, name: str, partitions: int) -> None:
     """Create a topic with one replica and unlimited retention time. Raises BrokerUnavailable if the creation fails."""
     topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config={"retention.ms": "-1"})
-    admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
     try:
+        admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
         admin.create_topics([topic])[name].result(_ANSWER_WITHIN_S)
     except KafkaException as error:
         raise BrokerUnavailable(f"The broker at {bootstrap} did not create {name}: {error}.") from error
@@ -338,35 +332,22 @@ def write_past(
     window = topology.window
     step_ms = window.guard_ms + window.grace_ms + (window.extend_at_most_ms if window.extend else 0) + _DAY_MS
     alter(settings, list(partitions), {"segment.ms": str(_SEGMENT_MS)})
-    return [
-        _write(topology, settings, partitions, f"{run}-past-{age}", seed, now_ms - age * step_ms, step_ms)
-        for age in range(_AGES, 0, -1)
-    ]
-
-
-def _write(
-    topology: Topology,
-    settings: Settings,
-    partitions: Mapping[str, int],
-    run: str,
-    seed: int,
-    time_ms: int,
-    step_ms: int,
-) -> Age:
-    made = MadeRecords(topology, partitions, run=run, seed=seed)
-    # No ID is used twice, because the verifier cannot distinguish a copy from the forwarded record if the log's
-    # beginning was deleted.
-    records = (made.new(time_ms) for _ in range(_RECORDS_PER_AGE * sum(partitions.values())))
-    # All records of one age are written before the next age, because a batch with records of both would be in one
-    # segment.
-    with Sender(records, settings, per_s=_AT_ONCE) as sender:
-        sender.finish()
-    with KafkaReader(settings) as reader:
-        ends = {topic: reader.bounds(topic) for topic in partitions}
-    return Age(
-        time_ms + step_ms // 2,
-        {topic: {partition: each.high for partition, each in bounds.items()} for topic, bounds in ends.items()},
-    )
+    ages = []
+    for age in range(_AGES, 0, -1):
+        made = MadeRecords(topology, partitions, run=f"{run}-past-{age}", seed=seed)
+        time_ms = now_ms - age * step_ms
+        # No ID is used twice, because the verifier cannot distinguish a copy from the forwarded record if the log's
+        # beginning was deleted.
+        records = [made.new(time_ms) for _ in range(_RECORDS_PER_AGE * sum(partitions.values()))]
+        # All records of one age are written before the next age, because a batch with records of both would be in one
+        # segment.
+        with Sender(records, settings, per_s=_AT_ONCE) as sender:
+            sender.finish()
+        with KafkaReader(settings) as reader:
+            bounds = {topic: reader.bounds(topic) for topic in partitions}
+        ends = {topic: {partition: each.high for partition, each in own.items()} for topic, own in bounds.items()}
+        ages.append(Age(time_ms + step_ms // 2, ends))
+    return ages
 
 
 def alter(settings: Settings, topics: list[str], configs: Mapping[str, str]) -> None:
@@ -374,7 +355,7 @@ def alter(settings: Settings, topics: list[str], configs: Mapping[str, str]) -> 
     entries = [ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in configs.items()]
     resources = [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries) for topic in topics]
     try:
-        admin = AdminClient({**client_config(settings), "log_level": 0})
+        admin = AdminClient(client_config(settings))  # held until all futures are done, or it would cancel them
         for future in admin.incremental_alter_configs(resources).values():
             future.result(_ANSWER_WITHIN_S)
     except KafkaException as error:

@@ -26,8 +26,8 @@ from dedup.cli.inputs import (
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible, VerificationFailed
 
 if TYPE_CHECKING:
-    from dedup.chaos.chaos_report import ChaosReport, Tick
-    from dedup.chaos.fault_run import ScheduledFault
+    from dedup.chaos.chaos_report import ChaosReport
+    from dedup.chaos.fault_run import ScheduledFault, Tick
     from dedup.chaos.load import Age
     from dedup.embedded.fault_proxy import FaultProxy
     from dedup.embedded.kafka_node import EmbeddedKafka
@@ -194,8 +194,10 @@ def _run(
         )
         stack.enter_context(fleet)
         sender = stack.enter_context(Sender(records, settings, per_s=options.per_s))
-        cluster = None if kafka is None else ClusterFaults(topology, settings, watches, ages)
-        stage = ChaosStage(fleet, sender, watches, live_checker, _SESSION_S, kafka, proxy, cluster)
+        cluster = None
+        if kafka is not None and proxy is not None:
+            cluster = ClusterFaults(topology, settings, watches, ages, kafka, proxy)
+        stage = ChaosStage(fleet, sender, watches, live_checker, _SESSION_S, cluster)
         console.print(
             f"{options.workers} workers, {options.per_s:,} records/s, {len(faults)} faults, seed {options.seed}"
         )
@@ -212,8 +214,7 @@ def _run(
         console.print(f"{sender.sent:,} records sent; the fleet has shut down; everything is read again")
         found = gather(topology, settings, stage, run.events, judged=judged)
     run_of = (topology.name, options.seed, seconds, options.workers)
-    happened = (run.events.injected, run.events.ticks, dict(run.events.restarts))
-    return ChaosReport(*run_of, *happened, found.verified, oracles(found))
+    return ChaosReport(*run_of, run.events, found.verified, oracles(found))
 
 
 def _print(found: ChaosReport, page: Path, console: Console) -> None:

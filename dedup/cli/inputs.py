@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dedup.settings import Settings
     from dedup.topology.ingest_file import Ingest
     from dedup.topology.model import Topology
-    from dedup.verify.cut import OnProgress, ReadProgress
+    from dedup.verify.cut import OnProgress
     from dedup.verify.report import Report
 
 TopologyArgument = Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="Topology file.")]
@@ -126,8 +126,8 @@ def reading_bar(console: Console, *, disable: bool = False) -> Iterator[OnProgre
     with Progress(console=console, transient=True, disable=disable) as bar:
         task = bar.add_task("reading", total=None)
 
-        def show(now: ReadProgress) -> None:
-            bar.update(task, description=now.doing, completed=now.done, total=now.total)
+        def show(doing: str, done: int, total: int) -> None:
+            bar.update(task, description=doing, completed=done, total=total)
 
         yield show
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Self
+from typing import IO, Final, Self, cast
 
 from dedup.embedded import watchdog
 from dedup.errors import InvariantBroken
@@ -25,9 +25,7 @@ class ChildProcess:
     """
 
     def __init__(self, command: Sequence[str], log_file: Path, *, directory: Path | None = None) -> None:
-        """Start a program that appends its output to ``log_file`` and, if given, has ``directory`` as working
-        directory.
-        """
+        """Start a program in the working directory ``directory``; it appends its output to ``log_file``."""
         self.log_file: Final = log_file
         self.paused = False
         with log_file.open("ab") as log:
@@ -40,8 +38,10 @@ class ChildProcess:
                 cwd=directory,
                 start_new_session=True,
             )
-        self.pid: Final = self._read_pid()
-        """The program's process ID; 0 if the program could not be started (the log file contains the reason)."""
+        self._orders: Final = cast("IO[bytes]", self._watchdog.stdin)
+        with cast("IO[bytes]", self._watchdog.stdout) as reports:
+            self.pid: Final = int(reports.readline() or 0)
+            """The program's process ID; 0 if the program could not be started (the log file contains the reason)."""
         self.watchdog_pid: Final = self._watchdog.pid
 
     @property
@@ -84,17 +84,11 @@ class ChildProcess:
         """End the program with SIGTERM, or with SIGKILL if it still runs after `within_s`, and return its exit code."""
         return self._end(b"ct", within_s)
 
-    def _read_pid(self) -> int:
-        if self._watchdog.stdout is None:
-            raise InvariantBroken("a pipe was requested and none was created")
-        with self._watchdog.stdout as reports:
-            return int(reports.readline() or 0)
-
     def _order(self, order: bytes) -> None:
-        if not self.running or self._watchdog.stdin is None:
+        if not self.running:
             raise InvariantBroken("this program does not run")
-        self._watchdog.stdin.write(order)
-        self._watchdog.stdin.flush()
+        self._orders.write(order)
+        self._orders.flush()
 
     def _end(self, order: bytes, within_s: float = _STOPS_WITHIN_S) -> int:
         # The program may exit at any moment, and then nobody reads the order.
@@ -105,9 +99,8 @@ class ChildProcess:
         except subprocess.TimeoutExpired:
             self._order(b"k")
             code = self._watchdog.wait()
-        if self._watchdog.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._watchdog.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._orders.close()
         return code
 
 

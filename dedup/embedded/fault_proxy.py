@@ -55,7 +55,8 @@ class FaultProxy:
     def __enter__(self) -> Self:
         """Start the proxy. Raises OSError if the proxy's port is in use."""
         self._thread.start()
-        self._run(self._start())
+        self._server = self._run(asyncio.start_server(self._accept, _HOST, self.port, limit=_CHUNK_BYTES))
+        self.port = self._server.sockets[0].getsockname()[1]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,10 +94,6 @@ class FaultProxy:
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    async def _start(self) -> None:
-        self._server = await asyncio.start_server(self._accept, _HOST, self.port, limit=_CHUNK_BYTES)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def _stop(self) -> None:
         self._server.close()

@@ -49,10 +49,10 @@ def flights(limit: int | None = None) -> Iterator[Flight]:
         from_the_end = len(fields) - fields.index(_TIME_FIELD)
         ordered = sorted(lines, key=lambda line: line.rstrip().rsplit(",", from_the_end)[-from_the_end])
     id_of = itemgetter(*(fields.index(name) for name in ID_FIELDS))
-    writers = [_text if name in _TEXT_FIELDS else _number for name in fields]
+    of_text = [name in _TEXT_FIELDS for name in fields]
     template = "{" + ",".join(f'"{name}":%s' for name in fields) + "}"
     for cells in csv.reader(ordered[:limit]):
-        event = template % tuple(write(cell) for write, cell in zip(writers, cells, strict=True))
+        event = template % tuple(map(_json, cells, of_text))
         yield Flight("-".join(id_of(cells)).encode(), event.encode())
 
 
@@ -69,10 +69,7 @@ def _data_file() -> Path:
 
 
 @functools.cache
-def _text(cell: str) -> str:
-    return "null" if cell in {"", "NA"} else json.dumps(cell)
-
-
-@functools.cache
-def _number(cell: str) -> str:
-    return "null" if cell in {"", "NA"} else str(int(cell))
+def _json(cell: str, is_text: bool) -> str:  # noqa: FBT001  # an argument of `map`
+    if cell in {"", "NA"}:
+        return "null"
+    return json.dumps(cell) if is_text else str(int(cell))

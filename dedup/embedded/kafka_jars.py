@@ -78,7 +78,8 @@ def install_jars(directory: Path, progress: Progress | None = None) -> Path:
         return directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive(directory.parent / f"{directory.name}.lock"):
+        with (directory.parent / f"{directory.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not _complete(directory, jars):
                 _install(directory, jars, progress)
     except OSError as error:
@@ -99,18 +100,19 @@ def _complete(directory: Path, jars: tuple[Jar, ...]) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def _exclusive(lock_file: Path) -> Iterator[None]:
-    with lock_file.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
-
-
 def _install(directory: Path, jars: tuple[Jar, ...], progress: Progress | None) -> None:
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f"{directory.name}.part-") as temporary:
         ready = Path(temporary) / "ready"
         ready.mkdir()
-        context = _maven(Path(temporary) / "repository", _Meter(sum(jar.size_bytes for jar in jars), progress))
+        done_bytes, total_bytes = 0, sum(jar.size_bytes for jar in jars)
+
+        def add(more_bytes: int) -> None:
+            nonlocal done_bytes
+            done_bytes = min(done_bytes + more_bytes, total_bytes)
+            if progress is not None:
+                progress(done_bytes, total_bytes)
+
+        context = _maven(Path(temporary) / "repository", add)
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
             for path in pool.map(lambda jar: _fetch(context, jar), jars):
                 path.rename(ready / path.name)
@@ -134,27 +136,16 @@ def _fetch(context: MavenContext, jar: Jar) -> Path:
     return path
 
 
-class _Meter:
-    """Converts jgo's progress for each file to the progress of the whole download in bytes."""
-
-    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
-        self._total_bytes = total_bytes
-        self._progress = progress
-        self._done_bytes = 0
+def _maven(repository: Path, progress: Callable[[int], None]) -> MavenContext:
+    """Return a context that downloads into ``repository``, and calls ``progress`` with the size of each new part."""
 
     @contextlib.contextmanager
-    def file(self, _name: str, _size_bytes: int) -> Iterator[Callable[[int], None]]:
-        yield self._add
+    def file(_name: str, _size_bytes: int) -> Iterator[Callable[[int], None]]:
+        yield progress
 
-    def _add(self, more_bytes: int) -> None:
-        self._done_bytes += more_bytes
-        if self._progress is not None:
-            self._progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
-
-
-def _maven(repository: Path, meter: _Meter) -> MavenContext:
-    resolver = PythonResolver(progress_callback=meter.file)
-    return MavenContext(resolver=resolver, repo_cache=repository, timeout=_ANSWER_WITHIN_S)
+    return MavenContext(
+        resolver=PythonResolver(progress_callback=file), repo_cache=repository, timeout=_ANSWER_WITHIN_S
+    )
 
 
 def locked(artifact: Artifact) -> Jar:
@@ -165,11 +156,9 @@ def locked(artifact: Artifact) -> Jar:
 
 
 def _print_lock_file() -> None:
-    """Print a lock file with the root artifacts and their runtime dependencies, which are downloaded to compute their
-    SHA-256.
-    """
+    """Download the root artifacts and their runtime dependencies, and print a lock file with their SHA-256."""
     with tempfile.TemporaryDirectory() as temporary:
-        context = _maven(Path(temporary), _Meter(0, None))
+        context = _maven(Path(temporary), lambda _: None)
         roots = [context.create_dependency(replace(Coordinate.parse(root), scope="compile")) for root in _ROOTS]
         inputs, transitive = context.resolver.resolve(roots)
         needed = [*inputs, *(found for found in transitive if found.scope in {"compile", "runtime"})]

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -64,6 +64,16 @@ _JVM_OPTIONS: Final[Mapping[Profile, tuple[str, ...]]] = {
     # These are Kafka's default options, with a heap for 2 cores.
     "bench": ("-Xms1g", "-Xmx1g", "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20"),
 }
+_LOGGER: Final = "-Dorg.slf4j.simpleLogger"
+_LOGGING_OPTIONS: Final = (
+    f"{_LOGGER}.defaultLogLevel=warn",
+    f"{_LOGGER}.showDateTime=true",
+    f"{_LOGGER}.dateTimeFormat=HH:mm:ss.SSS",
+    # This logger logs when the node is ready.
+    f"{_LOGGER}.log.kafka.server.KafkaRaftServer=info",
+    # This logger logs when the node was fenced because it got no CPU time for too long.
+    f"{_LOGGER}.log.org.apache.kafka.controller.ReplicationControlManager=info",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +116,8 @@ class EmbeddedKafka:
         self._has_proxy = proxied
         self._dir: Path | None = None
         self._ports: tuple[int, ...] = ()
-        self._process: ChildProcess | None = None
+        self.process: ChildProcess | None = None
+        """The Java process, to measure or freeze it; None before start() and after stop() or kill()."""
         self._classes: ClassArchive | None = None
 
     @property
@@ -127,12 +138,7 @@ class EmbeddedKafka:
     @property
     def running(self) -> bool:
         """True while the process runs. A paused process counts as running."""
-        return self._process is not None and self._process.running
-
-    @property
-    def process(self) -> ChildProcess | None:
-        """The Java process, to measure or freeze it; None before start() and after stop() or kill()."""
-        return self._process
+        return self.process is not None and self.process.running
 
     def start(self) -> Self:
         """Start the node, and wait until it responds to clients. A start takes 2 s, or longer if jars are missing."""
@@ -143,27 +149,28 @@ class EmbeddedKafka:
         jars = install_jars(cache_dir(os.environ), self._progress)
         self._dir = self._dir or self._given_dir or Path(tempfile.mkdtemp(prefix="dedup-kafka-"))
         first_start = not self._ports
-        for attempt in range(1, _PORT_TRIES + 1):
+        tries = _PORT_TRIES if first_start else 1
+        while True:
             if first_start:
                 self._ports = self._free_ports()
             self._format(java, jars)
-            process = self._launch(java, jars)
+            process = self.process = self._launch(java, jars)
             if self._ready(process):
                 return self
+            tries -= 1
             # After a free port is chosen, another process can take the port before Kafka binds it.
-            if not (first_start and attempt < _PORT_TRIES and "Address already in use" in process.log):
+            if not tries or "Address already in use" not in process.log:
                 self.kill()
                 raise BrokerUnavailable(
                     f"The embedded Kafka did not start within {_STARTS_WITHIN_S:g} s. "
                     f"The end of {self.log_file}:\n{process.log_tail}\n"
                     f"Fix what it names (a taken port, a full disk, foreign files in the data directory) and try again."
                 )
-        raise InvariantBroken("unreachable: the last attempt returns or raises")
 
     def check(self) -> None:
         """Raise BrokerUnavailable, with the end of the node's log, if the node has ended."""
         if not self.running:
-            tail = "" if self._process is None else self._process.log_tail
+            tail = "" if self.process is None else self.process.log_tail
             raise BrokerUnavailable(
                 f"The embedded Kafka ended unexpectedly. The end of {self.log_file}:\n{tail}\n"
                 f"Fix what it names and start again."
@@ -171,19 +178,18 @@ class EmbeddedKafka:
 
     def stop(self) -> None:
         """Shut the node down cleanly, delete temporary data, and free the ports. A second call has no effect."""
-        self._shut_down()
+        self._end(lambda process: process.stop(_STOPS_WITHIN_S))
         if self._given_dir is None and self._dir is not None:
             shutil.rmtree(self._dir, ignore_errors=True)
             self._dir, self._ports = None, ()
 
     def kill(self) -> None:
         """Kill the node with SIGKILL; its data is kept for restart()."""
-        if self._process is not None:
-            self._ended(self._process.kill())
+        self._end(ChildProcess.kill)
 
     def restart(self) -> None:
         """Shut the node down if it runs, and start it with the same addresses and the same data."""
-        self._shut_down()
+        self._end(lambda process: process.stop(_STOPS_WITHIN_S))
         self.start()
 
     def __enter__(self) -> Self:
@@ -194,14 +200,11 @@ class EmbeddedKafka:
         """Stop the node."""
         self.stop()
 
-    def _shut_down(self) -> None:
-        if self._process is not None:
-            self._ended(self._process.stop(_STOPS_WITHIN_S))
-
-    def _ended(self, exit_code: int) -> None:
-        self._process = None
-        if self._classes is not None:
-            self._classes.keep(exit_code)
+    def _end(self, end: Callable[[ChildProcess], int]) -> None:
+        if self.process is not None:
+            exit_code, self.process = end(self.process), None
+            if self._classes is not None:
+                self._classes.keep(exit_code)
 
     def _directory(self) -> Path:
         if self._dir is None:
@@ -220,8 +223,8 @@ class EmbeddedKafka:
     def _format(self, java: Path, jars: Path) -> None:
         """Write the config file, and give a new data directory an identity and the feature levels of this version."""
         data = self._directory() / "data"
-        self._config_file().parent.mkdir(parents=True, exist_ok=True)
-        self._config_file().write_text(self._config(data), encoding="utf-8")
+        data.parent.mkdir(parents=True, exist_ok=True)
+        (data.parent / "server.properties").write_text(self._config(data), encoding="utf-8")
         if (data / "meta.properties").exists():
             return
         data.mkdir(parents=True, exist_ok=True)
@@ -234,9 +237,6 @@ class EmbeddedKafka:
     def _identity(self) -> tuple[str, int]:
         """Return the IDs of the cluster and the node."""
         return new_id(), 1
-
-    def _config_file(self) -> Path:
-        return self._directory() / "server.properties"
 
     def _config(self, data: Path) -> str:
         listeners = {"CLIENT": self._port(0), "CONTROLLER": self._port(1)}
@@ -259,11 +259,10 @@ class EmbeddedKafka:
 
     def _launch(self, java: Path, jars: Path) -> ChildProcess:
         self._classes = ClassArchive.of(java, jars)
-        own = (*_JVM_OPTIONS[self._profile], *self._classes.options)
-        options = [*own, *_logging_options(), f"-XX:ErrorFile={self._directory()}/crash.log"]
-        command = [str(java), *options, "-cp", f"{jars}/*", "kafka.Kafka", str(self._config_file())]
-        self._process = ChildProcess(command, self.log_file)
-        return self._process
+        crash_log = f"-XX:ErrorFile={self._directory()}/crash.log"
+        options = (*_JVM_OPTIONS[self._profile], *self._classes.options, *_LOGGING_OPTIONS, crash_log)
+        command = [str(java), *options, "-cp", f"{jars}/*", "kafka.Kafka", f"{self._directory()}/server.properties"]
+        return ChildProcess(command, self.log_file)
 
     def _ready(self, process: ChildProcess) -> bool:
         deadline = time.monotonic() + _STARTS_WITHIN_S
@@ -291,7 +290,13 @@ class ClassArchive:
     @classmethod
     def of(cls, java: Path, jars: Path) -> Self:
         """Return the archive for a Java executable and a directory of jars. The archive may not exist yet."""
-        file = jars.parent / f"{jars.name}-classes-{_digest(java, jars)}.jsa"
+        # Java rejects an archive if the Java version or a jar has changed.
+        digest, release = blake2b(digest_size=8), java.resolve().parents[1] / "release"
+        digest.update(release.read_bytes() if release.is_file() else str(java.resolve()).encode())
+        for jar in sorted(jars.glob("*.jar")):
+            stat = jar.stat()
+            digest.update(f"{jar} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        file = jars.parent / f"{jars.name}-classes-{digest.hexdigest()}.jsa"
         return cls(file, None if file.is_file() else file.with_name(f"{file.name}.{os.getpid()}-{os.urandom(4).hex()}"))
 
     @property
@@ -313,17 +318,6 @@ class ClassArchive:
             self.made.unlink(missing_ok=True)
 
 
-def _digest(java: Path, jars: Path) -> str:
-    """Return a digest of the Java version and the jars, because Java rejects an archive if any of them has changed."""
-    digest = blake2b(digest_size=8)
-    release = java.resolve().parents[1] / "release"
-    digest.update(release.read_bytes() if release.is_file() else str(java.resolve()).encode())
-    for jar in sorted(jars.glob("*.jar")):
-        stat = jar.stat()
-        digest.update(f"{jar} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
-
-
 def free_ports(count: int) -> tuple[int, ...]:
     """Return ports on which no process listens, below the range that the system assigns to outgoing connections.
 
@@ -342,24 +336,8 @@ def free_ports(count: int) -> tuple[int, ...]:
     return tuple(ports)
 
 
-def _logging_options() -> tuple[str, ...]:
-    prefix = "-Dorg.slf4j.simpleLogger"
-    return (
-        f"{prefix}.defaultLogLevel=warn",
-        f"{prefix}.showDateTime=true",
-        f"{prefix}.dateTimeFormat=HH:mm:ss.SSS",
-        # This logger logs when the node is ready.
-        f"{prefix}.log.kafka.server.KafkaRaftServer=info",
-        # This logger logs when the node was fenced because it got no CPU time for too long.
-        f"{prefix}.log.org.apache.kafka.controller.ReplicationControlManager=info",
-    )
-
-
 def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
-    """Return the file with the feature levels of a new cluster, which Kafka's storage tool writes only once.
-
-    The file is always the same, and the tool would take a second for each new data directory.
-    """
+    """Return the file with a new cluster's feature levels, which Kafka's tool takes a second to write; it is kept."""
     kept = jars / "bootstrap.checkpoint"
     if kept.exists():
         return kept

@@ -28,7 +28,7 @@ from dedup.spark.files import History
 from dedup.spark.session import shuffles_for, translated_errors
 from dedup.topology.model import LateDrop
 from dedup.verify.replay import FUTURE
-from dedup.verify.report import SAMPLES_PER_KIND, VERDICTS, Books, Report, Violation, ViolationKind
+from dedup.verify.report import SAMPLES_PER_KIND, Books, Report, Violation, ViolationKind
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -109,7 +109,7 @@ def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:
         if row["dated"]:
             spans += (row["first"], row["last"])
         else:
-            report.timeline.add_undated(_BOOKED[verdict], number)
+            report.timeline.add(_BOOKED[verdict], None, number)
     if cut.topology.direct:
         for task, each in books.items():
             each.skipped = cut.begins[name][task] - cut.bounds[name][task].low
@@ -118,7 +118,7 @@ def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:
         report.timeline.step_ms = step_ms = max(1_000, (max(spans) - min(spans)) // _STEPS)
         shown = live.where(dated & ~fn.col("pending")).groupBy((time_ms - time_ms % fn.lit(step_ms)), "verdict").count()
         for start_ms, verdict, number in shown.collect():
-            report.timeline.add(start_ms, VERDICTS.index(_BOOKED[verdict]), number)
+            report.timeline.add(_BOOKED[verdict], start_ms, number)
 
 
 def _count_ended(report: Report, cut: AuditCut, sides: Sides, pairs: DataFrame) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final, NamedTuple
+
+from dedup.core.window import Source
 
 Headers = Sequence[tuple[str, bytes | None]]
 
@@ -31,79 +34,83 @@ def digest(key: bytes | None, value: bytes | None, headers: Headers, timestamp_m
     return blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
 
 
-class Place(NamedTuple):
-    """The position of a row in one of several sequences: a task or a partition, and the index of the row."""
+class Seen(NamedTuple):
+    """A record that a worker wrote."""
 
-    sequence: int
-    row: int
+    offset: int
+    digest: bytes
+    id: bytes | None
+    time_ms: int
+    exempt: bool
+    """True if a header of the record says that it was forwarded outside the guarantee."""
 
 
-@dataclass(slots=True)
-class Expected:
-    """The records that one task must have written to a topic, in order."""
+class Wanted(NamedTuple):
+    """A record that a task must have written to a topic."""
 
-    digests: list[bytes] = field(default_factory=list)
-    optional: set[int] = field(default_factory=set)
-    """Rows that may be present or absent, because the log does not prove either."""
-    positions: list[int] = field(default_factory=list)
-    """The position of each row in the task's log."""
+    digest: bytes
+    id: bytes | None
+    source: Source
+    position: int
+    """The position of the record in the task's log."""
+    optional: bool
+    """True if the record may be present or absent, because the log does not prove either."""
+    pending: bool
+    """True if the record is at or after the committed offset."""
 
 
 @dataclass(slots=True)
 class Comparison:
     """The differences between the records of a topic and the expected ones, regardless of order."""
 
-    missing: list[Place] = field(default_factory=list)
-    """Expected records that are absent, as (task, row)."""
-    extra: list[Place] = field(default_factory=list)
-    """Records that are present but not expected, or present more often than expected, as (partition, row)."""
-    matched: list[tuple[Place, Place]] = field(default_factory=list)
-    """Pairs of a record that is present, as (partition, row), and the expected record that it matches, as (task, row).
-    """
+    missing: list[tuple[int, Wanted]] = field(default_factory=list)
+    """Expected records that are absent, each with the index of its task."""
+    extra: list[tuple[int, Seen]] = field(default_factory=list)
+    """Records that are not expected, or present more often than expected, each with the index of its partition."""
+    matched: list[tuple[int, Seen, int, Wanted]] = field(default_factory=list)
+    """Records that are present, each with its partition, its task, and the expected record that it matches."""
 
 
-def matched(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]], *, from_end: bool = False) -> Comparison:
+def matched(
+    expected: Sequence[Sequence[Wanted]], actual: Sequence[Sequence[Seen]], *, from_end: bool = False
+) -> Comparison:
     """Match the records of each partition with those expected from each task, regardless of order.
 
     If equal records are present more often than expected, the last ones count as extra or, with ``from_end``, the
     first.
     """
-    rows_of = _candidates(expected, actual)
+    candidates = _candidates(expected, actual)
     if from_end:
-        for places in rows_of.values():
+        for places in candidates.values():
             places.reverse()
     result = Comparison()
-    for partition, digests in enumerate(actual):
-        for row, each in reversed(list(enumerate(digests))) if from_end else enumerate(digests):
-            candidates = rows_of.get(each)
-            if candidates:
-                result.matched.append((Place(partition, row), candidates.pop()))
+    for partition, records in enumerate(actual):
+        for seen in reversed(records) if from_end else records:
+            if candidates.get(seen.digest):
+                result.matched.append((partition, seen, *candidates[seen.digest].pop()))
             else:
-                result.extra.append(Place(partition, row))
-    for candidates in rows_of.values():
-        result.missing += [place for place in candidates if place.row not in expected[place.sequence].optional]
-    result.missing.sort()
+                result.extra.append((partition, seen))
+    left = ((task, wanted) for places in candidates.values() for task, wanted in places if not wanted.optional)
+    result.missing = sorted(left, key=lambda each: (each[0], each[1].position))
     return result
 
 
-def _candidates(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]]) -> dict[bytes, list[Place]]:
-    """Map each digest to the rows that expect it, last first; optional rows without an actual record are left out."""
-    rows_of: dict[bytes, list[Place]] = {}
-    for task, wanted in enumerate(expected):
-        for row, each in enumerate(wanted.digests):
-            rows_of.setdefault(each, []).append(Place(task, row))
-    there: dict[bytes, int] = {}
-    for digests in actual:
-        for each in digests:
-            there[each] = there.get(each, 0) + 1
-    for each, places in rows_of.items():
-        surplus = len(places) - there.get(each, 0)
+def _candidates(
+    expected: Sequence[Sequence[Wanted]], actual: Sequence[Sequence[Seen]]
+) -> dict[bytes, list[tuple[int, Wanted]]]:
+    """Map each digest to the tasks and records that expect it, last first, without surplus optional records."""
+    candidates: defaultdict[bytes, list[tuple[int, Wanted]]] = defaultdict(list)
+    for task, records in enumerate(expected):
+        for wanted in records:
+            candidates[wanted.digest].append((task, wanted))
+    there = Counter(seen.digest for records in actual for seen in records)
+    for each, places in candidates.items():
+        surplus = len(places) - there[each]
         if surplus > 0:
-            optional = [place for place in places if place.row in expected[place.sequence].optional]
-            for place in optional[:surplus]:
+            for place in [place for place in places if place[1].optional][:surplus]:
                 places.remove(place)
         places.reverse()
-    return rows_of
+    return candidates
 
 
 def out_of_order(wanted: array[int]) -> Iterator[int]:

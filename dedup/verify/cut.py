@@ -6,22 +6,18 @@ written record, columns on disk contain the task that wrote it and the record's 
 
 from __future__ import annotations
 
-import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dedup.core.reference_model import Feed, ModelRules
-from dedup.core.window import Source
 from dedup.errors import StateIncompatible
-from dedup.topology.model import LateForward, LateTo, Topology, extractor_of
-from dedup.verify.compare import digest, out_of_order
+from dedup.topology.model import LateTo, Topology, extractor_of
+from dedup.verify.compare import Seen, digest, out_of_order
 from dedup.verify.evidence import (
     DEAD_TAIL,
     LATE_TAIL,
@@ -29,148 +25,74 @@ from dedup.verify.evidence import (
     SideTopic,
     extracted_of,
     forwarded_by_replay,
-    read_side_topic,
 )
 from dedup.verify.kafka_reader import Bounds, KafkaReader, OpenTransaction, RecordColumns
-from dedup.verify.log_scan import Plan
+from dedup.verify.replay import Plan
 from dedup.verify.report import Report
-from dedup.verify.spill import Spill, condensed, place_of
+from dedup.verify.spill import BUCKET_ROWS, Spill, buckets_for, condensed, place_of
 
-Positions = npt.NDArray[np.int64]
-
-UNMATCHED: Final = -1
 WHY_REPLAYED: Final = "late records that `dedup replay` forwarded, outside the guarantee"
 WHY_RESET: Final = "offsets of output and side topics that are older than the last `dedup reset`"
 WHY_OPEN: Final = "a transaction stays open in a topic they were written to"
-_STEP: Final = 1 << 16
-_INT_BYTES: Final = 8
-_POSITION_BITS: Final = 46
-"""Number of bits for a position, out of 63. This is enough for the offsets of any log and leaves bits for 100,000
-tasks.
-"""
-_POSITION: Final = (1 << _POSITION_BITS) - 1
 _MOST_LATE: Final = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class ReadProgress:
-    """The progress of a verification: the number of records that are read, and the number of all records to read."""
-
-    doing: str
-    done: int
-    total: int
-
-
-OnProgress = Callable[[ReadProgress], None]
-
-
-class Column:
-    """A column of 64-bit integers in a temporary file."""
-
-    def __init__(self, directory: str) -> None:
-        self._file: Final = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # closed by `close`
-        self._rows = 0
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def extend(self, values: list[int]) -> None:
-        """Append integers."""
-        self._file.seek(self._rows * _INT_BYTES)
-        self._file.write(np.array(values, dtype=np.int64).tobytes())
-        self._rows += len(values)
-
-    def clear(self) -> None:
-        """Remove all rows."""
-        self._rows = 0
-
-    def put(self, rows: Positions, values: Positions) -> None:
-        """Set the values of these rows, which must be in ascending order."""
-        at = 0
-        while at < len(rows):
-            first = int(rows[at])
-            end = int(np.searchsorted(rows, first + _STEP))
-            held = self.read(first, min(first + _STEP, self._rows))
-            held[rows[at:end] - first] = values[at:end]
-            self._file.seek(first * _INT_BYTES)
-            self._file.write(held.tobytes())
-            at = end
-
-    def read(self, start: int, end: int) -> Positions:
-        """Return the rows [start, end)."""
-        self._file.seek(start * _INT_BYTES)
-        return np.frombuffer(self._file.read((end - start) * _INT_BYTES), dtype=np.int64).copy()
-
-    def __getitem__(self, row: int) -> int:
-        return int(self.read(row, row + 1)[0])
-
-    def close(self) -> None:
-        """Free the disk space."""
-        self._file.close()
+OnProgress = Callable[[str, int, int], None]
+"""Called with the partition that is read, the number of records read so far, and the number of all records to read."""
 
 
 class Order:
-    """For each row of one written partition, the task from whose log the row comes and its position in this log."""
+    """The records of a written partition that match expected ones, with the tasks and positions of these."""
 
-    def __init__(self, directory: str) -> None:
-        self._places: Final = Column(directory)
-        """Maps each row to task and position in one integer; `UNMATCHED` if no record was expected in this row."""
-
-    def expect(self, rows: int) -> None:
-        """Add rows that are not matched yet."""
-        for start in range(0, rows, _STEP):
-            self._places.extend([UNMATCHED] * min(_STEP, rows - start))
+    def __init__(self, bounds: Bounds, matches: Spill) -> None:
+        self._bounds: Final = bounds
+        self._matches: Final = matches
+        """Offset, task, and position of each matched record. Each bucket holds a range of offsets."""
 
     def forget(self) -> None:
-        """Mark all rows as not matched."""
-        rows = len(self._places)
-        self._places.clear()
-        self.expect(rows)
+        """Forget all matches."""
+        self._matches.clear()
 
-    def match(self, found: list[tuple[int, int, int]]) -> None:
-        """Store the task and position of rows that match an expected record, given as (row, task, position)."""
-        if found:
-            placed = sorted((row, task << _POSITION_BITS | position) for row, task, position in found)
-            rows, places = np.array(placed, dtype=np.int64).T
-            self._places.put(rows, places)
+    def match(self, found: Iterable[tuple[int, int, int]]) -> None:
+        """Store records that match an expected record, given as (offset, task, position)."""
+        for match in found:
+            self._matches.add((match[0] - self._bounds.low) // BUCKET_ROWS, match)
+        self._matches.flush()  # many partitions are matched in turn, so none keeps rows in memory
 
     def first_matched(self) -> int:
-        """Return the index of the first matched row; the number of rows if no row is matched."""
-        return next((int(rows[0]) for rows, _, _ in self._matched() if len(rows)), len(self._places))
+        """Return the offset of the first matched record; the end of the partition if no record is matched."""
+        return next((int(offsets[0]) for offsets, _, _ in self._matched()), self._bounds.high)
 
     def first_position(self, task: int) -> int | None:
         """Return the position of a task's first matched record; None if there is none."""
         return next((int(own[0]) for _, tasks, found in self._matched() if len(own := found[tasks == task])), None)
 
     def displaced(self) -> list[int]:
-        """Return the smallest set of rows whose removal leaves the records of each task in order."""
+        """Return the smallest set of offsets whose removal leaves the records of each task in order."""
         last: dict[int, int] = {}
         unsorted: set[int] = set()
         for _, tasks, positions in self._matched():
             for task in np.unique(tasks).tolist():
                 own = positions[tasks == task]
-                if last.get(task, UNMATCHED) > own[0] or bool(np.any(np.diff(own) < 0)):
+                if last.get(task, -1) > own[0] or bool(np.any(np.diff(own) < 0)):
                     unsorted.add(task)
-                last[task] = max(last.get(task, UNMATCHED), int(own.max()))
-        return sorted(row for task in unsorted for row in self._displaced_of(task))
+                last[task] = max(last.get(task, -1), int(own.max()))
+        return sorted(offset for task in unsorted for offset in self._displaced_of(task))
 
     def _displaced_of(self, task: int) -> list[int]:
-        own = [(rows[tasks == task], positions[tasks == task]) for rows, tasks, positions in self._matched()]
-        return disorder(np.concatenate([rows for rows, _ in own]), np.concatenate([found for _, found in own]))
+        own = [(offsets[tasks == task], positions[tasks == task]) for offsets, tasks, positions in self._matched()]
+        return disorder(np.concatenate([offsets for offsets, _ in own]), np.concatenate([found for _, found in own]))
 
-    def _matched(self) -> Iterator[tuple[Positions, Positions, Positions]]:
-        """Yield the matched rows, with their tasks and positions, in parts that fit into memory."""
-        for start in range(0, len(self._places), _STEP):
-            places = self._places.read(start, min(start + _STEP, len(self._places)))
-            rows = np.flatnonzero(places != UNMATCHED)
-            yield rows + start, places[rows] >> _POSITION_BITS, places[rows] & _POSITION
-
-    def close(self) -> None:
-        """Free the disk space."""
-        self._places.close()
+    def _matched(self) -> Iterator[npt.NDArray[np.int64]]:
+        """Yield columns of offsets, tasks, and positions in ascending order of offsets, one range at a time."""
+        for number in range(self._matches.buckets):
+            # A record that is matched again, in a second pass, counts once.
+            matches = {offset: (offset, *found) for offset, *found in self._matches.bucket(number)}
+            if matches:
+                yield np.array(sorted(matches.values()), dtype=np.int64).T
 
 
-def disorder(rows: Positions, positions: Positions) -> list[int]:
+def disorder(rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> list[int]:
     """Return the smallest set of rows that are out of order."""
     greatest = np.maximum.accumulate(positions)
     least = np.minimum.accumulate(positions[::-1])[::-1]
@@ -185,71 +107,38 @@ def disorder(rows: Positions, positions: Positions) -> list[int]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A record that a worker wrote."""
-
-    row: int
-    """The index of the record among the sampled records of its partition."""
-    digest: bytes
-    id: bytes | None
-    time_ms: int
-    exempt: bool
-    """True if a header of the record says that it was forwarded outside the guarantee."""
-
-
 @dataclass(slots=True)
 class WrittenPartition:
-    """The records within the cut in one partition of a topic that workers write, in buckets, with their order."""
+    """The sampled records within the cut in one partition of a topic that workers write, in buckets."""
 
     topic: str
     partition: int
     bounds: Bounds
     spill: Spill
-    offsets: Column
     order: Order
     broker_time: bool = False
     first_digests: frozenset[bytes] = frozenset()
-    """Digests of the first record, even if it is not in the sample: of the whole record, and of the record without the
-    verdict header that a worker may have added.
-    """
+    """Digests of the first record, sampled or not, with and without the verdict header that a worker may have added."""
     first_kept: tuple[int, bytes] | None = None
     """The hash (`spill.place_of`) and the digest of the first sampled record."""
     truncated: bool = False
     """True if a transaction stays open, so that the records after its beginning are unknown."""
-    late: set[bytes] | None = field(default_factory=set)
-    """Digests of all records that are marked as forwarded late, even those not in the sample; None if there are too
-    many.
-    """
+    late: set[bytes] = field(default_factory=set)
+    """Digests of the first records that are marked as forwarded late, even those not in the sample."""
 
     @property
-    def late_digests(self) -> frozenset[bytes] | None:
-        """Digests of all records that are marked as forwarded late; None if some may be deleted or not readable yet."""
-        return None if self.late is None or self.bounds.start_deleted or self.truncated else frozenset(self.late)
+    def late_digests(self) -> set[bytes] | None:
+        """Digests of all records that are marked as forwarded late; None if some may be unknown."""
+        partial = self.bounds.start_deleted or self.truncated or len(self.late) > _MOST_LATE
+        return None if partial else self.late
 
-    def note_late(self, digest: bytes) -> None:
-        """Add the digest of a record that is marked as forwarded late."""
-        if self.late is not None:
-            self.late.add(digest)
-            if len(self.late) > _MOST_LATE:
-                self.late = None
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    def place(self, row: int) -> str:
+    def place(self, offset: int) -> str:
         """Return the position of a record in the form in which reports show it."""
-        return f"{self.topic}/{self.partition} offset {self.offsets[row]}"
+        return f"{self.topic}/{self.partition} offset {offset}"
 
     def bucket(self, number: int) -> list[Seen]:
         """Return the records of a bucket, in order."""
         return [Seen(*values) for values in self.spill.bucket(number)]
-
-    def close(self) -> None:
-        """Free the disk space."""
-        self.spill.close()
-        self.offsets.close()
-        self.order.close()
 
 
 @dataclass(slots=True)
@@ -278,20 +167,18 @@ class Cut:
     total: int = 0
     done: int = 0
     starts: dict[int, int] = field(default_factory=dict)
-    """Maps a source partition to the offset of the first record that is in a written topic, if the written records of
-    earlier ones may be deleted.
-    """
+    """Maps a source partition to the offset of its first written record, if earlier written records may be deleted."""
     unread: set[tuple[str, int]] = field(default_factory=set)
     """Topics and partitions that could not be read to their end."""
-    held: list[Spill | WrittenPartition] = field(default_factory=list)
-    """All objects that hold a file, so that they are closed if the verification fails."""
+    held: list[Spill] = field(default_factory=list)
+    """All spills whose files `free` deletes."""
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterable[RecordColumns]:
         """Yield the committed records with offsets in [start, end), and report progress."""
         try:
             for columns in self.reader.read(topic, partition, start, end):
                 self.done += len(columns.offsets)
-                self.progress(ReadProgress(f"{topic}/{partition}", self.done, max(self.total, self.done)))
+                self.progress(f"{topic}/{partition}", self.done, max(self.total, self.done))
                 yield columns
         except OpenTransaction as fact:
             self.unread.add((topic, partition))
@@ -303,9 +190,9 @@ class Cut:
         topics = enumerate(self.topology.source.topics)
         return [(at, partition) for at, topic in topics for partition in range(self.partitions[topic])]
 
-    def place(self, source: Source) -> str:
-        """Return a source position in the form in which reports show it."""
-        return self.plan.place(source)
+    def whole(self, topic: str) -> bool:
+        """Return whether no partition of a topic has lost its beginning."""
+        return not any(bounds.start_deleted for bounds in self.bounds[topic].values())
 
     def sampled(self, place: int) -> bool:
         """Return whether a record with this hash (`spill.place_of`) is in the sample."""
@@ -318,72 +205,53 @@ class Cut:
         return made
 
     def written(self, topic: str, partition: int, buckets: int, *, stamped: bool) -> WrittenPartition:
-        """Read a partition that workers write, and return its records within the cut.
-
-        With ``stamped``, digests include timestamps if the topic keeps them (CreateTime).
-        """
-        bounds, scratch = self.bounds[topic][partition], self.scratch
-        found = WrittenPartition(topic, partition, bounds, self.spill(buckets), Column(scratch), Order(scratch))
-        self.held.append(found)
+        """Return the records of a written partition; with ``stamped``, digests include producers' timestamps."""
+        bounds = self.bounds[topic][partition]
+        order = Order(bounds, self.spill(buckets_for(bounds.high - bounds.low)))
+        found = WrittenPartition(topic, partition, bounds, self.spill(buckets), order)
         for read in self.read(topic, partition, bounds.low, bounds.high):
             columns = self._of_workers(read)
             self.report.unprovable(WHY_REPLAYED, len(read.offsets) - len(columns.offsets))
             found.broker_time = columns.broker_time
+            keeps_times = stamped and not columns.broker_time
             if not found.first_digests and columns.offsets:
-                found.first_digests = self._of_first(columns, stamped=stamped and not columns.broker_time)
-            offsets: list[int] = []
-            read_as = self._seen(columns, len(found), stamped=stamped and not columns.broker_time)
-            for headers, (place, offset, seen) in zip(columns.headers, read_as, strict=True):
-                if seen[4] and (VERDICT_HEADER, b"late") in headers:
-                    found.note_late(seen[1])
-                if not self.sampled(place):
-                    continue
-                if found.first_kept is None:
-                    found.first_kept = (place, seen[1])
-                found.spill.add(place, (len(found) + len(offsets), *seen[1:]))
-                offsets.append(offset)
-            found.offsets.extend(offsets)
-        found.order.expect(len(found))
+                found.first_digests = _of_first(columns, columns.timestamps_ms[0] if keeps_times else 0)
+            read_as = self._seen(columns, stamped=keeps_times)
+            for headers, (place, seen) in zip(columns.headers, read_as, strict=True):
+                if seen.exempt and (VERDICT_HEADER, b"late") in headers and len(found.late) <= _MOST_LATE:
+                    found.late.add(seen.digest)
+                if self.sampled(place):
+                    found.first_kept = found.first_kept or (place, seen.digest)
+                    found.spill.add(place, seen)
         found.truncated = (topic, partition) in self.unread
         return found
 
-    @staticmethod
-    def _of_first(columns: RecordColumns, *, stamped: bool) -> frozenset[bytes]:
-        headers, time_ms = columns.headers[0], columns.timestamps_ms[0] if stamped else 0
-        added = max((at for at, (name, _) in enumerate(headers) if name == VERDICT_HEADER), default=len(headers))
-        key, value = columns.keys[0], condensed(columns.values[0])
-        both = (headers, [*headers[:added], *headers[added + 1 :]])
-        return frozenset(digest(key, value, each, time_ms) for each in both)
-
-    def _seen(
-        self, columns: RecordColumns, row: int, *, stamped: bool
-    ) -> Iterator[tuple[int, int, tuple[int, bytes, bytes | None, int, bool]]]:
-        """Yield the place, the offset and the values of `Seen` for each record."""
+    def _seen(self, columns: RecordColumns, *, stamped: bool) -> Iterator[tuple[int, Seen]]:
+        """Yield each record with the hash that determines its bucket."""
         extracted = extracted_of(self.plan.extract, columns)
         for at, offset in enumerate(columns.offsets):
             tracking_id = None if at in extracted.faults else extracted.ids[at]
-            value, headers = condensed(columns.values[at]), columns.headers[at]
-            time_ms = columns.timestamps_ms[at] if stamped else 0
+            key, value, headers = columns.keys[at], condensed(columns.values[at]), columns.headers[at]
             exempt = any(name == VERDICT_HEADER for name, _ in headers)
-            content = digest(columns.keys[at], value, headers, time_ms)
-            place = place_of(tracking_id, columns.keys[at], value)
-            yield place, offset, (row + at, content, tracking_id, extracted.times_ms[at], exempt)
+            content = digest(key, value, headers, columns.timestamps_ms[at] if stamped else 0)
+            yield place_of(tracking_id, key, value), Seen(offset, content, tracking_id, extracted.times_ms[at], exempt)
 
     def _of_workers(self, columns: RecordColumns) -> RecordColumns:
         """Leave out the records that `dedup replay` has forwarded, because no verdict accounts for them."""
         topics = self.topology.source.topics
-        replayed = {row for row, own in enumerate(columns.headers) if own and forwarded_by_replay(own, topics)}
-        return (
-            columns.rows([row for row in range(len(columns.offsets)) if row not in replayed]) if replayed else columns
-        )
+        kept = [row for row, own in enumerate(columns.headers) if not (own and forwarded_by_replay(own, topics))]
+        return columns if len(kept) == len(columns.offsets) else columns.rows(kept)
+
+    def free(self) -> None:
+        """Delete the temporary files of all records that were read so far, except those of the side topics."""
+        while self.held:
+            self.held.pop().close()
 
     def close(self) -> None:
         """Delete all temporary files."""
-        for each in self.held:
-            each.close()
-        for side in (self.plan.late, self.plan.dead_letters):
-            if side is not None:
-                side.close()
+        self.free()
+        for side in self.plan.sides:
+            side.close()
 
     def pending(self, topic: str, partition: int) -> int:
         """Return the lag of a feeding partition, counted in the same way as by `dedup status`."""
@@ -413,6 +281,13 @@ class Cut:
         return now.get(partition, self.committed[topic].get(partition, 0))
 
 
+def _of_first(columns: RecordColumns, time_ms: int) -> frozenset[bytes]:
+    key, value, headers = columns.keys[0], condensed(columns.values[0]), columns.headers[0]
+    added = max((at for at, (name, _) in enumerate(headers) if name == VERDICT_HEADER), default=len(headers))
+    both = (headers, [*headers[:added], *headers[added + 1 :]])
+    return frozenset(digest(key, value, each, time_ms) for each in both)
+
+
 class TopicOffsets(NamedTuple):
     """What a cut begins with; see `Cut`."""
 
@@ -434,9 +309,8 @@ def offsets_of(topology: Topology, reader: KafkaReader, report: Report) -> Topic
     partitions = reader.partitions([*reading, *(topic for topic in named if topic is not None)])
     _refuse_missing(topology, partitions)
     committed = {topic: reader.committed(topology.name, topic, range(partitions[topic])) for topic in reading}
-    marks = {
-        topic: reader.committed(topology.reset_group, topic, range(number)) for topic, number in partitions.items()
-    }
+    reset = topology.reset_group
+    marks = {topic: reader.committed(reset, topic, range(number)) for topic, number in partitions.items()}
     begins = {topic: marks.pop(topic) for topic in topology.source.topics}
     bounds = {topic: reader.bounds(topic, range(number), marks.get(topic)) for topic, number in partitions.items()}
     report.unprovable(WHY_RESET, sum(each.before for of_topic in bounds.values() for each in of_topic.values()))
@@ -454,11 +328,15 @@ def take_cut(
     partitions, _, bounds, _ = found
     output = [topology.output.topic] if topology.output is not None else []
     compacted = reader.compacted(topic for topic in (*topology.source.topics, *output) if partitions[topic])
-    plan = _plan(topology, reader, bounds, scratch)
+
+    def side(name: str, tail: tuple[str, ...]) -> SideTopic:
+        return SideTopic(name, scratch).read(reader, bounds[name], topology.source.topics, tail)
+
+    late = side(topology.late.topic, LATE_TAIL) if isinstance(topology.late, LateTo) else None
+    plan = Plan(topology, _model_rules(topology), extractor_of(topology), late, side(topology.dead_letter, DEAD_TAIL))
     cut = Cut(topology, reader, report, progress, *found, compacted, plan, scratch, sample)
     cut.total = sum(each.high - each.low for of_topic in bounds.values() for each in of_topic.values())
-    sides = [side.name for side in (plan.late, plan.dead_letters) if side is not None]
-    cut.done = sum(each.high - each.low for name in sides for each in bounds[name].values())
+    cut.done = sum(each.high - each.low for side in plan.sides for each in bounds[side.name].values())
     return cut
 
 
@@ -477,41 +355,6 @@ def _refuse_missing(topology: Topology, partitions: dict[str, int]) -> None:
             f"{partitions[source]}, but records keep their partition number. Nothing can be verified until both have "
             f"the same number, or the topology repartitions."
         )
-
-
-def _plan(topology: Topology, reader: KafkaReader, bounds: dict[str, dict[int, Bounds]], scratch: str) -> Plan:
-    topics = topology.source.topics
-    late: SideTopic | None = None
-    side = partial(_side, reader, bounds, topics, scratch)
-    if isinstance(topology.late, LateTo):
-        late = side(topology.late.topic, LATE_TAIL)
-    dead_letters = side(topology.dead_letter, DEAD_TAIL)
-    return Plan(
-        _model_rules(topology),
-        extractor_of(topology),
-        topics,
-        topology.max_clock_skew_ms,
-        source_header=topology.output is not None and topology.output.headers,
-        late=late,
-        late_forwarded=isinstance(topology.late, LateForward),
-        dead_letters=dead_letters,
-        duplicates=topology.duplicates is not None,
-        conflicts=topology.conflicts is not None,
-    )
-
-
-def _side(
-    reader: KafkaReader,
-    bounds: dict[str, dict[int, Bounds]],
-    topics: tuple[str, ...],
-    scratch: str,
-    name: str,
-    tail: tuple[str, ...],
-) -> SideTopic:
-    own = bounds[name]
-    side = SideTopic(name, str(Path(scratch) / name), complete=not any(each.start_deleted for each in own.values()))
-    read_side_topic(reader, side, own, topics, tail)
-    return side
 
 
 def _model_rules(topology: Topology) -> ModelRules:

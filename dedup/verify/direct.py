@@ -1,20 +1,20 @@
 """Verifies a topology that reads its source topic directly, by replaying each partition in the order of its log.
 
 The records of a partition, and the records that workers wrote for them, are read once and sorted into buckets by
-tracking ID (`spill`). Each record is stored with the stream time at which it was judged (`log_scan`). The buckets are
-then judged and compared one by one. For a compacted source, only the checks that do not depend on order are made.
+tracking ID (`spill`). Each record is stored with the stream time at which it was judged (`replay.LogScan`). The buckets
+are then judged and compared one by one. For a compacted source, only the checks that do not depend on order are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
 from dedup.core.window import Source
-from dedup.verify.compare import Place, digest, matched
-from dedup.verify.cut import WHY_OPEN, Cut, Seen, WrittenPartition
-from dedup.verify.evidence import SOURCE_HEADER, SideTopic, extracted_of
+from dedup.verify.compare import Seen, matched
+from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition
+from dedup.verify.evidence import SideTopic, extracted_of
 from dedup.verify.findings import (
     WHY_OUTPUT_GONE,
     WHY_SOURCE_GONE,
@@ -25,10 +25,9 @@ from dedup.verify.findings import (
     report_displaced,
 )
 from dedup.verify.kafka_reader import Bounds, RecordColumns
-from dedup.verify.log_scan import Log, LogScan, Plan, Row
-from dedup.verify.replay import TaskReplay
+from dedup.verify.replay import LogScan, Original, Plan, Row, TaskReplay, forwarded_digest
 from dedup.verify.report import Books, Report
-from dedup.verify.spill import Spill, buckets_for, condensed, place_of
+from dedup.verify.spill import Spill, buckets_for, place_of
 
 WHY_NO_OFFSET: Final = "the group has no committed offset for their partition, so what was judged is not known"
 WHY_SHORTER: Final = "the source ends before the committed offset: it was deleted and recreated, or truncated"
@@ -44,9 +43,8 @@ def verify_direct(cut: Cut) -> None:
         return
     for partition in range(cut.partitions[source]):
         _verify_partition(cut, source, partition)
-    for side in (cut.plan.late, cut.plan.dead_letters):
-        if side is not None:
-            report_leftovers(cut, side)
+        cut.free()
+    report_leftovers(cut)
 
 
 @dataclass(slots=True)
@@ -61,17 +59,12 @@ class _Partition:
     copies: Copies
     known: bool
     """True if it is certain that no record before the first one that is read was judged."""
-    excused_rows: int | None = None
-    """Number of rows at the start of the output that came from deleted source records; None until this is known."""
+    excused_below: int | None = None
+    """Records of the output below this offset came from deleted source records; None until this is known."""
     gone_position: int = -1
     """Records below this position may have been forwarded to the deleted start of the output."""
     uncertain: bool = False
     pending_found: int = 0
-
-    def close(self) -> None:
-        self.log.close()
-        if self.output is not None:
-            self.output.close()
 
 
 def _verify_partition(cut: Cut, source: str, partition: int) -> None:
@@ -83,7 +76,7 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
     output = output_of(cut, partition, buckets)
     books.pending = cut.pending(source, partition)
     if committed is None:
-        cut.report.unprovable(WHY_NO_OFFSET, len(output) if output is not None else books.pending)
+        cut.report.unprovable(WHY_NO_OFFSET, output.spill.rows if output is not None else books.pending)
         return
     if committed > bounds.high:
         cut.report.unprovable(WHY_SHORTER, committed - bounds.high)
@@ -91,38 +84,29 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
     plan = _plan_for(cut.plan, output)
     start, known = start_of(cut, bounds, partition, output)
     books.skipped = start - bounds.low
-    log, filed = _read_log(cut, plan, (partition, buckets), (start, committed), known=known)
-    copies = _copies(cut, partition, buckets)
-    copies.known = known
-    held = _Partition(cut, plan, books, log, output, copies, known)
-    try:
-        _judge(held)
-        _balance(held, filed)
-    finally:
-        held.close()
-
-
-def _read_log(
-    cut: Cut, plan: Plan, number: tuple[int, int], span: tuple[int, int], *, known: bool
-) -> tuple[Spill, int]:
-    """Return the records of the log in buckets, and how many of them are in the late and dead-letter topics."""
-    (partition, buckets), (start, committed) = number, span
-    source = cut.topology.source.topics[0]
-    scan = LogScan(plan, ((0, partition),), from_start=known)
     log = cut.spill(buckets)
-    filed = 0
+    filed = 0  # records that are in the late and dead-letter topics
     # Workers may have continued since the cut was taken, so output and offsets of later records may exist.
     spans = ((start, committed, False), (committed, cut.still_committed(source, partition), True))
-    for begin, end, pending in spans:
-        for columns in cut.read(source, partition, begin, end):
-            sources = [Source(0, partition, offset) for offset in columns.offsets]
-            for row in scan.rows(Log(columns, sources), pending=pending):
-                if keep(cut, log, row) and not pending:
-                    filed += (row.late is not None) + (row.letter is not None)
+    for row in source_rows(cut, plan, partition, spans, known=known):
+        if keep(cut, log, row) and not row.pending:
+            filed += (row.late is not None) + (row.letter is not None)
     if cut.sample == 1:
-        sides = [side for side in (plan.late, plan.dead_letters) if side is not None]
-        filed += sum(side.count_below((0, partition), committed) for side in sides)
-    return log, filed
+        filed += sum(side.count_below((0, partition), committed) for side in plan.sides)
+    held = _Partition(cut, plan, books, log, output, _copies(cut, partition, buckets, known=known), known)
+    _judge(held)
+    _balance(held, filed)
+
+
+def source_rows(
+    cut: Cut, plan: Plan, partition: int, spans: Iterable[tuple[int, int, bool]], *, known: bool
+) -> Iterator[Row]:
+    """Yield the records of a source partition in ranges of offsets, each given as (first, end, pending)."""
+    scan = LogScan(plan, ((0, partition),), from_start=known)
+    for begin, end, pending in spans:
+        for columns in cut.read(cut.topology.source.topics[0], partition, begin, end):
+            sources = [Source(0, partition, offset) for offset in columns.offsets]
+            yield from scan.rows(columns, sources, pending=pending)
 
 
 def keep(cut: Cut, log: Spill, row: Row) -> bool:
@@ -143,11 +127,10 @@ def _judge(held: _Partition) -> None:
         # There are two passes, because the first explained row is known only after all buckets are compared.
         for number in range(held.log.buckets):
             _judge_bucket(held, number, Report("", "", "", 0), Books("", 0))
-        held.excused_rows = held.output.order.first_matched()
+        held.excused_below = held.output.order.first_matched()
         held.output.order.forget()
         held.pending_found, held.uncertain = 0, False
         held.copies.gone.clear()
-        held.cut.report.unprovable(f"{WHY_SOURCE_GONE} {held.output.topic}", held.excused_rows)
     for number in range(held.log.buckets):
         _judge_bucket(held, number, held.cut.report, held.books)
     if held.output is not None:
@@ -168,19 +151,18 @@ def _judge_bucket(held: _Partition, number: int, report: Report, books: Books) -
 def _compare_output(
     held: _Partition, task: TaskReplay, output: WrittenPartition, seen: list[Seen], report: Report
 ) -> None:
-    forwarded = task.forwarded
-    found = matched([forwarded], [[each.digest for each in seen]], from_end=not held.known)
+    found = matched([task.forwarded], [seen], from_end=not held.known)
     # An optional record may match an equal record that was deleted, so it is not used to check the order.
-    unsure: set[int] = set() if held.excused_rows is None else forwarded.optional
-    sure = ((at, wanted.row) for at, wanted in found.matched if wanted.row not in unsure)
-    output.order.match([(seen[at.row].row, 0, forwarded.positions[row]) for at, row in sure])
-    held.pending_found += sum(wanted.row in forwarded.pending for _, wanted in found.matched)
-    found.extra = [place for place in found.extra if seen[place.row].row >= (held.excused_rows or 0)]
-    unseen: list[Place] | None = [] if output.truncated else None
-    explain(found, [task], [output], [seen], report, absent_are=unseen)
-    if unseen:
-        task.books.not_provable += len(unseen)
-        report.unprovable(WHY_OPEN, len(unseen))
+    all_sure = held.excused_below is None
+    pairs = [(each, wanted) for _, each, _, wanted in found.matched]
+    output.order.match((each.offset, 0, wanted.position) for each, wanted in pairs if all_sure or not wanted.optional)
+    held.pending_found += sum(wanted.pending for _, wanted in pairs)
+    extra = [each for each in found.extra if each[1].offset >= (held.excused_below or 0)]
+    report.unprovable(f"{WHY_SOURCE_GONE} {output.topic}", len(found.extra) - len(extra))
+    found.extra = extra
+    unseen = len(explain(found, [task], [output], report, partial=output.truncated))
+    task.books.not_provable += unseen
+    report.unprovable(WHY_OPEN, unseen)
 
 
 def _balance(held: _Partition, filed: int) -> None:
@@ -189,7 +171,7 @@ def _balance(held: _Partition, filed: int) -> None:
         return
     if cut.plan.late is None and not cut.plan.late_forwarded:
         filed += books.late  # the topology says that late records are dropped
-    books.ended = len(output) - held.pending_found + books.duplicates + filed
+    books.ended = output.spill.rows - held.pending_found + books.duplicates + filed
     if not books.balanced:
         text = f"read {books.read}, but {books.ended} ended as unique, duplicate, late or dead letter"
         cut.report.violation("unbalanced", f"{books.topic}/{books.partition}", text)
@@ -202,24 +184,24 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
     place, first = output.first_kept
     task = TaskReplay(held.plan, Books("", 0), Report("", "", "", 0), ((0, held.books.partition),))
     task.take(map(Row.of, held.log.bucket(place % held.log.buckets)))
-    wanted, kept = task.forwarded.digests, output.bucket(place % held.log.buckets)
-    equal = [row for row, each in enumerate(wanted) if each == first]
+    positions = [wanted.position for wanted in task.forwarded if wanted.digest == first]
     # Several expected records may be equal. In this case, the last ones of them are present.
-    there = sum(seen.digest == first for seen in kept)
-    return task.forwarded.positions[equal[-there:][0]] if equal else -1
+    there = sum(seen.digest == first for seen in output.bucket(place % held.log.buckets))
+    return positions[-there:][0] if positions else -1
 
 
 def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
     """Make those expected records optional that precede the output's first record, because they may be deleted."""
-    optional = task.forwarded.optional
-    early = (row for row, position in enumerate(task.forwarded.positions) if position < held.gone_position)
-    fresh = set(early) - optional
-    optional |= fresh
-    task.books.not_provable += len(fresh)
-    report.unprovable(WHY_OUTPUT_GONE, len(fresh))
+    excused = 0
+    for row, wanted in enumerate(task.forwarded):
+        if wanted.position < held.gone_position and not wanted.optional:
+            task.forwarded[row] = wanted._replace(optional=True)
+            excused += 1
+    task.books.not_provable += excused
+    report.unprovable(WHY_OUTPUT_GONE, excused)
 
 
-def _copies(cut: Cut, partition: int, buckets: int) -> Copies:
+def _copies(cut: Cut, partition: int, buckets: int, *, known: bool) -> Copies:
     """Return the duplicates and conflicts of a source partition, which were written to the same partition number."""
     whole: dict[str, list[int]] = {}
     for topic in copy_topics(cut).values():
@@ -228,7 +210,7 @@ def _copies(cut: Cut, partition: int, buckets: int) -> Copies:
         elif partition == 0:
             held = sum(each.high - each.low for each in cut.bounds[topic].values())
             cut.report.unprovable(f"{topic} has fewer partitions than the source", held)
-    return Copies.of(cut, buckets, whole)
+    return Copies(cut, buckets, whole, known=known, purged=())
 
 
 def _verify_compacted(cut: Cut, source: str) -> None:
@@ -255,9 +237,6 @@ def _verify_compacted(cut: Cut, source: str) -> None:
         free = OrderFree(cut, written, (each.bucket(number) for each in written))
         for partition, offset, own, time_ms in judged.bucket(number):
             free.must_be_somewhere(own, time_ms, Source(0, partition, offset))
-    judged.close()
-    for each in written:
-        each.close()
 
 
 def _judgeable(cut: Cut, columns: RecordColumns, partition: int) -> Iterator[tuple[int, tuple[int, int, bytes, int]]]:
@@ -314,26 +293,22 @@ def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: 
     topic = cut.topology.source.topics[0]
     for columns in cut.reader.read(topic, partition, bounds.low, min(first_letter, bounds.high)):
         for row, offset in enumerate(columns.offsets):
-            headers = columns.headers[row]
-            if plan.source_header:
-                headers = [*headers, (SOURCE_HEADER, f"{topic}/{partition}/{offset}".encode())]
-            time_ms = columns.timestamps_ms[row] if plan.output_stamped else 0
-            if digest(columns.keys[row], condensed(columns.values[row]), headers, time_ms) in output.first_digests:
+            original = Original.of(columns, row, Source(0, partition, offset))
+            if forwarded_digest(plan, original) in output.first_digests:
                 return offset
     return first_letter
 
 
-def report_leftovers(cut: Cut, side: SideTopic) -> None:
-    """Report the records of a side topic for which no replayed record accounts."""
-    for source, filed, again in side.left():
+def report_leftovers(cut: Cut) -> None:
+    """Report the records of the side topics for which no replayed record accounts."""
+    for side, (source, filed, again) in ((each, entry) for each in cut.plan.sides for entry in each.left()):
         place = side.place(filed)
-        if again:
-            cut.report.violation("duplicated", place, f"source record {cut.place(source)} is in it twice")
+        if source is None:
+            cut.report.violation("phantom", place, "names no record of the source topics in its headers")
+        elif again:
+            cut.report.violation("duplicated", place, f"source record {cut.plan.place(source)} is in it twice")
         else:
             _report_leftover(cut, side, source, place)
-    for partition, offset in side.strangers():
-        text = "names no record of the source topics in its headers"
-        cut.report.violation("phantom", f"{side.name}/{partition} offset {offset}", text)
 
 
 def _report_leftover(cut: Cut, side: SideTopic, source: Source, place: str) -> None:
@@ -344,11 +319,9 @@ def _report_leftover(cut: Cut, side: SideTopic, source: Source, place: str) -> N
     low = cut.bounds[topic][source.partition].low if source.partition in cut.bounds[topic] else 0
     if topic in cut.compacted:
         cut.report.unprovable(WHY_COMPACTED)
-        return
-    if source.offset < low:
+    elif source.offset < low:
         cut.report.unprovable(f"the source records that {side.name} names were deleted")
-        return
-    if source.offset < cut.starts.get(source.partition, 0):
+    elif source.offset < cut.starts.get(source.partition, 0):
         cut.report.unprovable(WHY_BEFORE)
-        return
-    cut.report.violation("phantom", place, f"names {cut.place(source)}, which is not a record of the source")
+    else:
+        cut.report.violation("phantom", place, f"names {cut.plan.place(source)}, which is not a record of the source")

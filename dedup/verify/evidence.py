@@ -5,7 +5,8 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Final, NamedTuple, Self
 
 from dedup.core.extract import Extracted, Extractor
 from dedup.core.extract_one import ODD_HEADER_NAME
@@ -35,7 +36,10 @@ _TABLE: Final = """
 CREATE TABLE filed (topic INT, feed INT, position INT, digest BLOB, stands_for BLOB, reason TEXT, part INT, at INT,
     at_ms INT, again INT DEFAULT 0);
 CREATE INDEX by_source ON filed (topic, feed, position);
-CREATE TABLE strangers (part INT, at INT);
+"""
+_BETWEEN: Final = """
+SELECT position, digest, stands_for, reason, part, at, at_ms FROM filed
+WHERE topic=? AND feed=? AND position BETWEEN ? AND ? ORDER BY rowid
 """
 
 
@@ -56,27 +60,39 @@ class Filed(NamedTuple):
 class SideTopic:
     """A late or dead-letter topic, indexed by source position in an SQLite file."""
 
-    def __init__(self, name: str, path: str, *, complete: bool) -> None:
+    def __init__(self, name: str, directory: str) -> None:
         self.name: Final = name
-        self.complete = complete
-        """False if retention deleted the beginning of the topic, so that a missing record proves nothing."""
+        self.complete = True
+        """False if its beginning was deleted or a transaction stays open, so that a missing record proves nothing."""
         # There is no journal, because no other process reads the file and the file is deleted with its directory.
-        self._db: Final = sqlite3.connect(path, isolation_level=None)
+        self._db: Final = sqlite3.connect(Path(directory) / name, isolation_level=None)
         self._db.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{_CACHE_KIB};")
         self._db.executescript(_TABLE)
         self._empty = True
 
+    def read(
+        self, reader: KafkaReader, bounds: Mapping[int, Bounds], topics: Sequence[str], tail: Sequence[str]
+    ) -> Self:
+        """Store the committed records within the bounds. A record that names no source record has no source."""
+        for partition, each in bounds.items():
+            self.complete = self.complete and not each.start_deleted
+            try:
+                for columns in reader.read(self.name, partition, each.low, each.high):
+                    rows = []
+                    for row, offset in enumerate(columns.offsets):
+                        source = parse_source(header(columns.headers[row], SOURCE_HEADER), topics)
+                        at_ms = columns.timestamps_ms[row] if columns.broker_time else None
+                        content = _as_in_source(columns.keys[row], columns.values[row], columns.headers[row], tail)
+                        rows.append((*(source or (None, None, None)), *content, partition, offset, at_ms))
+                    self._empty = self._empty and not rows
+                    self._db.executemany("INSERT INTO filed VALUES (?,?,?,?,?,?,?,?,?,0)", rows)
+            except OpenTransaction:
+                self.complete = False
+        return self
+
     def place(self, filed: Filed) -> str:
         """Return the position of a record as shown in reports."""
         return f"{self.name}/{filed.partition} offset {filed.offset}"
-
-    def file(self, rows: Sequence[tuple[Source, Filed]], strangers: Sequence[tuple[int, int]]) -> None:
-        """Store records by source position; ``strangers`` are the positions of records that name no source record."""
-        self._empty = self._empty and not rows
-        self._db.executemany(
-            "INSERT INTO filed VALUES (?,?,?,?,?,?,?,?,?,0)", [(*source, *filed) for source, filed in rows]
-        )
-        self._db.executemany("INSERT INTO strangers VALUES (?,?)", strangers)
 
     def take(self, sources: Sequence[Source]) -> dict[Source, Filed]:
         """Remove and return the entries of these records. Entries that remain at the end belong to no source record."""
@@ -89,18 +105,13 @@ class SideTopic:
         for feed, offsets in wanted.items():
             there = set(offsets)
             # One query is enough for all records, because the records of a batch have nearby offsets.
-            for offset, *row in self._between(feed, min(offsets), max(offsets)):
+            for offset, *row in self._db.execute(_BETWEEN, (*feed, min(offsets), max(offsets))):
                 if offset in there:
                     found.setdefault(Source(*feed, offset), Filed(*row))
         once = "DELETE FROM filed WHERE rowid = (SELECT min(rowid) FROM filed WHERE topic=? AND feed=? AND position=?)"
         self._db.executemany(once, found)
         self._db.executemany("UPDATE filed SET again=1 WHERE topic=? AND feed=? AND position=?", found)
         return found
-
-    def _between(self, feed: tuple[int, int], first: int, last: int) -> sqlite3.Cursor:
-        columns = "position, digest, stands_for, reason, part, at, at_ms"
-        where = "topic=? AND feed=? AND position BETWEEN ? AND ?"
-        return self._db.execute(f"SELECT {columns} FROM filed WHERE {where} ORDER BY rowid", (*feed, first, last))  # noqa: S608
 
     def holds(self, source: Source) -> bool:
         """Return whether a record has an entry that is not taken yet."""
@@ -118,14 +129,10 @@ class SideTopic:
         ask = "SELECT count(*) FROM filed WHERE topic=? AND feed=? AND position<?"
         return int(self._db.execute(ask, (*feed, offset)).fetchone()[0])
 
-    def left(self) -> Iterator[tuple[Source, Filed, bool]]:
-        """Yield each entry that was not taken, and whether another copy of the same record was taken."""
+    def left(self) -> Iterator[tuple[Source | None, Filed, bool]]:
+        """Yield each entry that was not taken, with its source if it names one, and whether another copy was taken."""
         for row in self._db.execute("SELECT * FROM filed ORDER BY part, at"):
-            yield Source(*row[:3]), Filed(*row[3:9]), bool(row[9])
-
-    def strangers(self) -> Iterator[tuple[int, int]]:
-        """Yield the position of each record that names no source record, as (partition, offset)."""
-        yield from self._db.execute("SELECT part, at FROM strangers ORDER BY part, at")
+            yield None if row[0] is None else Source(*row[:3]), Filed(*row[3:9]), bool(row[9])
 
     def close(self) -> None:
         """Close the SQLite file."""
@@ -177,36 +184,10 @@ def parse_time_ms(content: bytes | None) -> int | None:
     return int(content)
 
 
-def read_side_topic(
-    reader: KafkaReader, side: SideTopic, bounds: Mapping[int, Bounds], topics: Sequence[str], tail: Sequence[str]
-) -> None:
-    """Read the committed records of a side topic within the bounds, and store them in ``side``."""
-    for partition, each in bounds.items():
-        try:
-            for columns in reader.read(side.name, partition, each.low, each.high):
-                filed: list[tuple[Source, Filed]] = []
-                strangers: list[tuple[int, int]] = []
-                for row, offset in enumerate(columns.offsets):
-                    record = (columns.keys[row], columns.values[row], columns.headers[row])
-                    at_ms = columns.timestamps_ms[row] if columns.broker_time else None
-                    source, found = _filed(record, (partition, offset, at_ms), topics, tail)
-                    if source is None:
-                        strangers.append((partition, offset))
-                    else:
-                        filed.append((source, found))
-                side.file(filed, strangers)
-        except OpenTransaction:
-            side.complete = False
-
-
-def _filed(
-    record: tuple[bytes | None, bytes | None, Headers],
-    place: tuple[int, int, int | None],
-    topics: Sequence[str],
-    tail: Sequence[str],
-) -> tuple[Source | None, Filed]:
-    key, value, headers = record
-    source = parse_source(header(headers, SOURCE_HEADER), topics)
+def _as_in_source(
+    key: bytes | None, value: bytes | None, headers: Headers, tail: Sequence[str]
+) -> tuple[bytes, bytes, str]:
+    """Return the first fields of `Filed` for a record of a side topic, where a worker has added the headers `tail`."""
     stands_for = b""
     if headers and headers[-1][0] == DIGEST_HEADER:
         stands_for = headers[-1][1] or b""
@@ -218,4 +199,4 @@ def _filed(
     if reason == ODD_HEADER_NAME.code:
         original = ()  # the source's headers are unreadable, so they are not compared
     time_ms = _NO_TIME_MS if timestamp_ms is None else timestamp_ms
-    return source, Filed(digest(key, condensed(value), original, time_ms), stands_for, reason, *place)
+    return digest(key, condensed(value), original, time_ms), stands_for, reason

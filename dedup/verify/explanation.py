@@ -8,25 +8,25 @@ are visible.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
 from typing import Final
 
 from dedup.core.extract import Extracted
-from dedup.core.reference_model import ModelRecord, ModelVerdict, ReferenceModel
+from dedup.core.reference_model import ModelRecord, ReferenceModel
 from dedup.core.window import Source
 from dedup.settings import Settings
 from dedup.store.changelog import TASK_RECORD_KEY, decode_sightings, decode_task_record, parse_key
 from dedup.topology.model import Topology
 from dedup.verify.compare import digest
 from dedup.verify.cut import Cut, OnProgress, take_cut
-from dedup.verify.direct import WHY_COMPACTED, output_of, start_of
+from dedup.verify.direct import WHY_COMPACTED, output_of, source_rows, start_of
 from dedup.verify.evidence import FIRST_SOURCE_HEADER, extracted_of, forwarded_by_replay, header
 from dedup.verify.findings import copy_topics
 from dedup.verify.kafka_reader import KafkaReader, RecordColumns
-from dedup.verify.log_scan import Log, LogScan, Row, forwarded_digest
 from dedup.verify.repartitioned import log_rows
-from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, Doubt
+from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, Doubt, Row, forwarded_digest
 from dedup.verify.report import Report
 from dedup.verify.spill import condensed
 
@@ -92,11 +92,7 @@ class Explanation:
 
     @property
     def contradictions(self) -> int:
-        """The number of contradictions between the topics and the model.
-
-        A written record without a listed record counts only if every judged record is listed, because an unlisted
-        record may account for it.
-        """
+        """The number of contradictions. Strays count only if every judged record is listed to account for them."""
         complete = self.whole and not self.more
         return sum(bool(explained.wrong) for explained in self.records) + (len(self.strays) if complete else 0)
 
@@ -110,9 +106,17 @@ class _Search:
     found: Explanation
     rows: list[tuple[Row, ExplainedRecord]] = field(default_factory=list)
 
+    def add(self, explained: ExplainedRecord, row: Row | None = None) -> None:
+        if len(self.found.records) >= _MOST_LISTED:
+            self.found.more += 1
+            return
+        self.found.records.append(explained)
+        if row is not None:
+            self.rows.append((row, explained))
+
 
 def explain_id(
-    topology: Topology, settings: Settings, text: str, keys: Collection[bytes], *, progress: OnProgress = lambda _: None
+    topology: Topology, settings: Settings, text: str, keys: Collection[bytes], *, progress: OnProgress
 ) -> Explanation:
     """Search the topics for an ID, and return the result; ``keys`` are the state keys that the ID's text may stand for.
 
@@ -121,27 +125,23 @@ def explain_id(
     """
     found = Explanation(topology.name, text)
     report = Report(topology.name, "", "", 0)
-    with KafkaReader(settings) as reader, TemporaryDirectory(prefix="dedup-explain-") as directory:
-        cut = take_cut(topology, reader, report, progress, directory, 1)
-        try:
-            search = _Search(cut, keys, found)
-            logs = (*topology.source.topics, *topology.feeding_topics)
-            found.whole = not cut.compacted.intersection(logs) and all(_whole(cut, topic) for topic in logs)
-            for rows in _logs(cut):
-                _judge(search, rows)
-            found.whole = found.whole and not cut.starts
-            if not topology.direct:
-                _find_uncarried(search)
-            _find_written(search)
-            _find_sightings(search)
-        finally:
-            cut.close()
+    with (
+        KafkaReader(settings) as reader,
+        TemporaryDirectory(prefix="dedup-explain-") as directory,
+        closing(take_cut(topology, reader, report, progress, directory, 1)) as cut,
+    ):
+        search = _Search(cut, keys, found)
+        logs = (*topology.source.topics, *topology.feeding_topics)
+        found.whole = not cut.compacted.intersection(logs) and all(map(cut.whole, logs))
+        for name, rows in _logs(cut):
+            _judge(search, name, rows)
+        found.whole = found.whole and not cut.starts
+        if not topology.direct:
+            _find_uncarried(search)
+        _find_written(search)
+        _find_sightings(search)
     found.records.sort(key=lambda explained: (explained.event_time_ms, explained.place))
     return found
-
-
-def _whole(cut: Cut, topic: str) -> bool:
-    return not any(bounds.start_deleted for bounds in cut.bounds[topic].values())
 
 
 def _logs(cut: Cut) -> Iterator[tuple[str, Iterator[Row]]]:
@@ -151,69 +151,50 @@ def _logs(cut: Cut) -> Iterator[tuple[str, Iterator[Row]]]:
             yield f"{cut.topology.repartition_topic}/{partition}", log_rows(cut, partition)
         return
     source = cut.topology.source.topics[0]
-    for partition in range(cut.partitions[source]):
-        yield "", _direct_rows(cut, source, partition)
+    for partition, bounds in cut.bounds[source].items():
+        committed = cut.committed[source].get(partition)
+        # Only the output shows at which record the judging began.
+        output = output_of(cut, partition, 1) if cut.topology.source.start == "latest" else None
+        begin, known = start_of(cut, bounds, partition, output)
+        judged = begin if committed is None else committed
+        spans = ((min(begin, judged), judged, False), (judged, bounds.high, True))
+        yield "", source_rows(cut, cut.plan, partition, spans, known=known)
 
 
-def _direct_rows(cut: Cut, source: str, partition: int) -> Iterator[Row]:
-    bounds = cut.bounds[source][partition]
-    committed = cut.committed[source].get(partition, bounds.low)
-    # Only the output shows at which record the judging began.
-    output = output_of(cut, partition, 1) if cut.topology.source.start == "latest" else None
-    begin, known = start_of(cut, bounds, partition, output)
-    scan = LogScan(cut.plan, ((0, partition),), from_start=known)
-    begin = min(begin, committed) if partition in cut.committed[source] else begin
-    for start, end, pending in ((begin, committed, False), (max(begin, committed), bounds.high, True)):
-        for columns in cut.read(source, partition, start, end):
-            sources = [Source(0, partition, offset) for offset in columns.offsets]
-            yield from scan.rows(Log(columns, sources), pending=pending)
-
-
-def _judge(search: _Search, log: tuple[str, Iterator[Row]]) -> None:
-    name, rows = log
-    cut, found = search.cut, search.found
+def _judge(search: _Search, name: str, rows: Iterator[Row]) -> None:
+    cut = search.cut
     model, doubt = ReferenceModel(cut.plan.rules, cut.feeds), Doubt(cut.plan.rules)
     for row in rows:
         if row.id not in search.keys:
             continue
-        explained = ExplainedRecord(
-            cut.place(Source(*row.source)), row.timestamp_ms, row.time_ms, row.after_ms, "pending"
-        )
+        explained = ExplainedRecord(cut.plan.place(row.source), row.timestamp_ms, row.time_ms, row.after_ms, "pending")
         explained.log_place = f"{name} offset {row.position}" if name else None
         if not row.pending:
-            _explain_verdict(cut, (model, doubt), row, explained)
-        if len(found.records) < _MOST_LISTED:
-            found.records.append(explained)
-            search.rows.append((row, explained))
-        else:
-            found.more += 1
+            _explain_verdict(cut, model, doubt, row, explained)
+        search.add(explained, row)
 
 
-def _explain_verdict(cut: Cut, judges: tuple[ReferenceModel, Doubt], row: Row, explained: ExplainedRecord) -> None:
-    model, doubt = judges
+def _explain_verdict(cut: Cut, model: ReferenceModel, doubt: Doubt, row: Row, explained: ExplainedRecord) -> None:
     if row.letter is not None:
         explained.verdict, explained.reason = "dead_letter", row.letter.reason
         explained.went.append(cut.plan.dead_letters.place(row.letter))
         return
     model.stream_time_ms = row.after_ms
-    record = ModelRecord(row.id, row.time_ms, Source(*row.source), row.fingerprint, row.fault)
-    verdict: ModelVerdict = model.judge(record)
+    verdict = model.judge(ModelRecord(row.id, row.time_ms, row.source, row.fingerprint, row.fault))
     explained.verdict, explained.reason, explained.conflict = verdict.kind, verdict.reason, verdict.conflict
     if verdict.of is not None:
-        explained.of, explained.of_ms = cut.place(verdict.of.source), verdict.of.last_ms
+        explained.of, explained.of_ms = cut.plan.place(verdict.of.source), verdict.of.last_ms
     unseen_ms, own = row.doubt_ms, row.id
     if unseen_ms is not None and own is not None and doubt.about(own, verdict.time_ms, row.after_ms, unseen_ms):
         explained.doubt = WHY_CLAMPED if row.doubt_by_clock else WHY_FRONT
     elif cut.compacted.intersection(cut.topology.source.topics):
         explained.doubt = WHY_COMPACTED
     late = cut.plan.late
-    if late is None:
-        return
-    if row.late is not None:
+    if late is not None and row.late is not None:
         explained.went.append(late.place(row.late))
         if verdict.kind != "late" and not explained.doubt:
             explained.wrong = f"by the rule it is {verdict.kind}, but it is in {late.name}"
-    elif verdict.kind == "late" and late.complete and not explained.doubt:
+    elif late is not None and verdict.kind == "late" and late.complete and not explained.doubt:
         explained.wrong = f"it is late, but not in {late.name}"
 
 
@@ -236,17 +217,14 @@ def _find_uncarried(search: _Search) -> None:
     for position, topic in enumerate(cut.topology.source.topics):
         for partition, columns, extracted, row in _records(search, topic):
             offset = columns.offsets[row]
-            place = cut.place(Source(position, partition, offset))
+            place = cut.plan.place(Source(position, partition, offset))
             if row in extracted.faults or place in known:
-                continue
-            if len(found.records) >= _MOST_LISTED:
-                found.more += 1
                 continue
             explained = ExplainedRecord(place, columns.timestamps_ms[row], extracted.times_ms[row], 0, "pending")
             if offset < cut.committed[topic].get(partition, cut.bounds[topic][partition].low):
                 explained.verdict = "purged"
                 explained.doubt = "the repartition topic no longer holds it, so its verdict is not known"
-            found.records.append(explained)
+            search.add(explained)
 
 
 def _find_written(search: _Search) -> None:
@@ -264,23 +242,18 @@ def _find_written(search: _Search) -> None:
             by_source.setdefault(content, []).append(explained)
     if topology.output is not None:
         _match(search, topology.output.topic, wanted)
-        _report_absent(search, topology.output.topic)
+        # A record that the rule forwards must be in the output, if the output is complete.
+        output = topology.output.topic
+        unread = any(topic == output for topic, _ in cut.unread)
+        for _, explained in [] if unread or output in cut.compacted or not cut.whole(output) else search.rows:
+            if explained.verdict in {"unique", "exempt"} and not explained.went and not explained.doubt:
+                explained.wrong = f"by the rule it is forwarded, but it is not in {output}"
     for topic in copy_topics(cut).values():
         _match(search, topic, by_source, copies=True)
 
 
-def _report_absent(search: _Search, output: str) -> None:
-    """Mark the records that the rule forwards but that are absent from the output, if the output is complete."""
-    cut = search.cut
-    unread = any(topic == output for topic, _ in cut.unread)
-    if unread or output in cut.compacted or not _whole(cut, output):
-        return
-    for _, explained in search.rows:
-        if explained.verdict in {"unique", "exempt"} and not explained.went and not explained.doubt:
-            explained.wrong = f"by the rule it is forwarded, but it is not in {output}"
-
-
 def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord]], *, copies: bool = False) -> None:
+    """Add the place of each written record to the listed record that accounts for it, or else to the strays."""
     for partition, columns, _, row in _records(search, topic):
         headers = columns.headers[row]
         if not copies and forwarded_by_replay(headers, search.cut.topology.source.topics):
@@ -288,19 +261,16 @@ def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord
         if copies and header(headers, FIRST_SOURCE_HEADER) is not None:
             headers = headers[:-2]
         content = digest(columns.keys[row], condensed(columns.values[row]), headers, 0)
-        _went(search, f"{topic}/{partition} offset {columns.offsets[row]}", wanted.get(content, []))
-
-
-def _went(search: _Search, place: str, candidates: list[ExplainedRecord]) -> None:
-    free = [explained for explained in candidates if not explained.went]
-    # Equal records cannot be distinguished, so those that the rule forwards are matched first.
-    free.sort(key=lambda explained: explained.verdict not in {"unique", "exempt"})
-    if not free:
-        search.found.strays.append(place)
-        return
-    free[0].went.append(place)
-    if free[0].verdict == "pending":
-        free[0].verdict = "pending, but written already"
+        place = f"{topic}/{partition} offset {columns.offsets[row]}"
+        free = [explained for explained in wanted.get(content, []) if not explained.went]
+        if not free:
+            search.found.strays.append(place)
+            continue
+        # Equal records cannot be distinguished, so those that the rule forwards are matched first.
+        first = min(free, key=lambda explained: explained.verdict not in {"unique", "exempt"})
+        first.went.append(place)
+        if first.verdict == "pending":
+            first.verdict = "pending, but written already"
 
 
 def _find_sightings(search: _Search) -> None:
@@ -316,17 +286,12 @@ def _find_sightings(search: _Search) -> None:
                     continue
                 if key == TASK_RECORD_KEY:
                     stream_ms = decode_task_record(value).stream_time_ms
-                elif _state_key(key) in search.keys:
+                elif (parsed := parse_key(key)) is not None and parsed.state_key in search.keys:
                     last[key] = (offset, value)
         for offset, value in last.values():
             for seen in decode_sightings(value):
                 live = seen.last_ms >= window.oldest_live_ms(stream_ms)
-                place, source = f"{topic}/{partition} offset {offset}", cut.place(seen.source)
+                place, source = f"{topic}/{partition} offset {offset}", cut.plan.place(seen.source)
                 until_ms = seen.last_ms + window.guard_ms
                 search.found.sightings.append(Kept(place, seen.first_ms, seen.last_ms, source, until_ms, live))
     search.found.sightings.sort(key=lambda kept: (kept.first_ms, kept.place))
-
-
-def _state_key(key: bytes) -> bytes:
-    parsed = parse_key(key)
-    return b"" if parsed is None else parsed.state_key

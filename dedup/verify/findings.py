@@ -7,19 +7,16 @@ topic. `Copies` checks the duplicates and conflicts topics.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Final
 
 from dedup.core.window import Source
-from dedup.verify.compare import Comparison, Expected, Place, matched
-from dedup.verify.cut import WHY_OPEN, Cut, Seen, WrittenPartition
-from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, TaskReplay
+from dedup.verify.compare import Comparison, Seen, Wanted, matched
+from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition
+from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, CopyKind, TaskReplay
 from dedup.verify.report import Report
-
-Kind = Literal["duplicates", "conflicts"]
 
 NOT_EXPECTED: Final = "not the record that the model expects here"
 WHY_NO_TIMES: Final = "the output keeps no event times, so the distance between two records of one ID is not known"
@@ -32,37 +29,35 @@ def explain(
     comparison: Comparison,
     tasks: Sequence[TaskReplay],
     written: Sequence[WrittenPartition],
-    seen: Sequence[Sequence[Seen]],
     report: Report,
     *,
-    absent_are: list[Place] | None = None,
-) -> None:
+    partial: bool,
+) -> list[tuple[int, Wanted]]:
     """Report every difference between the output and the records that tasks had to forward, for one bucket.
 
-    If ``absent_are`` is given, records that are not in the output are added to it, and they are not reported as lost.
+    If the output is ``partial``, return the expected records that are not in it, each with the index of its task,
+    instead of reporting them as lost.
     """
-    absent = _absent_by_id(comparison, tasks)
-    known = {each for task in tasks for each in task.forwarded.ids if each is not None} if comparison.extra else set()
-    for place in comparison.extra:
-        record = seen[place.sequence][place.row]
-        where = written[place.sequence].place(record.row)
-        twins = absent.get(record.id) if record.id is not None else None
-        if twins:
-            original = twins.pop(0)
-            source = tasks[original.sequence].forwarded.sources[original.row]
+    absent: defaultdict[bytes | None, list[tuple[int, Wanted]]] = defaultdict(list)
+    for task, wanted in comparison.missing:
+        absent[wanted.id].append((task, wanted))
+    known = {each.id for task in tasks for each in task.forwarded} if comparison.extra else set()
+    for partition, record in comparison.extra:
+        where = written[partition].place(record.offset)
+        if record.id is not None and absent.get(record.id):
+            task, original = absent[record.id].pop(0)
             text = f"is in {where} with another key, value, header or timestamp"
-            report.violation("changed", tasks[original.sequence].place(source), text)
-        elif record.id in known:
+            report.violation("changed", tasks[task].place(original.source), text)
+        elif record.id is not None and record.id in known:
             report.violation("duplicated", where, "its tracking ID was forwarded before; the model drops it")
         else:
             report.violation("phantom", where, "it matches no record that the model forwards")
-    left = [place for places in absent.values() for place in places]
-    if absent_are is not None:
-        absent_are += left
-        return
-    for place in left:
-        task = tasks[place.sequence]
-        report_lost(written, task.place(task.forwarded.sources[place.row]), report)
+    left = [each for places in absent.values() for each in places]
+    if partial:
+        return left
+    for task, wanted in left:
+        report_lost(written, tasks[task].place(wanted.source), report)
+    return []
 
 
 def report_lost(written: Sequence[WrittenPartition], place: str, report: Report) -> None:
@@ -74,15 +69,8 @@ def report_lost(written: Sequence[WrittenPartition], place: str, report: Report)
 def report_displaced(written: Sequence[WrittenPartition], report: Report) -> None:
     """Report the records that were written in the wrong order. Call this function after all buckets are matched."""
     for each in written:
-        for row in each.order.displaced():
-            report.violation("reordered", each.place(row), "passed a record that came before it")
-
-
-def _absent_by_id(comparison: Comparison, tasks: Sequence[TaskReplay]) -> dict[bytes | None, list[Place]]:
-    absent: dict[bytes | None, list[Place]] = {}
-    for place in comparison.missing:
-        absent.setdefault(tasks[place.sequence].forwarded.ids[place.row], []).append(place)
-    return absent
+        for offset in each.order.displaced():
+            report.violation("reordered", each.place(offset), "passed a record that came before it")
 
 
 class OrderFree:
@@ -101,7 +89,13 @@ class OrderFree:
         """True if the times in the output may come from a clock."""
         self._exempt: Final[set[bytes]] = set()
         for records in seen:
-            self._collect(records)
+            for each in records:
+                if each.id is not None:
+                    self._times_ms.setdefault(each.id, []).append(each.time_ms)
+                    if each.exempt:
+                        # The record was forwarded outside the guarantee, so its ID may be in the output twice within a
+                        # guard period.
+                        self._exempt.add(each.id)
         if any(each.broker_time for each in written):
             cut.report.unprovable(WHY_NO_TIMES, sum(len(times) for times in self._times_ms.values()))
         else:
@@ -109,35 +103,22 @@ class OrderFree:
 
     def must_be_somewhere(self, tracking_id: bytes, time_ms: int, source: Source) -> None:
         """Report a judged record as lost unless it was forwarded, is late, or may repeat a forwarded record."""
-        late, place = self._cut.plan.late, self._cut.place(source)
+        late, place = self._cut.plan.late, self._cut.plan.place(source)
         if late is not None and late.take([source]):
             return
         if not self._forwards:
             return  # observe only: a unique record is written nowhere
-        times_ms = self._times_ms.get(tracking_id)
-        if times_ms is None:
-            if not self._complete:
-                self._cut.report.unprovable(WHY_OUTPUT_GONE)
-            elif self._sides_complete:
-                self._cut.report.violation(
-                    "lost", place, "its tracking ID is neither in the output nor in a side topic"
-                )
+        times_ms, rules = self._times_ms.get(tracking_id), self._cut.plan.rules
+        if times_ms is None and not self._complete:
+            self._cut.report.unprovable(WHY_OUTPUT_GONE)
             return
-        rules = self._cut.plan.rules
-        near = rules.extend or self._timeless or any(abs(time_ms - each) < rules.guard_ms for each in times_ms)
-        if not near and self._complete and self._sides_complete:
+        text = "its tracking ID is neither in the output nor in a side topic"
+        if times_ms is not None:
+            if rules.extend or self._timeless or any(abs(time_ms - each) < rules.guard_ms for each in times_ms):
+                return
             text = "no record of its tracking ID within a guard period is in the output"
+        if self._complete and self._sides_complete:
             self._cut.report.violation("lost", place, text)
-
-    def _collect(self, records: Sequence[Seen]) -> None:
-        for seen in records:
-            if seen.id is None:
-                continue
-            self._times_ms.setdefault(seen.id, []).append(seen.time_ms)
-            if seen.exempt:
-                # The record was forwarded outside the guarantee, so its ID may be in the output twice within a guard
-                # period.
-                self._exempt.add(seen.id)
 
     def _report_too_near(self) -> None:
         guard_ms = self._cut.plan.rules.guard_ms
@@ -151,93 +132,79 @@ class OrderFree:
                     self._cut.report.violation("duplicated", f"tracking ID {tracking_id.hex()}", text)
 
 
-@dataclass(slots=True)
 class Copies:
-    """The records of the duplicates and conflicts topics, by partition.
+    """The records in the given partitions of the duplicates and conflicts topics.
 
     A task writes its copies in the order of its log. The partition to which it writes is its own number modulo the
     topic's number of partitions. Each partition of the topics is compared with the tasks that write to it.
+
+    ``known`` says that certainly no record before the first one of the log was judged. ``purged`` contains the numbers
+    of the partitions of the repartition topic that are not replayed.
     """
 
-    cut: Cut
-    written: list[tuple[Kind, WrittenPartition]]
-    purged: Collection[int] = ()
-    """Numbers of the partitions of the repartition topic that are not replayed."""
-    known: bool = True
-    """True if it is certain that no record before the first one of the log was judged."""
-    gone: Counter[str] = field(default_factory=Counter)
-    """Maps each topic that has lost its beginning to the number of copies that it should have received."""
-
-    @classmethod
-    def of(cls, cut: Cut, buckets: int, partitions: Mapping[str, Iterable[int]]) -> Copies:
-        """Read the given partitions of the topics."""
-        written = [
+    def __init__(
+        self, cut: Cut, buckets: int, partitions: Mapping[str, Iterable[int]], *, known: bool, purged: Collection[int]
+    ) -> None:
+        self._cut: Final = cut
+        self._known: Final = known
+        self._purged: Final = purged
+        self._written: Final = [
             (kind, cut.written(topic, number, buckets, stamped=False))
             for kind, topic in copy_topics(cut).items()
             for number in partitions.get(topic, ())
         ]
-        return cls(cut, written)
+        self.gone: Final[Counter[str]] = Counter()
+        """Maps each topic that has lost its beginning to the number of copies that it should have received."""
 
     def judge(self, number: int, tasks: Sequence[TaskReplay], report: Report) -> None:
         """Compare the copies of one bucket with the copies that the tasks had to write."""
-        for kind, written in self.written:
+        for kind, written in self._written:
             own = [task for task in tasks if self._write_to(written, task.books.partition)]
-            expected = [task.duplicates if kind == "duplicates" else task.conflicts for task in own]
+            expected = [task.copies[kind] for task in own]
             if written.bounds.start_deleted:
-                self.gone[written.topic] += sum(len(each.digests) - len(each.optional) for each in expected)
+                self.gone[written.topic] += sum(not wanted.optional for each in expected for wanted in each)
             else:
-                self._compare(written, own, expected, written.bucket(number), report)
+                self._compare(written, own, matched(expected, [written.bucket(number)]), report)
 
     def _write_to(self, written: WrittenPartition, task: int) -> bool:
-        return task % self.cut.partitions[written.topic] == written.partition
+        return task % self._cut.partitions[written.topic] == written.partition
 
     def _compare(
-        self,
-        written: WrittenPartition,
-        tasks: Sequence[TaskReplay],
-        expected: Sequence[Expected],
-        seen: Sequence[Seen],
-        report: Report,
+        self, written: WrittenPartition, tasks: Sequence[TaskReplay], found: Comparison, report: Report
     ) -> None:
-        found = matched(expected, [[each.digest for each in seen]])
         written.order.match(
-            [
-                (seen[at.row].row, tasks[task].books.partition, expected[task].positions[row])
-                for at, (task, row) in found.matched
-            ]
+            (seen.offset, tasks[task].books.partition, wanted.position) for _, seen, task, wanted in found.matched
         )
         if written.truncated:
             report.unprovable(WHY_OPEN, len(found.missing))
             found.missing.clear()
-        for task, row in found.missing:
+        for task, wanted in found.missing:
             books = tasks[task].books
-            place = f"{books.topic}/{books.partition} offset {expected[task].positions[row]}"
+            place = f"{books.topic}/{books.partition} offset {wanted.position}"
             report.violation("wrong_duplicate", place, f"a duplicate: it is not in {written.topic}, or changed there")
-        from_purged = any(self._write_to(written, number) for number in self.purged)
-        excused = 0 if self.known else written.order.first_matched()
-        for copy in (seen[extra.row] for extra in found.extra):
+        from_purged = any(self._write_to(written, number) for number in self._purged)
+        excused = 0 if self._known else written.order.first_matched()
+        for _, copy in found.extra:
             if from_purged:
                 report.unprovable(WHY_PURGED_COPIES)
             elif any(task.doubtful(copy.id, copy.time_ms, timed=not written.broker_time) for task in tasks):
-                report.unprovable(WHY_CLAMPED if self.known else WHY_FRONT)
-            elif copy.row < excused:
+                report.unprovable(WHY_CLAMPED if self._known else WHY_FRONT)
+            elif copy.offset < excused:
                 report.unprovable(f"{WHY_SOURCE_GONE} {written.topic}")
             else:
-                report.violation("wrong_duplicate", written.place(copy.row), NOT_EXPECTED)
+                report.violation("wrong_duplicate", written.place(copy.offset), NOT_EXPECTED)
 
     def conclude(self) -> None:
-        """Report copies that are in the wrong order or may have been deleted, and delete the temporary files."""
+        """Report copies that are in the wrong order or may have been deleted."""
         for topic, number in self.gone.items():
-            self.cut.report.unprovable(f"{topic} has lost its beginning", number)
-        for _, written in self.written:
-            if not written.bounds.start_deleted:
-                for row in written.order.displaced():
-                    text = "passed a copy that came before it"
-                    self.cut.report.violation("wrong_duplicate", written.place(row), text)
-            written.close()
+            self._cut.report.unprovable(f"{topic} has lost its beginning", number)
+        for _, written in self._written:
+            for offset in () if written.bounds.start_deleted else written.order.displaced():
+                text = "passed a copy that came before it"
+                self._cut.report.violation("wrong_duplicate", written.place(offset), text)
 
 
-def copy_topics(cut: Cut) -> dict[Kind, str]:
+def copy_topics(cut: Cut) -> dict[CopyKind, str]:
     """Return the duplicates and conflicts topics that exist, by kind."""
-    named: dict[Kind, str | None] = {"duplicates": cut.topology.duplicates, "conflicts": cut.topology.conflicts}
+    named: dict[CopyKind, str | None] = {"duplicates": cut.topology.duplicates, "conflicts": cut.topology.conflicts}
     return {kind: topic for kind, topic in named.items() if topic is not None and cut.partitions[topic]}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from operator import methodcaller
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 
 from confluent_kafka import (
     Consumer,
@@ -49,7 +48,6 @@ _NO_HEADERS: Final[Headers] = ()
 _ask_headers: Final = methodcaller("headers")
 
 _CREATE_TIME: Final = 1
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +60,7 @@ class Bounds:
     start_deleted: bool
     """True if records before ``low`` were deleted, by retention or by hand."""
     before: int = 0
-    """Number of offsets below ``low`` that still exist but are not checked, because they were written before a reset.
-    """
+    """Number of offsets below ``low`` that still exist but were written before a reset and are not checked."""
 
 
 @dataclass(slots=True)
@@ -181,23 +178,20 @@ class KafkaReader:
         self, topic: str, partitions: Iterable[int] | None = None, since: Mapping[int, int] | None = None
     ) -> dict[int, Bounds]:
         """Return the current bounds of these partitions, or of all; ``since`` has minimum values for their starts."""
-        wanted = range(self.partitions([topic])[topic]) if partitions is None else partitions
-        places = [TopicPartition(topic, partition) for partition in wanted]
-        if not places:
-            return {}
-        low = self._list_offsets(dict.fromkeys(places, OffsetSpec.earliest()))  # type: ignore[no-untyped-call, arg-type]
-        high = self._list_offsets(dict.fromkeys(places, OffsetSpec.latest()))  # type: ignore[no-untyped-call, arg-type]
+        wanted = list(range(self.partitions([topic])[topic]) if partitions is None else partitions)
+        low = self._list_offsets(topic, wanted, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
+        high = self._list_offsets(topic, wanted, OffsetSpec.latest())  # type: ignore[no-untyped-call]
         found: dict[int, Bounds] = {}
         for partition, start in low.items():
             begin = (since or {}).get(partition, 0)
             found[partition] = Bounds(max(start, begin), high[partition], start > begin, max(0, begin - start))
         return found
 
-    def stable_ends(self, topic: str) -> dict[int, int]:
-        """Map each partition to its last stable offset, before which all records are committed or aborted."""
+    def stable_ends(self, topic: str, partitions: Iterable[int] | None = None) -> dict[int, int]:
+        """Map these partitions, or all, to the offset before which all records are committed or aborted."""
+        wanted = range(self.partitions([topic])[topic]) if partitions is None else partitions
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        places = [TopicPartition(topic, partition) for partition in range(self.partitions([topic])[topic])]
-        return self._list_offsets(dict.fromkeys(places, latest), IsolationLevel.READ_COMMITTED) if places else {}
+        return self._list_offsets(topic, wanted, latest, IsolationLevel.READ_COMMITTED)
 
     def topic_id(self, topic: str) -> str:
         """Return Kafka's ID of the topic (KIP-516)."""
@@ -224,17 +218,24 @@ class KafkaReader:
 
     def offset_for_time(self, topic: str, partition: int, time_ms: int) -> int | None:
         """Return the offset of the first record whose timestamp is at or after a time; None if there is none."""
-        place = TopicPartition(topic, partition)
-        found = self._list_offsets({place: OffsetSpec.for_timestamp(time_ms)})[partition]
+        found = self._list_offsets(topic, [partition], OffsetSpec.for_timestamp(time_ms))[partition]
         return found if found >= 0 else None
 
     def committed(self, group: str, topic: str, partitions: Iterable[int]) -> dict[int, int]:
         """Map each partition to the group's committed offset. Partitions without a committed offset are absent."""
         places = [TopicPartition(topic, partition) for partition in partitions]
-        if not places:
-            return {}
-        found = self._patiently(f"reading the offsets of group {group}", partial(self._committed, group, places))
-        return {place.partition: place.offset for place in found if place.offset >= 0}
+        deadline = time.monotonic() + _NO_PROGRESS_S
+        while places:
+            try:
+                found = self._committed(group, places)
+                return {place.partition: place.offset for place in found if place.offset >= 0}
+            except KafkaException as error:
+                kafka_error = error.args[0]
+                again = kafka_error.retriable() or kafka_error.code() in _AGAIN
+                if not again or time.monotonic() > deadline:
+                    raise self._unavailable(f"reading the offsets of group {group}", error) from error
+                time.sleep(_POLL_S)
+        return {}
 
     def _committed(self, group: str, places: list[TopicPartition]) -> list[TopicPartition]:
         """Read the committed offsets with a consumer that never joins the group. Raises KafkaException.
@@ -252,28 +253,10 @@ class KafkaReader:
                 raise KafkaException(place.error)
         return found
 
-    def _patiently(self, doing: str, ask: Callable[[], T]) -> T:
-        """Send a request and return the response; retry as long as the error is temporary."""
-        deadline = time.monotonic() + _NO_PROGRESS_S
-        while True:
-            try:
-                return ask()
-            except KafkaException as error:
-                kafka_error = error.args[0]
-                again = kafka_error.retriable() or kafka_error.code() in _AGAIN
-                if not again or time.monotonic() > deadline:
-                    raise self._unavailable(doing, error) from error
-                time.sleep(_POLL_S)
-
     def holds_records(self, topic: str, partition: int, start: int, end: int) -> bool:
-        """Return whether [start, end) contains a committed record, or an open transaction that may still commit one.
-
-        Markers and aborted records do not count. No worker receives them, so workers do not commit the offset after
-        them.
-        """
-        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        stable = self._list_offsets({TopicPartition(topic, partition): latest}, IsolationLevel.READ_COMMITTED)
-        return stable[partition] < end or next(self.read(topic, partition, start, end), None) is not None
+        """Return whether [start, end) holds a record, committed or in an open transaction, and not only markers."""
+        stable = self.stable_ends(topic, [partition])[partition]
+        return stable < end or next(self.read(topic, partition, start, end), None) is not None
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[RecordColumns]:
         """Yield the committed records with offsets in [start, end).
@@ -287,12 +270,22 @@ class KafkaReader:
         reached = start
         try:
             while reached < end:
-                messages = self._fetched(min(_BATCH, end - reached))
+                # Wait for the first message only. Waiting for a whole batch would be useless at the end of a partition
+                # that ends with markers instead of records.
+                messages = self._consumer.consume(1, _POLL_S)
+                if messages and end - reached > 1:
+                    messages += self._consumer.consume(min(_BATCH, end - reached) - 1, 0)
                 kept, now_at = self._sorted_out(messages, end)
                 if now_at > reached:
                     reached, silent_since = now_at, time.monotonic()
                 elif time.monotonic() - silent_since > _NO_PROGRESS_S:
-                    self._refuse_silence(topic, partition, reached)
+                    stable = self.stable_ends(topic, [partition])[partition]
+                    if stable > reached:  # no open transaction holds the records back
+                        raise BrokerUnavailable(
+                            f"{topic}/{partition} can be read only up to offset {reached}, though {self._brokers} has "
+                            f"committed records up to {stable}: nothing came for {_NO_PROGRESS_S:.0f} s. Check its "
+                            f"leader, then try again."
+                        )
                     raise OpenTransaction(
                         f"{topic}/{partition} can be read only up to offset {reached} of {end}: a transaction there "
                         f"was open for {_NO_PROGRESS_S:.0f} s. Find it with kafka-transactions.sh, then verify again."
@@ -301,25 +294,6 @@ class KafkaReader:
                     yield RecordColumns.of(kept)
         finally:
             self._consumer.unassign()
-
-    def _refuse_silence(self, topic: str, partition: int, reached: int) -> None:
-        """Raise BrokerUnavailable if the broker sends no records although no open transaction holds them back."""
-        place = TopicPartition(topic, partition)
-        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        stable = self._list_offsets({place: latest}, IsolationLevel.READ_COMMITTED)[partition]
-        if stable > reached:
-            raise BrokerUnavailable(
-                f"{topic}/{partition} can be read only up to offset {reached}, though {self._brokers} has committed "
-                f"records up to {stable}: nothing came for {_NO_PROGRESS_S:.0f} s. Check its leader, then try again."
-            )
-
-    def _fetched(self, most: int) -> list[Message]:
-        """Return the messages that have arrived. Wait only if there are none.
-
-        Waiting for a whole batch would be useless at the end of a partition that ends with markers instead of records.
-        """
-        first = self._consumer.consume(1, _POLL_S)
-        return [*first, *self._consumer.consume(most - 1, 0)] if first and most > 1 else first
 
     def _sorted_out(self, messages: list[Message], end: int) -> tuple[list[Message], int]:
         """Return the records below ``end``, and the offset up to which the partition was read."""
@@ -348,8 +322,15 @@ class KafkaReader:
         return kept, reached
 
     def _list_offsets(
-        self, wanted: dict[TopicPartition, OffsetSpec], isolation: IsolationLevel = IsolationLevel.READ_UNCOMMITTED
+        self,
+        topic: str,
+        partitions: Iterable[int],
+        which: OffsetSpec,
+        isolation: IsolationLevel = IsolationLevel.READ_UNCOMMITTED,
     ) -> dict[int, int]:
+        wanted = {TopicPartition(topic, partition): which for partition in partitions}
+        if not wanted:
+            return {}
         asked = self._admin.list_offsets(wanted, isolation_level=isolation, request_timeout=_ANSWER_WITHIN_S)
         try:
             return {place.partition: answer.result().offset for place, answer in asked.items()}

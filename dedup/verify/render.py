@@ -70,7 +70,7 @@ def print_report(report: Report, console: Console) -> None:
 
 def to_html(report: Report, command: str = "dedup verify") -> str:
     """Return the report of a command as a self-contained HTML page."""
-    when = datetime.fromtimestamp(report.started_at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    when = f"{_time(report.started_at_ms)} UTC"
     facts = f"{report.read:,} records judged · {report.method} · {report.cluster} · {when} · {report.seconds:.1f} s"
     exempt = any(each.exempt for each in report.books)
     parts = [
@@ -83,10 +83,21 @@ def to_html(report: Report, command: str = "dedup verify") -> str:
         _plot(report.timeline),
         "<h2>Books</h2>",
         _bars(report.books),
-        _books(report),
-        _violations(report),
-        _not_provable(report),
+        html_table(
+            (
+                (f"{books.topic}/{books.partition}", *_numbers(books), "yes" if books.balanced else "no")
+                for books in report.books
+            ),
+            ("partition", *(name.replace("_", " ") for name in _COLUMNS), "balanced"),
+        ),
     ]
+    if not report.passed:
+        kinds = html_table((kind, number, MEANINGS[kind]) for kind, number in report.counts.items() if number)
+        samples = html_table((each.kind, each.place, each.text) for each in report.samples)
+        parts += ("<h2>Violations</h2>", kinds, samples)
+    if report.not_provable:
+        reasons = html_table((number, reason) for reason, number in report.not_provable.items())
+        parts += ("<h2>Not provable</h2><p class=soft>Neither passed nor failed.</p>", reasons)
     return page(f"{command} {report.topology}", parts)
 
 
@@ -107,22 +118,25 @@ def _bars(books: Sequence[Books]) -> str:
     most, height = max(each.read for each in shown), _BAR * len(shown)
     rows = []
     for at, each in enumerate(shown):
-        left, y = float(_NAMES), at * _BAR
+        left, y, rects = float(_NAMES), at * _BAR, ""
         numbers = {name: getattr(each, name) for name in _OUTCOMES}
-        text = _as_text(numbers)
-        rects = ""
         for outcome, number in numbers.items():
-            colour = _OUTCOMES[outcome]
             wide = number / most * (WIDTH - _NAMES)
-            rects += f"<rect x='{left:.2f}' y='{y + 3}' width='{wide:.2f}' height='{_BAR - 6}' fill='{colour}'/>"
+            rects += _rect(left, y + 3, wide, _BAR - 6, _OUTCOMES[outcome])
             left += wide
         wrong = "" if each.balanced else " style='fill:var(--bad)'"
         label = f"{each.topic}/{each.partition}"[-_NAME_CHARACTERS:]
         name = f"<text x='{_NAMES - 8}' y='{y + _BAR - 6}' text-anchor='end'{wrong}>{escape(label)}</text>"
-        rows.append(f"<g><title>{escape(f'{each.topic}/{each.partition}: {text}')}</title>{name}{rects}</g>")
+        rows.append(
+            f"<g><title>{escape(f'{each.topic}/{each.partition}: {_as_text(numbers)}')}</title>{name}{rects}</g>"
+        )
     hidden = sum(1 for each in books if each.read) - len(shown)
     rest = f"<p class=soft>{hidden} more partitions are in the table.</p>" if hidden else ""
     return f"<svg viewBox='0 0 {WIDTH} {height}' role=img aria-label='Books'>{''.join(rows)}</svg>{rest}"
+
+
+def _rect(x: float, y: float, width: float, height: float, colour: str) -> str:
+    return f"<rect x='{x:.2f}' y='{y:.2f}' width='{width:.2f}' height='{height:.2f}' fill='{colour}'/>"
 
 
 def _numbers(books: Books) -> list[int]:
@@ -184,16 +198,12 @@ def _plot(timeline: Timeline) -> str:
     wide, high, floor = scale(steps, most, _HEIGHT)
     bars = []
     for start, counts in sorted(timeline.counts.items()):
-        left, base = LEFT + (start - first) // timeline.step_ms * wide, float(floor)
+        left, base, rects = LEFT + (start - first) // timeline.step_ms * wide, float(floor), ""
         title = _as_text(dict(zip(VERDICTS, counts, strict=True)))
-        rects = ""
         for number, colour in zip(counts, _COLOURS, strict=True):
             if number:
                 base -= number * high
-                rects += (
-                    f"<rect x='{left:.2f}' y='{base:.2f}' width='{max(wide * 0.92, 0.5):.2f}' "
-                    f"height='{number * high:.2f}' fill='{colour}'/>"
-                )
+                rects += _rect(left, base, max(wide * 0.92, 0.5), number * high, colour)
         bars.append(f"<g><title>{_time(start)}: {title}</title>{rects}</g>")
     span = (_time(first), _time(last + timeline.step_ms))
     drawn = plot("Verdicts over event time", "".join(bars), _HEIGHT, most, span)
@@ -206,25 +216,3 @@ def _time(time_ms: int) -> str:
     except (ValueError, OverflowError):
         # Event times may be beyond the year 9999.
         return f"{time_ms} ms"
-
-
-def _books(report: Report) -> str:
-    rows = (
-        (f"{books.topic}/{books.partition}", *_numbers(books), "yes" if books.balanced else "no")
-        for books in report.books
-    )
-    return html_table(rows, ("partition", *(name.replace("_", " ") for name in _COLUMNS), "balanced"))
-
-
-def _violations(report: Report) -> str:
-    if report.passed:
-        return ""
-    found = html_table((kind, number, MEANINGS[kind]) for kind, number in report.counts.items() if number)
-    return f"<h2>Violations</h2>{found}{html_table((each.kind, each.place, each.text) for each in report.samples)}"
-
-
-def _not_provable(report: Report) -> str:
-    if not report.not_provable:
-        return ""
-    rows = html_table((number, reason) for reason, number in report.not_provable.items())
-    return f"<h2>Not provable</h2><p class=soft>Neither passed nor failed.</p>{rows}"

@@ -8,13 +8,13 @@ only the checks that do not depend on order are made (`findings.OrderFree`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from dedup.core.reference_model import Feed
 from dedup.core.window import Source
-from dedup.verify.compare import Headers, Place, digest, matched
+from dedup.verify.compare import Wanted, digest, matched
 from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition
 from dedup.verify.direct import WHY_BEFORE, WHY_COMPACTED, WHY_NO_OFFSET, keep, report_leftovers
 from dedup.verify.evidence import (
@@ -36,8 +36,7 @@ from dedup.verify.findings import (
     report_lost,
 )
 from dedup.verify.kafka_reader import RecordColumns
-from dedup.verify.log_scan import Log, LogScan, Row
-from dedup.verify.replay import TaskReplay
+from dedup.verify.replay import LogScan, Row, TaskReplay
 from dedup.verify.report import Books
 from dedup.verify.spill import Spill, buckets_for, condensed, place_of
 
@@ -46,8 +45,6 @@ _APPENDED: Final = 2
 WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
 _AFTER_ALL: Final = 1 << 62
 _REPORTED: Final = -1
-_SPREAD: Final = 0x9E3779B97F4A7C15
-"""The factor of Knuth's multiplicative hash, which distributes source positions over buckets."""
 
 
 @dataclass(slots=True)
@@ -63,51 +60,56 @@ class _Step:
     """The source position and digest of each record in the repartition topic."""
     judged: Spill
     """The source position, digest, ID, and event time of each source record."""
-    purged: bool
-    firsts: dict[Feed, int]
-    """Maps each source partition to the lowest of its offsets in the repartition topic."""
-    spans: dict[Feed, tuple[int, int]]
-    """Maps each source partition to the range [first, end) of offsets that were read."""
+    absent: Spill
+    """The source position, ID, and event time of each source record that may be purged from the repartition topic."""
     unseen: Spill
     """Records that are absent from an incomplete output, as (task, position, source position)."""
+    purged: bool
+    """True if a partition of the repartition topic has lost its beginning."""
+    firsts: dict[Feed, int] = field(default_factory=dict)
+    """Maps each source partition to the lowest of its offsets in the repartition topic."""
+    spans: dict[Feed, tuple[int, int]] = field(default_factory=dict)
+    """Maps each source partition to the range [first, end) of offsets that were read."""
 
 
 def verify_repartitioned(cut: Cut) -> None:
     """Replay the repartition topic, compare the output with the result, and account for every source record."""
-    log = cut.topology.repartition_topic
-    sources = cut.topology.source.topics
-    total = sum(bounds.high - bounds.low for topic in (log, *sources) for bounds in cut.bounds[topic].values())
-    buckets = buckets_for(total)
-    written = _outputs(cut, buckets)
-    stamped = cut.plan.rules.future != "clamp" and not any(each.broker_time for each in written)
+    log, output = cut.topology.repartition_topic, cut.topology.output
+    topics = (log, *cut.topology.source.topics)
+    buckets = buckets_for(sum(bounds.high - bounds.low for topic in topics for bounds in cut.bounds[topic].values()))
+    written: list[WrittenPartition] = []
+    stamped = cut.plan.rules.future != "clamp"
+    if output is not None:
+        numbers = range(cut.partitions[output.topic])
+        written = [cut.written(output.topic, partition, buckets, stamped=stamped) for partition in numbers]
+    stamped = stamped and not any(each.broker_time for each in written)
     cut.plan = replace(cut.plan, output_stamped=stamped)
-    gone = {partition for partition, bounds in cut.bounds[log].items() if bounds.start_deleted}
-    purged = bool(gone)
-    copies = Copies.of(cut, buckets, {topic: range(cut.partitions[topic]) for topic in copy_topics(cut).values()})
-    copies.purged = gone
+    purged = {partition for partition, bounds in cut.bounds[log].items() if bounds.start_deleted}
+    copied = {topic: range(cut.partitions[topic]) for topic in copy_topics(cut).values()}
+    copies = Copies(cut, buckets, copied, known=True, purged=purged)
     without_id = (Books("past the repartition topic", 0), cut.spill(buckets))
-    step = _Step(cut.feeds, [], without_id, cut.spill(buckets), cut.spill(buckets), purged, {}, {}, cut.spill(1))
+    carried, judged, absent = (cut.spill(buckets) for _ in range(3))
+    step = _Step(cut.feeds, [], without_id, carried, judged, absent, cut.spill(1), bool(purged))
     for partition in range(cut.partitions[log]):
         # Any feed may be far ahead of stream time, so the event times of deleted records are unknown.
-        if not cut.bounds[log][partition].start_deleted:
+        if partition not in purged:
             _read_log(cut, step, log, partition, buckets)
     _read_sources(cut, step)
-    absent = cut.spill(buckets)
     for number in range(buckets):
-        _account(cut, step, number, absent)
+        _account(cut, step, number)
     for number in range(buckets):
-        _judge(cut, step, (written, copies), number, absent)
+        _judge(cut, step, written, copies, number)
     report_displaced(written, cut.report)
     _report_unseen(cut, step, written)
     if without_id[0].read:
         cut.report.books.append(without_id[0])
     _count_pending(cut, log)
     copies.conclude()
-    _conclude(cut, purged=purged)
-    for spill in (absent, step.unseen, step.carried, step.judged, without_id[1], *(each for _, each in step.logs)):
-        spill.close()
-    for each in written:
-        each.close()
+    cut.report.method = "replay of the repartition topic"
+    if purged:
+        cut.report.method += ", order-free checks of purged records"
+    else:
+        report_leftovers(cut)
 
 
 def _count_pending(cut: Cut, log: str) -> None:
@@ -121,23 +123,6 @@ def _count_pending(cut: Cut, log: str) -> None:
                 cut.report.books.append(books)
 
 
-def _conclude(cut: Cut, *, purged: bool) -> None:
-    cut.report.method = "replay of the repartition topic" + (", order-free checks of purged records" if purged else "")
-    if not purged:
-        for side in (cut.plan.late, cut.plan.dead_letters):
-            if side is not None:
-                report_leftovers(cut, side)
-
-
-def _outputs(cut: Cut, buckets: int) -> list[WrittenPartition]:
-    output = cut.topology.output
-    if output is None:
-        return []
-    stamped = cut.plan.rules.future != "clamp"
-    numbers = range(cut.partitions[output.topic])
-    return [cut.written(output.topic, partition, buckets, stamped=stamped) for partition in numbers]
-
-
 def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> None:
     books = Books(log, partition)
     cut.report.books.append(books)
@@ -148,7 +133,11 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
         cut.report.unprovable(WHY_NO_OFFSET, bounds.high - bounds.low)
     for row in log_rows(cut, partition):
         if keep(cut, spill, row):
-            _carry(step, row)
+            topic, source_partition, offset = row.source
+            feed = (topic, source_partition)
+            step.firsts[feed] = min(offset, step.firsts.get(feed, offset))
+            content = digest(row.key, row.value, row.headers, row.timestamp_ms)
+            step.carried.add(hash(row.source), (*row.source, content))
 
 
 def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
@@ -160,50 +149,31 @@ def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
     high = cut.reader.bounds(log, [partition])[partition].high
     for begin, end, pending in ((bounds.low, committed, False), (committed, high, True)):
         for columns in cut.read(log, partition, begin, end):
-            yield from scan.rows(_unwrap(cut, columns, partition), pending=pending)
+            sources, idle_rows = _unwrap(cut, columns, partition)
+            yield from scan.rows(columns, sources, idle_rows=idle_rows, pending=pending)
 
 
-def _carry(step: _Step, row: Row) -> None:
-    topic, partition, offset = row.source
-    feed = (topic, partition)
-    step.firsts[feed] = min(offset, step.firsts.get(feed, offset))
-    content = digest(row.key, row.value, row.headers, row.timestamp_ms)
-    step.carried.add(_position_place(row.source), (*row.source, content))
-
-
-def _position_place(source: Sequence[int]) -> int:
-    topic, partition, offset = source
-    return ((offset * _SPREAD + partition * 31 + topic) >> 16) & ((1 << 48) - 1)
-
-
-def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> Log:
-    """Restore the records of the repartition topic as they were in the source."""
+def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Source], set[int]]:
+    """Restore the records as they were in the source; return their source positions, and the rows of idle markers."""
     sources: list[Source] = []
     idle_rows: set[int] = set()
     for row, headers in enumerate(columns.headers):
         # Only the last two headers count. An upstream topology may have added headers with the same names before.
         appended = headers[-_APPENDED:]
-        source, idle = _origin(cut, appended)
+        marker = header(appended, IDLE_HEADER)
+        position = header(appended, SOURCE_HEADER) if marker is None else marker + b"/0"
+        source = parse_source(position, cut.topology.source.topics)
         if source is None:
             where = f"{cut.topology.repartition_topic}/{partition} offset {columns.offsets[row]}"
             cut.report.violation("phantom", where, "names no source record, so no repartition task wrote it")
-            source, idle = Source(0, 0, -1), True
+        if source is None or marker is not None:
+            idle_rows.add(row)
+            # No source record has offset -1, so no record of a side topic is matched with the marker.
+            source = (source or Source(0, 0, -1))._replace(offset=-1)
         columns.headers[row] = headers[:-_APPENDED]
         columns.timestamps_ms[row] = parse_time_ms(header(appended, TIMESTAMP_HEADER)) or 0
         sources.append(source)
-        if idle:
-            idle_rows.add(row)
-    return Log(columns, sources, frozenset(idle_rows))
-
-
-def _origin(cut: Cut, headers: Headers) -> tuple[Source | None, bool]:
-    topics = cut.topology.source.topics
-    marker = header(headers, IDLE_HEADER)
-    if marker is not None:
-        feed = parse_source(marker + b"/0", topics)
-        # No source record has offset -1, so no record of a side topic is matched with the marker.
-        return None if feed is None else feed._replace(offset=-1), True
-    return parse_source(header(headers, SOURCE_HEADER), topics), False
+    return sources, idle_rows
 
 
 def _read_sources(cut: Cut, step: _Step) -> None:
@@ -218,13 +188,12 @@ def _read_sources(cut: Cut, step: _Step) -> None:
         # For records without an ID, order does not matter, because stream time does not influence their verdicts.
         scan = LogScan(cut.plan, step.feeds, from_start=True)
         start = cut.configured_start(topic, partition)
-        unknown = start is None
         if start is None:
             # The start is `latest`, whose offset is not recorded. It is the offset of the first record in the
             # repartition topic.
             start = step.firsts.get(feed, bounds.high)
-        if step.purged and unknown:
-            cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
+            if step.purged:
+                cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
         step.spans[feed] = (start, committed)
         for columns in cut.read(topic, partition, start, committed):
             _read_source(cut, step, feed, columns, scan)
@@ -233,7 +202,7 @@ def _read_sources(cut: Cut, step: _Step) -> None:
 def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan: LogScan) -> None:
     extracted = extracted_of(cut.plan.extract, columns)
     some = columns.rows(sorted(extracted.faults))
-    rows = scan.rows(Log(some, [Source(*feed, offset) for offset in some.offsets]))
+    rows = scan.rows(some, [Source(*feed, offset) for offset in some.offsets])
     faulty = {found.position: found for found in rows}
     for at, offset in enumerate(columns.offsets):
         own = None if at in extracted.faults else extracted.ids[at]
@@ -243,16 +212,16 @@ def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan
         content = digest(columns.keys[at], value, columns.headers[at], columns.timestamps_ms[at])
         source = (*feed, offset)
         line = (*source, content, own, extracted.times_ms[at], faulty.get(offset))
-        step.judged.add(_position_place(source), line)
+        step.judged.add(hash(source), line)
 
 
-def _account(cut: Cut, step: _Step, number: int, absent: Spill) -> None:
+def _account(cut: Cut, step: _Step, number: int) -> None:
     """Check that each source record of a bucket is in the repartition topic once and unchanged, or has no usable ID."""
     held: dict[Source, bytes] = {}
     for topic, partition, offset, content in step.carried.bucket(number):
         source = Source(topic, partition, offset)
         if source in held:
-            cut.report.violation("duplicated", cut.place(source), "it is in the repartition topic twice")
+            cut.report.violation("duplicated", cut.plan.place(source), "it is in the repartition topic twice")
         held[source] = content
     for topic, partition, offset, content, own, time_ms, faulty in step.judged.bucket(number):
         source = Source(topic, partition, offset)
@@ -263,31 +232,27 @@ def _account(cut: Cut, step: _Step, number: int, absent: Spill) -> None:
             elif cut.plan.dead_letters.take([source]):
                 cut.report.unprovable("dead letters of the repartition step")
             elif not step.purged:
-                cut.report.violation("lost", cut.place(source), f"not in {cut.topology.repartition_topic}")
+                cut.report.violation("lost", cut.plan.place(source), f"not in {cut.topology.repartition_topic}")
             else:
-                absent.add(place_of(own, None, None), (*source, own, time_ms))
+                step.absent.add(place_of(own, None, None), (*source, own, time_ms))
         elif there != content:
-            cut.report.violation("changed", cut.place(source), "its content in the repartition topic is different")
+            cut.report.violation("changed", cut.plan.place(source), "its content in the repartition topic is different")
     for source in held:
         _report_unsent(cut, step, source)
 
 
 def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
     """Report a record in the repartition topic that is not in the source."""
-    topic = cut.topology.source.topics[source.topic]
     start, end = step.spans.get((source.topic, source.partition), (0, 0))
-    if not start <= source.offset < end:
-        return
-    if topic in cut.compacted:
+    if start <= source.offset < end and cut.topology.source.topics[source.topic] in cut.compacted:
         cut.report.unprovable(WHY_COMPACTED)
-        return
-    text = f"it is in {cut.topology.repartition_topic}, but not in the source"
-    cut.report.violation("phantom", cut.place(source), text)
+    elif start <= source.offset < end:
+        text = f"it is in {cut.topology.repartition_topic}, but not in the source"
+        cut.report.violation("phantom", cut.plan.place(source), text)
 
 
-def _judge(cut: Cut, step: _Step, there: tuple[list[WrittenPartition], Copies], number: int, absent: Spill) -> None:
+def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copies, number: int) -> None:
     """Judge the records of a bucket, and check the output and the copies of duplicates against the verdicts."""
-    written, copies = there
     tasks: list[TaskReplay] = []
     owners: dict[bytes, int] = {}
     for books, spill in (*step.logs, step.without_id):
@@ -298,33 +263,27 @@ def _judge(cut: Cut, step: _Step, there: tuple[list[WrittenPartition], Copies], 
     seen = [each.bucket(number) for each in written]
     if step.purged:
         free = OrderFree(cut, written, seen)
-        for topic, partition, offset, own, time_ms in absent.bucket(number):
-            source = Source(topic, partition, offset)
-            free.must_be_somewhere(own, time_ms, source)
+        for topic, partition, offset, own, time_ms in step.absent.bucket(number):
+            free.must_be_somewhere(own, time_ms, Source(topic, partition, offset))
             cut.report.unprovable(WHY_PURGED)
     if cut.topology.output is None:
         return
-    found = matched([task.forwarded for task in tasks], [[each.digest for each in own] for own in seen])
+    found = matched([task.forwarded for task in tasks], seen)
     for at, each in enumerate(written):
-        pairs = [(there.row, wanted) for there, wanted in found.matched if there.sequence == at]
-        each.order.match([(seen[at][row].row, *_track(step, tasks, wanted)) for row, wanted in pairs])
+        own = ((record.offset, *_track(step, task, wanted)) for in_, record, task, wanted in found.matched if in_ == at)
+        each.order.match(own)
     if step.purged:
         # Records that are deleted now were forwarded, too, so an unknown record in the output is no violation.
         found.extra.clear()
-    unseen: list[Place] | None = [] if any(each.bounds.start_deleted or each.truncated for each in written) else None
-    explain(found, tasks, written, seen, cut.report, absent_are=unseen)
-    for place in unseen or ():
-        forwarded = tasks[place.sequence].forwarded
-        step.unseen.add(0, (place.sequence, forwarded.positions[place.row], *forwarded.sources[place.row]))
+    partial = any(each.bounds.start_deleted or each.truncated for each in written)
+    for number_of_task, wanted in explain(found, tasks, written, cut.report, partial=partial):
+        step.unseen.add(0, (number_of_task, wanted.position, *wanted.source))
 
 
-def _track(step: _Step, tasks: list[TaskReplay], wanted: Place) -> tuple[int, int]:
+def _track(step: _Step, task: int, wanted: Wanted) -> tuple[int, int]:
     """Return the task or source partition in which a record must keep its order, and the record's position in it."""
-    forwarded = tasks[wanted.sequence].forwarded
-    source = forwarded.sources[wanted.row]
-    past = wanted.sequence == len(step.logs)
-    track = wanted.sequence + (step.feeds.index((source.topic, source.partition)) if past else 0)
-    return track, forwarded.positions[wanted.row]
+    past = task == len(step.logs)
+    return task + (step.feeds.index(wanted.source[:2]) if past else 0), wanted.position
 
 
 def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> None:
@@ -340,15 +299,11 @@ def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> No
             books.not_provable += 1
             cut.report.unprovable(WHY_OPEN if truncated else WHY_OUTPUT_GONE)
         else:
-            report_lost(written, cut.place(Source(*source)), cut.report)
+            report_lost(written, cut.plan.place(Source(*source)), cut.report)
 
 
 def _checked_owner(cut: Cut, books: Books, rows: Iterator[Row], owners: dict[bytes, int]) -> Iterator[Row]:
-    """Yield the rows, and report each ID that is in two partitions, because both tasks would forward it.
-
-    ``owners`` maps each ID to the first partition in which it was found, or to `_REPORTED` if it was found in another
-    one, too.
-    """
+    """Yield the rows, and report each ID that another partition in ``owners`` has, too, since both tasks forward it."""
     for row in rows:
         owner = _REPORTED if row.id is None else owners.setdefault(row.id, books.partition)
         if row.id is not None and owner not in {books.partition, _REPORTED}:

@@ -1,24 +1,40 @@
-"""Replays a task's records with the exact model, bucket by bucket, and derives the expected content of other topics."""
+"""Replays a task's log with the exact model, and derives the expected content of other topics.
+
+The log is scanned once to compute stream time before and after each record, which depends on the order of the log.
+After the scan, records can be judged in any grouping by ID: besides stream time, the exact model only needs the records
+with the same ID. They are judged bucket by bucket.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, Self
 
-from dedup.core.reference_model import Feed, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
+from dedup.core.extract import Extractor
+from dedup.core.reference_model import Feed, ModelFault, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
-from dedup.verify.compare import Expected, digest
-from dedup.verify.evidence import FIRST_SOURCE_HEADER, FIRST_TIME_HEADER, Filed, SideTopic
-from dedup.verify.log_scan import Plan, Row, forwarded_digest, position
+from dedup.topology.model import LateForward, Topology
+from dedup.verify.compare import Headers, Wanted, digest
+from dedup.verify.evidence import (
+    FIRST_SOURCE_HEADER,
+    FIRST_TIME_HEADER,
+    REPLAYED_HEADER,
+    SOURCE_HEADER,
+    VERDICT_HEADER,
+    Filed,
+    SideTopic,
+    extracted_of,
+    header,
+    parse_source,
+)
+from dedup.verify.kafka_reader import RecordColumns
 from dedup.verify.report import Books, Report, ViolationKind
-from dedup.verify.spill import stand_in_of
+from dedup.verify.spill import condensed, stand_in_of
 
-_UNIQUE, _DUPLICATES, _LATE, _DEAD_LETTERS = range(4)
+CopyKind = Literal["duplicates", "conflicts"]
 REFUSED_BY_THE_BROKER: Final = "refused_by_broker"
-"""The reason of dead letters that the broker refused. A replay accepts these dead letters, although the record does not
-prove the reason.
-"""
+"""The reason of dead letters that the broker refused, which a replay accepts although the record does not prove it."""
 FUTURE: Final = "future_time"
 """The reason of dead letters whose event time is too far in the future."""
 _FORGET_EVERY: Final = 200_000
@@ -29,23 +45,207 @@ WHY_REFUSED: Final = "the broker refused them, according to the dead-letter topi
 WHY_CLOCK: Final = "dead letters for an event time that only the worker's wall clock can have refused"
 WHY_CLAMPED: Final = "a time may have been clamped to the worker's wall clock, and stream time with it"
 WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or a transaction there stays open"
+_ANY: Final = b"any"
 
 
-@dataclass(slots=True)
-class Forwarded(Expected):
-    """The records that a task must have written to the output."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The topology and the side topics that its workers write, as far as a replay needs them."""
 
-    ids: list[bytes | None] = field(default_factory=list)
-    sources: list[Source] = field(default_factory=list)
-    pending: set[int] = field(default_factory=set)
-    """Rows whose records are at or after the committed offset."""
+    topology: Topology
+    rules: ModelRules
+    extract: Extractor
+    late: SideTopic | None
+    dead_letters: SideTopic
+    late_digests: set[bytes] | None = None
+    """Digests of all records that were forwarded as late; None if these records are not known."""
+    output_stamped: bool = True
+    """True if the output keeps the records' timestamps (CreateTime), so that they can be compared."""
+
+    @property
+    def late_forwarded(self) -> bool:
+        """True if late records are forwarded with a mark."""
+        return isinstance(self.topology.late, LateForward)
+
+    @property
+    def sides(self) -> list[SideTopic]:
+        """The late topic, if there is one, and the dead-letter topic."""
+        return [side for side in (self.late, self.dead_letters) if side is not None]
+
+    def place(self, source: Source) -> str:
+        """Return a source position as shown in reports."""
+        return f"{self.topology.source.topics[source.topic]}/{source.partition} offset {source.offset}"
+
+
+class Original(NamedTuple):
+    """A record as it was in the source topic, with its value condensed by `spill.condensed`."""
+
+    source: Source
+    key: bytes | None
+    value: bytes | None
+    headers: Headers
+    timestamp_ms: int
+
+    @classmethod
+    def of(cls, columns: RecordColumns, at: int, source: Source) -> Self:
+        """Return the record in one row of ``columns``."""
+        value, headers = condensed(columns.values[at]), columns.headers[at]
+        return cls(source, columns.keys[at], value, headers, columns.timestamps_ms[at])
+
+
+class Row(NamedTuple):
+    """A record of a log, with all data that determine its verdict except the other records with the same ID."""
+
+    position: int
+    """The offset in the log."""
+    source: Source
+    key: bytes | None
+    value: bytes | None
+    """The value, condensed by `spill.condensed`."""
+    headers: Headers
+    timestamp_ms: int
+    id: bytes | None
+    time_ms: int
+    fingerprint: bytes
+    fault: ModelFault | None
+    code: str
+    """Code of the record's fault; empty if the record has no fault."""
+    pending: bool
+    """True if the record is at or after the committed offset, so that it may or may not be judged."""
+    replayed: bool
+    before_ms: int
+    """Stream time before this record was judged."""
+    after_ms: int
+    doubt_ms: int | None
+    """Sightings up to this event time may be unknown, because the log lost their records; None if all are known."""
+    doubt_by_clock: bool
+    """True if the doubt arises from an event time that may have been clamped to the worker's clock."""
+    late: Filed | None
+    letter: Filed | None
+    """The record's entry in the dead-letter topic; None if there is none."""
+
+    @classmethod
+    def of(cls, values: list[object]) -> Row:
+        """Return a row from the plain values that a spill stores."""
+        row = cls._make(values)
+        return row._replace(
+            source=Source(*row.source),
+            late=None if row.late is None else Filed(*row.late),
+            letter=None if row.letter is None else Filed(*row.letter),
+        )
+
+
+class LogScan:
+    """Reads one task's log in order, and tracks stream time and the event time up to which sightings may be unknown."""
+
+    def __init__(self, plan: Plan, feeds: Sequence[Feed], *, from_start: bool) -> None:
+        self._plan: Final = plan
+        self._model: Final = ReferenceModel(plan.rules, feeds)
+        """Judges all records with the same artificial ID, only to compute stream time."""
+        self._from_start: Final = from_start
+        self._anchor_ms: int | None = None
+        self._clamped = False
+
+    def rows(
+        self,
+        columns: RecordColumns,
+        sources: Sequence[Source],
+        *,
+        idle_rows: Collection[int] = (),
+        pending: bool = False,
+    ) -> Iterator[Row]:
+        """Yield consecutive records of the log as rows. Idle markers yield no row, and only advance stream time."""
+        plan, topics = self._plan, self._plan.topology.source.topics
+        extracted = extracted_of(plan.extract, columns)
+        fingerprints = extracted.fingerprints or [b""] * len(columns.keys)
+        late = plan.late.take(sources) if plan.late is not None else {}
+        letters = plan.dead_letters.take(sources)
+        for at, source in enumerate(sources):
+            if at in idle_rows:
+                self._model.judge(ModelRecord(None, 0, source, idle=True))
+                continue
+            fault, letter, original = extracted.faults.get(at), letters.get(source), Original.of(columns, at, source)
+            model_fault: ModelFault | None = None if fault is None else fault.kind.value
+            record = ModelRecord(extracted.ids[at] if fault is None else None, extracted.times_ms[at], source)
+            before_ms = self._model.stream_time_ms
+            self._pass(record._replace(fault=model_fault), letter, pending=pending)
+            judged = record.id is not None and record.time_ms >= 0 and letter is None
+            # Stream time before a judged record is unknown if the log's beginning was deleted.
+            begins_in_doubt = judged and not self._from_start and self._anchor_ms is None
+            if begins_in_doubt and not self._perhaps_late(original, late):
+                # The record was unique, or it was a duplicate of a sighting that was still kept, regardless of the
+                # record's age.
+                rules = plan.rules
+                longest_ms = rules.extend_at_most_ms if rules.extend else 0
+                self._doubt_from(record.time_ms + 2 * rules.guard_ms + rules.grace_ms + longest_ms)
+            doubt_ms = self._anchor_ms
+            if doubt_ms is None and not self._from_start:
+                doubt_ms = max(record.time_ms, self._model.stream_time_ms) + plan.rules.grace_ms
+            yield Row(
+                columns.offsets[at],
+                *original,
+                record.id,
+                record.time_ms,
+                fingerprints[at],
+                model_fault,
+                "" if fault is None else fault.code,
+                pending,
+                bool(original.headers) and parse_source(header(original.headers, REPLAYED_HEADER), topics) is not None,
+                before_ms,
+                self._model.stream_time_ms,
+                doubt_ms,
+                self._clamped,
+                late.get(source),
+                letter,
+            )
+
+    def _pass(self, record: ModelRecord, letter: Filed | None, *, pending: bool) -> None:
+        """Judge a record only to advance stream time."""
+        if record.id is None:
+            self._model.judge(record)
+            return
+        if letter is not None and record.time_ms >= 0:
+            return
+        stream_time_ms, plan = self._model.stream_time_ms, self._plan
+        ahead = record.time_ms > stream_time_ms + plan.topology.max_clock_skew_ms and not pending
+        if ahead and plan.rules.future == "clamp" and stream_time_ms != BEFORE_ALL_TIME:
+            # The record was accepted, so the worker's clock was ahead. A worker that clamps may have used a different
+            # time.
+            self._clamped = self._clamped or (self._from_start and self._anchor_ms is None)
+            self._doubt_from(record.time_ms)
+        self._model.judge(record._replace(id=_ANY))
+        self._model.sightings.clear()
+
+    def _perhaps_late(self, original: Original, late: Mapping[Source, Filed]) -> bool:
+        """Return whether a record may have been late. A record that is dropped as late is in no written topic."""
+        plan = self._plan
+        if plan.late is not None:
+            return original.source in late
+        return plan.late_digests is None or forwarded_digest(plan, original, "late") in plan.late_digests
+
+    def _doubt_from(self, time_ms: int) -> None:
+        """Remember that sightings up to this event time may be unknown."""
+        if self._anchor_ms is None or time_ms > self._anchor_ms:
+            self._anchor_ms = time_ms
+
+
+def forwarded_digest(plan: Plan, row: Row | Original, why: str = "") -> bytes:
+    """Return the digest that a record must have in the output, where the worker's headers follow its own headers."""
+    headers, output = row.headers, plan.topology.output
+    if why:
+        headers = [*headers, (VERDICT_HEADER, why.encode())]
+    if output is not None and output.headers:
+        headers = [*headers, (SOURCE_HEADER, position(plan, row.source))]
+    return digest(row.key, row.value, headers, row.timestamp_ms if plan.output_stamped else 0)
+
+
+def position(plan: Plan, source: Source) -> bytes:
+    """Return a source position in the format of the headers."""
+    return f"{plan.topology.source.topics[source.topic]}/{source.partition}/{source.offset}".encode()
 
 
 class Doubt:
-    """Tracks IDs that may have sightings whose records are no longer in the log.
-
-    An ID stays in doubt as long as a sighting that may or may not exist can affect the verdicts on its records.
-    """
+    """Tracks IDs whose verdicts may be affected by sightings whose records are no longer in the log."""
 
     def __init__(self, rules: ModelRules) -> None:
         self._retention_ms: Final = rules.guard_ms + rules.grace_ms
@@ -73,9 +273,10 @@ class TaskReplay:
 
     def __init__(self, plan: Plan, books: Books, report: Report, feeds: Sequence[Feed]) -> None:
         self.books: Final = books
-        self.forwarded: Final = Forwarded()
-        self.duplicates: Final = Expected()
-        self.conflicts: Final = Expected()
+        self.forwarded: Final[list[Wanted]] = []
+        """The records that the task must have written to the output."""
+        self.copies: Final[dict[CopyKind, list[Wanted]]] = {"duplicates": [], "conflicts": []}
+        """The records that the task must have written to the duplicates and conflicts topics."""
         self.uncertain = False
         """True if a verdict is not the only possible one, so that the counts may differ."""
         self._plan: Final = plan
@@ -122,7 +323,7 @@ class TaskReplay:
         if row.fault is None and row.letter is not None and row.time_ms >= 0:
             self._dead_by_evidence(row, row.letter)
             return
-        source = Source(*row.source)
+        source = row.source
         # Stream time depends on the whole log, not only on the records of this bucket.
         self._model.stream_time_ms = row.after_ms
         verdict = self._model.judge(ModelRecord(row.id, row.time_ms, source, row.fingerprint, row.fault))
@@ -141,8 +342,11 @@ class TaskReplay:
                 self._late(row, verdict, certain=certain)
             case "dead_letter":
                 self._dead(row, row.letter, row.code or verdict.reason)
+            case _ if self._pending:
+                pass
             case _:
-                self._failed(row, verdict)
+                text = f"the topology says the worker stops here ({verdict.reason})"
+                self._violation("unbalanced", row, f"{text}, but the offset after it is committed")
 
     def _certain(self, row: Row, verdict: ModelVerdict) -> bool:
         """Return whether the verdict is the only possible one; otherwise count it as not provable."""
@@ -163,7 +367,7 @@ class TaskReplay:
 
     def _dead_by_evidence(self, row: Row, letter: Filed) -> None:
         """Handle a dead letter whose record has no fault: the clock or the broker caused it, or it is wrong."""
-        far_ahead = row.time_ms > row.before_ms + self._plan.max_clock_skew_ms
+        far_ahead = row.time_ms > row.before_ms + self._plan.topology.max_clock_skew_ms
         by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
         if letter.reason == REFUSED_BY_THE_BROKER:
             self._unprovable(WHY_REFUSED)
@@ -171,7 +375,7 @@ class TaskReplay:
         elif by_clock and row.time_ms > row.before_ms:
             # The record was judged before the dead letter was appended. If it was appended late enough, the clock may
             # have allowed the record's time.
-            skew_ms = self._plan.max_clock_skew_ms
+            skew_ms = self._plan.topology.max_clock_skew_ms
             by_append = letter.at_ms is not None and row.time_ms > letter.at_ms + skew_ms
             if not (far_ahead and by_append):
                 self._unprovable(WHY_CLOCK)
@@ -182,82 +386,58 @@ class TaskReplay:
         self._count_dead(row)
 
     def _forward(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
-        why = "conflict" if verdict.conflict else verdict.reason
-        self._expect(row, why, certain=certain)
-        if not certain and row.id is not None:
-            self._expect_otherwise(row, why)
-        if self._pending:
-            return
+        self._expect(row, "conflict" if verdict.conflict else verdict.reason, certain=certain)
         if verdict.kind == "exempt":
-            # A record without an ID or a value has no usable event time.
-            self.books.exempt += 1
-            self._report.timeline.add_undated("exempt")
+            self._count("exempt", None)  # a record without an ID or a value has no usable event time
         else:
-            self.books.unique += 1
-            self._report.timeline.add(verdict.time_ms, _UNIQUE)
+            self._count("unique", verdict.time_ms)
 
-    def _expect(self, row: Row, why: str = "", *, certain: bool) -> None:
-        """Add a record to those expected in the output; ``why`` is the verdict that its header must contain."""
-        forwarded = self.forwarded
-        if not certain:
-            forwarded.optional.add(len(forwarded.ids))
-            self.uncertain = self.uncertain or not self._pending
-        if self._pending:
-            forwarded.pending.add(len(forwarded.ids))
-        forwarded.digests.append(forwarded_digest(self._plan, row, why))
-        forwarded.ids.append(row.id)
-        forwarded.sources.append(Source(*row.source))
-        forwarded.positions.append(row.position)
+    def _expect(self, row: Row, why: str | None, *, certain: bool) -> None:
+        """Add a record to those expected in the output; ``why`` is the verdict that its header must contain.
 
-    def _expect_otherwise(self, row: Row, *besides: str) -> None:
-        """Allow that a record was forwarded with any verdict other than ``besides``."""
-        possible = {"", "late" if self._plan.late_forwarded else ""}
-        possible.add("conflict" if self._plan.rules.on_conflict == "forward" else "")
-        for why in sorted(possible.difference(besides)):
-            self._expect(row, why, certain=False)
+        Unless the verdict is ``certain``, the record may also have been forwarded with any other verdict, or not at
+        all. None for ``why`` means that it was not forwarded by the model's verdict.
+        """
+        whys = set() if why is None else {why}
+        if not certain and row.id is not None:
+            whys |= {"", "late" if self._plan.late_forwarded else ""}
+            whys.add("conflict" if self._plan.rules.on_conflict == "forward" else "")
+        self.uncertain = self.uncertain or not (certain or self._pending)
+        # The model's own verdict is first.
+        for each in sorted(whys, key=lambda each: (each != why, each)):
+            self.forwarded.append(self._wanted(row, forwarded_digest(self._plan, row, each), certain=certain))
+
+    def _wanted(self, row: Row, content: bytes, *, certain: bool) -> Wanted:
+        return Wanted(content, row.id, row.source, row.position, not certain, self._pending)
 
     def _duplicate(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
         if not certain:
             # The record may have been the first one with its ID.
-            self._expect_otherwise(row)
-        topic = self.duplicates if self._plan.duplicates else None
-        if verdict.conflict and self._plan.conflicts:
-            topic = self.conflicts
-        first = verdict.of
-        if topic is not None and first is not None:
-            if not certain:
-                topic.optional.add(len(topic.digests))
+            self._expect(row, None, certain=False)
+        topology, first = self._plan.topology, verdict.of
+        kind: CopyKind = "conflicts" if verdict.conflict and topology.conflicts is not None else "duplicates"
+        if first is not None and (kind == "conflicts" or topology.duplicates is not None):
             added = [
                 (FIRST_TIME_HEADER, str(first.first_ms).encode()),
                 (FIRST_SOURCE_HEADER, position(self._plan, first.source)),
             ]
-            topic.digests.append(digest(row.key, row.value, [*row.headers, *added], 0))
-            topic.positions.append(row.position)
-        if self._pending:
-            return
-        self.books.duplicates += 1
-        self.books.conflicts += verdict.conflict
-        self._report.timeline.add(verdict.time_ms, _DUPLICATES)
+            content = digest(row.key, row.value, [*row.headers, *added], 0)
+            self.copies[kind].append(self._wanted(row, content, certain=certain))
+        self._count("duplicates", verdict.time_ms)
+        self.books.conflicts += verdict.conflict and not self._pending
 
     def _late(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
-        if not self._pending:
-            self.books.late += 1
-            self._report.timeline.add(verdict.time_ms, _LATE)
+        self._count("late", verdict.time_ms)
+        late = self._plan.late
         if self._plan.late_forwarded:
             self._expect(row, "late", certain=certain)
-            if not certain:
-                self._expect_otherwise(row, "late")
-        late = self._plan.late
-        if late is None:
-            if not certain and not self._plan.late_forwarded:
-                self._expect_otherwise(row)
-        elif row.late is not None:
+        elif late is not None and row.late is not None:
             self._same(row, row.late, late)
         elif not certain:
-            self._expect_otherwise(row)
-        elif not late.complete:
+            self._expect(row, None, certain=False)
+        elif late is not None and not late.complete:
             self._unprovable(WHY_SIDE_GONE)
-        else:
+        elif late is not None:
             behind_ms = verdict.stream_time_ms - verdict.time_ms
             self._violation("lost", row, f"late by {behind_ms} ms, but not in {late.name}")
 
@@ -265,12 +445,10 @@ class TaskReplay:
         self._count_dead(row)
         dead_letters = self._plan.dead_letters
         if letter is None:
-            if self._pending:
-                return
-            if dead_letters.complete:
-                self._violation("lost", row, f'dead letter for "{code}", but not in {dead_letters.name}')
-            else:
+            if not dead_letters.complete:
                 self._unprovable(WHY_SIDE_GONE)
+            elif not self._pending:
+                self._violation("lost", row, f'dead letter for "{code}", but not in {dead_letters.name}')
             return
         self._same(row, letter, dead_letters)
         if letter.reason not in {code, REFUSED_BY_THE_BROKER}:
@@ -286,19 +464,16 @@ class TaskReplay:
         if not same:
             self._violation("changed", row, f"{side.place(filed)} has another key, value, header or original timestamp")
 
-    def _failed(self, row: Row, verdict: ModelVerdict) -> None:
-        if not self._pending:
-            text = f"the topology says the worker stops here ({verdict.reason}), but the offset after it is committed"
-            self._violation("unbalanced", row, text)
-
     def _count_dead(self, row: Row) -> None:
+        far_ahead = row.letter is not None and row.letter.reason == FUTURE
+        dated = row.fault is None and row.time_ms >= 0 and not far_ahead
+        self._count("dead_letters", row.time_ms if dated else None)
+
+    def _count(self, outcome: str, time_ms: int | None) -> None:
+        """Count a judged record in the books and over event time; ``outcome`` is the name of the field in `Books`."""
         if not self._pending:
-            self.books.dead_letters += 1
-            far_ahead = row.letter is not None and row.letter.reason == FUTURE
-            if row.fault is None and row.time_ms >= 0 and not far_ahead:
-                self._report.timeline.add(row.time_ms, _DEAD_LETTERS)
-            else:
-                self._report.timeline.add_undated("dead_letters")
+            setattr(self.books, outcome, getattr(self.books, outcome) + 1)
+            self._report.timeline.add(outcome, time_ms)
 
     def _unprovable(self, why: str) -> None:
         if not self._pending:
@@ -307,4 +482,4 @@ class TaskReplay:
             self._report.unprovable(why)
 
     def _violation(self, kind: ViolationKind, row: Row, text: str) -> None:
-        self._report.violation(kind, self.place(Source(*row.source)), text)
+        self._report.violation(kind, self.place(row.source), text)

@@ -54,9 +54,7 @@ class Books:
     partition: int
     read: int = 0
     unique: int = 0
-    """Number of records that are forwarded as the first ones with their IDs, including conflicts that the topology
-    forwards.
-    """
+    """Number of records forwarded as the first ones with their IDs, including conflicts that the topology forwards."""
     exempt: int = 0
     """Number of records without an ID or a value that the topology forwards with a mark, without judging them."""
     duplicates: int = 0
@@ -67,17 +65,13 @@ class Books:
     replayed: int = 0
     """How many of the records in ``read`` were sent again by ``dedup replay``."""
     pending: int = 0
-    """Number of offsets from the committed one to the end, counted like the lag in `dedup status`; 0 if they hold no
-    record.
-    """
+    """Number of offsets from the committed one to the end, as the lag in `dedup status`; 0 if they hold no record."""
     skipped: int = 0
     """Number of offsets before the start of the topology, which were never judged."""
     not_provable: int = 0
     """How many of the records in ``read`` were judged although the log no longer shows their correct verdict."""
     ended: int | None = None
-    """Number of records that were found in their final topic, including dropped duplicates; None if this cannot be
-    determined.
-    """
+    """Number of records found in their final topic, including dropped duplicates; None if this is not known."""
 
     @property
     def balanced(self) -> bool:
@@ -96,28 +90,22 @@ class Timeline:
     undated: dict[str, int] = field(default_factory=dict)
     """Maps each verdict to its number of records without a usable event time, which a time axis cannot show."""
 
-    def add_undated(self, outcome: str, number: int = 1) -> None:
-        """Count records without a usable event time."""
-        self.undated[outcome] = self.undated.get(outcome, 0) + number
-
-    def add(self, time_ms: int, verdict: int, number: int = 1) -> None:
-        """Count records with an event time. If there are too many steps, make the steps twice as wide."""
+    def add(self, verdict: str, time_ms: int | None, number: int = 1) -> None:
+        """Count records with this event time, if they have one. Steps become twice as wide if there are too many."""
+        if time_ms is None:
+            self.undated[verdict] = self.undated.get(verdict, 0) + number
+            return
         start = time_ms - time_ms % self.step_ms
         counts = self.counts.get(start)
         if counts is None:
             counts = self.counts[start] = [0] * len(VERDICTS)
-        counts[verdict] += number
+        counts[VERDICTS.index(verdict)] += number
         while len(self.counts) > _MOST_BUCKETS:
-            self._widen()
-
-    def _widen(self) -> None:
-        self.step_ms *= 2
-        finer = self.counts
-        self.counts = {}
-        for start, counts in finer.items():
-            wider = self.counts.setdefault(start - start % self.step_ms, [0] * len(VERDICTS))
-            for verdict, number in enumerate(counts):
-                wider[verdict] += number
+            self.step_ms *= 2
+            finer, self.counts = self.counts, {}
+            for start, counts in finer.items():
+                wider = self.counts.setdefault(start - start % self.step_ms, [0] * len(VERDICTS))
+                wider[:] = map(sum, zip(wider, counts, strict=True))
 
 
 @dataclass(slots=True)

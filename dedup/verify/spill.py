@@ -78,21 +78,29 @@ class Spill:
         self._pending_rows += 1
         self._pending_bytes += size_bytes
         if self._pending_rows >= _PENDING_ROWS or self._pending_bytes >= _PENDING_BYTES:
-            self._flush()
+            self.flush()
 
     def bucket(self, number: int) -> Iterator[list[Any]]:
         """Yield the rows of a bucket as lists."""
-        self._flush()
+        self.flush()
         for start in self._chunks[number]:
             self._file.seek(start)
             length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little")
             yield from _unpack(self._file.read(length))
 
+    def clear(self) -> None:
+        """Remove all rows."""
+        for rows, chunks in zip(self._pending, self._chunks, strict=True):
+            rows.clear()
+            chunks.clear()
+        self.rows = self._pending_rows = self._pending_bytes = 0
+
     def close(self) -> None:
         """Free the disk space."""
         self._file.close()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write the rows that are still in memory."""
         if not self._pending_rows:
             return
         self._file.seek(0, 2)

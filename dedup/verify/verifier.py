@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import gc
 import time
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -35,7 +36,7 @@ def verify(
     topology: Topology,
     settings: Settings,
     *,
-    progress: OnProgress = lambda _: None,
+    progress: OnProgress = lambda *_: None,
     sample: int = 1,
     scratch: Path | None = None,
 ) -> Report:
@@ -53,15 +54,12 @@ def verify(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with KafkaReader(settings) as reader, TemporaryDirectory(prefix="dedup-verify-", dir=scratch) as directory:
-            cut = take_cut(topology, reader, report, progress, directory, sample)
-            try:
-                if topology.direct:
-                    verify_direct(cut)
-                else:
-                    verify_repartitioned(cut)
-            finally:
-                cut.close()
+        with (
+            KafkaReader(settings) as reader,
+            TemporaryDirectory(prefix="dedup-verify-", dir=scratch) as directory,
+            closing(take_cut(topology, reader, report, progress, directory, sample)) as cut,
+        ):
+            (verify_direct if topology.direct else verify_repartitioned)(cut)
     finally:
         if collecting:
             gc.enable()

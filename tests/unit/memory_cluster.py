@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Self
@@ -175,12 +176,11 @@ def run_of(topology: Topology, rows: list[tuple[str, float]], belongs: str) -> M
 def verified(cluster: MemoryCluster, topology: Topology) -> Report:
     """Return what a verification finds."""
     report = Report(topology.name, "memory", "replay", 0)
-    with TemporaryDirectory() as directory:
-        cut = take_cut(topology, cluster, report, lambda _: None, directory, 1)  # type: ignore[arg-type]
-        try:
-            (verify_direct if topology.direct else verify_repartitioned)(cut)
-        finally:
-            cut.close()
+    with (
+        TemporaryDirectory() as directory,
+        closing(take_cut(topology, cluster, report, lambda *_: None, directory, 1)) as cut,  # type: ignore[arg-type]
+    ):
+        (verify_direct if topology.direct else verify_repartitioned)(cut)
     return report
 
 

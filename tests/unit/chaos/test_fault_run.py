@@ -1,33 +1,37 @@
 """`dedup chaos` without a fleet: what is drawn, what is made up, what the page says."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from confluent_kafka import KafkaError, Message
 
 from dedup.chaos import fault_run
-from dedup.chaos.chaos_report import ChaosReport, InjectedFault, Oracle, Tick
+from dedup.chaos.chaos_report import ChaosReport, Oracle
 from dedup.chaos.checks import Evidence, oracles
 from dedup.chaos.fault_run import (
-    BROKER_FAULTS,
-    CLUSTER_FAULTS,
-    PER_MINUTE,
     QUIET_S,
-    WORKER_FAULTS,
+    ChaosEvents,
     ClusterFaults,
     FaultType,
+    InjectedFault,
+    Tick,
     draw,
     rates,
 )
 from dedup.chaos.live_checker import LiveChecker, Sightings
 from dedup.chaos.load import Age, MadeRecords
 from dedup.core.extract import compile_extractor
-from dedup.kafka.producer_epochs import WrittenBatch, in_order
+from dedup.kafka.producer_epochs import Epochs, WrittenBatch, in_order
 from dedup.settings import Settings
 from dedup.topology.parse import parse
 from dedup.verify.report import Books, Report
 
+PER_MINUTE = {kind: kind.per_minute for kind in FaultType}
+WORKER_FAULTS, BROKER_FAULTS, CLUSTER_FAULTS = (
+    {kind for kind in FaultType if kind.target == target} for target in ("worker", "broker", "cluster")
+)
 FILES = [path for path in sorted(Path("topologies").glob("*.yaml")) if "\ningest:" not in f"\n{path.read_text()}"]
 
 
@@ -83,7 +87,7 @@ def test_retention_is_shortened_to_what_was_judged_age_by_age(monkeypatch):
     topology = parse(FILES[0].read_text(), name="t")
     watch = Look(committed=99, begins=0)
     cluster = ClusterFaults(
-        topology, None, [watch], [Age(1_000, {"events": {0: 100}}), Age(2_000, {"events": {0: 200}})]
+        topology, None, [watch], [Age(1_000, {"events": {0: 100}}), Age(2_000, {"events": {0: 200}})], None, None
     )
     altered = []
 
@@ -108,7 +112,7 @@ def test_what_retention_does_not_delete_in_time_was_no_fault(monkeypatch):
     monkeypatch.setattr(fault_run, "_DELETED_WITHIN_S", 0.0)
     monkeypatch.setattr(fault_run, "alter", lambda *_: None)
     cluster = ClusterFaults(
-        parse(FILES[0].read_text(), name="t"), None, [Look(500, 0)], [Age(1_000, {"events": {0: 100}})]
+        parse(FILES[0].read_text(), name="t"), None, [Look(500, 0)], [Age(1_000, {"events": {0: 100}})], None, None
     )
     assert not cluster.shorten_retention()
 
@@ -144,13 +148,15 @@ def report_of(*, held: bool) -> ChaosReport:
         7,
         60.0,
         2,
-        [
-            InjectedFault(6.0, "SIGKILL", 0, hit=True),
-            InjectedFault(7.0, "SIGKILL", 1, hit=False),
-            *(InjectedFault(8.0, kind.value, 0, hit=True) for kind in sorted(CLUSTER_FAULTS, key=str)),
-        ],
-        [Tick(at_s, 100 * at_s, 100 * at_s, 90 * at_s, 60 * at_s) for at_s in range(1, 60)],
-        {5: 1},
+        ChaosEvents(
+            [
+                InjectedFault(6.0, FaultType.KILL, 0, hit=True),
+                InjectedFault(7.0, FaultType.KILL, 1, hit=False),
+                *(InjectedFault(8.0, kind, 0, hit=True) for kind in sorted(CLUSTER_FAULTS)),
+            ],
+            [Tick(at_s, 100 * at_s, 100 * at_s, 90 * at_s, 60 * at_s) for at_s in range(1, 60)],
+            Counter({5: 1}),
+        ),
         Report("orders", "b:9092", "replay", 0),
         [Oracle("O1", "nothing is lost", held, "lost 0 <of> 10")],
     )
@@ -187,9 +193,7 @@ def sound() -> Evidence:
         wrong_stores=[],
         zombies=1,
         fenced=2,
-        batches=9,
-        owners=3,
-        behind=0,
+        epochs=[Epochs(9, 3, ())],
         starts=4,
     )
 
@@ -209,7 +213,7 @@ def plant(found: Evidence, name: str) -> None:
         case "O6":
             found.reached = False
         case "O7":
-            found.behind = 1
+            found.epochs.append(Epochs(2, 2, (7,)))
         case "O8":
             found.unprovoked = ["worker 0 ended by itself with exit code 1"]
         case _:

@@ -91,7 +91,7 @@ def one_jar(monkeypatch, tmp_path):
     served = {"content": b"good"}
     jar = Jar(hashlib.sha256(b"good").hexdigest(), 4, "group:name:1")
 
-    def maven(repository, meter):
+    def maven(repository, progress):
         class Served:
             def project(self, *_):
                 return self
@@ -102,8 +102,7 @@ def one_jar(monkeypatch, tmp_path):
                 repository.mkdir()
                 path = repository / jar.file_name
                 path.write_bytes(served["content"])
-                with meter.file(path.name, 4) as more:
-                    more(4)
+                progress(4)
                 served["times"] = served.get("times", 0) + 1
                 return path
 

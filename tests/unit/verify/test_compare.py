@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -12,7 +12,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dedup.verify.compare import Expected, Place, digest, matched, out_of_order
+from dedup.core.window import Source
+from dedup.verify.compare import Seen, Wanted, digest, matched, out_of_order
 from dedup.verify.cut import disorder
 
 
@@ -20,78 +21,90 @@ def rows(text: str) -> list[bytes]:
     return [letter.encode() for letter in text]
 
 
+def task(text: str, optional: Collection[int] = ()) -> list[Wanted]:
+    wanted = enumerate(rows(text))
+    return [Wanted(each, None, Source(0, 0, at), at, at in optional, pending=False) for at, each in wanted]
+
+
+def written(text: str) -> list[Seen]:
+    return [Seen(at, each, None, 0, exempt=False) for at, each in enumerate(rows(text))]
+
+
 class Compared(NamedTuple):
     """Missing and extra records, and those that passed another record of their task in a partition."""
 
-    missing: list[Place]
-    extra: list[Place]
-    displaced: list[Place]
+    missing: list[tuple[int, int]]
+    """(task, position)"""
+    extra: list[tuple[int, int]]
+    """(partition, offset)"""
+    displaced: list[tuple[int, int]]
 
     @property
     def clean(self) -> bool:
         return not any(self)
 
 
-def compare(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]]) -> Compared:
+def compare(expected: Sequence[Sequence[Wanted]], actual: Sequence[Sequence[Seen]]) -> Compared:
     found = matched(expected, actual)
     tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for there, wanted in found.matched:
-        tracks.setdefault((there.sequence, wanted.sequence), []).append((wanted.row, there.row))
+    for partition, seen, task, wanted in found.matched:
+        tracks.setdefault((partition, task), []).append((wanted.position, seen.offset))
     displaced = [
-        Place(partition, track[at][1])
+        (partition, track[at][1])
         for (partition, _), track in tracks.items()
         for at in out_of_order(array("q", [wanted for wanted, _ in track]))
     ]
-    return Compared(found.missing, found.extra, displaced)
+    missing = [(task, wanted.position) for task, wanted in found.missing]
+    return Compared(missing, [(partition, seen.offset) for partition, seen in found.extra], displaced)
 
 
 def test_equal_sequences_are_clean() -> None:
-    assert compare([Expected(rows("abcab"))], [rows("abcab")]).clean
+    assert compare([task("abcab")], [written("abcab")]).clean
 
 
 def test_a_loss_is_missing() -> None:
-    found = compare([Expected(rows("abc"))], [rows("ac")])
-    assert (found.missing, found.extra, found.displaced) == ([Place(0, 1)], [], [])
+    found = compare([task("abc")], [written("ac")])
+    assert (found.missing, found.extra, found.displaced) == ([(0, 1)], [], [])
 
 
 def test_a_repetition_is_extra() -> None:
-    found = compare([Expected(rows("abc"))], [rows("abcb")])
-    assert (found.missing, found.extra, found.displaced) == ([], [Place(0, 3)], [])
+    found = compare([task("abc")], [written("abcb")])
+    assert (found.missing, found.extra, found.displaced) == ([], [(0, 3)], [])
 
 
 def test_a_swap_is_one_displaced_record() -> None:
-    found = compare([Expected(rows("abcd"))], [rows("acbd")])
+    found = compare([task("abcd")], [written("acbd")])
     assert (found.missing, found.extra) == ([], [])
     assert len(found.displaced) == 1
 
 
 def test_a_changed_record_is_missing_and_extra() -> None:
-    found = compare([Expected(rows("abc"))], [rows("aXc")])
-    assert (found.missing, found.extra, found.displaced) == ([Place(0, 1)], [Place(0, 1)], [])
+    found = compare([task("abc")], [written("aXc")])
+    assert (found.missing, found.extra, found.displaced) == ([(0, 1)], [(0, 1)], [])
 
 
 def test_optional_records_may_be_there_or_not() -> None:
-    expected = Expected(rows("abc"), optional={0, 2})
+    expected = task("abc", optional={0, 2})
     for actual in ("abc", "ab", "bc", "b"):
-        assert compare([expected], [rows(actual)]).clean
+        assert compare([expected], [written(actual)]).clean
 
 
 def test_an_optional_record_does_not_take_the_place_of_a_certain_one() -> None:
-    assert compare([Expected(rows("ab" + "a"), optional={0})], [rows("ba")]).clean
+    assert compare([task("ab" + "a", optional={0})], [written("ba")]).clean
 
 
 def test_tasks_may_mingle_but_keep_their_order_in_each_partition() -> None:
-    tasks = [Expected(rows("abcd")), Expected(rows("xyz"))]
-    assert compare(tasks, [rows("axbz"), rows("ycd")]).clean
-    found = compare(tasks, [rows("axbz"), rows("dyc")])
+    tasks = [task("abcd"), task("xyz")]
+    assert compare(tasks, [written("axbz"), written("ycd")]).clean
+    found = compare(tasks, [written("axbz"), written("dyc")])
     assert len(found.displaced) == 1
 
 
 @given(st.permutations(range(6)), st.integers(0, 6))
 def test_displaced_is_the_least_number_of_records_to_move(order: list[int], length: int) -> None:
     kept = order[:length]
-    expected = Expected([b"%d" % number for number in range(6)], optional=set(range(6)) - set(kept))
-    found = compare([expected], [[b"%d" % number for number in kept]])
+    expected = task("012345", optional=set(range(6)) - set(kept))
+    found = compare([expected], [written("".join(map(str, kept)))])
     longest = max(size for size in range(length + 1) for some in combinations(kept, size) if list(some) == sorted(some))
     assert len(found.displaced) == length - longest
 

@@ -25,7 +25,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     def tell(cluster: MemoryCluster, topology: Topology, name: str = "b") -> Explanation:
         monkeypatch.setattr(explain, "KafkaReader", lambda _settings: cluster)
         settings = Settings(brokers=("127.0.0.1:1",))
-        return explain_id(topology, settings, name, frozenset(state_keys(topology, name)))
+        keys = frozenset(state_keys(topology, name))
+        return explain_id(topology, settings, name, keys, progress=lambda *_: None)
 
     return tell
 

@@ -132,7 +132,7 @@ def test_what_is_not_given_is_behind_an_open_transaction_or_an_error(monkeypatch
     monkeypatch.setattr(kafka_reader, "AdminClient", lambda _config: None)
     monkeypatch.setattr(kafka_reader, "_NO_PROGRESS_S", -1)
     asked = []
-    answer = lambda _self, _wanted, *isolation: asked.append(isolation) or {0: stable}  # noqa: E731
+    answer = lambda _self, _topic, _partitions, _which, *isolation: asked.append(isolation) or {0: stable}  # noqa: E731
     monkeypatch.setattr(KafkaReader, "_list_offsets", answer)
     with KafkaReader(Settings(brokers=("127.0.0.1:1",))) as reader, pytest.raises(expected):
         list(reader.read("in", 0, 0, 4))

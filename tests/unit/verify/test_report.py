@@ -68,7 +68,7 @@ def test_a_dead_letter_with_a_time_is_in_the_picture() -> None:
 
 def test_where_nothing_has_a_time_the_page_says_so_in_place_of_a_picture() -> None:
     report = Report("x", "memory", "replay", 0, books=[Books("x-in", 0, read=1, dead_letters=1)])
-    report.timeline.add_undated("dead_letters")
+    report.timeline.add("dead_letters", None)
     page = to_html(report)
     assert f"{WORDS} dead letters 1." in page
     assert "aria-label='Verdicts over event time'" not in page
