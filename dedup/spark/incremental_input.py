@@ -22,7 +22,7 @@ from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.batch_verdicts import history_of
 from dedup.spark.delta_log import DeltaLog
 from dedup.spark.files import LOSSLESS, FileFormat, History, as_events, read_files, read_table
-from dedup.spark.rows import records_of_files
+from dedup.spark.rows import as_records
 from dedup.spark.session import HadoopDirectory
 
 if TYPE_CHECKING:
@@ -322,7 +322,7 @@ class NewRows:
 
     def _history(self) -> History:
         table = self.frame.select(as_events(self.frame).alias("value")) if self.rows_are_events else self.frame
-        return history_of(records_of_files(table, place=self.place), identified=True)
+        return history_of(as_records(table, place=self.place), identified=True)
 
 
 def _changes(action: Mapping[str, Any], kind: Literal["add", "remove"]) -> bool:
