@@ -102,19 +102,17 @@ def judged(
     `backfill.backfill` lists.
     """
     history = History(df, placed=order == "offsets", contiguous=contiguous, identity="", place="", feeds=tuple(feeds))
-    return judging(history, topology, now_ms=now_ms, order=order).frame()
+    return judging(history, topology, now_ms=now_ms).frame()
 
 
-def judging(
-    history: History, topology: Topology, *, now_ms: int, order: Order, earlier: Earlier | None = None
-) -> Judging:
+def judging(history: History, topology: Topology, *, now_ms: int, earlier: Earlier | None = None) -> Judging:
     """Return the records of a history after the shuffle, before the reduce side judges them.
 
     With ``earlier``, the job continues where earlier jobs ended, which the modes ``merged`` and ``log`` do not support.
     """
     df, feeds, pieces = history.records, history.feeds, history.pieces
     refuse_other_shape(df)
-    mode = mode_of(topology, order, feeds)
+    mode = mode_of(topology, history)
     spark = df.sparkSession
     reducers, batch_rows = _shuffle_settings(spark)
     targets = _targets(reducers)
@@ -201,32 +199,28 @@ def balanced(history: History, counts: Mapping[str, int]) -> int:
     return rows
 
 
-def mode_of(topology: Topology, order: Order, feeds: Sequence[Feed]) -> Mode:
-    """Return the mode in which rows of this topology are judged."""
-    if order == "event_time":
+def mode_of(topology: Topology, history: History) -> Mode:
+    """Return the mode in which a history of this topology is judged."""
+    if not history.placed:
         return "event_time"
     if topology.direct:
         return "direct"
-    return "log" if feeds else "merged"
+    return "log" if history.feeds else "merged"
 
 
-def order_text(mode: Mode) -> str:
-    """Return a sentence about the order in which rows are judged."""
-    match mode:
-        case "direct":
-            return "judged in the order of offsets, each source partition by itself, as a worker does"
-        case "log":
-            return "judged in the order of the repartition topic, stream time by the skew rule, as a worker does"
-        case "merged":
-            return (
-                "judged in step: by the running maximum of event time within the source partition, then by topic, "
-                "partition, offset; no log says how a fleet interleaved the source partitions"
-            )
-        case "event_time":
-            return (
-                "no coordinates: judged in the order of event times, equal times by a digest of key, value, "
-                "headers and timestamp; nothing is late"
-            )
+ORDER_TEXTS: Final[Mapping[Mode, str]] = {
+    "direct": "judged in the order of offsets, each source partition by itself, as a worker does",
+    "log": "judged in the order of the repartition topic, stream time by the skew rule, as a worker does",
+    "merged": (
+        "judged in step: by the running maximum of event time within the source partition, then by topic, partition, "
+        "offset; no log says how a fleet interleaved the source partitions"
+    ),
+    "event_time": (
+        "no coordinates: judged in the order of event times, equal times by a digest of key, value, headers and "
+        "timestamp; nothing is late"
+    ),
+}
+"""For each mode, a sentence about the order in which rows are judged."""
 
 
 def refuse_other_shape(df: DataFrame) -> None:

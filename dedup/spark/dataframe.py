@@ -105,24 +105,19 @@ def _rules(topology: Topology | str | Path) -> Topology:
 
 
 def _refuse_unfit(df: DataFrame, topology: Topology, shape: Shape, order: Order | None, *, placed: bool) -> None:
-    problems = []
-    if shape not in get_args(Shape):
-        problems.append(Problem("shape", f'"{shape}" is none; write {" or ".join(get_args(Shape))}'))
-    if order not in {None, *get_args(Order)}:
-        problems.append(Problem("order", f'"{order}" is none; write {" or ".join(get_args(Order))}'))
+    problems = [
+        Problem(name, f'"{given}" is none; write {" or ".join(get_args(kind))}')
+        for name, given, kind in (("shape", shape, Shape), ("order", order or "offsets", Order))
+        if given not in get_args(kind)
+    ]
     if df.isStreaming:
         text = "is a stream: each micro-batch would be deduplicated by itself. Run `dedup spark run`, or read a table"
         problems.append(Problem("the DataFrame", text))
-    taken = {_ROW, *_ADDED}
-    problems += [
-        Problem(f"column {name}", "is a column that dedup adds; rename or drop it")
-        for name in df.columns
-        if name in taken
-    ]
-    problems += [
-        Problem(f"column {name}", "stands there more than once; rename one")
-        for name in sorted({name for name in df.columns if df.columns.count(name) > 1})
-    ]
+    for name in sorted(set(df.columns)):
+        if name in {_ROW, *_ADDED}:
+            problems.append(Problem(f"column {name}", "is a column that dedup adds; rename or drop it"))
+        if df.columns.count(name) > 1:
+            problems.append(Problem(f"column {name}", "stands there more than once; rename one"))
     if order == "offsets" and not placed:
         problems.append(Problem("order", '"offsets" needs shape "kafka" with the columns topic, partition and offset'))
     if shape == "columns":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from hashlib import blake2b
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import AnalysisException
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StructType, TimestampNTZType, TimestampType
 
@@ -35,9 +35,6 @@ from dedup.spark.log_order import PartitionBounds
 from dedup.spark.manifest import files_of_runs
 from dedup.spark.map_side import OffsetRuns
 from dedup.spark.rows import ARROW_RECORDS, COORDINATES, RECORDS, as_records
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 """In ``json``, each line is an event. In ``json-records``, each line is a row with the columns of `rows.RECORDS` as

@@ -8,11 +8,12 @@ member in the position, so one output table can be filled from several kinds of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, Protocol
 from urllib.parse import unquote
 
 from pyspark.errors import AnalysisException
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.types import ArrayType, DataType, StructType
 
@@ -24,11 +25,7 @@ from dedup.spark.delta_log import DeltaLog
 from dedup.spark.files import LOSSLESS, FileFormat, History, as_events, read_files, read_table
 from dedup.spark.rows import as_records
 from dedup.spark.session import HadoopDirectory
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-    from dedup.topology.model import Topology
+from dedup.topology.model import Topology
 
 Pinned = Mapping[str, Any]
 _PATTERN: Final = frozenset("*?[{\\")
@@ -59,9 +56,6 @@ class GrowingInput(Protocol):
 
     def open(self, pinned: Pinned) -> History:
         """Return the pinned records."""
-
-    def schema(self, pinned: Pinned) -> StructType | None:
-        """Return the columns of the pinned input if its rows are events, or None otherwise."""
 
     def refuse_changed(self, pinned: Pinned) -> None:
         """Raise StateIncompatible if the pinned input has changed since it was pinned."""
@@ -116,14 +110,6 @@ class NewFiles:
         return read_files(
             self.spark, list(pinned["files"]), self.fmt, rows_are_events=self.rows_are_events, base=self._base()
         )
-
-    def schema(self, pinned: Pinned) -> StructType | None:
-        """Return the columns of the files, including those in directory names, as `open` reads them."""
-        if not self.rows_are_events:
-            return None
-        base = self._base()
-        reader = self.spark.read if base is None else self.spark.read.option("basePath", base)
-        return reader.parquet(*pinned["files"]).schema
 
     def refuse_changed(self, pinned: Pinned) -> None:
         """Raise StateIncompatible if a pinned file was deleted or changed."""
@@ -196,10 +182,6 @@ class NewVersions:
         """Return the rows of the pinned versions."""
         place = f"{self.path}@{pinned['until']}"
         return read_table(self._table(pinned), "delta", place, rows_are_events=self.rows_are_events)
-
-    def schema(self, pinned: Pinned) -> StructType | None:
-        """Return the columns of the table at the last pinned version."""
-        return self._snapshot(pinned).schema if self.rows_are_events else None
 
     def refuse_changed(self, pinned: Pinned) -> None:
         """Do nothing, because a Delta version never changes; if files of a version are missing, the job fails."""
@@ -309,10 +291,6 @@ class NewRows:
         """Return the rows."""
         return self._history()
 
-    def schema(self, pinned: Pinned) -> StructType | None:  # noqa: ARG002 - there is only one
-        """Return the columns of the DataFrame."""
-        return self.frame.schema if self.rows_are_events else None
-
     def refuse_changed(self, pinned: Pinned) -> None:
         """Do nothing, because a change could only be found by reading the DataFrame again."""
 
@@ -322,7 +300,8 @@ class NewRows:
 
     def _history(self) -> History:
         table = self.frame.select(as_events(self.frame).alias("value")) if self.rows_are_events else self.frame
-        return history_of(as_records(table, place=self.place), identified=True)
+        history = history_of(as_records(table, place=self.place), identified=True)
+        return replace(history, events=self.frame.schema if self.rows_are_events else None)
 
 
 def _changes(action: Mapping[str, Any], kind: Literal["add", "remove"]) -> bool:

@@ -25,7 +25,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark import TaskContext
 from pyspark.sql.pandas.types import from_arrow_schema
-from pyspark.sql.types import BinaryType, IntegerType, LongType, StringType, StructField
 
 from dedup.core.fold import Outcome, Rows, screen
 from dedup.core.window import BEFORE_ALL_TIME, Feed, StreamTime
@@ -42,17 +41,17 @@ in the order that `batch_verdicts` defines. ``log`` is for the repartition topic
 rows without coordinates.
 """
 
-ID: Final = StructField("dedup_id", BinaryType())
-TIME: Final = StructField("dedup_time_ms", LongType())
-FINGERPRINT: Final = StructField("dedup_fingerprint", BinaryType())
-STREAM: Final = StructField("_dedup_stream_ms", LongType())
+ID: Final = "dedup_id"
+TIME: Final = "dedup_time_ms"
+FINGERPRINT: Final = "dedup_fingerprint"
+STREAM: Final = "_dedup_stream_ms"
 """Stream time or, if rows have `RUN`, the running maximum of event time within the offset run."""
-UNJUDGED: Final = StructField("_dedup_unjudged", StringType())
+UNJUDGED: Final = "_dedup_unjudged"
 """Verdict, reason, and detail of a row that must not be judged, separated by `SEPARATOR`; null for all other rows."""
-TASK: Final = StructField("_dedup_task", IntegerType())
-PLACE: Final = StructField("_dedup_place", LongType())
+TASK: Final = "_dedup_task"
+PLACE: Final = "_dedup_place"
 """`TASK` and `PLACE` are the partition and offset in the repartition topic, if the job reads that topic."""
-RUN: Final = StructField("_dedup_run", LongType())
+RUN: Final = "_dedup_run"
 """Number of the offset run."""
 SEPARATOR: Final = "\n"
 
@@ -482,7 +481,7 @@ def map_function(plan: MapPlan) -> BatchFunction:
             for batch in batches:
                 for begin in range(0, batch.num_rows, _BATCH_ROWS):
                     screened = screener.screened(batch.slice(begin, _BATCH_ROWS))
-                    reducers = buckets_of(screened.column(ID.name), len(plan.targets))
+                    reducers = buckets_of(screened.column(ID), len(plan.targets))
                     yield from packer.add(screened, reducers.astype(np.uint16))
             yield from packer.rest()
             if screener.runs.all:
@@ -542,19 +541,19 @@ class _Screener:
                 stream_ms = moving
             case "log":
                 stream_ms = self._along_log(partitions, rows, moving, skipped)
-                added = {TASK.name: pa.array(partitions.astype(np.int32)), PLACE.name: pa.array(offsets)}
+                added = {TASK: pa.array(partitions.astype(np.int32)), PLACE: pa.array(offsets)}
             case "direct" | "merged":
                 runs, stream_ms = self.runs.take(topics, partitions, offsets, moving)
-                added = {RUN.name: pa.array(runs)}
+                added = {RUN: pa.array(runs)}
         known = stream_ms > BEFORE_ALL_TIME
         added |= {
-            ID.name: pa.array(rows.extracted.ids, pa.binary()),
-            TIME.name: pa.array(times_ms),
-            STREAM.name: pa.array(stream_ms, mask=None if known.all() else ~known),
-            UNJUDGED.name: _unjudged(outcome, batch.num_rows),
+            ID: pa.array(rows.extracted.ids, pa.binary()),
+            TIME: pa.array(times_ms),
+            STREAM: pa.array(stream_ms, mask=None if known.all() else ~known),
+            UNJUDGED: _unjudged(outcome, batch.num_rows),
         }
         if rows.extracted.fingerprints is not None:
-            added[FINGERPRINT.name] = pa.array(rows.extracted.fingerprints, pa.binary())
+            added[FINGERPRINT] = pa.array(rows.extracted.fingerprints, pa.binary())
         names, columns = [*batch.schema.names, *added], [*batch.columns, *added.values()]
         result = pa.RecordBatch.from_arrays(columns, names)
         return result.filter(pa.array(~np.isin(np.arange(batch.num_rows), list(idle)))) if idle else result

@@ -17,7 +17,7 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructField
 from dedup.core.fold import Sightings
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.spark.columnar_fold import FORWARDED_CONFLICT, UNIQUE, Decided, Integers, SortedRows, judge_sorted
-from dedup.spark.columns import Batches, BatchFunction, content_digests, integers_of
+from dedup.spark.columns import IDENTIFIED, Batches, BatchFunction, content_digests, integers_of
 from dedup.spark.map_side import (
     FINGERPRINT,
     ID,
@@ -43,9 +43,7 @@ from dedup.spark.sightings import SIGHTINGS, LayerWriter, current, live, merged,
 from dedup.topology.model import Topology
 
 JUDGED: Final = (
-    ID,
-    TIME,
-    FINGERPRINT,
+    *IDENTIFIED[:3],
     StructField("verdict", StringType()),
     StructField("reason", StringType()),
     StructField("detail", StringType()),
@@ -65,7 +63,7 @@ record. The `first_*` columns describe the sighting that a duplicate repeats.
 """
 _NAMES: Final = pa.array(["unique", "duplicate", "conflict", "late", "unique"])
 _REASONS: Final = pa.array([None, None, None, None, "conflict"], pa.string())
-_TASKS: Final[Mapping[Mode, tuple[str, str]]] = {"direct": ("partition", "offset"), "log": (TASK.name, PLACE.name)}
+_TASKS: Final[Mapping[Mode, tuple[str, str]]] = {"direct": ("partition", "offset"), "log": (TASK, PLACE)}
 """The columns with the partition and the offset of the log that one task judges, where rows are judged so."""
 
 
@@ -218,12 +216,12 @@ class Reducer:
 
     def _fold(self, rows: pa.Table, stream_ms: Integers) -> tuple[Integers, FoldedRows]:
         """Return the positions of the judged rows, in judging order, and the rows with their verdicts."""
-        unjudged = rows.column(UNJUDGED.name)
+        unjudged = rows.column(UNJUDGED)
         counts = Counter(text.split(SEPARATOR, 1)[0] for text in unjudged.drop_null().to_pylist())
         open_rows = np.flatnonzero(unjudged.is_null().to_numpy())
         if len(open_rows) < rows.num_rows:
             rows, stream_ms = rows.take(pa.array(open_rows)), stream_ms[open_rows]
-        groups, lengths, names = _groups(rows.column(ID.name))
+        groups, lengths, names = _groups(rows.column(ID))
         several = np.flatnonzero(lengths[groups] > 1)
         order = several[np.lexsort([*self._judging_order(rows, several, stream_ms), groups[several]])]
         if self._plan.mode == "event_time":
@@ -232,7 +230,7 @@ class Reducer:
         sorted_rows = self._sorted_rows(rows, groups, stream_ms, order)
         known = self._known(names)
         decided = judge_sorted(sorted_rows, self._plan.topology.rules, self._by_group(known, names, sorted_rows))
-        ids = rows.column(ID.name).take(pa.array(order)).combine_chunks()
+        ids = rows.column(ID).take(pa.array(order)).combine_chunks()
         return open_rows[order], FoldedRows(sorted_rows, decided, ids, known, counts)
 
     def _known(self, names: pa.Array) -> pa.Table:
@@ -254,13 +252,13 @@ class Reducer:
         return groups
 
     def _stream_times(self, rows: pa.Table) -> Integers:
-        within = integers_of(rows, STREAM.name, BEFORE_ALL_TIME)
+        within = integers_of(rows, STREAM, BEFORE_ALL_TIME)
         match self._plan.mode:
             case "direct" | "merged":
                 # If adaptive execution merged several reduce tasks, the notices were sent to each of them.
                 runs = {run.number: run for run in read_notice(self._received.notices)}
                 before = before_each(runs.values(), self._topics, self._plan.ends)
-                met, where = np.unique(integers_of(rows, RUN.name), return_inverse=True)
+                met, where = np.unique(integers_of(rows, RUN), return_inverse=True)
                 return np.maximum(np.array([before[number] for number in met.tolist()], np.int64)[where], within)
             case "event_time" if UNPLACED in self._plan.ends:
                 reached_ms = self._plan.ends[UNPLACED].greatest_ms
@@ -279,12 +277,12 @@ class Reducer:
                 ranks = pc.index_in(rows.column("topic"), value_set=pa.array(by_name, pa.string())).to_numpy()
                 columns = [integers_of(rows, "offset"), integers_of(rows, "partition"), ranks, stream_ms]
             case "event_time":
-                columns = [integers_of(rows, TIME.name)]
+                columns = [integers_of(rows, TIME)]
         return [column[several] for column in columns]
 
     def _ties_ordered(self, rows: pa.Table, order: Integers, groups: Integers, open_rows: Integers) -> Integers:
         """Return ``order`` with rows of the same ID and event time sorted by the digest of their content."""
-        times_ms = integers_of(rows, TIME.name)[order]
+        times_ms = integers_of(rows, TIME)[order]
         same = (groups[order][1:] == groups[order][:-1]) & (times_ms[1:] == times_ms[:-1])
         if not same.any():
             return order
@@ -325,12 +323,12 @@ class Reducer:
         wanted = self._plan.topology.fingerprints_wanted
         return SortedRows(
             groups=groups,
-            times_ms=integers_of(rows, TIME.name)[order],
+            times_ms=integers_of(rows, TIME)[order],
             stream_ms=stream_ms[order],
             topics=topics,
             partitions=integers_of(rows, "partition")[order] if placed else unplaced,
             offsets=integers_of(rows, "offset")[order] if placed else unplaced,
-            fingerprints=rows.column(FINGERPRINT.name).take(pa.array(order)) if wanted else None,
+            fingerprints=rows.column(FINGERPRINT).take(pa.array(order)) if wanted else None,
         )
 
     def _assembled(self, records: pa.RecordBatch, stream_ms: Integers, decided: Decided) -> pa.RecordBatch:
@@ -338,14 +336,14 @@ class Reducer:
         task = [records.column(name) for name in _TASKS.get(self._plan.mode, ())]
         unknown = stream_ms <= BEFORE_ALL_TIME
         known = {
-            FINGERPRINT.name: pa.nulls(count, pa.binary()),
+            FINGERPRINT: pa.nulls(count, pa.binary()),
             **{name: records.column(name) for name in records.schema.names},
             **_found(decided, self._topics),
             "dedup_partition": task[0] if task else pa.nulls(count, pa.int32()),
             "dedup_offset": task[1] if task else pa.nulls(count, pa.int64()),
             "stream_time_ms": pa.array(stream_ms, mask=unknown if unknown.any() else None),
         }
-        unjudged = records.column(UNJUDGED.name)
+        unjudged = records.column(UNJUDGED)
         if unjudged.null_count < count:
             known |= _with_unjudged(unjudged, known)
         names = [*self._plan.names, *(field.name for field in JUDGED)]

@@ -113,7 +113,7 @@ def test_a_killed_run_is_made_anew_by_the_same_clock(spark, tmp_path, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunDirectory, "_write_report", killed)
+        patch.setattr(RunDirectory, "_moved", killed)
         with pytest.raises(KeyboardInterrupt):
             backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
     assert [path.name for path in (tmp_path / "out").glob("run=*")] == []
