@@ -31,7 +31,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page
 
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.batch_verdicts import ORDER_TEXTS, Judging, balanced, counts_of, history_of, judging, mode_of
-from dedup.spark.columns import Batches, BatchFunction
+from dedup.spark.columns import Batches
 from dedup.spark.files import History
 from dedup.spark.manifest import RENAMING, REPORT, RunManifest, listed, report_path
 from dedup.spark.reduce_side import reduce_function
@@ -42,14 +42,9 @@ OutputFormat = Literal["parquet", "delta"]
 _RUN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _MARK_DIGITS: Final = 8
 
-_CODECS: Final = {
-    "snappy": "snappy",
-    "none": "none",
+_CODECS: Final = {name: name for name in ("snappy", "none", "gzip", "zstd", "brotli")} | {
     "uncompressed": "none",
-    "gzip": "gzip",
-    "zstd": "zstd",
     "lz4_raw": "lz4",
-    "brotli": "brotli",
 }
 """Maps Spark's name of a codec to Arrow's name."""
 _GROUP_ROWS: Final = 131_072
@@ -209,10 +204,7 @@ class RunDirectory:
         self._write(path, {**asdict(made), "manifest": None if manifest is None else asdict(manifest)})
 
     def _moved(self, attempt: Any, target: Any) -> bool:  # noqa: ANN401 - paths of Hadoop's
-        """Rename the attempt to the target, and return whether the attempt is now the target.
-
-        If the target exists, Hadoop moves the attempt's directory into the target directory.
-        """
+        """Rename the attempt, and return whether it is the target now; Hadoop moves it into a target that exists."""
         # HADOOP-11452: rename does not fail if the target exists.
         return self._files.rename(attempt, target) and not self._files.exists(self._root.at(attempt.getName(), target))
 
@@ -255,8 +247,29 @@ def _write_files(verdicts: Judging, attempt: Path, codec: str) -> None:
     """Write the records to files in ``attempt``, with one directory for each verdict."""
     work = attempt / "_work"
     work.mkdir(parents=True)
-    write = _writing(reduce_function(verdicts.plan), work, codec)
-    for row in verdicts.packed.mapInArrow(write, "file string, verdict string").collect():
+    judge = reduce_function(verdicts.plan)
+
+    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
+        unique = uuid4().hex
+        found: dict[str, _VerdictFile] = {}
+        with ExitStack() as stack:
+            for judged in judge(batches):
+                names = judged.column("verdict")
+                rows = judged.drop_columns(["verdict"])
+                met = names.unique().to_pylist()
+                for verdict in met:
+                    if verdict not in found:
+                        path = work / f"part-{verdict}-{unique}.parquet"
+                        found[verdict] = _VerdictFile(path, rows.schema, codec)
+                        stack.enter_context(found[verdict].writer)
+                    found[verdict].add(rows if len(met) == 1 else rows.filter(pc.equal(names, verdict)))
+            for file in found.values():
+                file.end_group()
+        files = [file.name for file in found.values()]
+        columns = {"file": pa.array(files, pa.string()), "verdict": pa.array(list(found), pa.string())}
+        yield pa.RecordBatch.from_pydict(columns)
+
+    for row in verdicts.packed.mapInArrow(run, "file string, verdict string").collect():
         place = attempt / f"verdict={row['verdict']}"
         place.mkdir(exist_ok=True)
         (work / row["file"]).rename(place / row["file"])
@@ -268,8 +281,15 @@ def _write_files(verdicts: Judging, attempt: Path, codec: str) -> None:
 class _VerdictFile:
     """The Parquet file of one verdict in one attempt, with row groups of a size that suits readers."""
 
-    def __init__(self, writer: pq.ParquetWriter) -> None:
-        self._writer: Final = writer
+    def __init__(self, path: Path, schema: pa.Schema, codec: str) -> None:
+        self.name: Final = path.name
+        self.writer: Final = pq.ParquetWriter(
+            path,
+            schema,
+            compression=codec,
+            use_dictionary=[name for name in _FEW_VALUES if name in schema.names],
+            write_statistics=[name for name in schema.names if name not in _WITHOUT_STATISTICS],
+        )
         self._held: Final[list[pa.RecordBatch]] = []
         self._rows = 0
         self._bytes = 0
@@ -285,36 +305,6 @@ class _VerdictFile:
     def end_group(self) -> None:
         """Write the rows that were appended since the last row group as another one."""
         if self._held:
-            self._writer.write_table(pa.Table.from_batches(self._held), row_group_size=self._rows)
+            self.writer.write_table(pa.Table.from_batches(self._held), row_group_size=self._rows)
             self._held.clear()
             self._rows = self._bytes = 0
-
-
-def _writing(judge: BatchFunction, work: Path, codec: str) -> BatchFunction:
-    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
-        attempt = uuid4().hex
-        found: dict[str, _VerdictFile] = {}
-        names: dict[str, str] = {}
-        with ExitStack() as stack:
-            for judged in judge(batches):
-                verdicts = judged.column("verdict")
-                rows = judged.drop_columns(["verdict"])
-                met = verdicts.unique().to_pylist()
-                for verdict in met:
-                    if verdict not in found:
-                        names[verdict] = f"part-{verdict}-{attempt}.parquet"
-                        writer = pq.ParquetWriter(
-                            work / names[verdict],
-                            rows.schema,
-                            compression=codec,
-                            use_dictionary=[name for name in _FEW_VALUES if name in rows.schema.names],
-                            write_statistics=[name for name in rows.schema.names if name not in _WITHOUT_STATISTICS],
-                        )
-                        found[verdict] = _VerdictFile(stack.enter_context(writer))
-                    found[verdict].add(rows if len(met) == 1 else rows.filter(pc.equal(verdicts, verdict)))
-            for file in found.values():
-                file.end_group()
-        columns = {"file": names.values(), "verdict": names.keys()}
-        yield pa.RecordBatch.from_pydict({name: pa.array(each, pa.string()) for name, each in columns.items()})
-
-    return run

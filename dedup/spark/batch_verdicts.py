@@ -262,8 +262,7 @@ def history_of(df: DataFrame, *, identified: bool) -> History:
 def _map_tasks(spark: SparkSession, size_bytes: int, reducers: int) -> int:
     """Return how many tasks should read the input, so that each has rows for every reduce task and no core is idle.
 
-    The result is a multiple of the number of cores, which is the number of tasks that checked the order of offsets.
-    Each map task then reads a part of the rows that one of the checking tasks read, in the same order.
+    It is a multiple of the number of cores, so each task reads a part of what one task read that checked their order.
     """
     cores = spark.sparkContext.defaultParallelism
     return cores * max(1, size_bytes // (_LEAST_BYTES_EACH * reducers * cores))

@@ -148,20 +148,17 @@ def _judge_chunk(
         live = tuple(seen for seen in known.pop(names[0]) if seen.last_ms >= oldest_ms)
         known |= {names[0]: live} if live else {}
     judge(columns, rules, outcome, known, stream_times, set())
-    _note(decided, chunk.tolist(), columns, outcome)
+    places = chunk.tolist()
+    for row, _ in outcome.late:
+        decided.verdicts[places[row]] = LATE
+    for row in outcome.unique:
+        decided.verdicts[places[row]] = FORWARDED_CONFLICT if row in outcome.exempt else UNIQUE
+    for row, seen in outcome.all_duplicates(columns):
+        decided.put(places[row], DUPLICATE, seen)
+    for row, seen in outcome.conflicts:
+        decided.put(places[row], CONFLICT, seen)
     fresh = next((row for row in reversed(outcome.singles) if names[row] == names[-1]), None)
     return known.get(names[-1], ()) if fresh is None else (sighting_of(columns, times_ms, fresh),)
-
-
-def _note(decided: Decided, chunk: list[int], columns: Rows, outcome: Outcome) -> None:
-    for row, _ in outcome.late:
-        decided.verdicts[chunk[row]] = LATE
-    for row in outcome.unique:
-        decided.verdicts[chunk[row]] = FORWARDED_CONFLICT if row in outcome.exempt else UNIQUE
-    for row, seen in outcome.all_duplicates(columns):
-        decided.put(chunk[row], DUPLICATE, seen)
-    for row, seen in outcome.conflicts:
-        decided.put(chunk[row], CONFLICT, seen)
 
 
 def _chunks(starts: Integers, lengths: Integers, marked: list[int]) -> Iterator[tuple[Integers, Integers]]:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import DataFrame
+from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
 
 from dedup.core.extract import Extracted, Extractor
@@ -148,9 +149,16 @@ def identified(df: DataFrame, topology: Topology) -> DataFrame:
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         extractor = extractor_of(topology)
         for batch in batches:
-            extracted = extract_batch(extractor, batch)
+            found = extract_batch(extractor, batch)
+            nothing: list[None] = [None] * batch.num_rows
+            faults: list[list[str | None]] = [list(nothing) for _ in range(3)]
+            for row, fault in found.faults.items():
+                for column, text in zip(faults, (fault.code, fault.kind.value, fault.detail), strict=True):
+                    column[row] = text
+            added = [found.ids, found.times_ms, nothing if found.fingerprints is None else found.fingerprints, *faults]
+            columns = map(pa.array, added, to_arrow_schema(StructType([*IDENTIFIED])).types)
             names = [*batch.schema.names, *(field.name for field in IDENTIFIED)]
-            yield pa.RecordBatch.from_arrays([*batch.columns, *_identified_arrays(extracted)], names)
+            yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names)
 
     return df.withColumn("headers", headers_of(df)).mapInArrow(run, schema)
 
@@ -170,20 +178,6 @@ def extract_batch(extractor: Extractor, batch: pa.RecordBatch) -> Extracted:
         if extracted.fingerprints is not None:
             extracted.fingerprints[row] = b""
     return replace(extracted, faults=extracted.faults | dict.fromkeys(odd, ODD_HEADER_NAME)) if odd else extracted
-
-
-def _identified_arrays(extracted: Extracted) -> list[pa.Array]:
-    nothing: list[None] = [None] * len(extracted.ids)
-    faults: list[list[str | None]] = [list(nothing) for _ in range(3)]
-    for row, fault in extracted.faults.items():
-        for column, text in zip(faults, (fault.code, fault.kind.value, fault.detail), strict=True):
-            column[row] = text
-    return [
-        pa.array(extracted.ids, pa.binary()),
-        pa.array(extracted.times_ms, pa.int64()),
-        pa.array(nothing if extracted.fingerprints is None else extracted.fingerprints, pa.binary()),
-        *(pa.array(column, pa.string()) for column in faults),
-    ]
 
 
 def integers_of(rows: pa.RecordBatch | pa.Table, name: str, missing: int = -1) -> npt.NDArray[np.int64]:

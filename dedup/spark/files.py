@@ -60,16 +60,8 @@ _CAST: Final[Mapping[str, tuple[pa.DataType, ...]]] = {
     "offset": (pa.int32(),),
 }
 """Types that Arrow may cast to those of `rows.RECORDS`."""
-_FOUND: Final = pa.schema(
-    {
-        "topic": pa.string(),
-        "partition": pa.int32(),
-        "first": pa.int64(),
-        "last": pa.int64(),
-        "placed": pa.int64(),
-        "rows": pa.int64(),
-    }
-)
+_COUNTED: Final = dict.fromkeys(("first", "last", "placed", "rows"), pa.int64())
+_FOUND: Final = pa.schema({"topic": pa.string(), "partition": pa.int32(), **_COUNTED})
 """Bounds of the offsets, and the number of rows with and without an offset, for each topic and partition."""
 _BATCH_ROWS: Final = 8_192
 _TASK_BYTES: Final = 128 << 20
@@ -140,7 +132,15 @@ def read_files(
     if rows_are_events and fmt.startswith("json"):
         text = f"--rows-are-events is for tables; with --format {fmt} each line is a record already"
         raise SettingsError([Problem(place, text)])
-    return _history(_read_input(spark, paths, fmt, place, base), fmt, place, rows_are_events=rows_are_events)
+    try:
+        if fmt in {"delta", "table"}:
+            found = _latest_of_tables(spark, paths, fmt)
+        else:
+            found = _table_of_files(spark, files_of_runs(spark, paths), fmt, place, base)
+    except AnalysisException as error:
+        text = f"cannot be read as {fmt}: {str(error).splitlines()[0]}"
+        raise SettingsError([Problem(place, text)]) from error
+    return _history(found, fmt, place, rows_are_events=rows_are_events)
 
 
 def read_table(table: DataFrame, fmt: FileFormat, place: str, *, rows_are_events: bool = False) -> History:
@@ -187,20 +187,15 @@ class _Input:
     size_bytes: int
 
 
-def _read_input(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None) -> _Input:
-    try:
-        if fmt not in {"delta", "table"}:
-            return _table_of_files(spark, files_of_runs(spark, paths), fmt, place, base)
-        pinned = [
-            _delta_version(spark, DeltaLog(spark, path).table, []) if fmt == "delta" else _pinned_table(spark, path)
-            for path in paths
-        ]
-        table = reduce(DataFrame.unionByName, (each.table for each in pinned))
-        of_path = [name for name in pinned[0].of_path if all(name in each.of_path for each in pinned)]
-        return _Input(table, of_path, " ".join(p.identity for p in pinned), sum(p.size_bytes for p in pinned))
-    except AnalysisException as error:
-        text = f"cannot be read as {fmt}: {str(error).splitlines()[0]}"
-        raise SettingsError([Problem(place, text)]) from error
+def _latest_of_tables(spark: SparkSession, names: Sequence[str], fmt: FileFormat) -> _Input:
+    delta = fmt == "delta"
+    pinned = [
+        _delta_version(spark, DeltaLog(spark, name).table, []) if delta else _pinned_table(spark, name)
+        for name in names
+    ]
+    table = reduce(DataFrame.unionByName, (each.table for each in pinned))
+    of_path = [name for name in pinned[0].of_path if all(name in each.of_path for each in pinned)]
+    return _Input(table, of_path, " ".join(p.identity for p in pinned), sum(p.size_bytes for p in pinned))
 
 
 def _pinned_table(spark: SparkSession, name: str) -> _Input:
@@ -241,16 +236,15 @@ def _version(spark: SparkSession, name: str, table_id: str, version: int, of_pat
 
 
 def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None) -> _Input:
-    """Return the table; its columns that come from the paths (``day=2026-01-31/``) may be a record's."""
+    """Return the files as a table. Raises SettingsError for paths with a column (``topic=a/``) that lines have too."""
     reader = spark.read.options(**LOSSLESS)
     if base is not None:
         reader = reader.option("basePath", base)
     if fmt == "parquet":
         table = reader.option("mergeSchema", "false").parquet(*paths)
         in_files = _columns_of_files(spark, sorted(table.inputFiles()))
-        return _of_files(
-            table, [name for name in table.columns if name not in {*in_files, *RECORDS.names, "timestamp"}]
-        )
+        not_of_path = {*in_files, *RECORDS.names, "timestamp"}
+        return _of_files(table, [name for name in table.columns if name not in not_of_path])
     lines = reader.option("lineSep", "\n").text(list(paths))
     of_path = [name for name in lines.columns if name != "value"]
     taken = [name for name in of_path if name in RECORDS.names]
@@ -263,11 +257,8 @@ def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, 
 
 
 def _columns_of_files(spark: SparkSession, files: Sequence[str]) -> Collection[str]:
-    """Return the columns of the Parquet files. Raises SettingsError unless all files have the columns of the first.
-
-    Spark would fill in nulls for a column that a file lacks. A null value is a tombstone, and a null time is a missing
-    time, so verdicts would change.
-    """
+    """Return the columns of the Parquet files. Raises SettingsError unless all files have the columns of the first."""
+    # Spark would fill in nulls for a column that a file lacks, and a null is a tombstone or a missing time.
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         found = list(pool.map(partial(_footer, spark), files))
     problems = [each for each in found if isinstance(each, Problem)]
@@ -324,9 +315,8 @@ def _log_order(
 ) -> tuple[bool, bool, tuple[PartitionBounds, ...]]:
     """Return whether the rows have coordinates, whether Spark reads them in log order without a sort, and their bounds.
 
-    The rows are in log order if each Spark partition has ascending offsets and no two Spark partitions overlap. The job
-    checks the order again while it runs, so it would notice a wrong result of this function. The function reads only
-    the coordinates of the rows. Raises SettingsError if only some rows have coordinates.
+    The rows are in log order if each Spark partition has ascending offsets and no two Spark partitions overlap; the job
+    checks the order again while it runs. Raises SettingsError if only some rows have coordinates.
     """
     frame, look = records.select(*COORDINATES), _offset_runs
     if splits is not None:
@@ -386,9 +376,7 @@ def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
 def _json_row() -> Column:
     """Return the columns of a record, as text, that are parsed from a line of `json-records` in the column `value`.
 
-    The job fails at a line without the member `value`, because the line would become a tombstone. The job also fails at
-    a line with an unknown member, such as a misspelled timestamp, because the member would be ignored. The error
-    message shows the line.
+    The job fails at a line without `value`, which would become a tombstone, or with an unknown (misspelled) member.
     """
     members = F.json_object_keys("value")
     unknown = F.array_except(members, F.array(*map(F.lit, RECORDS.fieldNames())))

@@ -76,7 +76,7 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The state that a run saved for the next run, as it is in the state file."""
+    """The state that a run saved for the next run."""
 
     identity: str = ""
     """Everything in the topology on which sightings depend."""
@@ -85,22 +85,14 @@ class RunState:
     """How far the input was read; see `incremental_input`."""
     id_types: Mapping[str, str] = field(default_factory=dict)
     """The types of the columns from which the tracking ID is read, if rows are events."""
-    ends: Sequence[Sequence[int]] = ()
-    """For each source partition, the position of the topic in ``source.topics``, the partition, the next offset, and
-    the greatest event time.
-    """
-    layers: Sequence[Mapping[str, Any]] = ()
+    ends: LogEnds = field(default_factory=dict)
+    layers: Sequence[Layer] = ()
     """The layers of sightings that together are the state, the oldest first."""
-
-    def log_ends(self) -> LogEnds:
-        """Return `ends` by source partition."""
-        return {(topic, partition): LogEnd(*end) for topic, partition, *end in self.ends}
 
     def live_layers(self, retention_ms: int) -> list[Layer]:
         """Return the layers that may contain sightings that have not expired."""
-        oldest_ms = min((end.greatest_ms for end in self.log_ends().values()), default=BEFORE_ALL_TIME) - retention_ms
-        layers = [Layer(**each) for each in self.layers]
-        return [layer for layer in layers if layer.rows and layer.newest_ms >= oldest_ms]
+        oldest_ms = min((end.greatest_ms for end in self.ends.values()), default=BEFORE_ALL_TIME) - retention_ms
+        return [layer for layer in self.layers if layer.rows and layer.newest_ms >= oldest_ms]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,23 +206,26 @@ class _Run:
         known = self.state.live_layers(self.topology.window.retention_ms)
         known_bytes = _SIGHTING_BYTES * sum(layer.rows for layer in known)
         with shuffles_for(self.source.spark, (history.size_bytes or 0) + known_bytes, power_of_two=True):
-            verdicts = self._judging(history, known)
+            buckets = sorted({layer.buckets for layer in known})
+            layers = {count: self._whole([each for each in known if each.buckets == count]) for count in buckets}
+            earlier = Earlier(self.state.ends, layers)
+            verdicts = judging(history, self.topology, now_ms=self.intent.now_ms, earlier=earlier)
             # Two jobs judge these rows, because the state must be written before the commit. Without `persist`, Spark
             # would repeat the shuffle for the second job.
             verdicts = replace(verdicts, packed=verdicts.packed.persist(StorageLevel.DISK_ONLY))
             try:
-                layers, counts, ends = self._leave(verdicts, known)
+                left, counts, ends = self._leave(verdicts, known)
                 rows = balanced(history, counts)
                 self.source.refuse_changed(self.intent.pinned)
                 position = self.source.position(self.intent.pinned, self.state.position)
-                kept_mode, saved = self.state.mode if empty else mode, [asdict(each) for each in layers]
-                after = RunState(self.intent.identity, kept_mode, position, types, ends, saved)
+                kept_mode = self.state.mode if empty else mode
+                after = RunState(self.intent.identity, kept_mode, position, types, ends, left)
                 self.table.keep_state(self.attempt, after)
                 self.table.commit(verdicts.frame(), self.attempt, counts)
             finally:
                 verdicts.packed.unpersist()
-        self.table.forget_before(self.attempt.run, [*self.state.layers, *saved])
-        run, now_ms, sightings = self.intent.run, self.intent.now_ms, sum(layer.rows for layer in layers)
+        self.table.forget_before(self.attempt.run, [*self.state.layers, *left])
+        run, now_ms, sightings = self.intent.run, self.intent.now_ms, sum(layer.rows for layer in left)
         return IncrementalReport(run, self.table.path, counts, rows, now_ms, mode, sightings, 0.0)
 
     def _id_types(self, history: History) -> dict[str, str]:
@@ -261,14 +256,6 @@ class _Run:
             )
         return mode
 
-    def _judging(self, history: History, known: Sequence[Layer]) -> Judging:
-        alike: dict[int, list[Layer]] = {}
-        for layer in known:
-            alike.setdefault(layer.buckets, []).append(layer)
-        layers = {buckets: self._whole(each) for buckets, each in alike.items()}
-        earlier = Earlier(self.state.log_ends(), layers)
-        return judging(history, self.topology, now_ms=self.intent.now_ms, earlier=earlier)
-
     def _whole(self, layers: Sequence[Layer]) -> DataFrame:
         """Return the rows of the layers. Raises StateIncompatible if sightings of a layer are missing."""
         places = [self.table.state_path(layer.path) for layer in layers]
@@ -287,8 +274,8 @@ class _Run:
             )
         return rows
 
-    def _leave(self, verdicts: Judging, known: Sequence[Layer]) -> tuple[list[Layer], dict[str, int], list[list[int]]]:
-        """Write the sightings, and return the state's layers, the number of rows by verdict, and `RunState.ends`."""
+    def _leave(self, verdicts: Judging, known: Sequence[Layer]) -> tuple[list[Layer], dict[str, int], LogEnds]:
+        """Write the sightings, and return the layers of the state, the number of rows by verdict, and the ends."""
         older = [layer.rows for layer in known]
         whole = len(older) >= _MOST_LAYERS or sum(older[1:]) > max([_FEW_SIGHTINGS, *older[:1]])
         # The session's setting is not used, because another run in the same session may have changed it.
@@ -302,14 +289,14 @@ class _Run:
         written = self.source.spark.read.schema(LAYER).parquet(self.table.state_path(name))
         found = written.select("rows", "newest_ms", "report").collect()
         counts: Counter[str] = Counter()
-        ends = self.state.log_ends()
+        ends = self.state.ends
         for report in (json.loads(row["report"]) for row in found if row["report"] is not None):
             counts.update(report["verdicts"])
             ends = ends_after(ends, (((topic, partition), LogEnd(*end)) for topic, partition, *end in report["ends"]))
         rows = sum(row["rows"] or 0 for row in found)
         newest_ms = max((row["newest_ms"] for row in found if row["rows"]), default=BEFORE_ALL_TIME)
         layers = [*([] if whole else known), Layer(name, plan.buckets, rows, newest_ms)]
-        return layers, dict(sorted(counts.items())), [[*place, *end] for place, end in sorted(ends.items())]
+        return layers, dict(sorted(counts.items())), ends
 
 
 class OutputTable:
@@ -356,25 +343,20 @@ class OutputTable:
                 raise StateIncompatible(self._changed_text(commit))
             at = commit.version - 1 if restored is None else restored
         if self._newest < 0:
-            self._refuse_others()
+            # A first run that was killed has left its state, and perhaps a part of the table.
+            names = self._names(self._root.path)
+            ours = ("_delta_log", "verdict=", _STATE) if _STATE in names else ()
+            others = [name for name in names if not name.startswith(ours)]
+            if others:
+                raise StateIncompatible(
+                    f"{self.path} is not empty and not a Delta table: it holds {', '.join(others[:3])}. Choose another "
+                    f"--out."
+                )
             return Attempt()
         raise StateIncompatible(
             f"no run of dedup is in the history of {self.path}, so where to go on is not known: the table was made by "
             f"others, or Delta has deleted its history (delta.logRetentionDuration). Choose another --out."
         )
-
-    def _refuse_others(self) -> None:
-        """Raise StateIncompatible if the directory contains files that no killed first run has left."""
-        names = self._names(self._root.path)
-        begun = _STATE in names
-        others = [
-            name for name in names if not (begun and (name in {_STATE, "_delta_log"} or name.startswith("verdict=")))
-        ]
-        if others:
-            raise StateIncompatible(
-                f"{self.path} is not empty and not a Delta table: it holds {', '.join(others[:3])}. Choose another "
-                f"--out."
-            )
 
     def _names(self, directory: Any) -> list[str]:  # noqa: ANN401 - a path of Hadoop's
         statuses = self._files.listStatus(directory) if self._files.exists(directory) else ()
@@ -406,7 +388,9 @@ class OutputTable:
                 f"{place} is missing, the state of the last run of the table: its files were deleted, or the table is "
                 f"a copy without `{_STATE}`. Restore them, or judge everything anew into another table (--out)."
             )
-        state = RunState(**json.loads(self._root.read(place)))
+        saved = json.loads(self._root.read(place))
+        ends = {(topic, partition): LogEnd(*end) for topic, partition, *end in saved["ends"]}
+        state = RunState(**{**saved, "ends": ends, "layers": [Layer(**each) for each in saved["layers"]]})
         if state.identity != identity:
             raise StateIncompatible(
                 f"the runs at {self.path} belong to another topology: sightings depend on its tracking ID, topics, "
@@ -430,7 +414,8 @@ class OutputTable:
 
     def keep_state(self, attempt: Attempt, state: RunState) -> None:
         """Write the state of an attempt, which becomes the table's state when `commit` names the attempt."""
-        self._write(f"runs/{attempt.name}.json", asdict(state))
+        ends = [[*place, *end] for place, end in sorted(state.ends.items())]
+        self._write(f"runs/{attempt.name}.json", {**asdict(state), "ends": ends})
 
     def commit(self, verdicts: DataFrame, attempt: Attempt, counts: Mapping[str, int]) -> None:
         """Append the verdicts in a commit that names the attempt.
@@ -448,21 +433,21 @@ class OutputTable:
         self._log.append(rows, "dedup", run, metadata, after=self._newest, by=("verdict",), taken=taken)
 
     def _refuse_other_columns(self, rows: DataFrame) -> None:
-        if self._log.versions():
-            there = self._spark.read.format("delta").load(self.path).schema
-            before, now = ({each.name: each.dataType.simpleString() for each in s.fields} for s in (there, rows.schema))
-            changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-            if changed:
-                name = changed[0]
+        if not self._log.versions():
+            return
+        there = self._spark.read.format("delta").load(self.path).schema
+        before, now = ({each.name: each.dataType.simpleString() for each in s.fields} for s in (there, rows.schema))
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) != now.get(name):
                 raise StateIncompatible(
                     f"column `{name}` of {self.path} is {before.get(name, 'missing')}, and of this run's verdicts "
                     f"{now.get(name, 'missing')}. Nothing was published. Columns come from the directories of the "
                     f"input (`name=value`): they must be the same in each run."
                 )
 
-    def forget_before(self, run: int, layers: Sequence[Mapping[str, Any]]) -> None:
+    def forget_before(self, run: int, layers: Sequence[Layer]) -> None:
         """Delete the files of the state that neither this run nor the previous run needs."""
-        kept = {str(layer["path"]).rpartition("/")[2] for layer in layers}
+        kept = {layer.path.rpartition("/")[2] for layer in layers}
         old = [f"state/{name}" for name in self._names(self._at("state")) if name not in kept and _run_in(name) <= run]
         old += [f"runs/{name}" for name in self._names(self._at("runs")) if _run_in(name) < run - 1]
         for name in old:

@@ -11,7 +11,6 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -207,8 +206,7 @@ def ends_after(ends: LogEnds, later: Iterable[tuple[tuple[int, int], LogEnd]]) -
 def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
     """Return records of the repartition topic as they were in the source topics, and which rows are idle markers.
 
-    The original coordinates and timestamp are in the last two headers of each record. Raises InvariantBroken for a
-    record that no repartition task wrote.
+    The last two headers of each record say so. Raises InvariantBroken for a record that no repartition task wrote.
     """
     columns: dict[str, list[object]] = {name: [] for name in ("headers", "timestamp_ms", *COORDINATES)}
     idle_rows: set[int] = set()
@@ -251,18 +249,19 @@ class _Buffers:
         self._held: list[pa.Buffer] = []
         self._file: IO[bytes] | None = None
         self._sizes: Final[list[int]] = []
-        self._open: Final = ExitStack()
-        self.size_bytes = 0
+        self._size_bytes = 0
 
     def add(self, buffer: pa.Buffer) -> None:
         """Append a buffer."""
-        self.size_bytes += buffer.size
+        self._size_bytes += buffer.size
         self._held.append(buffer)
-        if self.size_bytes < _IN_MEMORY_BYTES:
+        if self._size_bytes < _IN_MEMORY_BYTES:
             return
         if self._file is None:
-            spilled = tempfile.TemporaryFile(prefix="dedup-", dir=_local_directory())  # noqa: SIM115 - closed by clear
-            self._file = self._open.enter_context(spilled)
+            # This is Spark's directory for such files; outside an executor, the system's is used.
+            first = Path(os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or os.devnull)
+            directory = first if first.is_dir() else None
+            self._file = tempfile.TemporaryFile(prefix="dedup-", dir=directory)  # noqa: SIM115 - closed by clear
         for each in self._held:
             self._sizes.append(each.size)
             self._file.write(each)
@@ -281,9 +280,10 @@ class _Buffers:
         """Remove all buffers, and close the temporary file."""
         self._held.clear()
         self._sizes.clear()
-        self._open.close()
-        self._file = None
-        self.size_bytes = 0
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._size_bytes = 0
 
 
 class Packer:
@@ -389,21 +389,12 @@ class Packer:
 class ReceivedRows:
     """All packed rows that one reduce task has received."""
 
-    def __init__(self) -> None:
+    def __init__(self, batches: Iterable[pa.RecordBatch]) -> None:
+        """Take all rows of `PACKED_ROWS`, including notices."""
         self._packed: Final = _Buffers()
         self._known: Final = _Buffers()
         self.notices: Final[list[bytes]] = []
         """Notices in the form that `read_notice` accepts."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._packed.clear()
-        self._known.clear()
-
-    def take(self, batches: Iterable[pa.RecordBatch]) -> None:
-        """Add the content of these rows of `PACKED_ROWS`, including notices."""
         for batch in batches:
             self.notices.extend(batch.column("notice").drop_null().to_pylist())
             for name, buffers in (("packed", self._packed), (KNOWN, self._known)):
@@ -414,6 +405,13 @@ class ReceivedRows:
                 # Some values are null, and those that pad a batch are empty.
                 for row in np.flatnonzero(sizes).tolist():
                     buffers.add(column[row].as_buffer())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._packed.clear()
+        self._known.clear()
 
     def known(self) -> Batches:
         """Yield the sightings of earlier jobs, in the same order on every call."""
@@ -449,12 +447,6 @@ def unpacked(stream: pa.Buffer) -> pa.RecordBatch:
 
 def _together(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
-
-
-def _local_directory() -> Path | None:
-    """Return Spark's spill directory, or None outside an executor, where the system's temporary directory is used."""
-    first = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
-    return Path(first) if first and Path(first).is_dir() else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,8 @@ class ReducePlan:
 class FoldedRows:
     """The rows of one reduce task that were judged, sorted by ID and, within an ID, in judging order."""
 
+    order: Integers
+    """The position of each row in the task's rows."""
     rows: SortedRows
     decided: Decided
     ids: pa.Array
@@ -97,8 +99,7 @@ def reduce_function(plan: ReducePlan) -> BatchFunction:
     """Return a function for `mapInArrow` that turns `map_side.PACKED_ROWS` into records with `JUDGED` appended."""
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
-        with ReceivedRows() as received:
-            received.take(batches)
+        with ReceivedRows(batches) as received:
             yield from Reducer(plan, received).judged()
 
     return run
@@ -125,8 +126,7 @@ def layer_function(plan: ReducePlan, layer: LayerPlan) -> BatchFunction:
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         context = TaskContext.get()
         reducer = 0 if context is None else context.partitionId()
-        with ReceivedRows() as received:
-            received.take(batches)
+        with ReceivedRows(batches) as received:
             folded = Reducer(plan, received).folded()
             writer = LayerWriter(layer.buckets)
             if folded is not None:
@@ -197,12 +197,12 @@ class Reducer:
         if self._rows is None:
             return
         stream_ms = self._stream_times(self._rows)
-        order, folded = self._fold(self._rows, stream_ms)
+        folded = self._fold(self._rows, stream_ms)
         # Rows that were not judged keep zeros, which are not used.
         decided = Decided.of(np.zeros(len(stream_ms), np.int8))
         columns = [each.name for each in fields(Decided)]
         for name in columns:
-            getattr(decided, name)[order] = getattr(folded.decided, name)
+            getattr(decided, name)[folded.order] = getattr(folded.decided, name)
         begin = 0
         for records in self._received.rows():
             end = begin + records.num_rows
@@ -212,10 +212,9 @@ class Reducer:
 
     def folded(self) -> FoldedRows | None:
         """Return the judged rows with their verdicts, or None if this task has no rows."""
-        return None if self._rows is None else self._fold(self._rows, self._stream_times(self._rows))[1]
+        return None if self._rows is None else self._fold(self._rows, self._stream_times(self._rows))
 
-    def _fold(self, rows: pa.Table, stream_ms: Integers) -> tuple[Integers, FoldedRows]:
-        """Return the positions of the judged rows, in judging order, and the rows with their verdicts."""
+    def _fold(self, rows: pa.Table, stream_ms: Integers) -> FoldedRows:
         unjudged = rows.column(UNJUDGED)
         counts = Counter(text.split(SEPARATOR, 1)[0] for text in unjudged.drop_null().to_pylist())
         open_rows = np.flatnonzero(unjudged.is_null().to_numpy())
@@ -228,15 +227,11 @@ class Reducer:
             order = self._ties_ordered(rows, order, groups, open_rows)
         order = np.append(order, np.flatnonzero(lengths[groups] == 1))
         sorted_rows = self._sorted_rows(rows, groups, stream_ms, order)
-        known = self._known(names)
+        found = [batch.filter(pc.is_in(batch.column("id"), value_set=names)) for batch in self._received.known()]
+        known = current(found, self._plan.topology, self._plan.ends)
         decided = judge_sorted(sorted_rows, self._plan.topology.rules, self._by_group(known, names, sorted_rows))
         ids = rows.column(ID).take(pa.array(order)).combine_chunks()
-        return open_rows[order], FoldedRows(sorted_rows, decided, ids, known, counts)
-
-    def _known(self, names: pa.Array) -> pa.Table:
-        """Return the sightings of earlier jobs whose ID is in ``names`` and that have not expired."""
-        found = [batch.filter(pc.is_in(batch.column("id"), value_set=names)) for batch in self._received.known()]
-        return current(found, self._plan.topology, self._plan.ends)
+        return FoldedRows(open_rows[order], sorted_rows, decided, ids, known, counts)
 
     def _by_group(self, known: pa.Table, names: pa.Array, rows: SortedRows) -> dict[int, Sightings]:
         """Return the known sightings by the group numbers that `_sorted_rows` assigns."""
@@ -334,18 +329,29 @@ class Reducer:
     def _assembled(self, records: pa.RecordBatch, stream_ms: Integers, decided: Decided) -> pa.RecordBatch:
         count = records.num_rows
         task = [records.column(name) for name in _TASKS.get(self._plan.mode, ())]
+        codes, no_sighting = pa.array(decided.verdicts), ~decided.has_first
+        no_place = no_sighting | (decided.first_partitions < 0)
         unknown = stream_ms <= BEFORE_ALL_TIME
         known = {
             FINGERPRINT: pa.nulls(count, pa.binary()),
             **{name: records.column(name) for name in records.schema.names},
-            **_found(decided, self._topics),
+            "verdict": _NAMES.take(codes),
+            "reason": _REASONS.take(codes),
+            "detail": pa.nulls(count, pa.string()),
+            "first_time_ms": pa.array(decided.first_ms, mask=no_sighting),
+            "first_topic": pa.array(self._topics, pa.string()).take(pa.array(decided.first_topics, mask=no_place)),
+            "first_partition": pa.array(decided.first_partitions.astype(np.int32), mask=no_place),
+            "first_offset": pa.array(decided.first_offsets, mask=no_place),
             "dedup_partition": task[0] if task else pa.nulls(count, pa.int32()),
             "dedup_offset": task[1] if task else pa.nulls(count, pa.int64()),
             "stream_time_ms": pa.array(stream_ms, mask=unknown if unknown.any() else None),
         }
         unjudged = records.column(UNJUDGED)
         if unjudged.null_count < count:
-            known |= _with_unjudged(unjudged, known)
+            parts = [("", "", "") if text is None else text.split(SEPARATOR, 2) for text in unjudged.to_pylist()]
+            for at, name in enumerate(("verdict", "reason", "detail")):
+                texts = pa.array([part[at] or None for part in parts], pa.string())
+                known[name] = pc.if_else(unjudged.is_null(), known[name], texts)
         names = [*self._plan.names, *(field.name for field in JUDGED)]
         return pa.RecordBatch.from_arrays([known[name] for name in names], names)
 
@@ -357,30 +363,3 @@ def _groups(ids: pa.ChunkedArray) -> tuple[Integers, Integers, pa.Array]:
     together: Integers = np.concatenate(groups) if groups else np.empty(0, np.int64)
     # All chunks have the dictionary of the whole column.
     return together, np.bincount(together), chunks[-1].dictionary if chunks else pa.array([], pa.binary())
-
-
-def _found(decided: Decided, topics: tuple[str, ...]) -> dict[str, pa.Array]:
-    codes = pa.array(decided.verdicts)
-    no_sighting = ~decided.has_first
-    no_place = no_sighting | (decided.first_partitions < 0)
-    return {
-        "verdict": _NAMES.take(codes),
-        "reason": _REASONS.take(codes),
-        "detail": pa.nulls(len(codes), pa.string()),
-        "first_time_ms": pa.array(decided.first_ms, mask=no_sighting),
-        "first_topic": pa.array(topics, pa.string()).take(pa.array(decided.first_topics, mask=no_place)),
-        "first_partition": pa.array(decided.first_partitions.astype(np.int32), mask=no_place),
-        "first_offset": pa.array(decided.first_offsets, mask=no_place),
-    }
-
-
-def _with_unjudged(unjudged: pa.Array, found: dict[str, pa.Array]) -> dict[str, pa.Array]:
-    """Return verdict, reason, and detail of each row, taken from `UNJUDGED` for rows that must not be judged."""
-    parts = [(None, None, None) if text is None else text.split(SEPARATOR, 2) for text in unjudged.to_pylist()]
-    verdicts, reasons, details = (pa.array([part[at] or None for part in parts], pa.string()) for at in range(3))
-    judged = unjudged.is_null()
-    return {
-        "verdict": pc.if_else(judged, found["verdict"], verdicts),
-        "reason": pc.if_else(judged, found["reason"], reasons),
-        "detail": pc.if_else(judged, pa.scalar(None, pa.string()), details),
-    }

@@ -63,13 +63,14 @@ _BROKER_TROUBLE: Final = 5
 fix.
 """
 
-_REPORTED: Final[Mapping[str, pa.DataType]] = {
-    **dict.fromkeys(("topic", "failure", "failure_text"), pa.string()),
-    "partition": pa.int32(),
-    **dict.fromkeys(("next_offset", "judged", "replayed", *_VERDICTS, "state_ids", "state_bytes"), pa.int64()),
-    "numbers": pa.binary(),
-}
-_REPORT_SCHEMA: Final = pa.schema(list(_REPORTED.items()))
+_REPORT_SCHEMA: Final = pa.schema(
+    {
+        **dict.fromkeys(("topic", "failure", "failure_text"), pa.string()),
+        "partition": pa.int32(),
+        **dict.fromkeys(("next_offset", "judged", "replayed", *_VERDICTS, "state_ids", "state_bytes"), pa.int64()),
+        "numbers": pa.binary(),
+    }
+)
 REPORT: Final = from_arrow_schema(_REPORT_SCHEMA)
 """The columns of the row that an attempt reports to the driver; `numbers` is a pickled `TaskNumbers`."""
 
@@ -281,8 +282,7 @@ def deleted_unjudged(task_id: TaskId, position: int, kept: int) -> StateIncompat
 def _own_directory(state_dir: Path, topology: str, feeding: TopicPartition) -> Iterator[Path]:
     """Yield a directory that is reserved for the partition's state while the ``with`` block runs.
 
-    All micro-batches of a partition on one machine use the same directory. If a fenced attempt still uses that
-    directory, a temporary directory is used instead, and the state is restored from the changelog.
+    If a fenced attempt still uses it, a temporary one is used, and the state is restored from the changelog.
     """
     shared = state_dir / ".spark"
     shared.mkdir(mode=0o700, parents=True, exist_ok=True)
