@@ -34,7 +34,7 @@ from dedup.spark.batch_verdicts import ORDER_TEXTS, Judging, balanced, counts_of
 from dedup.spark.columns import Batches
 from dedup.spark.files import History
 from dedup.spark.manifest import RENAMING, REPORT, RunManifest, listed, report_path
-from dedup.spark.reduce_side import reduce_function
+from dedup.spark.reduce_side import reduce_rows
 from dedup.spark.session import HadoopDirectory, described, shuffles_for, translated_errors
 from dedup.topology.model import Topology
 
@@ -150,18 +150,22 @@ class RunDirectory:
 
         Raises StateIncompatible if a run with this name was begun with another input, topology, or order.
         """
-        published = self._published()
+        published, mark = self._published(), self._root.at(f"_started-{self._run}.json")
         if published is not None:
-            self._refuse_other(identity, published.identity, "was published")
-            return published
-        mark = self._root.at(f"_started-{self._run}.json")
-        if self._files.exists(mark):
+            before, what = published.identity, "was published"
+        elif self._files.exists(mark):
             begun = json.loads(self._root.read(mark))
-            self._refuse_other(identity, begun["identity"], "was begun")
-            return int(begun["now_ms"])
-        self._files.mkdirs(self._root.path)
-        self._write(mark, {"identity": identity, "now_ms": now_ms})
-        return now_ms
+            before, what, now_ms = begun["identity"], "was begun", int(begun["now_ms"])
+        else:
+            self._files.mkdirs(self._root.path)
+            self._write(mark, {"identity": identity, "now_ms": now_ms})
+            return now_ms
+        if identity != before:
+            raise StateIncompatible(
+                f"run {self._run} {what} at {self.path} with another topology, input or order. Nothing was changed. "
+                f"Then: {before}. Now: {identity}. Choose another --run, or delete the old one."
+            )
+        return now_ms if published is None else published
 
     def publish(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
         """Write the records with one directory for each verdict, publish them, and return the report."""
@@ -226,13 +230,6 @@ class RunDirectory:
         found.pop("manifest", None)
         return RunReport(**{**found, "fresh": False})
 
-    def _refuse_other(self, identity: str, before: str, what: str) -> None:
-        if identity != before:
-            raise StateIncompatible(
-                f"run {self._run} {what} at {self.path} with another topology, input or order. Nothing was changed. "
-                f"Then: {before}. Now: {identity}. Choose another --run, or delete the old one."
-            )
-
     def _write(self, path: Any, content: Mapping[str, Any]) -> None:  # noqa: ANN401
         self._root.write(path, json.dumps(content), f"_{path.getName()}.part")
 
@@ -247,13 +244,13 @@ def _write_files(verdicts: Judging, attempt: Path, codec: str) -> None:
     """Write the records to files in ``attempt``, with one directory for each verdict."""
     work = attempt / "_work"
     work.mkdir(parents=True)
-    judge = reduce_function(verdicts.plan)
+    plan = verdicts.plan
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         unique = uuid4().hex
         found: dict[str, _VerdictFile] = {}
         with ExitStack() as stack:
-            for judged in judge(batches):
+            for judged in reduce_rows(plan, batches):
                 names = judged.column("verdict")
                 rows = judged.drop_columns(["verdict"])
                 met = names.unique().to_pylist()

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Literal
 
 import numpy as np
@@ -32,10 +33,10 @@ from dedup.core.window import Feed
 from dedup.errors import InvariantBroken, Problem, SettingsError, TopologyError
 from dedup.spark.columnar_fold import Integers
 from dedup.spark.columns import BatchFunction
-from dedup.spark.files import History, opened
+from dedup.spark.files import History, read_splits
 from dedup.spark.log_order import in_log_order, ranges_of, spread_function
-from dedup.spark.map_side import KNOWN, MOST_REDUCERS, PACKED_ROWS, TARGET, LogEnds, MapPlan, Mode, map_function
-from dedup.spark.reduce_side import JUDGED, ReducePlan, reduce_function
+from dedup.spark.map_side import KNOWN, MOST_REDUCERS, PACKED_ROWS, TARGET, LogEnds, MapPlan, Mode, map_rows
+from dedup.spark.reduce_side import JUDGED, ReducePlan, reduce_rows
 from dedup.spark.rows import COORDINATES, RECORDS, headers_of
 from dedup.spark.session import RECORD_BYTES, shuffle_partitions
 from dedup.spark.sightings import routed
@@ -76,7 +77,7 @@ class Judging:
 
     def frame(self) -> DataFrame:
         """Return the records with their verdicts."""
-        return self.packed.mapInArrow(reduce_function(self.plan), self.schema)
+        return self.packed.mapInArrow(partial(reduce_rows, self.plan), self.schema)
 
 
 def judged(
@@ -116,12 +117,12 @@ def judging(history: History, topology: Topology, *, now_ms: int, earlier: Earli
     spark = df.sparkSession
     reducers, batch_rows = _shuffle_settings(spark)
     targets = _targets(reducers)
-    map_batches = map_function(MapPlan(topology, mode, now_ms + topology.max_clock_skew_ms, targets, batch_rows, feeds))
+    plan = MapPlan(topology, mode, now_ms + topology.max_clock_skew_ms, targets, batch_rows, feeds)
     to_sort = mode in {"direct", "merged"} and not history.contiguous
+    read: BatchFunction | None = None
+    ready = df.withColumn("headers", headers_of(df))
     if pieces is not None and (history.bounds or not to_sort):
-        read, ready = opened(pieces.columns), pieces.frame
-    else:
-        read, ready = None, df.withColumn("headers", headers_of(df))
+        read, ready = partial(read_splits, pieces.columns), pieces.frame
     # Merging partitions is safe only if the order in which Spark's own readers return rows does not matter.
     if history.size_bytes is not None and (pieces is not None or to_sort or mode == "event_time"):
         ready = ready.coalesce(_map_tasks(spark, history.size_bytes, reducers))
@@ -134,10 +135,10 @@ def judging(history: History, topology: Topology, *, now_ms: int, earlier: Earli
         ready = ready.repartitionByRange(reducers, *COORDINATES).sortWithinPartitions(*COORDINATES)
     elif mode == "log":
         ready = ready.repartition(reducers, "partition").sortWithinPartitions("partition", "offset")
-    packed = ready.mapInArrow(_chained(read, map_batches), PACKED_ROWS)
-    plan = ReducePlan(topology, mode, df.schema.names)
+    packed = ready.mapInArrow(_chained(read, partial(map_rows, plan)), PACKED_ROWS)
+    reduced = ReducePlan(topology, mode, df.schema.names)
     if earlier is not None:
-        plan = replace(plan, ends=earlier.ends)
+        reduced = replace(reduced, ends=earlier.ends)
         if earlier.layers:
             packed = packed.withColumn(KNOWN, F.lit(None).cast(BinaryType()))
         for buckets, layer in earlier.layers.items():
@@ -148,7 +149,7 @@ def judging(history: History, topology: Topology, *, now_ms: int, earlier: Earli
     merged = history.size_bytes is None and earlier is None
     together = packed.repartition(TARGET) if merged else packed.repartition(reducers, TARGET)
     schema = StructType([*df.schema.fields, *JUDGED])
-    return Judging(together, plan, schema, reducers)
+    return Judging(together, reduced, schema, reducers)
 
 
 def _chained(first: BatchFunction | None, then: BatchFunction) -> BatchFunction:

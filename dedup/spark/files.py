@@ -29,7 +29,7 @@ from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StructTy
 
 from dedup.core.window import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
-from dedup.spark.columns import Batches, BatchFunction, integers_of
+from dedup.spark.columns import Batches, integers_of
 from dedup.spark.delta_log import DeltaLog
 from dedup.spark.log_order import PartitionBounds
 from dedup.spark.manifest import files_of_runs
@@ -320,9 +320,9 @@ def _log_order(
     """
     frame, look = records.select(*COORDINATES), _offset_runs
     if splits is not None:
-        read = opened(splits.columns, COORDINATES)
+        columns = splits.columns
         frame = splits.frame.coalesce(splits.frame.sparkSession.sparkContext.defaultParallelism)
-        look = lambda batches: _offset_runs(read(batches))  # noqa: E731
+        look = lambda batches: _offset_runs(read_splits(columns, batches, COORDINATES))  # noqa: E731
     reports = [orjson.loads(row["report"]) for row in frame.mapInArrow(look, "report binary").collect()]
     found = _united([pa.Table.from_pylist(each["found"], _FOUND) for each in reports]).to_pylist()
     whole = [each for each in found if None not in each.values()]
@@ -448,25 +448,22 @@ def _input_splits(table: DataFrame) -> InputSplits | None:
     return InputSplits(spark.createDataFrame(context.parallelize(rows, tasks), "file string, row_group int"), columns)
 
 
-def opened(columns: Sequence[str], wanted: Sequence[str] = tuple(RECORDS.names)) -> BatchFunction:
-    """Return a function for `mapInArrow` that reads the ``wanted`` columns of the row groups in `InputSplits.frame`.
+def read_splits(
+    columns: Sequence[str], splits: Iterable[pa.RecordBatch], wanted: Sequence[str] = tuple(RECORDS.names)
+) -> Batches:
+    """Yield the ``wanted`` columns of row groups, given as rows of `InputSplits.frame`; the files have ``columns``.
 
-    ``columns`` names the columns that the files have. The returned function raises DamagedFile if it cannot read a
-    file.
+    Raises DamagedFile if a file cannot be read.
     """
     there = [name for name in wanted if name in columns]
-
-    def run(splits: Iterable[pa.RecordBatch]) -> Batches:
-        for split in (split for batch in splits for split in batch.to_pylist()):
-            file, groups = split["file"], [split["row_group"]]
-            try:
-                with pq.ParquetFile(_path(file), pre_buffer=False) as parquet:
-                    for rows in parquet.iter_batches(_BATCH_ROWS, groups, columns=there, use_threads=False):
-                        yield pa.RecordBatch.from_arrays([_column(rows, name) for name in wanted], list(wanted))
-            except (OSError, pa.ArrowException) as error:
-                raise DamagedFile(f"Error while reading file {file} : {error}") from error
-
-    return run
+    for split in (split for batch in splits for split in batch.to_pylist()):
+        file, groups = split["file"], [split["row_group"]]
+        try:
+            with pq.ParquetFile(_path(file), pre_buffer=False) as parquet:
+                for rows in parquet.iter_batches(_BATCH_ROWS, groups, columns=there, use_threads=False):
+                    yield pa.RecordBatch.from_arrays([_column(rows, name) for name in wanted], list(wanted))
+        except (OSError, pa.ArrowException) as error:
+            raise DamagedFile(f"Error while reading file {file} : {error}") from error
 
 
 def _path(file: str) -> str:

@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from math import inf
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
@@ -42,7 +43,7 @@ from dedup.spark.delta_log import DeltaLog, TableCommit
 from dedup.spark.files import LOSSLESS, History
 from dedup.spark.incremental_input import GrowingInput, id_types
 from dedup.spark.map_side import LogEnd, LogEnds, Mode, ends_after
-from dedup.spark.reduce_side import LayerPlan, layer_function
+from dedup.spark.reduce_side import LayerPlan, layer_rows
 from dedup.spark.session import shuffles_for, translated_errors
 from dedup.spark.sightings import LAYER, PACKED_AT_ONCE, Layer
 from dedup.topology.model import Topology
@@ -283,7 +284,7 @@ class _Run:
         split = -(-sum(older) // (reducers * PACKED_AT_ONCE)) if whole else 1
         plan = LayerPlan(reducers, reducers << max(0, split - 1).bit_length(), whole)
         name = f"state/{self.attempt.name}"
-        left = verdicts.packed.mapInArrow(layer_function(verdicts.plan, plan), LAYER)
+        left = verdicts.packed.mapInArrow(partial(layer_rows, verdicts.plan, plan), LAYER)
         # The values are already compressed.
         left.write.option("compression", "none").parquet(self.table.state_path(name))
         written = self.source.spark.read.schema(LAYER).parquet(self.table.state_path(name))

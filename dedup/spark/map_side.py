@@ -29,7 +29,7 @@ from dedup.core.fold import Outcome, Rows, screen
 from dedup.core.window import BEFORE_ALL_TIME, Feed, StreamTime
 from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.spark.columnar_fold import Integers
-from dedup.spark.columns import Batches, BatchFunction, binary_column, extract_batch, integers_of, topics_of
+from dedup.spark.columns import Batches, binary_column, extract_batch, integers_of, topics_of
 from dedup.spark.rows import ARROW_RECORDS, COORDINATES
 from dedup.topology.model import Topology, extractor_of
 from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP
@@ -464,22 +464,18 @@ class MapPlan:
     """Every source partition, if the input is the repartition topic."""
 
 
-def map_function(plan: MapPlan) -> BatchFunction:
-    """Return a function for `mapInArrow` that turns records (`rows.RECORDS`) into `PACKED_ROWS`."""
-
-    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
-        screener = _Screener(plan)
-        with Packer(plan.targets, plan.batch_rows) as packer:
-            for batch in batches:
-                for begin in range(0, batch.num_rows, _BATCH_ROWS):
-                    screened = screener.screened(batch.slice(begin, _BATCH_ROWS))
-                    reducers = buckets_of(screened.column(ID), len(plan.targets))
-                    yield from packer.add(screened, reducers.astype(np.uint16))
-            yield from packer.rest()
-            if screener.runs.all:
-                yield packer.notices(write_notice(screener.runs.all))
-
-    return run
+def map_rows(plan: MapPlan, batches: Iterable[pa.RecordBatch]) -> Batches:
+    """Yield the records (`rows.RECORDS`) of one map task as `PACKED_ROWS`."""
+    screener = _Screener(plan)
+    with Packer(plan.targets, plan.batch_rows) as packer:
+        for batch in batches:
+            for begin in range(0, batch.num_rows, _BATCH_ROWS):
+                screened = screener.screened(batch.slice(begin, _BATCH_ROWS))
+                reducers = buckets_of(screened.column(ID), len(plan.targets))
+                yield from packer.add(screened, reducers.astype(np.uint16))
+        yield from packer.rest()
+        if screener.runs.all:
+            yield packer.notices(write_notice(screener.runs.all))
 
 
 def buckets_of(ids: pa.Array, count: int) -> npt.NDArray[np.uint32]:

@@ -17,7 +17,7 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructField
 from dedup.core.fold import Sightings
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.spark.columnar_fold import FORWARDED_CONFLICT, UNIQUE, Decided, Integers, SortedRows, judge_sorted
-from dedup.spark.columns import IDENTIFIED, Batches, BatchFunction, content_digests, integers_of
+from dedup.spark.columns import IDENTIFIED, Batches, content_digests, integers_of
 from dedup.spark.map_side import (
     FINGERPRINT,
     ID,
@@ -95,14 +95,10 @@ class FoldedRows:
     """The number of rows that were not judged, by verdict."""
 
 
-def reduce_function(plan: ReducePlan) -> BatchFunction:
-    """Return a function for `mapInArrow` that turns `map_side.PACKED_ROWS` into records with `JUDGED` appended."""
-
-    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
-        with ReceivedRows(batches) as received:
-            yield from Reducer(plan, received).judged()
-
-    return run
+def reduce_rows(plan: ReducePlan, batches: Iterable[pa.RecordBatch]) -> Batches:
+    """Yield the records of one reduce task, of `map_side.PACKED_ROWS`, with `JUDGED` appended."""
+    with ReceivedRows(batches) as received:
+        yield from Reducer(plan, received).judged()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,28 +112,24 @@ class LayerPlan:
     """Whether earlier sightings that have not expired are written again, so that no earlier layer is needed."""
 
 
-def layer_function(plan: ReducePlan, layer: LayerPlan) -> BatchFunction:
-    """Return a function for `mapInArrow` that turns packed rows into `sightings.LAYER`: their sightings and one report.
+def layer_rows(plan: ReducePlan, layer: LayerPlan, batches: Iterable[pa.RecordBatch]) -> Batches:
+    """Yield the sightings of one reduce task as `sightings.LAYER`, followed by one report.
 
     The report contains the number of rows by verdict and, as far as the task knows, how far each source partition has
     been judged.
     """
-
-    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
-        context = TaskContext.get()
-        reducer = 0 if context is None else context.partitionId()
-        with ReceivedRows(batches) as received:
-            folded = Reducer(plan, received).folded()
-            writer = LayerWriter(layer.buckets)
-            if folded is not None:
-                yield from writer.add(_left(folded, plan.topology).to_batches())
-            for batch in received.known() if layer.whole else ():
-                mine = buckets_of(batch.column("id"), layer.reducers) == reducer
-                yield from writer.add([live(batch.filter(pa.array(mine)), plan.topology, plan.ends)])
-            yield from writer.rest()
-            yield report_row(_report(plan, received, folded))
-
-    return run
+    context = TaskContext.get()
+    reducer = 0 if context is None else context.partitionId()
+    with ReceivedRows(batches) as received:
+        folded = Reducer(plan, received).folded()
+        writer = LayerWriter(layer.buckets)
+        if folded is not None:
+            yield from writer.add(_left(folded, plan.topology).to_batches())
+        for batch in received.known() if layer.whole else ():
+            mine = buckets_of(batch.column("id"), layer.reducers) == reducer
+            yield from writer.add([live(batch.filter(pa.array(mine)), plan.topology, plan.ends)])
+        yield from writer.rest()
+        yield report_row(_report(plan, received, folded))
 
 
 def _report(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -> dict[str, Any]:

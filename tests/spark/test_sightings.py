@@ -17,8 +17,8 @@ from dedup.core.reference_model import ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
 from dedup.errors import StateIncompatible
 from dedup.spark.columns import content_digests
-from dedup.spark.map_side import KNOWN, TARGET, LogEnd, LogEnds, MapPlan, Mode, map_function
-from dedup.spark.reduce_side import LayerPlan, ReducePlan, layer_function, reduce_function
+from dedup.spark.map_side import KNOWN, TARGET, LogEnd, LogEnds, MapPlan, Mode, map_rows
+from dedup.spark.reduce_side import LayerPlan, ReducePlan, layer_rows, reduce_rows
 from dedup.spark.rows import RECORDS
 from dedup.topology.model import Topology
 from tests.integration.workload import Event
@@ -52,7 +52,7 @@ class Jobs:
         plan = MapPlan(self.topology, self.mode, NOW_MS + self.topology.max_clock_skew_ms, TARGETS)
         with patch("dedup.spark.map_side.TaskContext") as context:
             context.get.return_value.partitionId.return_value = 0
-            packed = list(map_function(plan)(table.combine_chunks().to_batches(max_chunksize=rows)))
+            packed = list(map_rows(plan, table.combine_chunks().to_batches(max_chunksize=rows)))
         random.Random(seed).shuffle(packed)
         reduce_plan = ReducePlan(self.topology, self.mode, RECORDS.names, self.ends)
         found = []
@@ -66,10 +66,10 @@ class Jobs:
             mine = [each.filter(pc.equal(each.column(TARGET), target)) for each in packed]
             mine = [each.append_column(KNOWN, pa.nulls(each.num_rows, pa.binary())) for each in mine]
             mine += self._known(reducer)
-            found += list(reduce_function(reduce_plan)(iter(mine)))
+            found += list(reduce_rows(reduce_plan, iter(mine)))
             with patch("dedup.spark.reduce_side.TaskContext") as context:
                 context.get.return_value.partitionId.return_value = reducer
-                for each in layer_function(reduce_plan, layer)(iter(mine)):
+                for each in layer_rows(reduce_plan, layer, iter(mine)):
                     left.append(each)
                     if each.column("report")[0].is_valid:
                         report = json.loads(each.column("report")[0].as_py())
