@@ -19,7 +19,7 @@ judging order depends on the input:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
 
@@ -53,15 +53,6 @@ Order = Literal["offsets", "event_time"]
 """``offsets`` is for rows with Kafka coordinates, in log order. ``event_time`` is for rows without coordinates, none of
 which is late.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """The state that earlier jobs left, for a job that continues them."""
-
-    ends: LogEnds
-    layers: Mapping[int, DataFrame]
-    """Maps a number of buckets to the rows of `sightings.LAYER` that have this number of buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +97,18 @@ def judged(
     return judging(history, topology, now_ms=now_ms).frame()
 
 
-def judging(history: History, topology: Topology, *, now_ms: int, earlier: Earlier | None = None) -> Judging:
+def judging(
+    history: History,
+    topology: Topology,
+    *,
+    now_ms: int,
+    ends: LogEnds | None = None,
+    layers: Mapping[int, DataFrame] | None = None,
+) -> Judging:
     """Return the records of a history after the shuffle, before the reduce side judges them.
 
-    With ``earlier``, the job continues where earlier jobs ended, which the modes ``merged`` and ``log`` do not support.
+    With ``ends``, the job continues where earlier jobs ended, which the modes ``merged`` and ``log`` do not support.
+    ``layers`` maps numbers of buckets to the rows of `sightings.LAYER` that have that many.
     """
     df, feeds, pieces = history.records, history.feeds, history.pieces
     refuse_other_shape(df)
@@ -136,17 +135,15 @@ def judging(history: History, topology: Topology, *, now_ms: int, earlier: Earli
     elif mode == "log":
         ready = ready.repartition(reducers, "partition").sortWithinPartitions("partition", "offset")
     packed = ready.mapInArrow(_chained(read, partial(map_rows, plan)), PACKED_ROWS)
-    reduced = ReducePlan(topology, mode, df.schema.names)
-    if earlier is not None:
-        reduced = replace(reduced, ends=earlier.ends)
-        if earlier.layers:
-            packed = packed.withColumn(KNOWN, F.lit(None).cast(BinaryType()))
-        for buckets, layer in earlier.layers.items():
-            packed = packed.unionByName(routed(layer, buckets, targets, batch_rows))
+    reduced = ReducePlan(topology, mode, df.schema.names, ends or {})
+    if layers:
+        packed = packed.withColumn(KNOWN, F.lit(None).cast(BinaryType()))
+    for buckets, layer in (layers or {}).items():
+        packed = packed.unionByName(routed(layer, buckets, targets, batch_rows))
     # If the size is unknown, adaptive execution merges partitions that are too small for a task. It never divides a
-    # partition, because Spark divides only partitions of joins and of REBALANCE. With ``earlier``, no partitions are
+    # partition, because Spark divides only partitions of joins and of REBALANCE. With ``ends``, no partitions are
     # merged, because each known sighting is sent to one particular task.
-    merged = history.size_bytes is None and earlier is None
+    merged = history.size_bytes is None and ends is None
     together = packed.repartition(TARGET) if merged else packed.repartition(reducers, TARGET)
     schema = StructType([*df.schema.fields, *JUDGED])
     return Judging(together, reduced, schema, reducers)

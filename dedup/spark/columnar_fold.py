@@ -102,8 +102,7 @@ def _decide_plain_groups(
 ) -> Booleans:
     """Set the verdicts of all groups without earlier sightings in which every row is a duplicate of the first row.
 
-    The function sets no verdicts if duplicates extend sightings or payloads are compared. Returns, for each group,
-    whether it has several rows that are still to be judged.
+    There are none if duplicates extend sightings or payloads are compared. Returns which groups are still to be judged.
     """
     several: Booleans = lengths > 1
     window = rules.window

@@ -186,14 +186,14 @@ def integers_of(rows: pa.RecordBatch | pa.Table, name: str, missing: int = -1) -
     return np.asarray(column.fill_null(missing) if column.null_count else column, np.int64)
 
 
-def topics_of(batch: pa.RecordBatch, topics: tuple[str, ...]) -> npt.NDArray[np.int64]:
+def topics_of(rows: pa.RecordBatch | pa.Table, topics: tuple[str, ...]) -> npt.NDArray[np.int64]:
     """Return the position of each row's topic in ``source.topics``.
 
     Raises StateIncompatible if a row has a topic that the topology does not read, or has no partition or offset.
     """
-    column = batch.column("topic")
+    column = rows.column("topic")
     found = pc.index_in(column, value_set=pa.array(topics, pa.string()))
-    if found.null_count or batch.column("partition").null_count or batch.column("offset").null_count:
+    if found.null_count or rows.column("partition").null_count or rows.column("offset").null_count:
         others = sorted({str(each) for each in column.filter(pc.is_null(found)).to_pylist()})
         what = f"topic {', '.join(others)}" if others else "no partition or offset"
         raise StateIncompatible(
@@ -201,5 +201,4 @@ def topics_of(batch: pa.RecordBatch, topics: tuple[str, ...]) -> npt.NDArray[np.
             f"the order of their offsets. Filter the input, or drop its columns topic, partition and offset to judge "
             f"it in the order of event times."
         )
-    result: npt.NDArray[np.int64] = found.to_numpy(zero_copy_only=False).astype(np.int64)
-    return result
+    return np.asarray(found, np.int64)

@@ -38,12 +38,12 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page
 
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import StateIncompatible
-from dedup.spark.batch_verdicts import ORDER_TEXTS, Earlier, Judging, balanced, judging, mode_of
+from dedup.spark.batch_verdicts import ORDER_TEXTS, Judging, balanced, judging, mode_of
 from dedup.spark.delta_log import DeltaLog, TableCommit
 from dedup.spark.files import LOSSLESS, History
 from dedup.spark.incremental_input import GrowingInput, id_types
 from dedup.spark.map_side import LogEnd, LogEnds, Mode, ends_after
-from dedup.spark.reduce_side import LayerPlan, layer_rows
+from dedup.spark.reduce_side import layer_rows
 from dedup.spark.session import shuffles_for, translated_errors
 from dedup.spark.sightings import LAYER, PACKED_AT_ONCE, Layer
 from dedup.topology.model import Topology
@@ -209,8 +209,8 @@ class _Run:
         with shuffles_for(self.source.spark, (history.size_bytes or 0) + known_bytes, power_of_two=True):
             buckets = sorted({layer.buckets for layer in known})
             layers = {count: self._whole([each for each in known if each.buckets == count]) for count in buckets}
-            earlier = Earlier(self.state.ends, layers)
-            verdicts = judging(history, self.topology, now_ms=self.intent.now_ms, earlier=earlier)
+            now_ms, ends = self.intent.now_ms, self.state.ends
+            verdicts = judging(history, self.topology, now_ms=now_ms, ends=ends, layers=layers)
             # Two jobs judge these rows, because the state must be written before the commit. Without `persist`, Spark
             # would repeat the shuffle for the second job.
             verdicts = replace(verdicts, packed=verdicts.packed.persist(StorageLevel.DISK_ONLY))
@@ -226,7 +226,7 @@ class _Run:
             finally:
                 verdicts.packed.unpersist()
         self.table.forget_before(self.attempt.run, [*self.state.layers, *left])
-        run, now_ms, sightings = self.intent.run, self.intent.now_ms, sum(layer.rows for layer in left)
+        run, sightings = self.intent.run, sum(layer.rows for layer in left)
         return IncrementalReport(run, self.table.path, counts, rows, now_ms, mode, sightings, 0.0)
 
     def _id_types(self, history: History) -> dict[str, str]:
@@ -282,9 +282,10 @@ class _Run:
         # The session's setting is not used, because another run in the same session may have changed it.
         reducers = verdicts.reducers
         split = -(-sum(older) // (reducers * PACKED_AT_ONCE)) if whole else 1
-        plan = LayerPlan(reducers, reducers << max(0, split - 1).bit_length(), whole)
+        buckets = reducers << max(0, split - 1).bit_length()
+        write = partial(layer_rows, verdicts.plan, reducers=reducers, buckets=buckets, whole=whole)
         name = f"state/{self.attempt.name}"
-        left = verdicts.packed.mapInArrow(partial(layer_rows, verdicts.plan, plan), LAYER)
+        left = verdicts.packed.mapInArrow(write, LAYER)
         # The values are already compressed.
         left.write.option("compression", "none").parquet(self.table.state_path(name))
         written = self.source.spark.read.schema(LAYER).parquet(self.table.state_path(name))
@@ -296,7 +297,7 @@ class _Run:
             ends = ends_after(ends, (((topic, partition), LogEnd(*end)) for topic, partition, *end in report["ends"]))
         rows = sum(row["rows"] or 0 for row in found)
         newest_ms = max((row["newest_ms"] for row in found if row["rows"]), default=BEFORE_ALL_TIME)
-        layers = [*([] if whole else known), Layer(name, plan.buckets, rows, newest_ms)]
+        layers = [*([] if whole else known), Layer(name, buckets, rows, newest_ms)]
         return layers, dict(sorted(counts.items())), ends
 
 

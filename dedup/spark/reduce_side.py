@@ -17,7 +17,7 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructField
 from dedup.core.fold import Sightings
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.spark.columnar_fold import FORWARDED_CONFLICT, UNIQUE, Decided, Integers, SortedRows, judge_sorted
-from dedup.spark.columns import IDENTIFIED, Batches, content_digests, integers_of
+from dedup.spark.columns import IDENTIFIED, Batches, content_digests, integers_of, topics_of
 from dedup.spark.map_side import (
     FINGERPRINT,
     ID,
@@ -101,32 +101,24 @@ def reduce_rows(plan: ReducePlan, batches: Iterable[pa.RecordBatch]) -> Batches:
         yield from Reducer(plan, received).judged()
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPlan:
-    """The parameters of a task that writes a layer of sightings for the next job."""
+def layer_rows(
+    plan: ReducePlan, batches: Iterable[pa.RecordBatch], *, reducers: int, buckets: int, whole: bool
+) -> Batches:
+    """Yield the sightings of one of ``reducers`` tasks as a layer for the next job, in `sightings.LAYER`, and a report.
 
-    reducers: int
-    buckets: int
-    """A multiple of ``reducers``."""
-    whole: bool
-    """Whether earlier sightings that have not expired are written again, so that no earlier layer is needed."""
-
-
-def layer_rows(plan: ReducePlan, layer: LayerPlan, batches: Iterable[pa.RecordBatch]) -> Batches:
-    """Yield the sightings of one reduce task as `sightings.LAYER`, followed by one report.
-
-    The report contains the number of rows by verdict and, as far as the task knows, how far each source partition has
-    been judged.
+    ``buckets`` is a multiple of ``reducers``. If ``whole`` is true, earlier sightings that have not expired are written
+    again, so that no earlier layer is needed. The report contains the number of rows by verdict and, as far as the task
+    knows, how far each source partition has been judged.
     """
     context = TaskContext.get()
     reducer = 0 if context is None else context.partitionId()
     with ReceivedRows(batches) as received:
         folded = Reducer(plan, received).folded()
-        writer = LayerWriter(layer.buckets)
+        writer = LayerWriter(buckets)
         if folded is not None:
             yield from writer.add(_left(folded, plan.topology).to_batches())
-        for batch in received.known() if layer.whole else ():
-            mine = buckets_of(batch.column("id"), layer.reducers) == reducer
+        for batch in received.known() if whole else ():
+            mine = buckets_of(batch.column("id"), reducers) == reducer
             yield from writer.add([live(batch.filter(pa.array(mine)), plan.topology, plan.ends)])
         yield from writer.rest()
         yield report_row(_report(plan, received, folded))
@@ -305,8 +297,7 @@ class Reducer:
         unplaced = np.full(len(order), -1, np.int64)
         topics = np.zeros(len(order), np.int64)
         if placed and len(self._topics) > 1:
-            found = pc.index_in(rows.column("topic"), value_set=pa.array(self._topics, pa.string()))
-            topics = found.to_numpy()[order].astype(np.int64)
+            topics = topics_of(rows, self._topics)[order]
         wanted = self._plan.topology.fingerprints_wanted
         return SortedRows(
             groups=groups,
