@@ -222,7 +222,7 @@ def _round(
 
 def _judged(spark: SparkSession, topology: Topology, files: str) -> DataFrame:
     history = read_files(spark, [files], "parquet")
-    found = judging(history, topology, now_ms=int(time.time() * 1000), order="offsets")
+    found = judging(history, topology, now_ms=int(time.time() * 1000))
     return found.frame()
 
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 from unittest.mock import patch
@@ -22,8 +23,8 @@ import numpy as np
 import pyarrow as pa
 import typer
 
-from dedup.spark.map_side import MapPlan, map_function
-from dedup.spark.reduce_side import ReducePlan, reduce_function
+from dedup.spark.map_side import MapPlan, map_rows
+from dedup.spark.reduce_side import ReducePlan, reduce_rows
 from dedup.spark.rows import RECORDS
 from dedup.topology.parse import parse
 
@@ -73,7 +74,7 @@ def _made(rows: int, *, tied: bool) -> Iterator[pa.RecordBatch]:
 def _judge(file: Path) -> None:
     """Judge the packed rows of a file, and print the peak memory in bytes."""
     topology = parse(TOPOLOGY, name="memory.yaml")
-    judge = reduce_function(ReducePlan(topology, "event_time", RECORDS.names))
+    judge = partial(reduce_rows, ReducePlan(topology, "event_time", RECORDS.names))
     peak, over = [0], threading.Event()
 
     def watch() -> None:
@@ -104,7 +105,7 @@ def main(
     for tied in (False, True):
         with tempfile.TemporaryDirectory() as directory, patch("dedup.spark.map_side.TaskContext") as context:
             context.get.return_value = None
-            pack = map_function(MapPlan(topology, "event_time", NOW_MS, (0,), 10_000))
+            pack = partial(map_rows, MapPlan(topology, "event_time", NOW_MS, (0,), 10_000))
             file = Path(directory) / "packed"
             writer = None
             with file.open("wb") as out:

@@ -20,43 +20,33 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import Any, Final, Literal
 from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
 from dedup.errors import Problem, SettingsError, StateIncompatible
-from dedup.spark.batch_verdicts import Order, balanced, counts_of, history_of, judging, mode_of, order_text
-from dedup.spark.columns import Batches, BatchFunction
+from dedup.spark.batch_verdicts import ORDER_TEXTS, Judging, balanced, counts_of, history_of, judging, mode_of
+from dedup.spark.columns import Batches
 from dedup.spark.files import History
-from dedup.spark.manifest import REPORT, RunManifest, listed, renames_directories, report_path
-from dedup.spark.reduce_side import reduce_function
+from dedup.spark.manifest import RENAMING, REPORT, RunManifest, listed, report_path
+from dedup.spark.reduce_side import reduce_rows
 from dedup.spark.session import HadoopDirectory, described, shuffles_for, translated_errors
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-    from dedup.spark.batch_verdicts import Judging
-    from dedup.topology.model import Topology
+from dedup.topology.model import Topology
 
 OutputFormat = Literal["parquet", "delta"]
 _RUN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _MARK_DIGITS: Final = 8
 
-_CODECS: Final = {
-    "snappy": "snappy",
-    "none": "none",
+_CODECS: Final = {name: name for name in ("snappy", "none", "gzip", "zstd", "brotli")} | {
     "uncompressed": "none",
-    "gzip": "gzip",
-    "zstd": "zstd",
     "lz4_raw": "lz4",
-    "brotli": "brotli",
 }
 """Maps Spark's name of a codec to Arrow's name."""
-_WRITTEN: Final = "file string, verdict string"
 _GROUP_ROWS: Final = 131_072
 _GROUP_BYTES: Final = 64 << 20
 _FEW_VALUES: Final = ("topic", "partition", "reason", "detail", "dedup_partition", "first_topic", "first_partition")
@@ -112,8 +102,7 @@ def backfill(
         raise SettingsError([Problem(f"--run {run}", "is not a valid directory name; use letters, digits, - and _")])
     began_s = time.monotonic()
     source = history if isinstance(history, History) else history_of(history, identified=True)
-    order: Order = "offsets" if source.placed else "event_time"
-    mode = mode_of(topology, order, source.feeds)
+    mode = mode_of(topology, source)
     # Unlike the state, verdicts also depend on the policies.
     identity = (
         f"{topology.state_identity({})} {topology.rules} skew={topology.max_clock_skew_ms} {mode} {source.identity}"
@@ -125,8 +114,8 @@ def backfill(
         if isinstance(begun, RunReport):
             say(f"{topology.name}: run {run} was published before at {begun.path}; nothing was written")
             return begun
-        say(f"{topology.name}: {source.place}: {order_text(mode)}")
-        verdicts = judging(source, topology, now_ms=begun, order=order)
+        say(f"{topology.name}: {source.place}: {ORDER_TEXTS[mode]}")
+        verdicts = judging(source, topology, now_ms=begun)
 
         def report(written: DataFrame) -> RunReport:
             counts = counts_of(written)
@@ -149,7 +138,7 @@ class RunDirectory:
         self._files: Final = self._root.files
         self._run: Final = run
         self._fmt: Final = fmt
-        self._renames: Final = fmt != "delta" and renames_directories(self._root)
+        self._renames: Final = fmt != "delta" and str(self._files.getScheme()) in RENAMING
 
     @property
     def path(self) -> str:
@@ -161,23 +150,26 @@ class RunDirectory:
 
         Raises StateIncompatible if a run with this name was begun with another input, topology, or order.
         """
-        published = self._published()
+        published, mark = self._published(), self._root.at(f"_started-{self._run}.json")
         if published is not None:
-            self._refuse_other(identity, published.identity, "was published")
-            return published
-        mark = self._root.at(f"_started-{self._run}.json")
-        if self._files.exists(mark):
+            before, what = published.identity, "was published"
+        elif self._files.exists(mark):
             begun = json.loads(self._root.read(mark))
-            self._refuse_other(identity, begun["identity"], "was begun")
-            return int(begun["now_ms"])
-        self._files.mkdirs(self._root.path)
-        self._write(mark, json.dumps({"identity": identity, "now_ms": now_ms}))
-        return now_ms
+            before, what, now_ms = begun["identity"], "was begun", int(begun["now_ms"])
+        else:
+            self._files.mkdirs(self._root.path)
+            self._write(mark, {"identity": identity, "now_ms": now_ms})
+            return now_ms
+        if identity != before:
+            raise StateIncompatible(
+                f"run {self._run} {what} at {self.path} with another topology, input or order. Nothing was changed. "
+                f"Then: {before}. Now: {identity}. Choose another --run, or delete the old one."
+            )
+        return now_ms if published is None else published
 
     def publish(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
         """Write the records with one directory for each verdict, publish them, and return the report."""
-        write = self._publish_delta if self._fmt == "delta" else self._publish_files
-        made = write(verdicts, report)
+        made = (self._publish_delta if self._fmt == "delta" else self._publish_files)(verdicts, report)
         self._files.delete(self._root.at(f"_started-{self._run}.json"), False)  # noqa: FBT003 - not recursive
         return made
 
@@ -196,7 +188,7 @@ class RunDirectory:
             verdicts.frame().write.partitionBy("verdict").parquet(str(attempt))
         made = report(self._spark.read.schema(verdicts.schema).parquet(str(attempt)))
         if self._renames:
-            self._write_report(self._root.at(REPORT, attempt), made)
+            self._write(self._root.at(REPORT, attempt), asdict(made))
             target = self._root.at(f"run={self._run}")
             published = not self._files.exists(target) and self._moved(attempt, target)
         else:
@@ -213,13 +205,10 @@ class RunDirectory:
     def _publish_manifest(self, made: RunReport, manifest: RunManifest | None) -> None:
         path = report_path(self._root, self._run, renamed=False)
         self._files.mkdirs(path.getParent())
-        self._write(path, json.dumps({**asdict(made), "manifest": None if manifest is None else asdict(manifest)}))
+        self._write(path, {**asdict(made), "manifest": None if manifest is None else asdict(manifest)})
 
     def _moved(self, attempt: Any, target: Any) -> bool:  # noqa: ANN401 - paths of Hadoop's
-        """Rename the attempt to the target, and return whether the attempt is now the target.
-
-        If the target exists, Hadoop moves the attempt's directory into the target directory.
-        """
+        """Rename the attempt, and return whether it is the target now; Hadoop moves it into a target that exists."""
         # HADOOP-11452: rename does not fail if the target exists.
         return self._files.rename(attempt, target) and not self._files.exists(self._root.at(attempt.getName(), target))
 
@@ -241,18 +230,8 @@ class RunDirectory:
         found.pop("manifest", None)
         return RunReport(**{**found, "fresh": False})
 
-    def _refuse_other(self, identity: str, before: str, what: str) -> None:
-        if identity != before:
-            raise StateIncompatible(
-                f"run {self._run} {what} at {self.path} with another topology, input or order. Nothing was changed. "
-                f"Then: {before}. Now: {identity}. Choose another --run, or delete the old one."
-            )
-
-    def _write_report(self, path: Any, report: RunReport) -> None:  # noqa: ANN401
-        self._write(path, json.dumps(asdict(report)))
-
-    def _write(self, path: Any, text: str) -> None:  # noqa: ANN401
-        self._root.write(path, text, f"_{path.getName()}.part")
+    def _write(self, path: Any, content: Mapping[str, Any]) -> None:  # noqa: ANN401
+        self._root.write(path, json.dumps(content), f"_{path.getName()}.part")
 
 
 def codec_of(spark: SparkSession) -> str | None:
@@ -265,9 +244,29 @@ def _write_files(verdicts: Judging, attempt: Path, codec: str) -> None:
     """Write the records to files in ``attempt``, with one directory for each verdict."""
     work = attempt / "_work"
     work.mkdir(parents=True)
-    write = _writing(reduce_function(verdicts.plan), work, codec)
-    files = verdicts.packed.mapInArrow(write, _WRITTEN).collect()
-    for row in files:
+    plan = verdicts.plan
+
+    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
+        unique = uuid4().hex
+        found: dict[str, _VerdictFile] = {}
+        with ExitStack() as stack:
+            for judged in reduce_rows(plan, batches):
+                names = judged.column("verdict")
+                rows = judged.drop_columns(["verdict"])
+                met = names.unique().to_pylist()
+                for verdict in met:
+                    if verdict not in found:
+                        path = work / f"part-{verdict}-{unique}.parquet"
+                        found[verdict] = _VerdictFile(path, rows.schema, codec)
+                        stack.enter_context(found[verdict].writer)
+                    found[verdict].add(rows if len(met) == 1 else rows.filter(pc.equal(names, verdict)))
+            for file in found.values():
+                file.end_group()
+        files = [file.name for file in found.values()]
+        columns = {"file": pa.array(files, pa.string()), "verdict": pa.array(list(found), pa.string())}
+        yield pa.RecordBatch.from_pydict(columns)
+
+    for row in verdicts.packed.mapInArrow(run, "file string, verdict string").collect():
         place = attempt / f"verdict={row['verdict']}"
         place.mkdir(exist_ok=True)
         (work / row["file"]).rename(place / row["file"])
@@ -280,7 +279,8 @@ class _VerdictFile:
     """The Parquet file of one verdict in one attempt, with row groups of a size that suits readers."""
 
     def __init__(self, path: Path, schema: pa.Schema, codec: str) -> None:
-        self._writer: Final = pq.ParquetWriter(
+        self.name: Final = path.name
+        self.writer: Final = pq.ParquetWriter(
             path,
             schema,
             compression=codec,
@@ -291,52 +291,17 @@ class _VerdictFile:
         self._rows = 0
         self._bytes = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._write()
-        self._writer.close()
-
     def add(self, rows: pa.RecordBatch) -> None:
         """Append the rows."""
         self._held.append(rows)
         self._rows += rows.num_rows
         self._bytes += rows.nbytes
         if self._rows >= _GROUP_ROWS or self._bytes >= _GROUP_BYTES:
-            self._write()
+            self.end_group()
 
-    def _write(self) -> None:
-        # Each call begins a new row group.
+    def end_group(self) -> None:
+        """Write the rows that were appended since the last row group as another one."""
         if self._held:
-            self._writer.write_table(pa.Table.from_batches(self._held), row_group_size=max(self._rows, 1))
+            self.writer.write_table(pa.Table.from_batches(self._held), row_group_size=self._rows)
             self._held.clear()
             self._rows = self._bytes = 0
-
-
-def _writing(judge: BatchFunction, work: Path, codec: str) -> BatchFunction:
-    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
-        attempt = uuid4().hex
-        found: dict[str, _VerdictFile] = {}
-        with ExitStack() as stack:
-            for judged in judge(batches):
-                verdicts = judged.column("verdict")
-                rows = judged.drop_columns(["verdict"])
-                met = verdicts.unique().to_pylist()
-                for verdict in met:
-                    mine = rows if len(met) == 1 else rows.filter(pc.equal(verdicts, verdict))
-                    if verdict not in found:
-                        file = _VerdictFile(work / _name(verdict, attempt), mine.schema, codec)
-                        found[verdict] = stack.enter_context(file)
-                    found[verdict].add(mine)
-        names = [_name(verdict, attempt) for verdict in found]
-        yield pa.RecordBatch.from_pydict(
-            {"file": pa.array(names, pa.string()), "verdict": pa.array(list(found), pa.string())}
-        )
-
-    return run
-
-
-def _name(verdict: str, attempt: str) -> str:
-    return f"part-{verdict}-{attempt}.parquet"

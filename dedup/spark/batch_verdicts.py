@@ -19,7 +19,8 @@ judging order depends on the input:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 import numpy as np
@@ -32,10 +33,10 @@ from dedup.core.window import Feed
 from dedup.errors import InvariantBroken, Problem, SettingsError, TopologyError
 from dedup.spark.columnar_fold import Integers
 from dedup.spark.columns import BatchFunction
-from dedup.spark.files import History, opened
+from dedup.spark.files import History, read_splits
 from dedup.spark.log_order import in_log_order, ranges_of, spread_function
-from dedup.spark.map_side import KNOWN, MOST_REDUCERS, PACKED_ROWS, TARGET, LogEnds, MapPlan, Mode, map_function
-from dedup.spark.reduce_side import JUDGED, ReducePlan, reduce_function
+from dedup.spark.map_side import KNOWN, MOST_REDUCERS, PACKED_ROWS, TARGET, LogEnds, MapPlan, Mode, map_rows
+from dedup.spark.reduce_side import JUDGED, ReducePlan, reduce_rows
 from dedup.spark.rows import COORDINATES, RECORDS, headers_of
 from dedup.spark.session import RECORD_BYTES, shuffle_partitions
 from dedup.spark.sightings import routed
@@ -55,15 +56,6 @@ which is late.
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
-    """The state that earlier jobs left, for a job that continues them."""
-
-    ends: LogEnds
-    layers: Mapping[int, DataFrame]
-    """Maps a number of buckets to the rows of `sightings.LAYER` that have this number of buckets."""
-
-
-@dataclass(frozen=True, slots=True)
 class Judging:
     """Records after the shuffle, which the reduce side judges."""
 
@@ -76,7 +68,7 @@ class Judging:
 
     def frame(self) -> DataFrame:
         """Return the records with their verdicts."""
-        return self.packed.mapInArrow(reduce_function(self.plan), self.schema)
+        return self.packed.mapInArrow(partial(reduce_rows, self.plan), self.schema)
 
 
 def judged(
@@ -102,28 +94,34 @@ def judged(
     `backfill.backfill` lists.
     """
     history = History(df, placed=order == "offsets", contiguous=contiguous, identity="", place="", feeds=tuple(feeds))
-    return judging(history, topology, now_ms=now_ms, order=order).frame()
+    return judging(history, topology, now_ms=now_ms).frame()
 
 
 def judging(
-    history: History, topology: Topology, *, now_ms: int, order: Order, earlier: Earlier | None = None
+    history: History,
+    topology: Topology,
+    *,
+    now_ms: int,
+    ends: LogEnds | None = None,
+    layers: Mapping[int, DataFrame] | None = None,
 ) -> Judging:
     """Return the records of a history after the shuffle, before the reduce side judges them.
 
-    With ``earlier``, the job continues where earlier jobs ended, which the modes ``merged`` and ``log`` do not support.
+    With ``ends``, the job continues where earlier jobs ended, which the modes ``merged`` and ``log`` do not support.
+    ``layers`` maps numbers of buckets to the rows of `sightings.LAYER` that have that many.
     """
     df, feeds, pieces = history.records, history.feeds, history.pieces
     refuse_other_shape(df)
-    mode = mode_of(topology, order, feeds)
+    mode = mode_of(topology, history)
     spark = df.sparkSession
     reducers, batch_rows = _shuffle_settings(spark)
     targets = _targets(reducers)
-    map_batches = map_function(MapPlan(topology, mode, now_ms + topology.max_clock_skew_ms, targets, batch_rows, feeds))
+    plan = MapPlan(topology, mode, now_ms + topology.max_clock_skew_ms, targets, batch_rows, feeds)
     to_sort = mode in {"direct", "merged"} and not history.contiguous
+    read: BatchFunction | None = None
+    ready = df.withColumn("headers", headers_of(df))
     if pieces is not None and (history.bounds or not to_sort):
-        read, ready = opened(pieces.columns), pieces.frame
-    else:
-        read, ready = None, df.withColumn("headers", headers_of(df))
+        read, ready = partial(read_splits, pieces.columns), pieces.frame
     # Merging partitions is safe only if the order in which Spark's own readers return rows does not matter.
     if history.size_bytes is not None and (pieces is not None or to_sort or mode == "event_time"):
         ready = ready.coalesce(_map_tasks(spark, history.size_bytes, reducers))
@@ -136,21 +134,19 @@ def judging(
         ready = ready.repartitionByRange(reducers, *COORDINATES).sortWithinPartitions(*COORDINATES)
     elif mode == "log":
         ready = ready.repartition(reducers, "partition").sortWithinPartitions("partition", "offset")
-    packed = ready.mapInArrow(_chained(read, map_batches), PACKED_ROWS)
-    plan = ReducePlan(topology, mode, df.schema.names)
-    if earlier is not None:
-        plan = replace(plan, ends=earlier.ends)
-        if earlier.layers:
-            packed = packed.withColumn(KNOWN, F.lit(None).cast(BinaryType()))
-        for buckets, layer in earlier.layers.items():
-            packed = packed.unionByName(routed(layer, buckets, targets, batch_rows))
+    packed = ready.mapInArrow(_chained(read, partial(map_rows, plan)), PACKED_ROWS)
+    reduced = ReducePlan(topology, mode, df.schema.names, ends or {})
+    if layers:
+        packed = packed.withColumn(KNOWN, F.lit(None).cast(BinaryType()))
+    for buckets, layer in (layers or {}).items():
+        packed = packed.unionByName(routed(layer, buckets, targets, batch_rows))
     # If the size is unknown, adaptive execution merges partitions that are too small for a task. It never divides a
-    # partition, because Spark divides only partitions of joins and of REBALANCE. With ``earlier``, no partitions are
+    # partition, because Spark divides only partitions of joins and of REBALANCE. With ``ends``, no partitions are
     # merged, because each known sighting is sent to one particular task.
-    merged = history.size_bytes is None and earlier is None
+    merged = history.size_bytes is None and ends is None
     together = packed.repartition(TARGET) if merged else packed.repartition(reducers, TARGET)
     schema = StructType([*df.schema.fields, *JUDGED])
-    return Judging(together, plan, schema, reducers)
+    return Judging(together, reduced, schema, reducers)
 
 
 def _chained(first: BatchFunction | None, then: BatchFunction) -> BatchFunction:
@@ -201,32 +197,28 @@ def balanced(history: History, counts: Mapping[str, int]) -> int:
     return rows
 
 
-def mode_of(topology: Topology, order: Order, feeds: Sequence[Feed]) -> Mode:
-    """Return the mode in which rows of this topology are judged."""
-    if order == "event_time":
+def mode_of(topology: Topology, history: History) -> Mode:
+    """Return the mode in which a history of this topology is judged."""
+    if not history.placed:
         return "event_time"
     if topology.direct:
         return "direct"
-    return "log" if feeds else "merged"
+    return "log" if history.feeds else "merged"
 
 
-def order_text(mode: Mode) -> str:
-    """Return a sentence about the order in which rows are judged."""
-    match mode:
-        case "direct":
-            return "judged in the order of offsets, each source partition by itself, as a worker does"
-        case "log":
-            return "judged in the order of the repartition topic, stream time by the skew rule, as a worker does"
-        case "merged":
-            return (
-                "judged in step: by the running maximum of event time within the source partition, then by topic, "
-                "partition, offset; no log says how a fleet interleaved the source partitions"
-            )
-        case "event_time":
-            return (
-                "no coordinates: judged in the order of event times, equal times by a digest of key, value, "
-                "headers and timestamp; nothing is late"
-            )
+ORDER_TEXTS: Final[Mapping[Mode, str]] = {
+    "direct": "judged in the order of offsets, each source partition by itself, as a worker does",
+    "log": "judged in the order of the repartition topic, stream time by the skew rule, as a worker does",
+    "merged": (
+        "judged in step: by the running maximum of event time within the source partition, then by topic, partition, "
+        "offset; no log says how a fleet interleaved the source partitions"
+    ),
+    "event_time": (
+        "no coordinates: judged in the order of event times, equal times by a digest of key, value, headers and "
+        "timestamp; nothing is late"
+    ),
+}
+"""For each mode, a sentence about the order in which rows are judged."""
 
 
 def refuse_other_shape(df: DataFrame) -> None:
@@ -268,8 +260,7 @@ def history_of(df: DataFrame, *, identified: bool) -> History:
 def _map_tasks(spark: SparkSession, size_bytes: int, reducers: int) -> int:
     """Return how many tasks should read the input, so that each has rows for every reduce task and no core is idle.
 
-    The result is a multiple of the number of cores, which is the number of tasks that checked the order of offsets.
-    Each map task then reads a part of the rows that one of the checking tasks read, in the same order.
+    It is a multiple of the number of cores, so each task reads a part of what one task read that checked their order.
     """
     cores = spark.sparkContext.defaultParallelism
     return cores * max(1, size_bytes // (_LEAST_BYTES_EACH * reducers * cores))

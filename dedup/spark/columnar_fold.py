@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -27,7 +26,6 @@ DUPLICATE: Final = 1
 CONFLICT: Final = 2
 LATE: Final = 3
 FORWARDED_CONFLICT: Final = 4
-NOTHING_KNOWN: Final[Mapping[int, Sightings]] = MappingProxyType({})
 _CHUNK_ROWS: Final = 4096
 _LONG_GROUP: Final = 256
 """Maximum number of rows of one ID that are judged at a time, because the cost grows with the square of this number."""
@@ -54,7 +52,7 @@ class Decided:
     """Verdicts as columns, with one entry per record."""
 
     verdicts: npt.NDArray[np.int8]
-    has_first: npt.NDArray[np.bool_]
+    has_first: Booleans
     """Whether the record repeats a sighting; the next four columns describe the sighting."""
     first_ms: Integers
     first_topics: Integers
@@ -69,13 +67,11 @@ class Decided:
 
     def put(self, row: int, verdict: int, seen: Sighting) -> None:
         """Set the verdict of a record that repeats the sighting ``seen``."""
-        self.verdicts[row] = verdict
-        self.has_first[row] = True
-        self.first_ms[row] = seen.first_ms
+        self.verdicts[row], self.has_first[row], self.first_ms[row] = verdict, True, seen.first_ms
         self.first_topics[row], self.first_partitions[row], self.first_offsets[row] = seen.source
 
 
-def judge_sorted(rows: SortedRows, rules: Rules, known: Mapping[int, Sightings] = NOTHING_KNOWN) -> Decided:
+def judge_sorted(rows: SortedRows, rules: Rules, known: Mapping[int, Sightings]) -> Decided:
     """Return the verdicts of all rows; ``known`` contains the sightings from earlier jobs, by group.
 
     Raises RecordFailed if a record meets a policy `fail`.
@@ -106,8 +102,7 @@ def _decide_plain_groups(
 ) -> Booleans:
     """Set the verdicts of all groups without earlier sightings in which every row is a duplicate of the first row.
 
-    The function sets no verdicts if duplicates extend sightings or payloads are compared. Returns, for each group,
-    whether it has several rows that are still to be judged.
+    There are none if duplicates extend sightings or payloads are compared. Returns which groups are still to be judged.
     """
     several: Booleans = lengths > 1
     window = rules.window
@@ -140,9 +135,11 @@ def _judge_chunk(
 ) -> Sightings:
     """Judge the rows of a few IDs, given their earlier sightings by group, and return the sightings of the last ID."""
     names = [b"%d" % group for group in groups.tolist()]
-    outcome = Outcome(judged_times_ms=rows.times_ms[chunk].tolist())
-    columns = _columns(rows, chunk, names, outcome.judged_times_ms)
-    stream_times = rows.stream_ms[chunk].tolist()
+    times_ms, stream_times = rows.times_ms[chunk].tolist(), rows.stream_ms[chunk].tolist()
+    fingerprints = None if rows.fingerprints is None else rows.fingerprints.take(pa.array(chunk)).to_pylist()
+    feeds = list(map(Feed, rows.topics[chunk].tolist(), rows.partitions[chunk].tolist()))
+    columns = Rows(Extracted(list(names), times_ms, fingerprints, {}), rows.offsets[chunk].tolist(), feeds)
+    outcome = Outcome(judged_times_ms=times_ms)
     known = {b"%d" % group: each for group, each in earlier.items()}
     if names[0] in known:
         # Otherwise, expired sightings would be examined again with each part of a long group.
@@ -150,56 +147,36 @@ def _judge_chunk(
         live = tuple(seen for seen in known.pop(names[0]) if seen.last_ms >= oldest_ms)
         known |= {names[0]: live} if live else {}
     judge(columns, rules, outcome, known, stream_times, set())
-    _note(decided, chunk.tolist(), columns, outcome)
-    fresh = {names[row]: row for row in outcome.singles}
-    if names[-1] in fresh:
-        return (sighting_of(columns, outcome.judged_times_ms, fresh[names[-1]]),)
-    return known.get(names[-1], ())
-
-
-def _note(decided: Decided, chunk: list[int], columns: Rows, outcome: Outcome) -> None:
+    places = chunk.tolist()
     for row, _ in outcome.late:
-        decided.verdicts[chunk[row]] = LATE
+        decided.verdicts[places[row]] = LATE
     for row in outcome.unique:
-        decided.verdicts[chunk[row]] = FORWARDED_CONFLICT if row in outcome.exempt else UNIQUE
-    for row, seen in outcome.duplicates:
-        decided.put(chunk[row], DUPLICATE, seen)
-    for row, first in outcome.repeats:
-        decided.put(chunk[row], DUPLICATE, sighting_of(columns, outcome.judged_times_ms, first))
+        decided.verdicts[places[row]] = FORWARDED_CONFLICT if row in outcome.exempt else UNIQUE
+    for row, seen in outcome.all_duplicates(columns):
+        decided.put(places[row], DUPLICATE, seen)
     for row, seen in outcome.conflicts:
-        decided.put(chunk[row], CONFLICT, seen)
+        decided.put(places[row], CONFLICT, seen)
+    fresh = next((row for row in reversed(outcome.singles) if names[row] == names[-1]), None)
+    return known.get(names[-1], ()) if fresh is None else (sighting_of(columns, times_ms, fresh),)
 
 
 def _chunks(starts: Integers, lengths: Integers, marked: list[int]) -> Iterator[tuple[Integers, Integers]]:
     """Yield the rows of the marked groups and the group of each row; combine short groups, and divide long ones."""
-    taken: list[int] = []
+    parts: list[tuple[int, int, int]] = []
     rows = 0
-    for group, size in zip(marked, lengths[marked].tolist(), strict=True):
-        if size <= _LONG_GROUP:
-            taken.append(group)
-            rows += size
-            if rows < _CHUNK_ROWS:
-                continue
-        if taken:
-            yield _whole(starts, lengths, taken)
-            taken, rows = [], 0
-        if size > _LONG_GROUP:
-            start = int(starts[group])
-            for begin in range(start, start + size, _LONG_GROUP):
-                part = np.arange(begin, min(begin + _LONG_GROUP, start + size))
-                yield part, np.full(len(part), group)
-    if taken:
-        yield _whole(starts, lengths, taken)
+    for group, start, count in zip(marked, starts[marked].tolist(), lengths[marked].tolist(), strict=True):
+        for done in range(0, count, _LONG_GROUP):
+            parts.append((group, start + done, min(_LONG_GROUP, count - done)))
+            rows += parts[-1][2]
+            # A chunk has only one part of a group.
+            if count > _LONG_GROUP or rows >= _CHUNK_ROWS:
+                yield _rows_of(parts)
+                parts, rows = [], 0
+    if parts:
+        yield _rows_of(parts)
 
 
-def _whole(starts: Integers, lengths: Integers, taken: list[int]) -> tuple[Integers, Integers]:
-    sizes = lengths[taken]
-    groups = np.repeat(np.array(taken), sizes)
-    within = np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    return starts[groups] + within, groups
-
-
-def _columns(rows: SortedRows, chunk: Integers, names: list[bytes], times_ms: list[int]) -> Rows:
-    fingerprints = None if rows.fingerprints is None else rows.fingerprints.take(pa.array(chunk)).to_pylist()
-    feeds = list(map(Feed, rows.topics[chunk].tolist(), rows.partitions[chunk].tolist()))
-    return Rows(Extracted(list(names), times_ms, fingerprints, {}), rows.offsets[chunk].tolist(), feeds)
+def _rows_of(parts: list[tuple[int, int, int]]) -> tuple[Integers, Integers]:
+    groups, starts, sizes = np.array(parts, np.int64).T
+    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return np.repeat(starts, sizes) + within, np.repeat(groups, sizes)

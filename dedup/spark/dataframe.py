@@ -20,7 +20,7 @@ from dedup.core.tracking_id import HeaderRule, KeyRule
 from dedup.errors import Problem, SettingsError
 from dedup.spark.batch_verdicts import Order, judged
 from dedup.spark.files import as_events
-from dedup.spark.rows import COORDINATES, records_of_files
+from dedup.spark.rows import COORDINATES, as_records
 from dedup.topology.model import LateForward, Topology
 from dedup.topology.parse import parse
 from dedup.yaml_document import text_of
@@ -105,24 +105,19 @@ def _rules(topology: Topology | str | Path) -> Topology:
 
 
 def _refuse_unfit(df: DataFrame, topology: Topology, shape: Shape, order: Order | None, *, placed: bool) -> None:
-    problems = []
-    if shape not in get_args(Shape):
-        problems.append(Problem("shape", f'"{shape}" is none; write {" or ".join(get_args(Shape))}'))
-    if order not in {None, *get_args(Order)}:
-        problems.append(Problem("order", f'"{order}" is none; write {" or ".join(get_args(Order))}'))
+    problems = [
+        Problem(name, f'"{given}" is none; write {" or ".join(get_args(kind))}')
+        for name, given, kind in (("shape", shape, Shape), ("order", order or "offsets", Order))
+        if given not in get_args(kind)
+    ]
     if df.isStreaming:
         text = "is a stream: each micro-batch would be deduplicated by itself. Run `dedup spark run`, or read a table"
         problems.append(Problem("the DataFrame", text))
-    taken = {_ROW, *_ADDED}
-    problems += [
-        Problem(f"column {name}", "is a column that dedup adds; rename or drop it")
-        for name in df.columns
-        if name in taken
-    ]
-    problems += [
-        Problem(f"column {name}", "stands there more than once; rename one")
-        for name in sorted({name for name in df.columns if df.columns.count(name) > 1})
-    ]
+    for name in sorted(set(df.columns)):
+        if name in {_ROW, *_ADDED}:
+            problems.append(Problem(f"column {name}", "is a column that dedup adds; rename or drop it"))
+        if df.columns.count(name) > 1:
+            problems.append(Problem(f"column {name}", "stands there more than once; rename one"))
     if order == "offsets" and not placed:
         problems.append(Problem("order", '"offsets" needs shape "kafka" with the columns topic, partition and offset'))
     if shape == "columns":
@@ -146,7 +141,7 @@ def _records(df: DataFrame, shape: Shape) -> DataFrame:
     """Return ``df`` as `rows.RECORDS`, with the original columns in the struct `_ROW`."""
     row = F.struct(*(F.col(f"`{name}`") for name in df.columns)).alias(_ROW)
     table = df.select("*", row) if shape == "kafka" else df.select(as_events(df).alias("value"), row)
-    return records_of_files(table, place="the DataFrame", others=(_ROW,))
+    return as_records(table, place="the DataFrame", others=(_ROW,))
 
 
 def _added(source: str) -> Column:

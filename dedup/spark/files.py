@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
-from functools import reduce
+from dataclasses import dataclass
+from functools import partial, reduce
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final, Literal
+from itertools import pairwise
+from typing import Any, Final, Literal
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -21,34 +22,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from py4j.protocol import Py4JJavaError
-from pyspark import TaskContext
 from pyspark.errors import AnalysisException
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
-from pyspark.sql.types import (
-    ArrayType,
-    BinaryType,
-    DataType,
-    IntegerType,
-    MapType,
-    StringType,
-    StructField,
-    StructType,
-    TimestampNTZType,
-    TimestampType,
-)
+from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StructType, TimestampNTZType, TimestampType
 
 from dedup.core.window import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
-from dedup.spark.columns import Batches, BatchFunction
+from dedup.spark.columns import Batches, integers_of
 from dedup.spark.delta_log import DeltaLog
 from dedup.spark.log_order import PartitionBounds
 from dedup.spark.manifest import files_of_runs
-from dedup.spark.map_side import OffsetRun, OffsetRuns, overlap, read_notice, write_notice
-from dedup.spark.rows import COORDINATES, RECORDS, records_of_files
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+from dedup.spark.map_side import OffsetRuns
+from dedup.spark.rows import ARROW_RECORDS, COORDINATES, RECORDS, as_records
 
 FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 """In ``json``, each line is an event. In ``json-records``, each line is a row with the columns of `rows.RECORDS` as
@@ -57,7 +43,6 @@ text. ``table`` is a table in one of Spark's catalogs, given by its name.
 
 LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
 _FOOTERS_AT_ONCE: Final = 8
-_ORDER_SCHEMA: Final = "counts array<bigint>, notice binary, topics binary, bounds binary"
 
 _SHOWN: Final = 200
 """Number of characters shown of a refused line."""
@@ -67,19 +52,18 @@ _JSON_RECORD: Final = (
     "`partition` int, `offset` bigint"
 )
 
-_HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
-_ARROW_TYPES: Final[Mapping[str, tuple[pa.DataType, ...]]] = {
-    "key": (pa.binary(), pa.string()),
-    "value": (pa.binary(), pa.string()),
-    "headers": (_HEADERS,),
-    "timestamp_ms": (pa.int64(), pa.int32()),
-    "topic": (pa.string(),),
-    "partition": (pa.int32(), pa.int16(), pa.int8()),
-    "offset": (pa.int64(), pa.int32()),
+_CAST: Final[Mapping[str, tuple[pa.DataType, ...]]] = {
+    "key": (pa.string(),),
+    "value": (pa.string(),),
+    "timestamp_ms": (pa.int32(),),
+    "partition": (pa.int16(), pa.int8()),
+    "offset": (pa.int32(),),
 }
-"""Types of the columns of `rows.RECORDS`, with the column's own type first, then those that Arrow may cast to it."""
+"""Types that Arrow may cast to those of `rows.RECORDS`."""
+_COUNTED: Final = dict.fromkeys(("first", "last", "placed", "rows"), pa.int64())
+_FOUND: Final = pa.schema({"topic": pa.string(), "partition": pa.int32(), **_COUNTED})
+"""Bounds of the offsets, and the number of rows with and without an offset, for each topic and partition."""
 _BATCH_ROWS: Final = 8_192
-_SPLIT: Final = StructType([StructField("file", StringType()), StructField("row_group", IntegerType())])
 _TASK_BYTES: Final = 128 << 20
 _TASKS_PER_CORE: Final = 4
 
@@ -122,6 +106,8 @@ class History:
     """The same records as row groups, if tasks can read the files themselves; otherwise None."""
     bounds: tuple[PartitionBounds, ...] = ()
     """The Kafka partitions of the records, if they were determined."""
+    events: StructType | None = None
+    """The columns of the input, if each row is an event."""
 
 
 def read_files(
@@ -146,7 +132,15 @@ def read_files(
     if rows_are_events and fmt.startswith("json"):
         text = f"--rows-are-events is for tables; with --format {fmt} each line is a record already"
         raise SettingsError([Problem(place, text)])
-    return _history(_read_input(spark, paths, fmt, place, base), fmt, place, rows_are_events=rows_are_events)
+    try:
+        if fmt in {"delta", "table"}:
+            found = _latest_of_tables(spark, paths, fmt)
+        else:
+            found = _table_of_files(spark, files_of_runs(spark, paths), fmt, place, base)
+    except AnalysisException as error:
+        text = f"cannot be read as {fmt}: {str(error).splitlines()[0]}"
+        raise SettingsError([Problem(place, text)]) from error
+    return _history(found, fmt, place, rows_are_events=rows_are_events)
 
 
 def read_table(table: DataFrame, fmt: FileFormat, place: str, *, rows_are_events: bool = False) -> History:
@@ -154,18 +148,20 @@ def read_table(table: DataFrame, fmt: FileFormat, place: str, *, rows_are_events
 
     Raises TopologyError for columns of the table that are missing or have the wrong type.
     """
-    found = _Input(table, [], *_files_identity(table.sparkSession, table))
-    return _history(found, fmt, place, rows_are_events=rows_are_events)
+    return _history(_of_files(table, []), fmt, place, rows_are_events=rows_are_events)
 
 
 def _history(found: _Input, fmt: FileFormat, place: str, *, rows_are_events: bool) -> History:
-    table, of_path = found.table, found.of_path
+    records, splits, events = found.table, None, None
     if rows_are_events:
-        table, of_path = table.select(as_events(table).alias("value")), []
-    records = records_of_files(table, place=place, others=of_path)
-    by_arrow = fmt == "parquet" and not rows_are_events and not of_path
-    splits = _input_splits(table.sparkSession, table.inputFiles(), table) if by_arrow else None
-    placed, contiguous, bounds = _log_order(records, place, splits) if "offset" in table.columns else (False, False, ())
+        events = records.schema
+        records = as_records(records.select(as_events(records).alias("value")), place=place)
+    else:
+        records = as_records(records, place=place, others=found.of_path)
+        if fmt == "parquet" and not found.of_path:
+            splits = _input_splits(found.table)
+    has_offsets = not rows_are_events and "offset" in found.table.columns
+    placed, contiguous, bounds = _log_order(records, place, splits) if has_offsets else (False, False, ())
     return History(
         records,
         placed,
@@ -176,6 +172,7 @@ def _history(found: _Input, fmt: FileFormat, place: str, *, rows_are_events: boo
         countable=not fmt.startswith("json"),
         pieces=splits,
         bounds=bounds,
+        events=events,
     )
 
 
@@ -190,25 +187,15 @@ class _Input:
     size_bytes: int
 
 
-def _read_input(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None) -> _Input:
-    try:
-        match fmt:
-            case "delta" | "table":
-                pinned = [
-                    _delta_version(spark, DeltaLog(spark, path).table, [])
-                    if fmt == "delta"
-                    else _pinned_table(spark, path)
-                    for path in paths
-                ]
-                table = reduce(DataFrame.unionByName, (each.table for each in pinned))
-                of_path = [name for name in pinned[0].of_path if all(name in each.of_path for each in pinned)]
-                return _Input(table, of_path, " ".join(p.identity for p in pinned), sum(p.size_bytes for p in pinned))
-            case "parquet" | "json" | "json-records":
-                table, of_path = _table_of_files(spark, files_of_runs(spark, paths), fmt, place, base)
-                return _Input(table, of_path, *_files_identity(spark, table))
-    except AnalysisException as error:
-        text = f"cannot be read as {fmt}: {str(error).splitlines()[0]}"
-        raise SettingsError([Problem(place, text)]) from error
+def _latest_of_tables(spark: SparkSession, names: Sequence[str], fmt: FileFormat) -> _Input:
+    delta = fmt == "delta"
+    pinned = [
+        _delta_version(spark, DeltaLog(spark, name).table, []) if delta else _pinned_table(spark, name)
+        for name in names
+    ]
+    table = reduce(DataFrame.unionByName, (each.table for each in pinned))
+    of_path = [name for name in pinned[0].of_path if all(name in each.of_path for each in pinned)]
+    return _Input(table, of_path, " ".join(p.identity for p in pinned), sum(p.size_bytes for p in pinned))
 
 
 def _pinned_table(spark: SparkSession, name: str) -> _Input:
@@ -224,16 +211,15 @@ def _pinned_table(spark: SparkSession, name: str) -> _Input:
             of_iceberg = jvm.org.apache.iceberg.spark.Spark3Util.loadIcebergTable(spark._jsparkSession, name)  # noqa: SLF001
             snapshot = of_iceberg.currentSnapshot()
             if snapshot is None:
-                raise SettingsError(
-                    [Problem(name, "is an Iceberg table without a snapshot: nothing was written to it")]
-                )
+                text = "is an Iceberg table without a snapshot: nothing was written to it"
+                raise SettingsError([Problem(name, text)])
             return _version(spark, name, of_iceberg.uuid(), snapshot.snapshotId(), of_path)
         case _:
             table = spark.table(name)
             if not table.inputFiles():
                 text = "has no files: it is empty, or no table of Delta, Iceberg or files; write it to one of these"
                 raise SettingsError([Problem(name, text)])
-            return _Input(table, of_path, *_files_identity(spark, table))
+            return _of_files(table, of_path)
 
 
 def _delta_version(spark: SparkSession, name: str, of_path: list[str]) -> _Input:
@@ -249,21 +235,16 @@ def _version(spark: SparkSession, name: str, table_id: str, version: int, of_pat
     return _Input(table, of_path, f"{table_id}@{version}", int(str(size_bytes)))
 
 
-def _table_of_files(
-    spark: SparkSession,
-    paths: Sequence[str],
-    fmt: Literal["parquet", "json", "json-records"],
-    place: str,
-    base: str | None,
-) -> tuple[DataFrame, list[str]]:
-    """Return the table, and its columns that come from the paths (``day=2026-01-31/``) and are not a record's."""
+def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None) -> _Input:
+    """Return the files as a table. Raises SettingsError for paths with a column (``topic=a/``) that lines have too."""
     reader = spark.read.options(**LOSSLESS)
     if base is not None:
         reader = reader.option("basePath", base)
     if fmt == "parquet":
         table = reader.option("mergeSchema", "false").parquet(*paths)
         in_files = _columns_of_files(spark, sorted(table.inputFiles()))
-        return table, [name for name in table.columns if name not in {*in_files, *RECORDS.names, "timestamp"}]
+        not_of_path = {*in_files, *RECORDS.names, "timestamp"}
+        return _of_files(table, [name for name in table.columns if name not in not_of_path])
     lines = reader.option("lineSep", "\n").text(list(paths))
     of_path = [name for name in lines.columns if name != "value"]
     taken = [name for name in of_path if name in RECORDS.names]
@@ -272,33 +253,31 @@ def _table_of_files(
         raise SettingsError([Problem(place, text)])
     # The lines are read as bytes, because Spark's own JSON reader would turn 1.0 into 1, and drop what it cannot parse.
     row = F.struct(F.col("value").cast(BinaryType()).alias("value")) if fmt == "json" else _json_row()
-    return lines.select(row.alias("row"), *of_path).select("row.*", *of_path), of_path
+    return _of_files(lines.select(row.alias("row"), *of_path).select("row.*", *of_path), of_path)
 
 
 def _columns_of_files(spark: SparkSession, files: Sequence[str]) -> Collection[str]:
-    """Return the columns of the Parquet files. Raises SettingsError unless all files have the columns of the first.
-
-    Spark would fill in nulls for a column that a file lacks. A null value is a tombstone, and a null time is a missing
-    time, so verdicts would change.
-    """
+    """Return the columns of the Parquet files. Raises SettingsError unless all files have the columns of the first."""
+    # Spark would fill in nulls for a column that a file lacks, and a null is a tombstone or a missing time.
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-        found = list(pool.map(lambda file: _footer(spark, file), files))
-    problems = [Problem(file, reason) for file, (_, reason) in zip(files, found, strict=True) if reason]
-    wanted = next((columns for columns, reason in found if not reason), {})
-    for file, (columns, reason) in zip(files, found, strict=True):
-        for name in [] if reason else sorted({*wanted, *columns}):
-            if columns.get(name) != wanted.get(name):
-                here, first = columns.get(name, "missing"), wanted.get(name, "missing")
-                problems.append(
-                    Problem(file, f"column `{name}` is {here}, in the first file {first}: read them separately")
-                )
+        found = list(pool.map(partial(_footer, spark), files))
+    problems = [each for each in found if isinstance(each, Problem)]
+    wanted: Mapping[str, str] = next((each for each in found if not isinstance(each, Problem)), {})
+    for file, columns in zip(files, found, strict=True):
+        if isinstance(columns, Problem):
+            continue
+        for name in sorted({*wanted, *columns}):
+            here, first = columns.get(name, "missing"), wanted.get(name, "missing")
+            if here != first:
+                text = f"column `{name}` is {here}, in the first file {first}: read them separately"
+                problems.append(Problem(file, text))
     if problems:
         raise SettingsError(problems)
     return wanted
 
 
-def _footer(spark: SparkSession, file: str) -> tuple[dict[str, str], str]:
-    """Return the columns of a Parquet file with their types, or the reason why they cannot be read."""
+def _footer(spark: SparkSession, file: str) -> dict[str, str] | Problem:
+    """Return the columns of a Parquet file with their types, or why they cannot be read."""
     jvm: Any = spark._jvm  # noqa: SLF001 - the only way to Hadoop's file systems
     conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
     reader: Any = None
@@ -307,16 +286,18 @@ def _footer(spark: SparkSession, file: str) -> tuple[dict[str, str], str]:
         source = jvm.org.apache.parquet.hadoop.util.HadoopInputFile.fromPath(path, conf)
         reader = jvm.org.apache.parquet.hadoop.ParquetFileReader.open(source)
         schema = reader.getFileMetaData().getSchema()
-        return {kind.getName(): " ".join(str(kind).split()) for kind in schema.getFields()}, ""
+        return {kind.getName(): " ".join(str(kind).split()) for kind in schema.getFields()}
     except Py4JJavaError as error:
-        return {}, f"is damaged: {str(error.java_exception.getMessage()).splitlines()[0]}. Repair or remove it"
+        reason = str(error.java_exception.getMessage()).splitlines()[0]
+        return Problem(file, f"is damaged: {reason}. Repair or remove it")
     finally:
         if reader is not None:
             reader.close()
 
 
-def _files_identity(spark: SparkSession, table: DataFrame) -> tuple[str, int]:
-    """Return a digest of the files' names, sizes, and modification times, and the total size of the files in bytes."""
+def _of_files(table: DataFrame, of_path: list[str]) -> _Input:
+    """Return a table that is identified by the names, sizes, and modification times of its files."""
+    spark = table.sparkSession
     jvm: Any = spark._jvm  # noqa: SLF001
     conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
     digest, size_bytes = blake2b(digest_size=16), 0
@@ -326,7 +307,7 @@ def _files_identity(spark: SparkSession, table: DataFrame) -> tuple[str, int]:
         status = path.getFileSystem(conf).getFileStatus(path)
         digest.update(f"{file} {status.getLen()} {status.getModificationTime()}\n".encode())
         size_bytes += status.getLen()
-    return digest.hexdigest(), size_bytes
+    return _Input(table, of_path, digest.hexdigest(), size_bytes)
 
 
 def _log_order(
@@ -334,107 +315,68 @@ def _log_order(
 ) -> tuple[bool, bool, tuple[PartitionBounds, ...]]:
     """Return whether the rows have coordinates, whether Spark reads them in log order without a sort, and their bounds.
 
-    The rows are in log order if each Spark partition has ascending offsets and no two Spark partitions overlap. The job
-    checks the order again while it runs, so it would notice a wrong result of this function. The function reads only
-    the coordinates of the rows. Raises SettingsError if only some rows have coordinates.
+    The rows are in log order if each Spark partition has ascending offsets and no two Spark partitions overlap; the job
+    checks the order again while it runs. Raises SettingsError if only some rows have coordinates.
     """
-    if splits is None:
-        found = records.select(*COORDINATES).mapInArrow(_offset_runs, _ORDER_SCHEMA).collect()
-    else:
-        read = opened(splits.columns, COORDINATES)
+    frame, look = records.select(*COORDINATES), _offset_runs
+    if splits is not None:
+        columns = splits.columns
         frame = splits.frame.coalesce(splits.frame.sparkSession.sparkContext.defaultParallelism)
-        found = frame.mapInArrow(lambda batches: _offset_runs(read(batches)), _ORDER_SCHEMA).collect()
-    if not found:
-        return False, False, ()
-    rows, placed, anywhere = (sum(counts) for counts in zip(*(row["counts"] for row in found), strict=True))
+        look = lambda batches: _offset_runs(read_splits(columns, batches, COORDINATES))  # noqa: E731
+    reports = [orjson.loads(row["report"]) for row in frame.mapInArrow(look, "report binary").collect()]
+    found = _united([pa.Table.from_pylist(each["found"], _FOUND) for each in reports]).to_pylist()
+    whole = [each for each in found if None not in each.values()]
+    rows, placed = sum(each["rows"] for each in found), sum(each["placed"] for each in whole)
+    anywhere = any(each["placed"] or (each["topic"], each["partition"]) != (None, None) for each in found)
     if anywhere and placed < rows:
         text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"
         raise SettingsError([Problem(place, text)])
-    bounds = _united(PartitionBounds(*each) for row in found for each in orjson.loads(row["bounds"]))
-    if not placed or any(row["notice"] is None for row in found):
+    bounds = tuple(PartitionBounds(*list(each.values())[:-1]) for each in whole)
+    if not placed or any(each["runs"] is None for each in reports):
         return placed > 0, False, bounds
-    runs: list[OffsetRun] = []
-    names: list[str] = []
-    for row in found:
-        # Each task assigns its own numbers to the topics.
-        own = bytes(row["topics"]).decode().split("\n")
-        for run in read_notice([bytes(row["notice"])]):
-            topic = own[run.topic]
-            if topic not in names:
-                names.append(topic)
-            run.topic = names.index(topic)
-            runs.append(run)
-    return True, overlap(runs) is None, bounds
+    runs = sorted(run for each in reports for run in each["runs"])
+    return True, all(before[:2] != after[:2] or before[3] < after[2] for before, after in pairwise(runs)), bounds
 
 
-def _united(bounds: Iterable[PartitionBounds]) -> tuple[PartitionBounds, ...]:
-    """Return the bounds of each Kafka partition, combined from the bounds that several tasks found."""
-    whole: dict[tuple[str, int], PartitionBounds] = {}
-    for each in bounds:
-        known = whole.get((each.topic, each.partition), each)
-        first, last = min(known.first_offset, each.first_offset), max(known.last_offset, each.last_offset)
-        rows = each.rows if known is each else known.rows + each.rows
-        whole[each.topic, each.partition] = PartitionBounds(each.topic, each.partition, first, last, rows)
-    return tuple(whole.values())
-
-
-def _bounds_in(batch: pa.RecordBatch) -> Iterable[PartitionBounds]:
-    grouped = pa.Table.from_batches([batch.select(COORDINATES)]).group_by(["topic", "partition"])
-    found = grouped.aggregate([("offset", "min"), ("offset", "max"), ("offset", "count")])
-    names = ("topic", "partition", "offset_min", "offset_max", "offset_count")
-    return (PartitionBounds(*each) for each in zip(*(found.column(name).to_pylist() for name in names), strict=True))
+def _united(parts: Sequence[pa.Table]) -> pa.Table:
+    """Return one row of `_FOUND` for each topic and partition in several tables."""
+    grouped = pa.concat_tables([_FOUND.empty_table(), *parts]).group_by(["topic", "partition"])
+    united = grouped.aggregate([("first", "min"), ("last", "max"), ("placed", "sum"), ("rows", "sum")])
+    return united.rename_columns(_FOUND.names)
 
 
 def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-    """Yield one row with the columns of `_ORDER_SCHEMA`.
+    """Yield one row with a report as JSON: the rows of `_FOUND`, and the offset runs with their topics and bounds.
 
-    The column `counts` contains the number of rows, of rows with all coordinates, and of rows with any coordinate. The
-    column `notice` contains the offset runs, or null if the rows are not in log order or lack coordinates.
+    There are no offset runs (null) if rows lack coordinates or are not in log order.
     """
-    context = TaskContext.get()
-    runs = OffsetRuns(0 if context is None else context.partitionId())
+    runs = OffsetRuns()
     topics: list[str] = []
-    bounds: tuple[PartitionBounds, ...] = ()
-    counts = [0, 0, 0]
+    found = _FOUND.empty_table()
     ordered = True
     for batch in batches:
-        valid = [batch.column(name).is_valid() for name in COORDINATES]
-        everywhere = pc.and_(pc.and_(*valid[:2]), valid[2])
-        anywhere = pc.or_(pc.or_(*valid[:2]), valid[2])
-        found = (batch.num_rows, everywhere.true_count, anywhere.true_count)
-        counts = [before + more for before, more in zip(counts, found, strict=True)]
-        if everywhere.true_count == batch.num_rows:
-            bounds = _united([*bounds, *_bounds_in(batch)])
-        ordered = ordered and everywhere.true_count == batch.num_rows
+        topic, partition, offset = (batch.column(name) for name in COORDINATES)
+        ones = pa.array(np.ones(batch.num_rows, np.int64))
+        columns = [topic, partition, offset, offset, offset.is_valid().cast(pa.int64()), ones]
+        found = _united([found, pa.Table.from_arrays(columns, schema=_FOUND)])
+        ordered = ordered and not (topic.null_count or partition.null_count or offset.null_count)
         if ordered and batch.num_rows:
+            topics += [name for name in topic.unique().to_pylist() if name not in topics]
+            numbers = np.asarray(pc.index_in(topic, value_set=pa.array(topics)), np.int64)
+            places = numbers, integers_of(batch, "partition"), integers_of(batch, "offset")
             try:
-                _take(runs, batch, topics)
+                runs.take(*places, np.zeros(batch.num_rows, np.int64))
             except StateIncompatible:
                 ordered = False
-    columns = {
-        "counts": pa.array([counts], pa.list_(pa.int64())),
-        "notice": pa.array([write_notice(runs.all) if ordered else None], pa.binary()),
-        "topics": pa.array(["\n".join(topics).encode()], pa.binary()),
-        "bounds": pa.array([orjson.dumps([astuple(each) for each in bounds])], pa.binary()),
-    }
-    yield pa.RecordBatch.from_pydict(columns)
-
-
-def _take(runs: OffsetRuns, batch: pa.RecordBatch, topics: list[str]) -> None:
-    column = batch.column("topic").dictionary_encode()
-    topics += [name for name in column.dictionary.to_pylist() if name not in topics]
-    positions = np.array([topics.index(name) for name in column.dictionary.to_pylist()], np.int64)
-    where = positions[column.indices.to_numpy(zero_copy_only=False)]
-    partitions, offsets = (batch.column(name).to_numpy().astype(np.int64) for name in ("partition", "offset"))
-    runs.take(where, partitions, offsets, np.zeros(batch.num_rows, np.int64))
+    named = [(topics[run.topic], run.partition, run.first_offset, run.last_offset) for run in runs.all]
+    report = {"found": found.to_pylist(), "runs": named if ordered else None}
+    yield pa.RecordBatch.from_pydict({"report": pa.array([orjson.dumps(report)], pa.binary())})
 
 
 def _json_row() -> Column:
     """Return the columns of a record, as text, that are parsed from a line of `json-records` in the column `value`.
 
-    The job fails at a line without the member `value`, because the line would become a tombstone. The job also fails at
-    a line with an unknown member, such as a misspelled timestamp, because the member would be ignored. The error
-    message shows the line.
+    The job fails at a line without `value`, which would become a tombstone, or with an unknown (misspelled) member.
     """
     members = F.json_object_keys("value")
     unknown = F.array_except(members, F.array(*map(F.lit, RECORDS.fieldNames())))
@@ -480,8 +422,9 @@ def _time(column: Column) -> Column:
     return F.when(F.length(dotted) < _MS_LENGTH, F.rpad(dotted, _MS_LENGTH, "0")).otherwise(dotted)
 
 
-def _input_splits(spark: SparkSession, files: Sequence[str], table: DataFrame) -> InputSplits | None:
-    """Return the row groups of the files (URIs), or None if Spark must read the files."""
+def _input_splits(table: DataFrame) -> InputSplits | None:
+    """Return the row groups of the table's files, or None if Spark must read the files."""
+    files = table.inputFiles()
     if not files or any(urlsplit(file).scheme != "file" for file in files):
         return None
     columns = tuple(name for name in RECORDS.names if name in table.columns)
@@ -492,42 +435,35 @@ def _input_splits(spark: SparkSession, files: Sequence[str], table: DataFrame) -
     for file in sorted(files):
         with pq.ParquetFile(_path(file)) as parquet:
             schema = parquet.schema_arrow
-            if not all(name in schema.names and schema.field(name).type in _ARROW_TYPES[name] for name in columns):
+            types = {name: (ARROW_RECORDS.field(name).type, *_CAST.get(name, ())) for name in columns}
+            if not all(name in schema.names and schema.field(name).type in types[name] for name in columns):
                 return None
             rows += [(file, group) for group in range(parquet.num_row_groups)]
             total_bytes += sum(parquet.metadata.row_group(at).total_byte_size for at in range(parquet.num_row_groups))
     if not rows:
         return None
+    spark = table.sparkSession
     context = spark.sparkContext
     tasks = min(len(rows), max(_TASKS_PER_CORE * context.defaultParallelism, -(-total_bytes // _TASK_BYTES)))
-    return InputSplits(spark.createDataFrame(context.parallelize(rows, tasks), _SPLIT), columns)
+    return InputSplits(spark.createDataFrame(context.parallelize(rows, tasks), "file string, row_group int"), columns)
 
 
-def opened(columns: Sequence[str], wanted: Sequence[str] = tuple(RECORDS.names)) -> BatchFunction:
-    """Return a function for `mapInArrow` that reads the ``wanted`` columns of the row groups in `InputSplits.frame`.
+def read_splits(
+    columns: Sequence[str], splits: Iterable[pa.RecordBatch], wanted: Sequence[str] = tuple(RECORDS.names)
+) -> Batches:
+    """Yield the ``wanted`` columns of row groups, given as rows of `InputSplits.frame`; the files have ``columns``.
 
-    ``columns`` names the columns that the files have. The returned function raises DamagedFile if it cannot read a
-    file.
+    Raises DamagedFile if a file cannot be read.
     """
     there = [name for name in wanted if name in columns]
-
-    def run(splits: Iterable[pa.RecordBatch]) -> Batches:
-        for batch in splits:
-            for split in batch.to_pylist():
-                for rows in _read(split["file"], split["row_group"], there):
+    for split in (split for batch in splits for split in batch.to_pylist()):
+        file, groups = split["file"], [split["row_group"]]
+        try:
+            with pq.ParquetFile(_path(file), pre_buffer=False) as parquet:
+                for rows in parquet.iter_batches(_BATCH_ROWS, groups, columns=there, use_threads=False):
                     yield pa.RecordBatch.from_arrays([_column(rows, name) for name in wanted], list(wanted))
-
-    return run
-
-
-def _read(file: str, row_group: int, columns: list[str]) -> Batches:
-    try:
-        with pq.ParquetFile(_path(file), pre_buffer=False) as parquet:
-            yield from parquet.iter_batches(
-                batch_size=_BATCH_ROWS, row_groups=[row_group], columns=columns, use_threads=False
-            )
-    except (OSError, pa.ArrowException) as error:
-        raise DamagedFile(f"Error while reading file {file} : {error}") from error
+        except (OSError, pa.ArrowException) as error:
+            raise DamagedFile(f"Error while reading file {file} : {error}") from error
 
 
 def _path(file: str) -> str:
@@ -535,14 +471,10 @@ def _path(file: str) -> str:
 
 
 def _column(rows: pa.RecordBatch, name: str) -> pa.Array:
-    count = rows.num_rows
-    if name not in rows.schema.names:
-        if name == "headers":
-            return pa.ListArray.from_arrays(pa.array(np.zeros(count + 1, np.int32)), pa.array([], _HEADERS.value_type))
-        return pa.nulls(count, _ARROW_TYPES[name][0])
-    column = rows.column(name)
+    kind = ARROW_RECORDS.field(name).type
+    column = rows.column(name).cast(kind) if name in rows.schema.names else pa.nulls(rows.num_rows, kind)
     if name == "headers" and column.null_count:
-        sizes = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-        ends = np.append(0, np.cumsum(sizes)).astype(np.int32)
+        # `coalesce` does the same, but takes a hundred times as long.
+        ends = np.append(0, np.cumsum(column.value_lengths().fill_null(0))).astype(np.int32)
         return pa.ListArray.from_arrays(pa.array(ends), column.flatten())
-    return column.cast(_ARROW_TYPES[name][0])
+    return column

@@ -26,31 +26,27 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
 from pyspark import StorageLevel
 from pyspark.errors import AnalysisException
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import StateIncompatible
-from dedup.spark.batch_verdicts import Earlier, Judging, Order, balanced, judging, mode_of, order_text
-from dedup.spark.delta_log import DeltaLog
-from dedup.spark.files import LOSSLESS
+from dedup.spark.batch_verdicts import ORDER_TEXTS, Judging, balanced, judging, mode_of
+from dedup.spark.delta_log import DeltaLog, TableCommit
+from dedup.spark.files import LOSSLESS, History
 from dedup.spark.incremental_input import GrowingInput, id_types
-from dedup.spark.map_side import LogEnd, LogEnds, Mode
-from dedup.spark.reduce_side import LayerPlan, layer_function
+from dedup.spark.map_side import LogEnd, LogEnds, Mode, ends_after
+from dedup.spark.reduce_side import layer_rows
 from dedup.spark.session import shuffles_for, translated_errors
 from dedup.spark.sightings import LAYER, PACKED_AT_ONCE, Layer
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-    from dedup.spark.delta_log import TableCommit
-    from dedup.spark.files import History
-    from dedup.topology.model import Topology
+from dedup.topology.model import Topology
 
 _STATE: Final = "_dedup"
 """The directory of the state, inside the table's directory. Delta ignores names that begin with an underscore, and
@@ -66,16 +62,22 @@ _HARMLESS: Final = frozenset(
 """Operations of Delta that change no row."""
 
 
-class Committed(NamedTuple):
-    """A committed run, as the table's history names it."""
+class Attempt(NamedTuple):
+    """One attempt of a run; the table's history names those that were committed."""
 
-    run: int
-    attempt: str
+    run: int = 0
+    """The number of the run; 0 before the first run."""
+    attempt: str = ""
+
+    @property
+    def name(self) -> str:
+        """The attempt's name in the directory of the state."""
+        return f"{self.run:08}-{self.attempt}"
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The state that a run saved for the next run, as it is in the state file."""
+    """The state that a run saved for the next run."""
 
     identity: str = ""
     """Everything in the topology on which sightings depend."""
@@ -84,22 +86,14 @@ class RunState:
     """How far the input was read; see `incremental_input`."""
     id_types: Mapping[str, str] = field(default_factory=dict)
     """The types of the columns from which the tracking ID is read, if rows are events."""
-    ends: Sequence[Sequence[int]] = ()
-    """For each source partition, the position of the topic in ``source.topics``, the partition, the next offset, and
-    the greatest event time.
-    """
-    layers: Sequence[Mapping[str, Any]] = ()
+    ends: LogEnds = field(default_factory=dict)
+    layers: Sequence[Layer] = ()
     """The layers of sightings that together are the state, the oldest first."""
-
-    def log_ends(self) -> LogEnds:
-        """Return `ends` by source partition."""
-        return {(topic, partition): LogEnd(*end) for topic, partition, *end in self.ends}
 
     def live_layers(self, retention_ms: int) -> list[Layer]:
         """Return the layers that may contain sightings that have not expired."""
-        oldest_ms = min((end.greatest_ms for end in self.log_ends().values()), default=BEFORE_ALL_TIME) - retention_ms
-        layers = [Layer(**each) for each in self.layers]
-        return [layer for layer in layers if layer.rows and layer.newest_ms >= oldest_ms]
+        oldest_ms = min((end.greatest_ms for end in self.ends.values()), default=BEFORE_ALL_TIME) - retention_ms
+        return [layer for layer in self.layers if layer.rows and layer.newest_ms >= oldest_ms]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,21 +155,22 @@ def incremental(
         if warning is not None:
             say(f"{topology.name}: {warning}")
         last = table.last_run()
-        state = table.state_of(last)
-        identity = _identity(topology)
-        _refuse_other_topology(table.path, identity, state)
+        # Unlike the verdicts, sightings do not depend on the policies.
+        identity = f"{topology.state_identity({})} {topology.window}"
+        state = table.state_of(last, identity)
         intent = table.intent_after(last, identity)
         if intent is None or not source.has(intent.pinned):
             pinned = source.pin(state.position)
             if pinned is None:
                 say(f"{topology.name}: nothing is new in {source.place}; nothing was written")
-                run = 0 if last is None else last.run
-                return IncrementalReport(run, table.path, {}, 0, 0, "", 0, time.monotonic() - began_s, fresh=False)
+                seconds = time.monotonic() - began_s
+                return IncrementalReport(last.run, table.path, {}, 0, 0, "", 0, seconds, fresh=False)
             clock_ms = int(time.time() * 1000) if now_ms is None else now_ms
-            intent = table.begin(Intent(1 if last is None else last.run + 1, identity, clock_ms, pinned))
+            intent = table.begin(Intent(last.run + 1, identity, clock_ms, pinned))
         else:
             say(f"{topology.name}: run {intent.run} was begun before and is finished now, with the input of then")
-        report = _Run(source, topology, table, intent, state, say).publish()
+        attempt = Attempt(intent.run, uuid4().hex)
+        report = _Run(source, topology, table, intent, state, attempt, say).publish()
     return replace(report, seconds=time.monotonic() - began_s)
 
 
@@ -190,114 +185,84 @@ def store_warning(path: str, log_store: str | None) -> str | None:
     )
 
 
-def _identity(topology: Topology) -> str:
-    return f"{topology.state_identity({})} {topology.window}"
-
-
-def _refuse_other_topology(path: str, identity: str, state: RunState) -> None:
-    if state.identity not in {"", identity}:
-        raise StateIncompatible(
-            f"the runs at {path} belong to another topology: sightings depend on its tracking ID, topics, event time "
-            f"and window. Nothing was changed. Then: {state.identity}. Now: {identity}. Judge everything anew into "
-            f"another table (--out), or go back to the topology of then."
-        )
-
-
+@dataclass(frozen=True, slots=True)
 class _Run:
-    """One attempt of a run."""
+    """One attempt of a run, and what it continues."""
 
-    def __init__(
-        self,
-        source: GrowingInput,
-        topology: Topology,
-        table: OutputTable,
-        intent: Intent,
-        state: RunState,
-        say: Callable[[str], None],
-    ) -> None:
-        self._source: Final = source
-        self._spark: Final = source.spark
-        self._topology: Final = topology
-        self._table: Final = table
-        self._intent: Final = intent
-        self._state: Final = state
-        self._say: Final = say
-        self._attempt: Final = uuid4().hex
+    source: GrowingInput
+    topology: Topology
+    table: OutputTable
+    intent: Intent
+    state: RunState
+    attempt: Attempt
+    say: Callable[[str], None]
 
     def publish(self) -> IncrementalReport:
         """Judge the input that the intent names, write the state, commit, and return the report."""
-        history = self._source.open(self._intent.pinned)
-        types = self._id_types()
+        history = self.source.open(self.intent.pinned)
+        types = self._id_types(history)
         empty = not history.placed and history.records.limit(1).count() == 0
         mode = self._mode(history, empty=empty)
-        self._say(f"{self._topology.name}: run {self._intent.run}: {history.place}: {order_text(mode)}")
-        known = self._state.live_layers(self._topology.window.retention_ms)
+        self.say(f"{self.topology.name}: run {self.intent.run}: {history.place}: {ORDER_TEXTS[mode]}")
+        known = self.state.live_layers(self.topology.window.retention_ms)
         known_bytes = _SIGHTING_BYTES * sum(layer.rows for layer in known)
-        with shuffles_for(self._spark, (history.size_bytes or 0) + known_bytes, power_of_two=True):
-            verdicts = self._judging(history, known)
+        with shuffles_for(self.source.spark, (history.size_bytes or 0) + known_bytes, power_of_two=True):
+            buckets = sorted({layer.buckets for layer in known})
+            layers = {count: self._whole([each for each in known if each.buckets == count]) for count in buckets}
+            now_ms, ends = self.intent.now_ms, self.state.ends
+            verdicts = judging(history, self.topology, now_ms=now_ms, ends=ends, layers=layers)
             # Two jobs judge these rows, because the state must be written before the commit. Without `persist`, Spark
             # would repeat the shuffle for the second job.
             verdicts = replace(verdicts, packed=verdicts.packed.persist(StorageLevel.DISK_ONLY))
             try:
-                layers, counts, ends = self._leave(verdicts, known)
+                left, counts, ends = self._leave(verdicts, known)
                 rows = balanced(history, counts)
-                self._source.refuse_changed(self._intent.pinned)
-                position = self._source.position(self._intent.pinned, self._state.position)
-                kept_mode = self._state.mode if empty else mode
-                after = RunState(
-                    self._intent.identity, kept_mode, position, types, ends, [asdict(each) for each in layers]
-                )
-                self._table.keep_state(self._intent.run, self._attempt, after)
-                self._table.commit(verdicts.frame(), self._intent.run, self._attempt, counts)
+                self.source.refuse_changed(self.intent.pinned)
+                position = self.source.position(self.intent.pinned, self.state.position)
+                kept_mode = self.state.mode if empty else mode
+                after = RunState(self.intent.identity, kept_mode, position, types, ends, left)
+                self.table.keep_state(self.attempt, after)
+                self.table.commit(verdicts.frame(), self.attempt, counts)
             finally:
                 verdicts.packed.unpersist()
-        self._table.forget_before(self._intent.run, [*self._state.layers, *after.layers])
-        run, now_ms, sightings = self._intent.run, self._intent.now_ms, sum(layer.rows for layer in layers)
-        return IncrementalReport(run, self._table.path, counts, rows, now_ms, mode, sightings, 0.0)
+        self.table.forget_before(self.attempt.run, [*self.state.layers, *left])
+        run, sightings = self.intent.run, sum(layer.rows for layer in left)
+        return IncrementalReport(run, self.table.path, counts, rows, now_ms, mode, sightings, 0.0)
 
-    def _id_types(self) -> dict[str, str]:
-        types = id_types(self._source.schema(self._intent.pinned), self._topology)
-        for name in sorted(types.keys() & self._state.id_types.keys()):
-            if types[name] != self._state.id_types[name]:
+    def _id_types(self, history: History) -> dict[str, str]:
+        types = id_types(history.events, self.topology)
+        for name in sorted(types.keys() & self.state.id_types.keys()):
+            if types[name] != self.state.id_types[name]:
                 raise StateIncompatible(
-                    f"column `{name}` of {self._source.place} is {types[name]}, and was {self._state.id_types[name]} "
+                    f"column `{name}` of {self.source.place} is {types[name]}, and was {self.state.id_types[name]} "
                     f"in earlier runs: it is part of the tracking ID, and 1 and '1' are different IDs. Nothing was "
                     f"changed. Cast it to its earlier type, or judge everything anew into another table (--out)."
                 )
-        return {**self._state.id_types, **types}
+        return {**self.state.id_types, **types}
 
     def _mode(self, history: History, *, empty: bool) -> Mode:
-        mode = mode_of(self._topology, "offsets" if history.placed else "event_time", history.feeds)
+        mode = mode_of(self.topology, history)
         if mode not in {"direct", "event_time"}:
             raise StateIncompatible(
-                f"{history.place} has coordinates, and {self._topology.name} judges several source partitions in one "
+                f"{history.place} has coordinates, and {self.topology.name} judges several source partitions in one "
                 f"log, whose order no run can know before the next run's input is there: judge all of it at once with "
                 f"`dedup spark backfill`, or leave out the columns topic, partition and offset."
             )
         # An empty input does not show whether its rows have coordinates.
-        if not empty and self._state.mode not in {"", mode}:
+        if not empty and self.state.mode not in {"", mode}:
             names = {"direct": "with topic, partition and offset", "event_time": "without topic, partition and offset"}
             raise StateIncompatible(
-                f"{history.place} has rows {names[mode]}, and earlier runs at {self._table.path} judged rows "
-                f"{names[self._state.mode]}: no order holds both. Nothing was changed. Judge them into another table."
+                f"{history.place} has rows {names[mode]}, and earlier runs at {self.table.path} judged rows "
+                f"{names[self.state.mode]}: no order holds both. Nothing was changed. Judge them into another table."
             )
         return mode
 
-    def _judging(self, history: History, known: Sequence[Layer]) -> Judging:
-        order: Order = "offsets" if history.placed else "event_time"
-        alike: dict[int, list[Layer]] = {}
-        for layer in known:
-            alike.setdefault(layer.buckets, []).append(layer)
-        layers = {buckets: self._whole(each) for buckets, each in alike.items()}
-        earlier = Earlier(self._state.log_ends(), layers)
-        return judging(history, self._topology, now_ms=self._intent.now_ms, order=order, earlier=earlier)
-
     def _whole(self, layers: Sequence[Layer]) -> DataFrame:
         """Return the rows of the layers. Raises StateIncompatible if sightings of a layer are missing."""
-        places = [self._table.state_path(layer.path) for layer in layers]
+        places = [self.table.state_path(layer.path) for layer in layers]
         expected = sum(layer.rows for layer in layers)
         try:
-            rows = self._spark.read.options(**LOSSLESS).schema(LAYER).parquet(*places)
+            rows = self.source.spark.read.options(**LOSSLESS).schema(LAYER).parquet(*places)
             found = rows.agg(F.sum("rows")).first()
         except AnalysisException as error:
             found, cause = None, str(error).splitlines()[0]
@@ -310,31 +275,30 @@ class _Run:
             )
         return rows
 
-    def _leave(self, verdicts: Judging, known: Sequence[Layer]) -> tuple[list[Layer], dict[str, int], list[list[int]]]:
-        """Write the sightings, and return the state's layers, the number of rows by verdict, and `RunState.ends`."""
+    def _leave(self, verdicts: Judging, known: Sequence[Layer]) -> tuple[list[Layer], dict[str, int], LogEnds]:
+        """Write the sightings, and return the layers of the state, the number of rows by verdict, and the ends."""
         older = [layer.rows for layer in known]
         whole = len(older) >= _MOST_LAYERS or sum(older[1:]) > max([_FEW_SIGHTINGS, *older[:1]])
         # The session's setting is not used, because another run in the same session may have changed it.
         reducers = verdicts.reducers
         split = -(-sum(older) // (reducers * PACKED_AT_ONCE)) if whole else 1
-        plan = LayerPlan(reducers, reducers << max(0, split - 1).bit_length(), whole)
-        name = f"state/{self._intent.run:08}-{self._attempt}"
-        left = verdicts.packed.mapInArrow(layer_function(verdicts.plan, plan), LAYER)
+        buckets = reducers << max(0, split - 1).bit_length()
+        write = partial(layer_rows, verdicts.plan, reducers=reducers, buckets=buckets, whole=whole)
+        name = f"state/{self.attempt.name}"
+        left = verdicts.packed.mapInArrow(write, LAYER)
         # The values are already compressed.
-        left.write.option("compression", "none").parquet(self._table.state_path(name))
-        written = self._spark.read.schema(LAYER).parquet(self._table.state_path(name))
+        left.write.option("compression", "none").parquet(self.table.state_path(name))
+        written = self.source.spark.read.schema(LAYER).parquet(self.table.state_path(name))
         found = written.select("rows", "newest_ms", "report").collect()
         counts: Counter[str] = Counter()
-        ends = dict(self._state.log_ends())
+        ends = self.state.ends
         for report in (json.loads(row["report"]) for row in found if row["report"] is not None):
             counts.update(report["verdicts"])
-            for topic, partition, *end in report["ends"]:
-                before = ends.get((topic, partition), LogEnd(0, BEFORE_ALL_TIME))
-                ends[topic, partition] = LogEnd(*map(max, before, end))
+            ends = ends_after(ends, (((topic, partition), LogEnd(*end)) for topic, partition, *end in report["ends"]))
         rows = sum(row["rows"] or 0 for row in found)
         newest_ms = max((row["newest_ms"] for row in found if row["rows"]), default=BEFORE_ALL_TIME)
-        layers = [*([] if whole else known), Layer(name, plan.buckets, rows, newest_ms)]
-        return layers, dict(sorted(counts.items())), [[*place, *end] for place, end in sorted(ends.items())]
+        layers = [*([] if whole else known), Layer(name, buckets, rows, newest_ms)]
+        return layers, dict(sorted(counts.items())), ends
 
 
 class OutputTable:
@@ -353,12 +317,12 @@ class OutputTable:
         """Return the path of a file or directory of the state."""
         return f"{self.path}/{_STATE}/{name}"
 
-    def last_run(self) -> Committed | None:
-        """Return the last run that was committed, or None if the table does not exist.
+    def last_run(self) -> Attempt:
+        """Return the last attempt that was committed, or that of run 0 if the table does not exist.
 
         Raises StateIncompatible if someone else has changed rows of the table since that run.
         """
-        latest: Committed | None = None
+        latest: Attempt | None = None
         at = -1
         for commit in self._log.commits():
             if at < 0:
@@ -381,25 +345,20 @@ class OutputTable:
                 raise StateIncompatible(self._changed_text(commit))
             at = commit.version - 1 if restored is None else restored
         if self._newest < 0:
-            self._refuse_others()
-            return None
+            # A first run that was killed has left its state, and perhaps a part of the table.
+            names = self._names(self._root.path)
+            ours = ("_delta_log", "verdict=", _STATE) if _STATE in names else ()
+            others = [name for name in names if not name.startswith(ours)]
+            if others:
+                raise StateIncompatible(
+                    f"{self.path} is not empty and not a Delta table: it holds {', '.join(others[:3])}. Choose another "
+                    f"--out."
+                )
+            return Attempt()
         raise StateIncompatible(
             f"no run of dedup is in the history of {self.path}, so where to go on is not known: the table was made by "
             f"others, or Delta has deleted its history (delta.logRetentionDuration). Choose another --out."
         )
-
-    def _refuse_others(self) -> None:
-        """Raise StateIncompatible if the directory contains files that no killed first run has left."""
-        names = self._names(self._root.path)
-        begun = _STATE in names
-        others = [
-            name for name in names if not (begun and (name in {_STATE, "_delta_log"} or name.startswith("verdict=")))
-        ]
-        if others:
-            raise StateIncompatible(
-                f"{self.path} is not empty and not a Delta table: it holds {', '.join(others[:3])}. Choose another "
-                f"--out."
-            )
 
     def _names(self, directory: Any) -> list[str]:  # noqa: ANN401 - a path of Hadoop's
         statuses = self._files.listStatus(directory) if self._files.exists(directory) else ()
@@ -418,21 +377,33 @@ class OutputTable:
             f"... TO VERSION AS OF ...), or judge everything anew into another table (--out)."
         )
 
-    def state_of(self, run: Committed | None) -> RunState:
-        """Return the state that a run saved, or an empty state before the first run."""
-        if run is None:
+    def state_of(self, last: Attempt, identity: str) -> RunState:
+        """Return the state that the last run saved, or an empty state before the first run.
+
+        Raises StateIncompatible if ``identity`` is not that of the topology of the earlier runs.
+        """
+        if last.run == 0:
             return RunState()
-        place = self._at(f"runs/{run.run:08}-{run.attempt}.json")
+        place = self._at(f"runs/{last.name}.json")
         if not self._files.exists(place):
             raise StateIncompatible(
                 f"{place} is missing, the state of the last run of the table: its files were deleted, or the table is "
                 f"a copy without `{_STATE}`. Restore them, or judge everything anew into another table (--out)."
             )
-        return RunState(**json.loads(self._root.read(place)))
+        saved = json.loads(self._root.read(place))
+        ends = {(topic, partition): LogEnd(*end) for topic, partition, *end in saved["ends"]}
+        state = RunState(**{**saved, "ends": ends, "layers": [Layer(**each) for each in saved["layers"]]})
+        if state.identity != identity:
+            raise StateIncompatible(
+                f"the runs at {self.path} belong to another topology: sightings depend on its tracking ID, topics, "
+                f"event time and window. Nothing was changed. Then: {state.identity}. Now: {identity}. Judge "
+                f"everything anew into another table (--out), or go back to the topology of then."
+            )
+        return state
 
-    def intent_after(self, last: Committed | None, identity: str) -> Intent | None:
+    def intent_after(self, last: Attempt, identity: str) -> Intent | None:
         """Return the intent of a killed run after ``last``, or None if there is none or the topology has changed."""
-        place = self._at(f"runs/{1 if last is None else last.run + 1:08}.json")
+        place = self._at(f"runs/{last.run + 1:08}.json")
         if not self._files.exists(place):
             return None
         intent = Intent(**json.loads(self._root.read(place)))
@@ -443,16 +414,18 @@ class OutputTable:
         self._write(f"runs/{intent.run:08}.json", asdict(intent))
         return intent
 
-    def keep_state(self, run: int, attempt: str, state: RunState) -> None:
+    def keep_state(self, attempt: Attempt, state: RunState) -> None:
         """Write the state of an attempt, which becomes the table's state when `commit` names the attempt."""
-        self._write(f"runs/{run:08}-{attempt}.json", asdict(state))
+        ends = [[*place, *end] for place, end in sorted(state.ends.items())]
+        self._write(f"runs/{attempt.name}.json", {**asdict(state), "ends": ends})
 
-    def commit(self, verdicts: DataFrame, run: int, attempt: str, counts: Mapping[str, int]) -> None:
-        """Append the verdicts in a commit that names the run and the attempt.
+    def commit(self, verdicts: DataFrame, attempt: Attempt, counts: Mapping[str, int]) -> None:
+        """Append the verdicts in a commit that names the attempt.
 
         Raises StateIncompatible if another attempt has committed the run.
         """
-        metadata = json.dumps({"dedup": {"run": run, "attempt": attempt, "verdicts": counts}})
+        run = attempt.run
+        metadata = json.dumps({"dedup": {**attempt._asdict(), "verdicts": counts}})
         rows = verdicts.withColumn("run", F.lit(run).cast("bigint"))
         self._refuse_other_columns(rows)
         taken = (
@@ -462,21 +435,21 @@ class OutputTable:
         self._log.append(rows, "dedup", run, metadata, after=self._newest, by=("verdict",), taken=taken)
 
     def _refuse_other_columns(self, rows: DataFrame) -> None:
-        if self._log.versions():
-            there = self._spark.read.format("delta").load(self.path).schema
-            before, now = ({each.name: each.dataType.simpleString() for each in s.fields} for s in (there, rows.schema))
-            changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-            if changed:
-                name = changed[0]
+        if not self._log.versions():
+            return
+        there = self._spark.read.format("delta").load(self.path).schema
+        before, now = ({each.name: each.dataType.simpleString() for each in s.fields} for s in (there, rows.schema))
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) != now.get(name):
                 raise StateIncompatible(
                     f"column `{name}` of {self.path} is {before.get(name, 'missing')}, and of this run's verdicts "
                     f"{now.get(name, 'missing')}. Nothing was published. Columns come from the directories of the "
                     f"input (`name=value`): they must be the same in each run."
                 )
 
-    def forget_before(self, run: int, layers: Sequence[Mapping[str, Any]]) -> None:
+    def forget_before(self, run: int, layers: Sequence[Layer]) -> None:
         """Delete the files of the state that neither this run nor the previous run needs."""
-        kept = {str(layer["path"]).rpartition("/")[2] for layer in layers}
+        kept = {layer.path.rpartition("/")[2] for layer in layers}
         old = [f"state/{name}" for name in self._names(self._at("state")) if name not in kept and _run_in(name) <= run]
         old += [f"runs/{name}" for name in self._names(self._at("runs")) if _run_in(name) < run - 1]
         for name in old:
@@ -496,10 +469,10 @@ def _run_in(name: str) -> float:
     return int(name[:8]) if name[:8].isdecimal() else inf
 
 
-def _named(commit: TableCommit) -> Committed | None:
-    """Return the run that a commit names."""
+def _named(commit: TableCommit) -> Attempt | None:
+    """Return the attempt that a commit names."""
     try:
         named = commit.named["dedup"]
-        return Committed(named["run"], named["attempt"])
+        return Attempt(named["run"], named["attempt"])
     except (KeyError, TypeError):
         return None

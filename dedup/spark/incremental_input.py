@@ -8,11 +8,12 @@ member in the position, so one output table can be filled from several kinds of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Final, Literal
 from urllib.parse import unquote
 
 from pyspark.errors import AnalysisException
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.types import ArrayType, DataType, StructType
 
@@ -22,52 +23,14 @@ from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.batch_verdicts import history_of
 from dedup.spark.delta_log import DeltaLog
 from dedup.spark.files import LOSSLESS, FileFormat, History, as_events, read_files, read_table
-from dedup.spark.rows import records_of_files
+from dedup.spark.rows import as_records
 from dedup.spark.session import HadoopDirectory
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-    from dedup.topology.model import Topology
+from dedup.topology.model import Topology
 
 Pinned = Mapping[str, Any]
 _PATTERN: Final = frozenset("*?[{\\")
 """Characters that make a path a pattern for Hadoop (`GlobPattern`)."""
 _SHOWN: Final = 3
-
-
-class GrowingInput(Protocol):
-    """An input that grows, and of which each run reads only the new part."""
-
-    @property
-    def spark(self) -> SparkSession:
-        """The Spark session that reads the input."""
-
-    @property
-    def place(self) -> str:
-        """The name of the input, for messages."""
-
-    def pin(self, position: Pinned) -> Pinned | None:
-        """Return a description of what is new since ``position``, or None if nothing is new.
-
-        ``position`` is empty before the first run. Raises StateIncompatible if input that an earlier run read has
-        changed.
-        """
-
-    def has(self, pinned: Pinned) -> bool:
-        """Return whether the input that an earlier attempt pinned still exists, unchanged."""
-
-    def open(self, pinned: Pinned) -> History:
-        """Return the pinned records."""
-
-    def schema(self, pinned: Pinned) -> StructType | None:
-        """Return the columns of the pinned input if its rows are events, or None otherwise."""
-
-    def refuse_changed(self, pinned: Pinned) -> None:
-        """Raise StateIncompatible if the pinned input has changed since it was pinned."""
-
-    def position(self, pinned: Pinned, before: Pinned) -> Pinned:
-        """Return the position after a run that began at the position ``before`` and read the pinned input."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +51,7 @@ class NewFiles:
         return ", ".join(self.paths)
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return the files that no run has read; see `GrowingInput.pin`."""
+        """Return the files that no run has read, or None. Raises StateIncompatible if one that was read has changed."""
         read = position.get("files", {})
         found = self._statuses(self.paths)
         replaced = sorted(name for name in found.keys() & read.keys() if found[name] != read[name])
@@ -113,17 +76,13 @@ class NewFiles:
 
     def open(self, pinned: Pinned) -> History:
         """Return the records of the pinned files."""
-        return read_files(
-            self.spark, list(pinned["files"]), self.fmt, rows_are_events=self.rows_are_events, base=self._base()
-        )
-
-    def schema(self, pinned: Pinned) -> StructType | None:
-        """Return the columns of the files, including those in directory names, as `open` reads them."""
-        if not self.rows_are_events:
-            return None
-        base = self._base()
-        reader = self.spark.read if base is None else self.spark.read.option("basePath", base)
-        return reader.parquet(*pinned["files"]).schema
+        base = None
+        if len(self.paths) == 1:
+            # The subdirectories of a single directory are columns (`day=2026-01-31/`).
+            directory = HadoopDirectory(self.spark, self.paths[0])
+            base = directory.absolute if directory.files.isDirectory(directory.path) else None
+        files = list(pinned["files"])
+        return read_files(self.spark, files, self.fmt, rows_are_events=self.rows_are_events, base=base)
 
     def refuse_changed(self, pinned: Pinned) -> None:
         """Raise StateIncompatible if a pinned file was deleted or changed."""
@@ -143,12 +102,6 @@ class NewFiles:
         """Return the position with the pinned files added to the files that were read before."""
         return {**before, "files": {**before.get("files", {}), **pinned["files"]}}
 
-    def _base(self) -> str | None:
-        """Return the directory whose subdirectories are columns (`day=2026-01-31/`), or None if there is none."""
-        directory = HadoopDirectory(self.spark, self.paths[0])
-        is_one = len(self.paths) == 1 and directory.files.isDirectory(directory.path)
-        return directory.absolute if is_one else None
-
     def _statuses(self, paths: Sequence[str]) -> dict[str, list[int]]:
         """Return, by path, the size and the modification time in ms of all files that Spark would read."""
         try:
@@ -165,24 +118,20 @@ class NewVersions:
     """The rows that were appended to a Delta table since the last run."""
 
     spark: SparkSession = field(repr=False)
-    path: str
+    place: str
+    """The path of the table."""
     rows_are_events: bool = False
 
-    @property
-    def place(self) -> str:
-        """The path of the table."""
-        return self.path
-
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return a range of versions; see `GrowingInput.pin`. Raises StateIncompatible if one deleted rows."""
+        """Return a range of new versions, or None. Raises StateIncompatible if one of them deleted rows."""
         table, log = self._detail()["id"], self._log()
         newest = max(log.versions(), default=-1)
         if newest < 0:
-            raise SettingsError([Problem(self.path, "cannot be read as delta: it has no log of commits")])
+            raise SettingsError([Problem(self.place, "cannot be read as delta: it has no log of commits")])
         before, version = position.get("versions", {}).get(log.path, (table, -1))
         if table != before or newest < version:
             raise StateIncompatible(
-                f"{self.path} is another table than the one that earlier runs read up to version {version}: it was "
+                f"{self.place} is another table than the one that earlier runs read up to version {version}: it was "
                 f"dropped and created again. Nothing was changed. Judge it into another table (--out)."
             )
         pinned = {"table": table, "after": version, "until": newest}
@@ -194,12 +143,8 @@ class NewVersions:
 
     def open(self, pinned: Pinned) -> History:
         """Return the rows of the pinned versions."""
-        place = f"{self.path}@{pinned['until']}"
+        place = f"{self.place}@{pinned['until']}"
         return read_table(self._table(pinned), "delta", place, rows_are_events=self.rows_are_events)
-
-    def schema(self, pinned: Pinned) -> StructType | None:
-        """Return the columns of the table at the last pinned version."""
-        return self._snapshot(pinned).schema if self.rows_are_events else None
 
     def refuse_changed(self, pinned: Pinned) -> None:
         """Do nothing, because a Delta version never changes; if files of a version are missing, the job fails."""
@@ -211,13 +156,12 @@ class NewVersions:
 
     def _table(self, pinned: Pinned) -> DataFrame:
         """Return the rows of the pinned versions."""
-        snapshot = self._snapshot(pinned)
+        snapshot = self.spark.read.format("delta").option("versionAsOf", pinned["until"]).load(self.place)
         if pinned["after"] < 0:
             return snapshot
-        detail = self._detail()
-        if detail["properties"].get("delta.columnMapping.mode", "none") != "none":
+        if self._detail()["properties"].get("delta.columnMapping.mode", "none") != "none":
             raise StateIncompatible(
-                f"{self.path} maps column names (delta.columnMapping.mode), so what was appended since version "
+                f"{self.place} maps column names (delta.columnMapping.mode), so what was appended since version "
                 f"{pinned['after']} cannot be read from its files. Copy it to a table without, or read its change "
                 f"feed and pass the rows as a DataFrame."
             )
@@ -228,7 +172,7 @@ class NewVersions:
             return reader.option("basePath", root).parquet(*files)
         except AnalysisException as error:
             raise StateIncompatible(
-                f"{self.path}: files that were appended after version {pinned['after']} are gone, because they were "
+                f"{self.place}: files that were appended after version {pinned['after']} are gone, because they were "
                 f"compacted and then deleted by VACUUM: {str(error).splitlines()[0]}. Nothing was changed. Judge "
                 f"everything anew into another table (--out), and run at least once within VACUUM's retention."
             ) from error
@@ -240,37 +184,34 @@ class NewVersions:
         lost = pinned["after"] + 1 + len(commits)
         if lost <= pinned["until"]:
             raise StateIncompatible(
-                f"{self.path}: Delta has deleted the history of versions after {pinned['after']} ({lost:020}.json), so "
-                f"what was appended since the last run is not known. Nothing was changed. Judge everything anew into "
-                f"another table (--out), and keep the history (delta.logRetentionDuration) for longer than the time "
-                f"between two runs."
+                f"{self.place}: Delta has deleted the history of versions after {pinned['after']} ({lost:020}.json), "
+                f"so what was appended since the last run is not known. Nothing was changed. Judge everything anew "
+                f"into another table (--out), and keep the history (delta.logRetentionDuration) for longer than the "
+                f"time between two runs."
             )
         files: list[str] = []
         for commit in reversed(commits):
+            if commit.version > pinned["until"]:
+                break
             # `OPTIMIZE` adds and removes files without a change of data.
-            if commit.version <= pinned["until"] and any(_changes(each, "remove") for each in commit.actions()):
+            if any(_changes(each, "remove") for each in commit.actions()):
                 raise StateIncompatible(
-                    f"{self.path}: version {commit.version} ({commit.operation}) changed or deleted rows that earlier "
+                    f"{self.place}: version {commit.version} ({commit.operation}) changed or deleted rows that earlier "
                     f"runs may have judged; only appended rows can be read. Nothing was changed. Judge everything anew "
                     f"into another table (--out)."
                 )
-            if commit.version <= pinned["until"]:
-                files += [unquote(each["add"]["path"]) for each in commit.actions() if _changes(each, "add")]
+            files += [unquote(each["add"]["path"]) for each in commit.actions() if _changes(each, "add")]
         return sorted(files)
 
-    def _snapshot(self, pinned: Pinned) -> DataFrame:
-        return self.spark.read.format("delta").option("versionAsOf", pinned["until"]).load(self.path)
-
     def _log(self) -> DeltaLog:
-        return DeltaLog(self.spark, self.path)
+        return DeltaLog(self.spark, self.place)
 
     def _detail(self) -> Any:  # noqa: ANN401 - a row
         try:
             (row,) = self.spark.sql(f"DESCRIBE DETAIL {self._log().table}").collect()
         except AnalysisException as error:
-            raise SettingsError(
-                [Problem(self.path, f"cannot be read as delta: {str(error).splitlines()[0]}")]
-            ) from error
+            text = f"cannot be read as delta: {str(error).splitlines()[0]}"
+            raise SettingsError([Problem(self.place, text)]) from error
         return row
 
 
@@ -284,22 +225,17 @@ class NewRows:
 
     frame: DataFrame = field(repr=False)
     rows_are_events: bool = False
+    place: ClassVar[str] = "the DataFrame"
 
     @property
     def spark(self) -> SparkSession:
         """The session of the DataFrame."""
         return self.frame.sparkSession
 
-    @property
-    def place(self) -> str:
-        """The text "the DataFrame", because a DataFrame has no name."""
-        return "the DataFrame"
-
     def pin(self, position: Pinned) -> Pinned | None:
         """Return the number and digest of the rows, or None if there are no rows or the last run has judged them."""
-        identity = self._history().identity
-        is_empty = self.frame.isEmpty()
-        return None if is_empty or position.get("rows") == identity else {"rows": identity}
+        found = {"rows": self._history().identity}
+        return None if self.frame.isEmpty() or position.get("rows") == found["rows"] else found
 
     def has(self, pinned: Pinned) -> bool:
         """Return whether the pinned rows are the rows of this DataFrame."""
@@ -308,10 +244,6 @@ class NewRows:
     def open(self, pinned: Pinned) -> History:  # noqa: ARG002 - there are no others
         """Return the rows."""
         return self._history()
-
-    def schema(self, pinned: Pinned) -> StructType | None:  # noqa: ARG002 - there is only one
-        """Return the columns of the DataFrame."""
-        return self.frame.schema if self.rows_are_events else None
 
     def refuse_changed(self, pinned: Pinned) -> None:
         """Do nothing, because a change could only be found by reading the DataFrame again."""
@@ -322,7 +254,12 @@ class NewRows:
 
     def _history(self) -> History:
         table = self.frame.select(as_events(self.frame).alias("value")) if self.rows_are_events else self.frame
-        return history_of(records_of_files(table, place=self.place), identified=True)
+        history = history_of(as_records(table, place=self.place), identified=True)
+        return replace(history, events=self.frame.schema if self.rows_are_events else None)
+
+
+GrowingInput = NewFiles | NewVersions | NewRows
+"""An input of which each run reads only what is new since the position that the last run left."""
 
 
 def _changes(action: Mapping[str, Any], kind: Literal["add", "remove"]) -> bool:

@@ -15,7 +15,7 @@ from dedup.core.window import Feed
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible
 from dedup.settings import Security, Settings
 from dedup.spark.files import History
-from dedup.spark.rows import records_of_kafka
+from dedup.spark.rows import as_records
 from dedup.spark.session import RECORD_BYTES
 from dedup.verify.kafka_reader import Bounds, KafkaReader
 
@@ -171,7 +171,7 @@ def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges) ->
     table = read_range(spark, settings, ranges, minPartitions=str(spark.sparkContext.defaultParallelism * 2))
     named = {f"{topic}/{at}": list(each) for topic, part in ranges.items() for at, each in part.items()}
     return History(
-        records_of_kafka(table),
+        as_records(table),
         placed=True,
         contiguous=True,
         identity=json.dumps(named),

@@ -97,8 +97,7 @@ def in_log_order(topics: Sequence[str]) -> BatchFunction:
     """Return a function for `mapInArrow` that turns `map_side.PACKED_ROWS` into records in the order of each log."""
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
-        with ReceivedRows() as received:
-            received.take(batches)
+        with ReceivedRows(batches) as received:
             yield from _sorted(received, topics)
 
     return run

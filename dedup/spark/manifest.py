@@ -12,20 +12,18 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.types import StructType
 
 from dedup.errors import Problem, SettingsError
 from dedup.spark.session import HadoopDirectory
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
 REPORT: Final = "_run.json"
 """The report in the directory of a run that was published by a rename."""
-_RENAMING: Final = frozenset({"file", "hdfs"})
+RENAMING: Final = frozenset({"file", "hdfs"})
 """File systems that rename a directory atomically."""
 _IN_A_RUN: Final = re.compile(r"(?P<root>.+)/run=(?P<run>[^/]+)(?P<rest>(?:/[^/]+=[^/]+)*)/?")
 
@@ -40,11 +38,6 @@ class RunManifest:
     """Paths relative to ``directory``."""
     schema: str
     """The columns, as Spark's JSON."""
-
-
-def renames_directories(root: HadoopDirectory) -> bool:
-    """Return whether the file system renames a directory atomically."""
-    return str(root.files.getScheme()) in _RENAMING
 
 
 def report_path(root: HadoopDirectory, run: str, *, renamed: bool) -> Any:  # noqa: ANN401 - a path of Hadoop's

@@ -11,11 +11,9 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Final, Literal, NamedTuple, Self
 from zlib import crc32
 
@@ -26,13 +24,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark import TaskContext
 from pyspark.sql.pandas.types import from_arrow_schema
-from pyspark.sql.types import BinaryType, IntegerType, LongType, StringType, StructField
 
 from dedup.core.fold import Outcome, Rows, screen
 from dedup.core.window import BEFORE_ALL_TIME, Feed, StreamTime
 from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.spark.columnar_fold import Integers
-from dedup.spark.columns import Batches, BatchFunction, binary_column, extract_batch, integers_of, topics_of
+from dedup.spark.columns import Batches, binary_column, extract_batch, integers_of, topics_of
+from dedup.spark.rows import ARROW_RECORDS, COORDINATES
 from dedup.topology.model import Topology, extractor_of
 from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP
 
@@ -42,17 +40,17 @@ in the order that `batch_verdicts` defines. ``log`` is for the repartition topic
 rows without coordinates.
 """
 
-ID: Final = StructField("dedup_id", BinaryType())
-TIME: Final = StructField("dedup_time_ms", LongType())
-FINGERPRINT: Final = StructField("dedup_fingerprint", BinaryType())
-STREAM: Final = StructField("_dedup_stream_ms", LongType())
+ID: Final = "dedup_id"
+TIME: Final = "dedup_time_ms"
+FINGERPRINT: Final = "dedup_fingerprint"
+STREAM: Final = "_dedup_stream_ms"
 """Stream time or, if rows have `RUN`, the running maximum of event time within the offset run."""
-UNJUDGED: Final = StructField("_dedup_unjudged", StringType())
+UNJUDGED: Final = "_dedup_unjudged"
 """Verdict, reason, and detail of a row that must not be judged, separated by `SEPARATOR`; null for all other rows."""
-TASK: Final = StructField("_dedup_task", IntegerType())
-PLACE: Final = StructField("_dedup_place", LongType())
+TASK: Final = "_dedup_task"
+PLACE: Final = "_dedup_place"
 """`TASK` and `PLACE` are the partition and offset in the repartition topic, if the job reads that topic."""
-RUN: Final = StructField("_dedup_run", LongType())
+RUN: Final = "_dedup_run"
 """Number of the offset run."""
 SEPARATOR: Final = "\n"
 
@@ -83,9 +81,6 @@ _IN_MEMORY_BYTES: Final = 256 << 20
 _MOST_RUNS: Final = 10_000
 """Maximum number of offset runs in one Spark task; a log that is read in order has one for each Kafka partition."""
 
-_ReducerIndexes = npt.NDArray[np.uint16]
-
-
 # How stream time is computed in one pass. Stream time is the running maximum of event time over a source partition, in
 # offset order, but Spark reads the partition as several input splits, on several machines. An *offset run* is a
 # sequence of ascending offsets that one Spark task reads. The task knows the running maximum within the run, but not
@@ -110,8 +105,9 @@ class OffsetRun:
 class OffsetRuns:
     """The offset runs that one Spark task has read so far."""
 
-    def __init__(self, task: int) -> None:
-        self._next: int = task << 32
+    def __init__(self) -> None:
+        context = TaskContext.get()
+        self._next: int = (0 if context is None else context.partitionId()) << 32
         self._open: Final[dict[int, OffsetRun]] = {}
         self.all: Final[list[OffsetRun]] = []
 
@@ -130,28 +126,16 @@ class OffsetRuns:
         borders = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(places)]
         for begin, end in pairwise(borders):
             rows = order[begin:end]
-            if len(rows):
-                self._take_run(int(sorted_places[begin]), rows, offsets, times_ms, numbers, running)
+            if not len(rows):
+                continue
+            place, first = int(sorted_places[begin]), int(sorted_offsets[begin])
+            run = self._open.get(place)
+            if run is None or first <= run.last_offset:
+                run = self._begin(place, first)
+            greatest = np.maximum(np.maximum.accumulate(times_ms[rows]), run.greatest_ms)
+            numbers[rows], running[rows] = run.number, greatest
+            run.last_offset, run.greatest_ms = int(sorted_offsets[end - 1]), int(greatest[-1])
         return [numbers, running]
-
-    def _take_run(
-        self,
-        place: int,
-        rows: Integers,
-        offsets: Integers,
-        times_ms: Integers,
-        numbers: Integers,
-        running: Integers,
-    ) -> None:
-        first, last = int(offsets[rows[0]]), int(offsets[rows[-1]])
-        run = self._open.get(place)
-        if run is None or first <= run.last_offset:
-            run = self._begin(place, first)
-        greatest = np.maximum(np.maximum.accumulate(times_ms[rows]), run.greatest_ms)
-        numbers[rows] = run.number
-        running[rows] = greatest
-        run.last_offset = last
-        run.greatest_ms = int(greatest[-1])
 
     def _begin(self, place: int, first_offset: int) -> OffsetRun:
         if len(self.all) >= _MOST_RUNS:
@@ -167,19 +151,6 @@ class OffsetRuns:
         return run
 
 
-def _in_order(runs: Iterable[OffsetRun]) -> list[OffsetRun]:
-    return sorted(runs, key=lambda run: (run.topic, run.partition, run.first_offset))
-
-
-def overlap(runs: Iterable[OffsetRun]) -> tuple[OffsetRun, OffsetRun] | None:
-    """Return two offset runs of one Kafka partition that overlap, or None if there are none."""
-    for before, after in pairwise(_in_order(runs)):
-        same = (before.topic, before.partition) == (after.topic, after.partition)
-        if same and after.first_offset <= before.last_offset:
-            return before, after
-    return None
-
-
 class LogEnd(NamedTuple):
     """How far earlier jobs have judged one source partition, or all input if its rows have no coordinates."""
 
@@ -188,82 +159,63 @@ class LogEnd(NamedTuple):
     """The greatest event time of the judged records."""
 
 
+NOTHING_JUDGED: Final = LogEnd(0, BEFORE_ALL_TIME)
 LogEnds = Mapping[tuple[int, int], LogEnd]
 """The keys are a position in ``source.topics`` and a partition, or `UNPLACED` for rows without coordinates."""
 UNPLACED: Final = (0, -1)
-NO_ENDS: Final[LogEnds] = MappingProxyType({})
 
 
-def before_each(runs: Sequence[OffsetRun], topics: Sequence[str], ends: LogEnds = NO_ENDS) -> Mapping[int, int]:
+def before_each(runs: Iterable[OffsetRun], topics: Sequence[str], ends: LogEnds) -> Mapping[int, int]:
     """Return, by offset run number, the greatest event time in ms that precedes the run in its Kafka partition.
 
     Raises StateIncompatible if two runs overlap, because a record occurs twice or the rows are not in log order, or if
     a run begins below ``ends``, where earlier jobs have already judged.
     """
-    both = overlap(runs)
-    if both is not None:
-        before, after = both
-        raise StateIncompatible(
-            f"{topics[before.topic]}/{before.partition}: the offsets {after.first_offset} to {before.last_offset} were "
-            f"met twice, or the rows are not in the log's order. Remove the repeated records from the input, or call "
-            f"the job with `contiguous=False`, so that it sorts the rows first."
-        )
-    greatest = {place: end.greatest_ms for place, end in ends.items()}
+    reached = dict(ends)
+    last: dict[tuple[int, int], int] = {}
     result: dict[int, int] = {}
-    for run in _in_order(runs):
-        end = ends.get((run.topic, run.partition))
-        if end is not None and run.first_offset < end.next_offset:
+    for run in sorted(runs, key=lambda run: (run.topic, run.partition, run.first_offset)):
+        place = run.topic, run.partition
+        if run.first_offset <= last.get(place, -1):
+            raise StateIncompatible(
+                f"{topics[run.topic]}/{run.partition}: the offsets {run.first_offset} to {last[place]} were met twice, "
+                f"or the rows are not in the log's order. Remove the repeated records from the input, or call the job "
+                f"with `contiguous=False`, so that it sorts the rows first."
+            )
+        end = reached.get(place, NOTHING_JUDGED)
+        if run.first_offset < end.next_offset:
             raise StateIncompatible(
                 f"{topics[run.topic]}/{run.partition}: the input begins at offset {run.first_offset}, and earlier runs "
                 f"judged this partition up to offset {end.next_offset - 1}. Nothing was published. Leave out the files "
                 f"with records that were judged already; records that were overtaken cannot be judged exactly any more."
             )
-        place = run.topic, run.partition
-        result[run.number] = greatest.get(place, BEFORE_ALL_TIME)
-        greatest[place] = max(result[run.number], run.greatest_ms)
+        result[run.number] = end.greatest_ms
+        reached[place] = end._replace(greatest_ms=max(end.greatest_ms, run.greatest_ms))
+        last[place] = run.last_offset
     return result
 
 
-def ends_after(runs: Sequence[OffsetRun], ends: LogEnds) -> dict[tuple[int, int], LogEnd]:
-    """Return how far each source partition has been judged after these offset runs."""
+def ends_after(ends: LogEnds, later: Iterable[tuple[tuple[int, int], LogEnd]]) -> dict[tuple[int, int], LogEnd]:
+    """Return how far each source partition has been judged, given where earlier and later jobs or tasks ended."""
     result = dict(ends)
-    for run in runs:
-        before = result.get((run.topic, run.partition), LogEnd(0, BEFORE_ALL_TIME))
-        after = max(before.next_offset, run.last_offset + 1), max(before.greatest_ms, run.greatest_ms)
-        result[run.topic, run.partition] = LogEnd(*after)
-    return result
-
-
-def resolved(before: Mapping[int, int], numbers: Integers, running: Integers) -> Integers:
-    """Return the running maximum of event time over the whole log, for each row.
-
-    ``before`` is the result of `before_each`, ``numbers`` are the offset runs of the rows, and ``running`` is the
-    running maximum within each offset run.
-    """
-    met, where = np.unique(numbers, return_inverse=True)
-    known = np.array([before[number] for number in met.tolist()], np.int64)
-    result: Integers = np.maximum(known[where], running)
+    for place, end in later:
+        result[place] = LogEnd(*map(max, result.get(place, NOTHING_JUDGED), end))
     return result
 
 
 def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
     """Return records of the repartition topic as they were in the source topics, and which rows are idle markers.
 
-    The original coordinates and timestamp are in the last two headers of each record. Raises InvariantBroken for a
-    record that no repartition task wrote.
+    The last two headers of each record say so. Raises InvariantBroken for a record that no repartition task wrote.
     """
-    places: list[tuple[str, int, int]] = []
-    timestamps_ms: list[int] = []
-    headers: list[list[dict[str, object]]] = []
+    columns: dict[str, list[object]] = {name: [] for name in ("headers", "timestamp_ms", *COORDINATES)}
     idle_rows: set[int] = set()
     for row, own in enumerate(batch.column("headers").to_pylist()):
         ours = {each["key"]: each["value"] for each in (own or [])[-2:]}
-        timestamp, place = ours.get(TIMESTAMP), ours.get(IDLE)
-        if timestamp is not None and place is not None:
+        timestamp, place, idle = ours.get(TIMESTAMP), ours.get(SOURCE), ours.get(IDLE)
+        if timestamp is not None and idle is not None:
             idle_rows.add(row)
-            place += b"/-1"
-        else:
-            place = ours.get(SOURCE)
+            place = idle + b"/-1"
         if timestamp is None or place is None:
             raise InvariantBroken(
                 f"{batch.column('topic')[row]}/{batch.column('partition')[row]} offset {batch.column('offset')[row]} "
@@ -271,18 +223,13 @@ def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
                 f"source topics instead."
             )
         topic, partition, offset = place.decode().rsplit("/", 2)
-        places.append((topic, int(partition), int(offset)))
-        timestamps_ms.append(int(timestamp))
-        headers.append(own[:-2])
-    columns = {
-        "headers": pa.array(headers, batch.schema.field("headers").type),
-        "timestamp_ms": pa.array(timestamps_ms, pa.int64()),
-        "topic": pa.array([topic for topic, _, _ in places], pa.string()),
-        "partition": pa.array([partition for _, partition, _ in places], pa.int32()),
-        "offset": pa.array([offset for _, _, offset in places], pa.int64()),
-    }
-    arrays = [columns.get(name, batch.column(name)) for name in batch.schema.names]
-    return pa.RecordBatch.from_arrays(arrays, batch.schema.names), frozenset(idle_rows)
+        found = own[:-2], int(timestamp), topic, int(partition), int(offset)
+        for column, value in zip(columns.values(), found, strict=True):
+            column.append(value)
+    arrays = {name: pa.array(column, ARROW_RECORDS.field(name).type) for name, column in columns.items()}
+    names = batch.schema.names
+    whole = pa.RecordBatch.from_arrays([arrays.get(name, batch.column(name)) for name in names], names)
+    return whole, frozenset(idle_rows)
 
 
 # Why rows are packed. In a shuffle, each row costs microseconds on its way out of Python, through the JVM, and back.
@@ -302,24 +249,19 @@ class _Buffers:
         self._held: list[pa.Buffer] = []
         self._file: IO[bytes] | None = None
         self._sizes: Final[list[int]] = []
-        self._open: Final = ExitStack()
-        self.size_bytes = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.clear()
+        self._size_bytes = 0
 
     def add(self, buffer: pa.Buffer) -> None:
         """Append a buffer."""
-        self.size_bytes += buffer.size
+        self._size_bytes += buffer.size
         self._held.append(buffer)
+        if self._size_bytes < _IN_MEMORY_BYTES:
+            return
         if self._file is None:
-            if self.size_bytes < _IN_MEMORY_BYTES:
-                return
-            spilled = tempfile.TemporaryFile(prefix="dedup-", dir=_local_directory())  # noqa: SIM115 - closed by clear
-            self._file = self._open.enter_context(spilled)
+            # This is Spark's directory for such files; outside an executor, the system's is used.
+            first = Path(os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or os.devnull)
+            directory = first if first.is_dir() else None
+            self._file = tempfile.TemporaryFile(prefix="dedup-", dir=directory)  # noqa: SIM115 - closed by clear
         for each in self._held:
             self._sizes.append(each.size)
             self._file.write(each)
@@ -338,9 +280,10 @@ class _Buffers:
         """Remove all buffers, and close the temporary file."""
         self._held.clear()
         self._sizes.clear()
-        self._open.close()
-        self._file = None
-        self.size_bytes = 0
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._size_bytes = 0
 
 
 class Packer:
@@ -356,15 +299,15 @@ class Packer:
         self._targets: Final = targets
         self._batch_rows: Final = batch_rows
         self._full: Final = min(_MOST_ROWS, _ROWS_PER_REDUCER * len(targets))
-        self._held: Final[list[tuple[pa.RecordBatch, _ReducerIndexes]]] = []
+        self._held: Final[list[tuple[pa.RecordBatch, npt.NDArray[np.uint16]]]] = []
         self._rows = 0
         self._bytes = 0
         self._waiting: Final = _Buffers()
-        self._waiting_rows = 0
         self._borders: Final[list[Integers]] = []
-        """For each buffered batch, the positions at which the rows of each reduce task begin, and the end of the
-        batch.
+        """For each sorted batch, the positions at which the rows of each reduce task begin, and the end of the batch.
         """
+        self._sorted_rows = 0
+        self._sorted_bytes = 0
 
     def __enter__(self) -> Self:
         return self
@@ -372,7 +315,7 @@ class Packer:
     def __exit__(self, *_: object) -> None:
         self._waiting.clear()
 
-    def add(self, batch: pa.RecordBatch, reducers: _ReducerIndexes) -> Batches:
+    def add(self, batch: pa.RecordBatch, reducers: npt.NDArray[np.uint16]) -> Batches:
         """Add rows, and yield packed rows when there are enough.
 
         ``reducers`` contains, for each row, the position of its reduce task in the targets.
@@ -381,56 +324,37 @@ class Packer:
         self._rows += batch.num_rows
         self._bytes += batch.nbytes
         if self._rows >= self._full or self._bytes >= _MOST_BYTES:
-            rows, borders = self._sorted()
-            if self._is_enough(rows.num_rows, rows.nbytes) and not self._borders:
-                yield from self._packed([rows], [borders])
-                return
-            self._waiting.add(_stream(rows, None))
-            self._waiting_rows += rows.num_rows
-            self._borders.append(borders)
-            if self._is_enough(self._waiting_rows, self._waiting.size_bytes):
-                yield from self._packed_waiting()
+            rows = self._sorted()
+            count = len(self._targets)
+            if self._sorted_rows >= _LEAST_ROWS * count or self._sorted_bytes >= _LEAST_BYTES * count:
+                yield from self._packed(rows)
+            else:
+                self._waiting.add(packed_stream(rows, None))
 
     def rest(self) -> Batches:
         """Yield all remaining rows in packed form."""
-        if self._borders:
-            rows, borders = self._sorted() if self._held else (None, None)
-            yield from self._packed_waiting(rows, borders)
-        elif self._held:
-            rows, borders = self._sorted()
-            yield from self._packed([rows], [borders])
+        yield from self._packed(self._sorted() if self._held else None)
 
-    def _is_enough(self, rows: int, size_bytes: int) -> bool:
-        count = len(self._targets)
-        return rows >= _LEAST_ROWS * count or size_bytes >= _LEAST_BYTES * count
-
-    def _sorted(self) -> tuple[pa.RecordBatch, Integers]:
-        """Return the held rows, sorted by reduce task, and the position at which each reduce task's rows begin."""
+    def _sorted(self) -> pa.RecordBatch:
+        """Return the held rows, sorted by reduce task."""
         reducers = np.concatenate([reducers for _, reducers in self._held])
         # NumPy's stable sort of 16-bit integers is a radix sort, which is fast and keeps the rows in log order.
         order = np.argsort(reducers, kind="stable")
         rows = pa.concat_batches([batch for batch, _ in self._held]).take(pa.array(order))
+        self._borders.append(np.searchsorted(reducers[order], np.arange(len(self._targets) + 1)))
+        self._sorted_rows += rows.num_rows
+        self._sorted_bytes += rows.nbytes
         self._held.clear()
         self._rows = self._bytes = 0
-        return rows, np.searchsorted(reducers[order], np.arange(len(self._targets) + 1))
+        return rows
 
-    def _packed_waiting(self, rows: pa.RecordBatch | None = None, borders: Integers | None = None) -> Batches:
-        """Yield the buffered rows, followed by ``rows``, in packed form."""
-        parts = [pa.ipc.open_stream(each).read_next_batch() for each in self._waiting.all()]
-        if rows is not None and borders is not None:
-            parts.append(rows)
-            self._borders.append(borders)
-        yield from self._packed(parts, self._borders)
-        parts.clear()
-        self._borders.clear()
-        self._waiting.clear()
-        self._waiting_rows = 0
-
-    def _packed(self, parts: Sequence[pa.RecordBatch], borders: Sequence[Integers]) -> Batches:
+    def _packed(self, last: pa.RecordBatch | None) -> Batches:
+        """Yield the buffered rows, followed by ``last``, in packed form."""
+        parts = [*map(unpacked, self._waiting.all()), *([] if last is None else [last])]
         for reducer, target in enumerate(self._targets):
             slices: list[pa.RecordBatch] = []
             size_bytes = 0
-            for rows, starts in zip(parts, borders, strict=True):
+            for rows, starts in zip(parts, self._borders, strict=True):
                 begin, end = int(starts[reducer]), int(starts[reducer + 1])
                 if begin < end:
                     slices.append(rows.slice(begin, end - begin))
@@ -440,6 +364,10 @@ class Packer:
                         slices, size_bytes = [], 0
             if slices:
                 yield self._pack(target, slices)
+        parts.clear()
+        self._borders.clear()
+        self._waiting.clear()
+        self._sorted_rows = self._sorted_bytes = 0
 
     def notices(self, text: bytes) -> pa.RecordBatch:
         """Return packed rows that send the same notice to every reduce task."""
@@ -458,21 +386,25 @@ class Packer:
         return pa.RecordBatch.from_arrays(columns, schema=_PACKED_SCHEMA)
 
 
-def _stream(rows: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None) -> pa.Buffer:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, rows.schema, options=options) as writer:
-        writer.write_batch(rows)
-    return sink.getvalue()
-
-
 class ReceivedRows:
     """All packed rows that one reduce task has received."""
 
-    def __init__(self) -> None:
+    def __init__(self, batches: Iterable[pa.RecordBatch]) -> None:
+        """Take all rows of `PACKED_ROWS`, including notices."""
         self._packed: Final = _Buffers()
         self._known: Final = _Buffers()
         self.notices: Final[list[bytes]] = []
         """Notices in the form that `read_notice` accepts."""
+        for batch in batches:
+            self.notices.extend(batch.column("notice").drop_null().to_pylist())
+            for name, buffers in (("packed", self._packed), (KNOWN, self._known)):
+                if name not in batch.schema.names:
+                    continue
+                column = batch.column(name)
+                sizes = pc.binary_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+                # Some values are null, and those that pad a batch are empty.
+                for row in np.flatnonzero(sizes).tolist():
+                    buffers.add(column[row].as_buffer())
 
     def __enter__(self) -> Self:
         return self
@@ -481,20 +413,9 @@ class ReceivedRows:
         self._packed.clear()
         self._known.clear()
 
-    def take(self, batches: Iterable[pa.RecordBatch]) -> None:
-        """Add the content of these rows of `PACKED_ROWS`, including notices."""
-        for batch in batches:
-            notices = batch.column("notice")
-            if notices.null_count < len(notices):
-                self.notices.extend(notices.drop_null().to_pylist())
-            _keep(batch.column("packed"), self._packed)
-            if KNOWN in batch.schema.names:
-                _keep(batch.column(KNOWN), self._known)
-
     def known(self) -> Batches:
         """Yield the sightings of earlier jobs, in the same order on every call."""
-        for packed in self._known.all():
-            yield unpacked(packed)
+        yield from map(unpacked, self._known.all())
 
     def rows(self) -> Batches:
         """Yield the rows in the same order on every call, with small packed values combined into larger batches."""
@@ -511,16 +432,12 @@ class ReceivedRows:
             yield _together(held)
 
 
-def _keep(column: pa.Array, buffers: _Buffers) -> None:
-    """Add the values of a column that are neither null nor empty."""
-    sizes = pc.binary_length(column).fill_null(0).to_numpy(zero_copy_only=False)
-    for row in np.flatnonzero(sizes).tolist():
-        buffers.add(column[row].as_buffer())
-
-
-def packed_stream(rows: pa.RecordBatch) -> pa.Buffer:
-    """Return rows as a compressed Arrow stream."""
-    return _stream(rows, _WRITE_OPTIONS)
+def packed_stream(rows: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None = _WRITE_OPTIONS) -> pa.Buffer:
+    """Return rows as an Arrow stream, by default a compressed one."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema, options=options) as writer:
+        writer.write_batch(rows)
+    return sink.getvalue()
 
 
 def unpacked(stream: pa.Buffer) -> pa.RecordBatch:
@@ -530,12 +447,6 @@ def unpacked(stream: pa.Buffer) -> pa.RecordBatch:
 
 def _together(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
-
-
-def _local_directory() -> Path | None:
-    """Return Spark's spill directory, or None outside an executor, where the system's temporary directory is used."""
-    first = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
-    return Path(first) if first and Path(first).is_dir() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -553,41 +464,26 @@ class MapPlan:
     """Every source partition, if the input is the repartition topic."""
 
 
-def _added_fields(plan: MapPlan) -> list[StructField]:
-    """Return the columns that the map side adds: only those that the mode needs, because each column costs time."""
-    fields = [ID, TIME, *([FINGERPRINT] if plan.topology.fingerprints_wanted else []), STREAM, UNJUDGED]
-    if plan.mode == "log":
-        fields += [TASK, PLACE]
-    if plan.mode in {"direct", "merged"}:
-        fields.append(RUN)
-    return fields
+def map_rows(plan: MapPlan, batches: Iterable[pa.RecordBatch]) -> Batches:
+    """Yield the records (`rows.RECORDS`) of one map task as `PACKED_ROWS`."""
+    screener = _Screener(plan)
+    with Packer(plan.targets, plan.batch_rows) as packer:
+        for batch in batches:
+            for begin in range(0, batch.num_rows, _BATCH_ROWS):
+                screened = screener.screened(batch.slice(begin, _BATCH_ROWS))
+                reducers = buckets_of(screened.column(ID), len(plan.targets))
+                yield from packer.add(screened, reducers.astype(np.uint16))
+        yield from packer.rest()
+        if screener.runs.all:
+            yield packer.notices(write_notice(screener.runs.all))
 
 
-def map_function(plan: MapPlan) -> BatchFunction:
-    """Return a function for `mapInArrow` that turns records (`rows.RECORDS`) into `PACKED_ROWS`."""
-
-    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
-        context = TaskContext.get()
-        screener = _Screener(plan, 0 if context is None else context.partitionId())
-        with Packer(plan.targets, plan.batch_rows) as packer:
-            for batch in batches:
-                for begin in range(0, batch.num_rows, _BATCH_ROWS):
-                    screened = screener.screened(batch.slice(begin, _BATCH_ROWS))
-                    yield from packer.add(screened, _reducers(screened, len(plan.targets)))
-            yield from packer.rest()
-            if screener.runs.all:
-                yield packer.notices(write_notice(screener.runs.all))
-
-    return run
-
-
-def _reducers(screened: pa.RecordBatch, reducers: int) -> _ReducerIndexes:
-    """Return the reduce task of each row, which depends on the row's ID; a row without an ID may go to any task."""
-    ids = binary_column(screened.column(ID.name))
-    if None in ids:
-        ids = [b"%d" % row if each is None else each for row, each in enumerate(ids)]
-    hashed = np.fromiter(map(crc32, ids), np.uint32, len(ids))  # type: ignore[arg-type]  # no None is left
-    return (hashed % reducers).astype(np.uint16)
+def buckets_of(ids: pa.Array, count: int) -> npt.NDArray[np.uint32]:
+    """Return the bucket of each ID, one of ``count`` reduce tasks or groups of sightings; null may get any bucket."""
+    names = binary_column(ids)
+    if ids.null_count:
+        names = [b"%d" % row if each is None else each for row, each in enumerate(names)]
+    return np.fromiter(map(crc32, names), np.uint32, len(names)) % count  # type: ignore[arg-type]  # no None is left
 
 
 def write_notice(runs: Sequence[OffsetRun]) -> bytes:
@@ -603,16 +499,16 @@ def read_notice(values: Iterable[bytes]) -> list[OffsetRun]:
 class _Screener:
     """Extracts the values of a Spark task's batches in order, and finds the records that must not be judged."""
 
-    def __init__(self, plan: MapPlan, task: int) -> None:
+    def __init__(self, plan: MapPlan) -> None:
         self._plan: Final = plan
         self._rules: Final = plan.topology.rules
         self._extractor: Final = extractor_of(plan.topology)
-        self.runs: Final = OffsetRuns(task)
+        self.runs: Final = OffsetRuns()
         self._partition = -1
         self._stream_time = StreamTime.before(plan.feeds)
 
     def screened(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the records, without idle markers, with the columns of `_added_fields` appended."""
+        """Return the records, without idle markers, with the columns appended that the mode needs to judge them."""
         plan = self._plan
         partitions, offsets = integers_of(batch, "partition"), integers_of(batch, "offset")
         idle: frozenset[int] = frozenset()
@@ -627,30 +523,28 @@ class _Screener:
         moving = times_ms.copy()
         if skipped:
             moving[list(skipped)] = BEFORE_ALL_TIME
-        runs = None
+        added: dict[str, pa.Array] = {}
         match plan.mode:
             case "event_time":
                 stream_ms = moving
             case "log":
                 stream_ms = self._along_log(partitions, rows, moving, skipped)
+                added = {TASK: pa.array(partitions.astype(np.int32)), PLACE: pa.array(offsets)}
             case "direct" | "merged":
                 runs, stream_ms = self.runs.take(topics, partitions, offsets, moving)
+                added = {RUN: pa.array(runs)}
         known = stream_ms > BEFORE_ALL_TIME
-        fingerprints = rows.extracted.fingerprints
-        added = {
-            ID.name: pa.array(rows.extracted.ids, pa.binary()),
-            TIME.name: pa.array(times_ms),
-            FINGERPRINT.name: None if fingerprints is None else pa.array(fingerprints, pa.binary()),
-            STREAM.name: pa.array(stream_ms, mask=None if known.all() else ~known),
-            UNJUDGED.name: _unjudged(outcome, batch.num_rows),
-            TASK.name: pa.array(partitions.astype(np.int32)),
-            PLACE.name: pa.array(offsets),
-            RUN.name: None if runs is None else pa.array(runs),
+        added |= {
+            ID: pa.array(rows.extracted.ids, pa.binary()),
+            TIME: pa.array(times_ms),
+            STREAM: pa.array(stream_ms, mask=None if known.all() else ~known),
+            UNJUDGED: _unjudged(outcome, batch.num_rows),
         }
-        names = [field.name for field in _added_fields(plan)]
-        columns = [*batch.columns, *(added[name] for name in names)]
-        result = pa.RecordBatch.from_arrays(columns, [*batch.schema.names, *names])
-        return result.filter(_without(idle, batch.num_rows)) if idle else result
+        if rows.extracted.fingerprints is not None:
+            added[FINGERPRINT] = pa.array(rows.extracted.fingerprints, pa.binary())
+        names, columns = [*batch.schema.names, *added], [*batch.columns, *added.values()]
+        result = pa.RecordBatch.from_arrays(columns, names)
+        return result.filter(pa.array(~np.isin(np.arange(batch.num_rows), list(idle)))) if idle else result
 
     def _along_log(self, partitions: Integers, rows: Rows, times_ms: Integers, skipped: set[int]) -> Integers:
         """Return the stream time at each row of the repartition topic, whose partitions are read one after another."""
@@ -689,9 +583,3 @@ def _feeds(topics: Integers, partitions: Integers) -> list[Feed]:
     if len(topics) and (topics == topics[0]).all() and (partitions == partitions[0]).all():
         return [Feed(int(topics[0]), int(partitions[0]))]
     return list(map(Feed, topics.tolist(), partitions.tolist()))
-
-
-def _without(rows: frozenset[int], count: int) -> pa.Array:
-    kept = np.ones(count, np.bool_)
-    kept[list(rows)] = False
-    return pa.array(kept)

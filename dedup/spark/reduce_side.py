@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructField
 from dedup.core.fold import Sightings
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.spark.columnar_fold import FORWARDED_CONFLICT, UNIQUE, Decided, Integers, SortedRows, judge_sorted
-from dedup.spark.columns import Batches, BatchFunction, content_digests
+from dedup.spark.columns import IDENTIFIED, Batches, content_digests, integers_of, topics_of
 from dedup.spark.map_side import (
     FINGERPRINT,
     ID,
@@ -34,26 +34,16 @@ from dedup.spark.map_side import (
     Mode,
     ReceivedRows,
     before_each,
+    buckets_of,
     ends_after,
     read_notice,
-    resolved,
 )
-from dedup.spark.sightings import (
-    SIGHTINGS,
-    LayerWriter,
-    buckets_of,
-    current,
-    live,
-    merged,
-    report_row,
-    sightings_of,
-)
+from dedup.spark.rows import COORDINATES
+from dedup.spark.sightings import SIGHTINGS, LayerWriter, current, live, merged, report_row, sightings_of
 from dedup.topology.model import Topology
 
 JUDGED: Final = (
-    ID,
-    TIME,
-    FINGERPRINT,
+    *IDENTIFIED[:3],
     StructField("verdict", StringType()),
     StructField("reason", StringType()),
     StructField("detail", StringType()),
@@ -73,7 +63,8 @@ record. The `first_*` columns describe the sighting that a duplicate repeats.
 """
 _NAMES: Final = pa.array(["unique", "duplicate", "conflict", "late", "unique"])
 _REASONS: Final = pa.array([None, None, None, None, "conflict"], pa.string())
-_NO_TEXT: Final = pa.scalar(None, pa.string())
+_TASKS: Final[Mapping[Mode, tuple[str, str]]] = {"direct": ("partition", "offset"), "log": (TASK, PLACE)}
+"""The columns with the partition and the offset of the log that one task judges, where rows are judged so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +83,8 @@ class ReducePlan:
 class FoldedRows:
     """The rows of one reduce task that were judged, sorted by ID and, within an ID, in judging order."""
 
+    order: Integers
+    """The position of each row in the task's rows."""
     rows: SortedRows
     decided: Decided
     ids: pa.Array
@@ -102,87 +95,66 @@ class FoldedRows:
     """The number of rows that were not judged, by verdict."""
 
 
-def reduce_function(plan: ReducePlan) -> BatchFunction:
-    """Return a function for `mapInArrow` that turns `map_side.PACKED_ROWS` into records with `JUDGED` appended."""
-
-    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
-        with ReceivedRows() as received:
-            received.take(batches)
-            yield from Reducer(plan, received).judged()
-
-    return run
+def reduce_rows(plan: ReducePlan, batches: Iterable[pa.RecordBatch]) -> Batches:
+    """Yield the records of one reduce task, of `map_side.PACKED_ROWS`, with `JUDGED` appended."""
+    with ReceivedRows(batches) as received:
+        yield from Reducer(plan, received).judged()
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPlan:
-    """The parameters of a task that writes a layer of sightings for the next job."""
+def layer_rows(
+    plan: ReducePlan, batches: Iterable[pa.RecordBatch], *, reducers: int, buckets: int, whole: bool
+) -> Batches:
+    """Yield the sightings of one of ``reducers`` tasks as a layer for the next job, in `sightings.LAYER`, and a report.
 
-    reducers: int
-    buckets: int
-    """A multiple of ``reducers``."""
-    whole: bool
-    """Whether earlier sightings that have not expired are written again, so that no earlier layer is needed."""
-
-
-def layer_function(plan: ReducePlan, layer: LayerPlan) -> BatchFunction:
-    """Return a function for `mapInArrow` that turns packed rows into `sightings.LAYER`: their sightings and one report.
-
-    The report contains the number of rows by verdict and, as far as the task knows, how far each source partition has
-    been judged.
+    ``buckets`` is a multiple of ``reducers``. If ``whole`` is true, earlier sightings that have not expired are written
+    again, so that no earlier layer is needed. The report contains the number of rows by verdict and, as far as the task
+    knows, how far each source partition has been judged.
     """
-
-    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
-        context = TaskContext.get()
-        reducer = 0 if context is None else context.partitionId()
-        with ReceivedRows() as received:
-            received.take(batches)
-            folded = Reducer(plan, received).folded()
-            writer = LayerWriter(layer.buckets)
-            if folded is not None:
-                yield from writer.add(_left(folded, plan.topology).to_batches())
-            for batch in received.known() if layer.whole else ():
-                mine = buckets_of(batch.column("id"), layer.reducers) == reducer
-                yield from writer.add([live(batch.filter(pa.array(mine)), plan.topology, plan.ends)])
-            yield from writer.rest()
-            yield report_row(_report(plan, received, folded))
-
-    return run
+    context = TaskContext.get()
+    reducer = 0 if context is None else context.partitionId()
+    with ReceivedRows(batches) as received:
+        folded = Reducer(plan, received).folded()
+        writer = LayerWriter(buckets)
+        if folded is not None:
+            yield from writer.add(_left(folded, plan.topology).to_batches())
+        for batch in received.known() if whole else ():
+            mine = buckets_of(batch.column("id"), reducers) == reducer
+            yield from writer.add([live(batch.filter(pa.array(mine)), plan.topology, plan.ends)])
+        yield from writer.rest()
+        yield report_row(_report(plan, received, folded))
 
 
 def _report(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -> dict[str, Any]:
     verdicts: Counter[str] = Counter()
-    ends = ends_after(read_notice(received.notices), plan.ends)
+    runs = read_notice(received.notices)
+    ends = [((run.topic, run.partition), LogEnd(run.last_offset + 1, run.greatest_ms)) for run in runs]
     if folded is not None:
         verdicts.update(folded.unjudged)
         for code, count in enumerate(np.bincount(folded.decided.verdicts).tolist()):
             verdicts[_NAMES[code].as_py()] += count
         if plan.mode == "event_time" and len(folded.rows.times_ms):
-            before = ends.get(UNPLACED, LogEnd(0, BEFORE_ALL_TIME))
-            ends[UNPLACED] = LogEnd(0, max(before.greatest_ms, int(folded.rows.times_ms.max())))
-    return {"verdicts": dict(+verdicts), "ends": [[*place, *end] for place, end in ends.items()]}
+            ends.append((UNPLACED, LogEnd(0, int(folded.rows.times_ms.max()))))
+    return {"verdicts": dict(+verdicts), "ends": [[*place, *end] for place, end in ends_after(plan.ends, ends).items()]}
 
 
 def _left(folded: FoldedRows, topology: Topology) -> pa.Table:
     """Return the sightings that these rows created or extended."""
     rows, decided = folded.rows, folded.decided
-    nothing = pa.array([b""]).take(pa.array(np.zeros(len(rows.times_ms), np.int64)))
-    fingerprints = nothing if rows.fingerprints is None else rows.fingerprints
     made = {
         "id": folded.ids,
-        "first_ms": pa.array(rows.times_ms),
-        "last_ms": pa.array(rows.times_ms),
-        "topic": pa.array(rows.topics),
-        "partition": pa.array(rows.partitions),
-        "offset": pa.array(rows.offsets),
-        "fingerprint": fingerprints,
+        "first_ms": rows.times_ms,
+        "last_ms": rows.times_ms,
+        "topic": rows.topics,
+        "partition": rows.partitions,
+        "offset": rows.offsets,
+        "fingerprint": pa.repeat(b"", len(rows.times_ms)) if rows.fingerprints is None else rows.fingerprints,
     }
-    longest_ms = decided.first_ms + topology.window.extend_at_most_ms
     repeats = {
-        "first_ms": pa.array(decided.first_ms),
-        "last_ms": pa.array(np.minimum(rows.times_ms, longest_ms)),
-        "topic": pa.array(decided.first_topics),
-        "partition": pa.array(decided.first_partitions),
-        "offset": pa.array(decided.first_offsets),
+        "first_ms": decided.first_ms,
+        "last_ms": np.minimum(rows.times_ms, decided.first_ms + topology.window.extend_at_most_ms),
+        "topic": decided.first_topics,
+        "partition": decided.first_partitions,
+        "offset": decided.first_offsets,
     }
     is_new = (decided.verdicts == UNIQUE) | (decided.verdicts == FORWARDED_CONFLICT)
     new = pa.table(made, schema=SIGHTINGS).filter(pa.array(is_new))
@@ -197,8 +169,11 @@ class Reducer:
         self._plan: Final = plan
         self._received: Final = received
         self._topics: Final = plan.topology.source.topics
-        needed = _columns_to_judge(plan)
-        parts = [rows.select(needed) for rows in received.rows()]
+        own = () if plan.mode == "event_time" else COORDINATES
+        parts = [
+            rows.select([name for name in rows.schema.names if name in own or name not in plan.names])
+            for rows in received.rows()
+        ]
         self._rows: Final = pa.Table.from_batches(parts) if parts else None
 
     def judged(self) -> Batches:
@@ -206,33 +181,41 @@ class Reducer:
         if self._rows is None:
             return
         stream_ms = self._stream_times(self._rows)
-        order, folded = self._fold(self._rows, stream_ms)
-        decided = _scattered(folded.decided, order, len(stream_ms))
+        folded = self._fold(self._rows, stream_ms)
+        # Rows that were not judged keep zeros, which are not used.
+        decided = Decided.of(np.zeros(len(stream_ms), np.int8))
+        columns = [each.name for each in fields(Decided)]
+        for name in columns:
+            getattr(decided, name)[folded.order] = getattr(folded.decided, name)
         begin = 0
         for records in self._received.rows():
             end = begin + records.num_rows
-            yield self._assembled(records, stream_ms[begin:end], _slice(decided, begin, end))
+            part = Decided(*(getattr(decided, name)[begin:end] for name in columns))
+            yield self._assembled(records, stream_ms[begin:end], part)
             begin = end
 
     def folded(self) -> FoldedRows | None:
         """Return the judged rows with their verdicts, or None if this task has no rows."""
-        return None if self._rows is None else self._fold(self._rows, self._stream_times(self._rows))[1]
+        return None if self._rows is None else self._fold(self._rows, self._stream_times(self._rows))
 
-    def _fold(self, rows: pa.Table, stream_ms: Integers) -> tuple[Integers, FoldedRows]:
-        """Return the positions of the judged rows, in judging order, and the rows with their verdicts."""
-        unjudged = rows.column(UNJUDGED.name)
-        open_rows = np.flatnonzero(unjudged.is_null().to_numpy())
-        order, sorted_rows, names = self._sorted(rows, open_rows, stream_ms)
-        known = self._known(names)
-        decided = judge_sorted(sorted_rows, self._plan.topology.rules, self._by_group(known, names, sorted_rows))
+    def _fold(self, rows: pa.Table, stream_ms: Integers) -> FoldedRows:
+        unjudged = rows.column(UNJUDGED)
         counts = Counter(text.split(SEPARATOR, 1)[0] for text in unjudged.drop_null().to_pylist())
-        ids = rows.column(ID.name).take(pa.array(order)).combine_chunks()
-        return order, FoldedRows(sorted_rows, decided, ids, known, counts)
-
-    def _known(self, names: pa.Array) -> pa.Table:
-        """Return the sightings of earlier jobs whose ID is in ``names`` and that have not expired."""
+        open_rows = np.flatnonzero(unjudged.is_null().to_numpy())
+        if len(open_rows) < rows.num_rows:
+            rows, stream_ms = rows.take(pa.array(open_rows)), stream_ms[open_rows]
+        groups, lengths, names = _groups(rows.column(ID))
+        several = np.flatnonzero(lengths[groups] > 1)
+        order = several[np.lexsort([*self._judging_order(rows, several, stream_ms), groups[several]])]
+        if self._plan.mode == "event_time":
+            order = self._ties_ordered(rows, order, groups, open_rows)
+        order = np.append(order, np.flatnonzero(lengths[groups] == 1))
+        sorted_rows = self._sorted_rows(rows, groups, stream_ms, order)
         found = [batch.filter(pc.is_in(batch.column("id"), value_set=names)) for batch in self._received.known()]
-        return current(found, self._plan.topology, self._plan.ends)
+        known = current(found, self._plan.topology, self._plan.ends)
+        decided = judge_sorted(sorted_rows, self._plan.topology.rules, self._by_group(known, names, sorted_rows))
+        ids = rows.column(ID).take(pa.array(order)).combine_chunks()
+        return FoldedRows(open_rows[order], sorted_rows, decided, ids, known, counts)
 
     def _by_group(self, known: pa.Table, names: pa.Array, rows: SortedRows) -> dict[int, Sightings]:
         """Return the known sightings by the group numbers that `_sorted_rows` assigns."""
@@ -248,52 +231,37 @@ class Reducer:
         return groups
 
     def _stream_times(self, rows: pa.Table) -> Integers:
-        within = _numbers(rows, STREAM.name)
+        within = integers_of(rows, STREAM, BEFORE_ALL_TIME)
         match self._plan.mode:
             case "direct" | "merged":
                 # If adaptive execution merged several reduce tasks, the notices were sent to each of them.
                 runs = {run.number: run for run in read_notice(self._received.notices)}
-                before = before_each(list(runs.values()), self._topics, self._plan.ends)
-                return resolved(before, _numbers(rows, RUN.name), within)
+                before = before_each(runs.values(), self._topics, self._plan.ends)
+                met, where = np.unique(integers_of(rows, RUN), return_inverse=True)
+                return np.maximum(np.array([before[number] for number in met.tolist()], np.int64)[where], within)
             case "event_time" if UNPLACED in self._plan.ends:
                 reached_ms = self._plan.ends[UNPLACED].greatest_ms
                 return np.where(within > BEFORE_ALL_TIME, np.maximum(within, reached_ms), within)
             case "event_time" | "log":
                 return within
 
-    def _sorted(
-        self, rows: pa.Table, open_rows: Integers, stream_ms: Integers
-    ) -> tuple[Integers, SortedRows, pa.Array]:
-        """Return the positions of the rows to judge, by ID and in judging order, these rows, and all IDs by group."""
-        if len(open_rows) < rows.num_rows:
-            rows, stream_ms = rows.take(pa.array(open_rows)), stream_ms[open_rows]
-        groups, lengths, names = _groups(rows.column(ID.name))
-        several = np.flatnonzero(lengths[groups] > 1)
-        order = several[np.lexsort([*self._judging_order(rows, several, stream_ms), groups[several]])]
-        if self._plan.mode == "event_time":
-            order = self._ties_ordered(rows, order, groups, open_rows)
-        order = np.append(order, np.flatnonzero(lengths[groups] == 1))
-        taken = self._sorted_rows(rows, groups, stream_ms, order)
-        return open_rows[order], taken, names
-
     def _judging_order(self, rows: pa.Table, several: Integers, stream_ms: Integers) -> list[Integers]:
         """Return the columns by which to sort the rows of an ID, the least significant column first."""
         match self._plan.mode:
-            case "direct":
-                return [_numbers(rows, "offset")[several], _numbers(rows, "partition")[several]]
-            case "log":
-                return [_numbers(rows, PLACE.name)[several], _numbers(rows, TASK.name)[several]]
+            case "direct" | "log":
+                partition, offset = _TASKS[self._plan.mode]
+                columns = [integers_of(rows, offset), integers_of(rows, partition)]
             case "merged":
                 by_name = sorted(self._topics, key=str.encode)
                 ranks = pc.index_in(rows.column("topic"), value_set=pa.array(by_name, pa.string())).to_numpy()
-                columns = [_numbers(rows, "offset"), _numbers(rows, "partition"), ranks, stream_ms]
-                return [column[several] for column in columns]
+                columns = [integers_of(rows, "offset"), integers_of(rows, "partition"), ranks, stream_ms]
             case "event_time":
-                return [_numbers(rows, TIME.name)[several]]
+                columns = [integers_of(rows, TIME)]
+        return [column[several] for column in columns]
 
     def _ties_ordered(self, rows: pa.Table, order: Integers, groups: Integers, open_rows: Integers) -> Integers:
         """Return ``order`` with rows of the same ID and event time sorted by the digest of their content."""
-        times_ms = _numbers(rows, TIME.name)[order]
+        times_ms = integers_of(rows, TIME)[order]
         same = (groups[order][1:] == groups[order][:-1]) & (times_ms[1:] == times_ms[:-1])
         if not same.any():
             return order
@@ -322,63 +290,53 @@ class Reducer:
     def _sorted_rows(self, rows: pa.Table, groups: Integers, stream_ms: Integers, order: Integers) -> SortedRows:
         placed = self._plan.mode != "event_time"
         groups = groups[order]
-        tasks = {"direct": "partition", "log": TASK.name}.get(self._plan.mode)
-        if tasks is not None:
+        if self._plan.mode in _TASKS:
             # Each task judges its own rows of an ID, so ID and task together identify a group.
-            task = _numbers(rows, tasks)[order]
+            task = integers_of(rows, _TASKS[self._plan.mode][0])[order]
             groups = groups * (int(task.max(initial=0)) + 1) + task
         unplaced = np.full(len(order), -1, np.int64)
         topics = np.zeros(len(order), np.int64)
         if placed and len(self._topics) > 1:
-            found = pc.index_in(rows.column("topic"), value_set=pa.array(self._topics, pa.string()))
-            topics = found.to_numpy()[order].astype(np.int64)
+            topics = topics_of(rows, self._topics)[order]
         wanted = self._plan.topology.fingerprints_wanted
         return SortedRows(
             groups=groups,
-            times_ms=_numbers(rows, TIME.name)[order],
+            times_ms=integers_of(rows, TIME)[order],
             stream_ms=stream_ms[order],
             topics=topics,
-            partitions=_numbers(rows, "partition")[order] if placed else unplaced,
-            offsets=_numbers(rows, "offset")[order] if placed else unplaced,
-            fingerprints=rows.column(FINGERPRINT.name).take(pa.array(order)) if wanted else None,
+            partitions=integers_of(rows, "partition")[order] if placed else unplaced,
+            offsets=integers_of(rows, "offset")[order] if placed else unplaced,
+            fingerprints=rows.column(FINGERPRINT).take(pa.array(order)) if wanted else None,
         )
 
     def _assembled(self, records: pa.RecordBatch, stream_ms: Integers, decided: Decided) -> pa.RecordBatch:
         count = records.num_rows
-        match self._plan.mode:
-            case "direct":
-                task = records.column("partition"), records.column("offset")
-            case "log":
-                task = records.column(TASK.name), records.column(PLACE.name)
-            case "merged" | "event_time":
-                task = pa.nulls(count, pa.int32()), pa.nulls(count, pa.int64())
+        task = [records.column(name) for name in _TASKS.get(self._plan.mode, ())]
+        codes, no_sighting = pa.array(decided.verdicts), ~decided.has_first
+        no_place = no_sighting | (decided.first_partitions < 0)
         unknown = stream_ms <= BEFORE_ALL_TIME
         known = {
-            FINGERPRINT.name: pa.nulls(count, pa.binary()),
+            FINGERPRINT: pa.nulls(count, pa.binary()),
             **{name: records.column(name) for name in records.schema.names},
-            **_found(decided, self._topics),
-            "dedup_partition": task[0],
-            "dedup_offset": task[1],
+            "verdict": _NAMES.take(codes),
+            "reason": _REASONS.take(codes),
+            "detail": pa.nulls(count, pa.string()),
+            "first_time_ms": pa.array(decided.first_ms, mask=no_sighting),
+            "first_topic": pa.array(self._topics, pa.string()).take(pa.array(decided.first_topics, mask=no_place)),
+            "first_partition": pa.array(decided.first_partitions.astype(np.int32), mask=no_place),
+            "first_offset": pa.array(decided.first_offsets, mask=no_place),
+            "dedup_partition": task[0] if task else pa.nulls(count, pa.int32()),
+            "dedup_offset": task[1] if task else pa.nulls(count, pa.int64()),
             "stream_time_ms": pa.array(stream_ms, mask=unknown if unknown.any() else None),
         }
-        unjudged = records.column(UNJUDGED.name)
+        unjudged = records.column(UNJUDGED)
         if unjudged.null_count < count:
-            known |= _with_unjudged(unjudged, known)
+            parts = [("", "", "") if text is None else text.split(SEPARATOR, 2) for text in unjudged.to_pylist()]
+            for at, name in enumerate(("verdict", "reason", "detail")):
+                texts = pa.array([part[at] or None for part in parts], pa.string())
+                known[name] = pc.if_else(unjudged.is_null(), known[name], texts)
         names = [*self._plan.names, *(field.name for field in JUDGED)]
         return pa.RecordBatch.from_arrays([known[name] for name in names], names)
-
-
-def _columns_to_judge(plan: ReducePlan) -> list[str]:
-    names = [ID.name, TIME.name, STREAM.name, UNJUDGED.name]
-    if plan.topology.fingerprints_wanted:
-        names.append(FINGERPRINT.name)
-    match plan.mode:
-        case "direct" | "merged":
-            return [*names, RUN.name, "topic", "partition", "offset"]
-        case "log":
-            return [*names, TASK.name, PLACE.name, "topic", "partition", "offset"]
-        case "event_time":
-            return names
 
 
 def _groups(ids: pa.ChunkedArray) -> tuple[Integers, Integers, pa.Array]:
@@ -388,54 +346,3 @@ def _groups(ids: pa.ChunkedArray) -> tuple[Integers, Integers, pa.Array]:
     together: Integers = np.concatenate(groups) if groups else np.empty(0, np.int64)
     # All chunks have the dictionary of the whole column.
     return together, np.bincount(together), chunks[-1].dictionary if chunks else pa.array([], pa.binary())
-
-
-def _scattered(decided: Decided, order: Integers, count: int) -> Decided:
-    """Return the verdicts in the order before sorting; the verdicts of rows that were not judged are meaningless."""
-    result = Decided.of(np.zeros(count, np.int8))
-    for before, after in zip(_columns(decided), _columns(result), strict=True):
-        after[order] = before
-    return result
-
-
-def _slice(decided: Decided, begin: int, end: int) -> Decided:
-    return Decided(*(column[begin:end] for column in _columns(decided)))
-
-
-def _columns(decided: Decided) -> tuple[Any, ...]:
-    return tuple(getattr(decided, field.name) for field in fields(decided))
-
-
-def _found(decided: Decided, topics: tuple[str, ...]) -> dict[str, pa.Array]:
-    codes = pa.array(decided.verdicts)
-    no_sighting = ~decided.has_first
-    no_place = no_sighting | (decided.first_partitions < 0)
-    return {
-        "verdict": _NAMES.take(codes),
-        "reason": _REASONS.take(codes),
-        "detail": pa.nulls(len(codes), pa.string()),
-        "first_time_ms": pa.array(decided.first_ms, mask=no_sighting),
-        "first_topic": pa.array(topics, pa.string()).take(pa.array(decided.first_topics, mask=no_place)),
-        "first_partition": pa.array(decided.first_partitions.astype(np.int32), mask=no_place),
-        "first_offset": pa.array(decided.first_offsets, mask=no_place),
-    }
-
-
-def _with_unjudged(unjudged: pa.Array, found: dict[str, pa.Array]) -> dict[str, pa.Array]:
-    """Return verdict, reason, and detail of each row, taken from `UNJUDGED` for rows that must not be judged."""
-    parts = [(None, None, None) if text is None else text.split(SEPARATOR, 2) for text in unjudged.to_pylist()]
-    verdicts, reasons, details = (pa.array([part[at] or None for part in parts], pa.string()) for at in range(3))
-    judged = unjudged.is_null()
-    return {
-        "verdict": pc.if_else(judged, found["verdict"], verdicts),
-        "reason": pc.if_else(judged, found["reason"], reasons),
-        "detail": pc.if_else(judged, _NO_TEXT, details),
-    }
-
-
-def _numbers(rows: pa.Table, name: str) -> Integers:
-    column = rows.column(name)
-    if column.null_count:
-        column = column.fill_null(BEFORE_ALL_TIME if name == STREAM.name else -1)
-    result: Integers = column.to_numpy().astype(np.int64)
-    return result

@@ -8,40 +8,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
-from pyspark.sql.types import (
-    ArrayType,
-    BinaryType,
-    IntegerType,
-    LongType,
-    StringType,
-    StructField,
-    StructType,
-)
+from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.types import StructField
 
 from dedup.errors import Problem, TopologyError
 
-HEADERS: Final = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
-
-RECORDS: Final = StructType(
-    [
-        StructField("key", BinaryType()),
-        StructField("value", BinaryType()),
-        StructField("headers", HEADERS),
-        StructField("timestamp_ms", LongType()),
-        StructField("topic", StringType()),
-        StructField("partition", IntegerType()),
-        StructField("offset", LongType()),
-    ]
+ARROW_RECORDS: Final = pa.schema(
+    {
+        "key": pa.binary(),
+        "value": pa.binary(),
+        "headers": pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())])),
+        "timestamp_ms": pa.int64(),
+        "topic": pa.string(),
+        "partition": pa.int32(),
+        "offset": pa.int64(),
+    }
 )
 """Key and value are bytes or null, headers are an empty array if there are none, and the timestamp is in ms since 1970
 UTC.
 """
-
+RECORDS: Final = from_arrow_schema(ARROW_RECORDS)
+HEADERS: Final = RECORDS["headers"].dataType
 COORDINATES: Final = ("topic", "partition", "offset")
 
-_OPTIONAL: Final = ("key", "headers", "timestamp_ms", "timestamp", *COORDINATES)
 _TYPES: Final[dict[str, tuple[str, ...]]] = {
     "value": ("string", "binary"),
     "key": ("string", "binary"),
@@ -54,33 +46,20 @@ _TYPES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
-def records_of_kafka(df: DataFrame) -> DataFrame:
-    """Return rows of Spark's Kafka source as `RECORDS`; headers need the source's option `includeHeaders`."""
-    return df.select(
-        F.col("key").cast(BinaryType()),
-        F.col("value").cast(BinaryType()),
-        headers_of(df).alias("headers"),
-        F.unix_millis("timestamp").alias("timestamp_ms"),
-        F.col("topic").cast(StringType()),
-        F.col("partition").cast(IntegerType()),
-        F.col("offset").cast(LongType()),
-    )
-
-
-def records_of_files(df: DataFrame, *, place: str = "the input", others: Sequence[str] = ()) -> DataFrame:
-    """Return a table of records with the schema `RECORDS`, followed by the columns ``others`` of the table.
+def as_records(df: DataFrame, *, place: str = "the input", others: Sequence[str] = ()) -> DataFrame:
+    """Return a table, such as Spark's Kafka source, with the schema `RECORDS`, followed by its columns ``others``.
 
     Columns are found by name. The column `value` (text or bytes) is required. The columns `key`, `headers`, and
     `timestamp_ms` (integer) or `timestamp` are optional, and so are `topic`, `partition`, and `offset`, of which either
     all three or none must be present. Raises TopologyError, which lists every column that is missing or has an
     unsupported type, and names the table ``place``.
     """
-    problems = [text for text in (_problem(df, name) for name in ("value", *_OPTIONAL)) if text]
+    problems = [text for text in (_problem(df, name) for name in _TYPES) if text]
     given = [name for name in COORDINATES if name in df.columns]
     if given and len(given) < len(COORDINATES):
         missing = ", ".join(name for name in COORDINATES if name not in given)
         problems.append(
-            f"has {', '.join(given)} but not {missing}: give all three of topic, partition, offset, or none"
+            f"has {', '.join(given)} but not {missing}: give all three of {', '.join(COORDINATES)}, or none"
         )
     if problems:
         raise TopologyError([Problem(place, text) for text in problems])
@@ -106,11 +85,10 @@ def _problem(df: DataFrame, name: str) -> str | None:
 
 
 def _as_record(df: DataFrame, field: StructField) -> Column:
-    name, kind = field.name, field.dataType
-    if name == "headers":
+    if field.name == "headers":
         return headers_of(df)
-    if name == "timestamp_ms" and name not in df.columns and "timestamp" in df.columns:
+    if field.name in df.columns:
+        return F.col(field.name).cast(field.dataType)
+    if field.name == "timestamp_ms" and "timestamp" in df.columns:
         return F.unix_millis("timestamp")
-    if name not in df.columns:
-        return F.lit(None).cast(kind)
-    return F.col(name).cast(kind)
+    return F.lit(None).cast(field.dataType)

@@ -59,7 +59,7 @@ def fold_history(
     """
     order: Order = "offsets" if history.placed else "event_time"
     _refuse_unplaceable(history.records, topology, source_partitions, order)
-    every = judging(history, topology, now_ms=now_ms, order=order).frame()
+    every = judging(history, topology, now_ms=now_ms).frame()
     verdicts = placed(every, topology, tasks=tasks, order=order).persist()
     try:
         counts = counts_of(verdicts)

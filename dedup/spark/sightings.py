@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, Any, Final
-from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
@@ -24,8 +23,7 @@ from pyspark.sql.types import BinaryType
 
 from dedup.core.fold import OnConflict
 from dedup.core.window import Sighting, Source
-from dedup.spark.columns import binary_column
-from dedup.spark.map_side import BATCH_BYTES, KNOWN, PACKED_ROWS, TARGET, LogEnds, packed_stream
+from dedup.spark.map_side import BATCH_BYTES, KNOWN, PACKED_ROWS, TARGET, LogEnds, buckets_of, packed_stream
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -161,12 +159,6 @@ def report_row(report: Mapping[str, Any]) -> pa.RecordBatch:
 def _layer_row(*values: object) -> pa.RecordBatch:
     columns = [pa.array([value], field.type) for value, field in zip(values, _LAYER_SCHEMA, strict=True)]
     return pa.RecordBatch.from_arrays(columns, schema=_LAYER_SCHEMA)
-
-
-def buckets_of(ids: pa.Array, buckets: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the bucket of each ID, computed with the hash that also chooses the ID's reduce task."""
-    hashed = np.fromiter(map(crc32, binary_column(ids)), np.int64, len(ids))  # type: ignore[arg-type]  # none is null
-    return hashed % buckets
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,32 +24,31 @@ import gc
 import pickle
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final
 
 import pyarrow as pa
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from dedup.errors import CommitUnknown, DedupError, StateIncompatible, TaskCorrupted, TaskMigrated
 from dedup.kafka.client import KafkaWire
+from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.wire import TopicPartition
 from dedup.metrics import TaskNumbers
 from dedup.spark.columns import feed_batches
 from dedup.spark.session import PicklableSettings, connected
 from dedup.store.directory import own_state
 from dedup.store.rocks import RocksMemory
+from dedup.topology.model import SubTopology, Topology
 from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import bounds_of, first_record
 from dedup.worker.task import Task, TaskId
 from dedup.worker.task_factory import TaskFactory
-
-if TYPE_CHECKING:
-    from dedup.kafka.record_batch import FeedBatch
-    from dedup.topology.model import SubTopology, Topology
-    from dedup.worker.topics import Cluster
+from dedup.worker.topics import Cluster
 
 _GC_THRESHOLD: Final = 100_000
 """The same as in a worker: a batch creates tens of thousands of objects, but no reference cycles."""
@@ -63,13 +62,14 @@ _BROKER_TROUBLE: Final = 5
 fix.
 """
 
-_REPORTED: Final[Mapping[str, pa.DataType]] = {
-    **dict.fromkeys(("topic", "failure", "failure_text"), pa.string()),
-    "partition": pa.int32(),
-    **dict.fromkeys(("next_offset", "judged", "replayed", *_VERDICTS, "state_ids", "state_bytes"), pa.int64()),
-    "numbers": pa.binary(),
-}
-_REPORT_SCHEMA: Final = pa.schema(list(_REPORTED.items()))
+_REPORT_SCHEMA: Final = pa.schema(
+    {
+        **dict.fromkeys(("topic", "failure", "failure_text"), pa.string()),
+        "partition": pa.int32(),
+        **dict.fromkeys(("next_offset", "judged", "replayed", *_VERDICTS, "state_ids", "state_bytes"), pa.int64()),
+        "numbers": pa.binary(),
+    }
+)
 REPORT: Final = from_arrow_schema(_REPORT_SCHEMA)
 """The columns of the row that an attempt reports to the driver; `numbers` is a pickled `TaskNumbers`."""
 
@@ -101,13 +101,9 @@ class BatchReport:
 
 
 @cache
-def _clock() -> SteadyClock:
-    return SteadyClock()
-
-
-@cache
-def _memory() -> RocksMemory:
-    return RocksMemory()
+def _clock_and_memory() -> tuple[SteadyClock, RocksMemory]:
+    """Return what all attempts in this process share."""
+    return SteadyClock(), RocksMemory()
 
 
 def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -121,7 +117,12 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
     first = next(batches, None)
     if first is None:
         return
-    report = _empty_report(first)
+    report: dict[str, Any] = {
+        **dict.fromkeys(REPORT.names, 0),
+        **dict.fromkeys(("next_offset", "numbers", "failure", "failure_text")),
+        "topic": first.feeding.topic,
+        "partition": first.feeding.partition,
+    }
     try:
         with asyncio.Runner() as runner:
             report |= runner.run(_judge(plan, first, batches))
@@ -134,32 +135,21 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
     yield pa.RecordBatch.from_pylist([report], schema=_REPORT_SCHEMA)
 
 
-def _empty_report(first: FeedBatch) -> dict[str, Any]:
-    report: dict[str, Any] = dict.fromkeys(REPORT.names, 0)
-    place = {"topic": first.feeding.topic, "partition": first.feeding.partition}
-    return report | place | dict.fromkeys(("next_offset", "numbers", "failure", "failure_text"))
-
-
 async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatch]) -> dict[str, Any]:
-    _refuse_growth(plan, first.feeding)
+    had = plan.cluster.topics[first.feeding.topic].partitions
+    if first.feeding.partition >= had:
+        raise StateIncompatible(
+            f"topic {first.feeding.topic!r} had {had} partitions when the stream started, and has partition "
+            f"{first.feeding.partition} now: IDs may have moved to another partition than the one that saw them. None "
+            f"of its records was judged. `dedup reset` and an empty checkpoint directory start from scratch."
+        )
     settings = plan.settings.reveal()
     name = plan.topology.name
     async with connected(settings, f"dedup-{name}-spark") as wire:
         with _own_directory(settings.state_dir, name, first.feeding) as state_dir:
             here = settings.model_copy(update={"state_dir": state_dir})
-            factory = TaskFactory(plan.topology, here, plan.cluster, wire, _clock(), _memory())
+            factory = TaskFactory(plan.topology, here, plan.cluster, wire, *_clock_and_memory())
             return await _Attempt(factory, wire, first.feeding, plan).run(first, batches)
-
-
-def _refuse_growth(plan: AttemptPlan, feeding: TopicPartition) -> None:
-    """Raise StateIncompatible if the partition was added after the stream started, because IDs may have moved to it."""
-    had = plan.cluster.topics[feeding.topic].partitions
-    if feeding.partition >= had:
-        raise StateIncompatible(
-            f"topic {feeding.topic!r} had {had} partitions when the stream started, and has partition "
-            f"{feeding.partition} now: IDs may have moved to another partition than the one that saw them. None of its "
-            f"records was judged. `dedup reset` and an empty checkpoint directory start from scratch."
-        )
 
 
 class _Attempt:
@@ -182,15 +172,14 @@ class _Attempt:
         try:
             await self._start()
             await _refuse_gap(self._wire, self._task, first)
-            follows, batch = self._task.next_offset, cast("FeedBatch | None", first)
-            while batch is not None:
+            follows, rest = self._task.next_offset, chain([first], batches)
+            while (batch := await self._next(rest)) is not None:
                 linked = replace(batch, follows=follows)
                 follows = batch.next_offset
                 self._uncommitted.append(linked)
                 await self._task.process(linked)
                 if sum(map(len, self._uncommitted)) >= self._commit_rows:
                     await self._commit()
-                batch = await self._next(batches)
             await self._commit()
             # The report reads the store, which `close` releases.
             return self._report()
@@ -292,21 +281,16 @@ def deleted_unjudged(task_id: TaskId, position: int, kept: int) -> StateIncompat
 def _own_directory(state_dir: Path, topology: str, feeding: TopicPartition) -> Iterator[Path]:
     """Yield a directory that is reserved for the partition's state while the ``with`` block runs.
 
-    All micro-batches of a partition on one machine use the same directory. If a fenced attempt still uses that
-    directory, a temporary directory is used instead, and the state is restored from the changelog.
+    If a fenced attempt still uses it, a temporary one is used, and the state is restored from the changelog.
     """
     shared = state_dir / ".spark"
     shared.mkdir(mode=0o700, parents=True, exist_ok=True)
-    owner = own_state(shared, f"{topology}-{feeding.topic.replace('.', '-')}-{feeding.partition}")
-    try:
-        owner.__enter__()
-    except StateIncompatible as in_use:
-        if "in use" not in str(in_use):
-            raise
-        with tempfile.TemporaryDirectory(prefix="dedup-spark-") as private:
-            yield Path(private)
-        return
-    try:
+    name = f"{topology}-{feeding.topic.replace('.', '-')}-{feeding.partition}"
+    with ExitStack() as owner:
+        try:
+            owner.enter_context(own_state(shared, name))
+        except StateIncompatible as in_use:
+            if "in use" not in str(in_use):
+                raise
+            shared = Path(owner.enter_context(tempfile.TemporaryDirectory(prefix="dedup-spark-")))
         yield shared
-    finally:
-        owner.__exit__(None, None, None)

@@ -129,7 +129,7 @@ def killed_while_publishing(step: int) -> None:
 
     patches: list[tuple[Any, str, Any]] = [
         (batch_verdicts.Judging, "frame", lambda self: frame(self).mapInArrow(half, self.schema)),
-        (backfill, "_counts", kill),
+        (backfill, "counts_of", kill),
         (backfill, "listed", kill),
         (backfill.RunDirectory, "_publish_manifest", kill),
         (session.HadoopDirectory, "write", write_last),

@@ -113,7 +113,7 @@ def test_a_killed_run_is_made_anew_by_the_same_clock(spark, tmp_path, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunDirectory, "_write_report", killed)
+        patch.setattr(RunDirectory, "_moved", killed)
         with pytest.raises(KeyboardInterrupt):
             backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
     assert [path.name for path in (tmp_path / "out").glob("run=*")] == []
@@ -272,9 +272,9 @@ def test_damage_inside_a_file_is_told_and_nothing_is_published(spark, tmp_path):
 
 
 def read_columns(spark, path):
-    from dedup.spark.rows import records_of_files  # noqa: PLC0415 - only here
+    from dedup.spark.rows import as_records  # noqa: PLC0415 - only here
 
-    return records_of_files(spark.read.parquet(str(path)))
+    return as_records(spark.read.parquet(str(path)))
 
 
 @pytest.mark.parametrize("drift", ["missing", "other type"])

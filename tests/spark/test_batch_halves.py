@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from dedup.errors import StateIncompatible
 from dedup.spark.columns import content_digests
-from dedup.spark.map_side import BATCH_BYTES, TARGET, MapPlan, Mode, map_function
-from dedup.spark.reduce_side import ReducePlan, reduce_function
+from dedup.spark.map_side import BATCH_BYTES, TARGET, MapPlan, Mode, map_rows
+from dedup.spark.reduce_side import ReducePlan, reduce_rows
 from dedup.spark.rows import RECORDS
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
@@ -65,12 +65,12 @@ def by_halves(
             patch("dedup.spark.map_side._MOST_ROWS", 3 * rows),
         ):
             context.get.return_value.partitionId.return_value = task
-            packed += map_function(plan)(split)
+            packed += map_rows(plan, split)
     random.Random(seed).shuffle(packed)
     found = []
     for target in READERS:
         mine = [each.filter(pc.equal(each.column(TARGET), target)) for each in packed]
-        found += list(reduce_function(ReducePlan(topology, mode, RECORDS.names))(iter(mine)))
+        found += list(reduce_rows(ReducePlan(topology, mode, RECORDS.names), iter(mine)))
     return pa.Table.from_batches(found)
 
 
@@ -161,7 +161,7 @@ def test_a_batch_of_parcels_as_spark_makes_it_stays_small(batch_rows):
     plan = MapPlan(topology_of({}), "direct", NOW_MS, READERS, batch_rows)
     with patch("dedup.spark.map_side.TaskContext") as context:
         context.get.return_value.partitionId.return_value = 0
-        packed = [each.column("packed") for each in map_function(plan)(rows.to_batches())]
+        packed = [each.column("packed") for each in map_rows(plan, rows.to_batches())]
     flat = [size for each in packed for size in pc.binary_length(each).fill_null(0).to_pylist()]
     assert sum(flat) > 30_000 * 450
     handed_over = [sum(flat[begin : begin + batch_rows]) for begin in range(0, len(flat), batch_rows)]
@@ -234,7 +234,7 @@ def test_rows_in_no_order_are_refused_instead_of_guessed():
 def test_a_topic_that_the_topology_does_not_read_is_refused():
     def screened() -> Iterator[pa.RecordBatch]:
         plan = MapPlan(topology_of({}), "direct", NOW_MS, READERS)
-        return map_function(plan)(batches([Event(0, b'{"id":1}', 1)], "elsewhere").to_batches())
+        return map_rows(plan, batches([Event(0, b'{"id":1}', 1)], "elsewhere").to_batches())
 
     with pytest.raises(StateIncompatible, match=r"topic elsewhere; the topology reads parity-in"):
         list(screened())

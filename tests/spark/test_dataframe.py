@@ -18,7 +18,7 @@ from dedup.spark import dedup, unique
 from dedup.spark.batch_verdicts import _spark_hash, _targets, judged
 from dedup.spark.dataframe import Shape
 from dedup.spark.files import as_events
-from dedup.spark.rows import records_of_files
+from dedup.spark.rows import as_records
 from dedup.topology.parse import parse
 
 FILE = """
@@ -94,7 +94,7 @@ def test_verdicts_are_those_of_the_same_rows_as_events(spark: SparkSession):
         F.struct((F.col("id") * 7919 % 900).alias("id")).alias("order"),
         F.timestamp_millis(F.lit(1_704_110_400_000) + F.col("id") * 104_729 % 9_000_000).alias("at"),
     )
-    events = records_of_files(rows.select(as_events(rows).alias("value")))
+    events = as_records(rows.select(as_events(rows).alias("value")))
     names = ["dedup_id", "verdict", "dedup_time_ms", "first_time_ms"]
     expected = judged(events, SHOP, now_ms=NOW_MS, order="event_time").select(names)
     ours = dedup(rows, SHOP, now_ms=NOW_MS)

@@ -17,8 +17,8 @@ from dedup.core.reference_model import ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
 from dedup.errors import StateIncompatible
 from dedup.spark.columns import content_digests
-from dedup.spark.map_side import KNOWN, TARGET, LogEnd, LogEnds, MapPlan, Mode, map_function
-from dedup.spark.reduce_side import LayerPlan, ReducePlan, layer_function, reduce_function
+from dedup.spark.map_side import KNOWN, TARGET, LogEnd, LogEnds, MapPlan, Mode, map_rows
+from dedup.spark.reduce_side import ReducePlan, layer_rows, reduce_rows
 from dedup.spark.rows import RECORDS
 from dedup.topology.model import Topology
 from tests.integration.workload import Event
@@ -52,7 +52,7 @@ class Jobs:
         plan = MapPlan(self.topology, self.mode, NOW_MS + self.topology.max_clock_skew_ms, TARGETS)
         with patch("dedup.spark.map_side.TaskContext") as context:
             context.get.return_value.partitionId.return_value = 0
-            packed = list(map_function(plan)(table.combine_chunks().to_batches(max_chunksize=rows)))
+            packed = list(map_rows(plan, table.combine_chunks().to_batches(max_chunksize=rows)))
         random.Random(seed).shuffle(packed)
         reduce_plan = ReducePlan(self.topology, self.mode, RECORDS.names, self.ends)
         found = []
@@ -61,15 +61,15 @@ class Jobs:
         counts: dict[str, int] = {}
         self.done += 1
         # From one to a multiple of the reduce tasks, so that buckets and tasks do not match.
-        layer = LayerPlan(len(TARGETS), len(TARGETS) * (1 + self.done % 3), self.done % self.whole_every == 0)
+        buckets, whole = len(TARGETS) * (1 + self.done % 3), self.done % self.whole_every == 0
         for reducer, target in enumerate(TARGETS):
             mine = [each.filter(pc.equal(each.column(TARGET), target)) for each in packed]
             mine = [each.append_column(KNOWN, pa.nulls(each.num_rows, pa.binary())) for each in mine]
             mine += self._known(reducer)
-            found += list(reduce_function(reduce_plan)(iter(mine)))
+            found += list(reduce_rows(reduce_plan, iter(mine)))
             with patch("dedup.spark.reduce_side.TaskContext") as context:
                 context.get.return_value.partitionId.return_value = reducer
-                for each in layer_function(reduce_plan, layer)(iter(mine)):
+                for each in layer_rows(reduce_plan, iter(mine), reducers=len(TARGETS), buckets=buckets, whole=whole):
                     left.append(each)
                     if each.column("report")[0].is_valid:
                         report = json.loads(each.column("report")[0].as_py())
@@ -78,7 +78,7 @@ class Jobs:
                         for topic, partition, *end in report["ends"]:
                             before = ends.get((topic, partition), LogEnd(0, BEFORE_ALL_TIME))
                             ends[topic, partition] = LogEnd(*map(max, before, end))
-        self.layers = [*([] if layer.whole else self.layers), (layer.buckets, pa.Table.from_batches(left))]
+        self.layers = [*([] if whole else self.layers), (buckets, pa.Table.from_batches(left))]
         self.ends = ends
         judged = pa.Table.from_batches(found)
         assert counts == {row["values"]: row["counts"] for row in judged.column("verdict").value_counts().to_pylist()}
