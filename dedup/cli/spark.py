@@ -176,7 +176,7 @@ def run(
     dedup spark run topologies/orders.yaml --checkpoint s3a://bucket/orders --master spark://host:7077
     """
     from dedup.spark.stream import StreamOptions, start_stream
-    from dedup.spark.table_sink import Following, TableSink
+    from dedup.spark.table_sink import TableSink, following
     from dedup.worker.logs import set_up_logging
 
     settings = read_settings(config, overrides)
@@ -197,7 +197,7 @@ def run(
             stopped = threading.Event()
             with _stopped_by_signals(stopped.set, stream.stop), ExitStack() as beside:
                 if sink is not None:
-                    beside.enter_context(Following(sink, every_s, _now_ms, stopped=stopped, failed=stream.stop))
+                    beside.enter_context(following(sink, every_s, _now_ms, stopped=stopped, failed=stream.stop))
                 stream.wait()
         progress.closing_line()
     finally:

@@ -338,7 +338,7 @@ def test_the_position_is_renewed_before_delta_forgets_it(make_sink, put):
     assert later.append(now_ms=first.committed_ms + DAY_MS - 1) is None
     again = later.append(now_ms=first.committed_ms + DAY_MS)
     assert again.rows == 0
-    assert again.commit.ends == first.commit.ends
+    assert again.ends == first.ends
     assert later.append(now_ms=first.committed_ms + 2 * DAY_MS - 1) is None
 
 
