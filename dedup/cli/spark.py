@@ -107,12 +107,12 @@ def _job(
 
     Errors that dedup raises on executors are raised unchanged on the driver.
     """
-    from dedup.spark.session import JobProgress, described, translated_errors
+    from dedup.spark.session import described, job_progress, translated_errors
 
     spark = open_session(topology, master, conf, packages)
     text, group = f"{topology.name}: {command}", f"dedup {command} {topology.name}"
     try:
-        with translated_errors(), described(spark, text, group=group), JobProgress(spark, enabled=not quiet):
+        with translated_errors(), described(spark, text, group=group), job_progress(spark, enabled=not quiet):
             yield spark
     finally:
         spark.stop()

@@ -193,8 +193,7 @@ class StreamMonitor:
         for (kind, place), seen in self._seen.items():
             most = self._topology.state.max_bytes_per_partition if kind == "dedup" else None
             lag = seen.lag_records, seen.unstable_records
-            state = seen.state_ids, seen.state_bytes, most
-            tasks.append(TaskSeen(kind, *place, "running", seen.numbers, *lag, *state))
+            tasks.append(TaskSeen(kind, *place, "running", seen.numbers, *lag, seen.state_ids, seen.state_bytes, most))
         return WorkerSeen(self._topology.name, self._name, tuple(tasks), {}, 0, 0, None, alert=self._dead.alert)
 
     def metrics(self) -> bytes:

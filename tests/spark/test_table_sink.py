@@ -127,9 +127,9 @@ def test_a_sink_that_ended_around_its_commit_continues(job, make_sink, put, rows
     killed = make_sink()
     write = killed._write
 
-    def ends(found, commit):
+    def ends(*what):
         if when == "after the commit":
-            write(found, commit)
+            write(*what)
         raise KeyboardInterrupt
 
     killed._write = ends
@@ -197,9 +197,9 @@ def test_a_table_that_is_replaced_during_a_commit_is_refused_by_every_later_sink
     put(*names(10, "b"))
     write = sink._write
 
-    def replaced_before(found, commit):
+    def replaced_before(*what):
         replace(spark, table)
-        return write(found, commit)
+        return write(*what)
 
     sink._write = replaced_before
     for each in (sink, make_sink()):
