@@ -22,7 +22,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import groupby
@@ -87,10 +87,6 @@ class SeedOptions:
     """Options of a seed."""
 
     until: Until
-    now_ms: int | None = None
-    """The wall-clock time that decides which times are in the future; now, if None. A second run of the same seed uses
-    the time of the first.
-    """
     commit_rows: int = _COMMIT_ROWS
 
 
@@ -129,7 +125,8 @@ class _ClusterState:
     next_offsets: Mapping[int, int]
     """Maps each task to the offset of its feeding partition at which it will begin."""
     judged_at_ms: int
-    marks: Mapping[int, SeedMark] = field(default_factory=dict)
+    """The wall-clock time of the first run of this seed, which decides which times are in the future."""
+    marks: Mapping[int, SeedMark]
     """Marks of an earlier run, by partition; empty if this is the first run."""
 
 
@@ -296,25 +293,26 @@ async def _cluster_state(
     tasks = cluster.topics[topology.feeding_topics[0]].partitions
     marks = {task: mark for task in range(tasks) if (mark := await _mark(topology, wire, task)) is not None}
     if marks:
-        begins = _begins_of(next(iter(marks.values())))
+        mark = next(iter(marks.values()))
+        by_topic = ((topic, enumerate(offsets)) for topic, offsets in mark.begins.items())
+        begins = {TopicPartition(topic, at): offset for topic, offsets in by_topic for at, offset in offsets}
         _refuse_other_begins(topology, options.until, begins)
-        offsets = {task: mark.next_offset for task, mark in marks.items()}
-        at_ms = next(iter(marks.values())).judged_at_ms
-        if len(marks) == tasks:
-            return _ClusterState(cluster, begins, offsets, at_ms, marks)
-        raise _not_new(topology, f"{tasks - len(marks)} of {tasks} partitions have no seed mark")
+        if len(marks) < tasks:
+            raise _not_new(topology, f"{tasks - len(marks)} of {tasks} partitions have no seed mark")
+        next_offsets = {task: mark.next_offset for task, mark in marks.items()}
+        return _ClusterState(cluster, begins, next_offsets, mark.judged_at_ms, marks)
     if not fresh:
         raise _not_new(topology, "its group has committed offsets")
+    places = {name: range(cluster.topics[name].partitions) for name in topology.source.topics}
+    sources = [TopicPartition(name, partition) for name, partitions in places.items() for partition in partitions]
+    logs = [TopicPartition(topology.feeding_topics[0], task) for task in range(tasks)]
     if not topology.direct:
-        await _refuse_used_sources(topology, cluster, wire)
-    begins = await _begins(topology, cluster, wire, options.until)
-    feedings = [TopicPartition(topology.feeding_topics[0], task) for task in range(tasks)]
-    offsets = {
-        feeding.partition: begins[feeding] if topology.direct else (await bounds_of(wire, feeding)).start
-        for feeding in feedings
+        await _refuse_used(topology, wire, sources, logs)
+    begins = await _begins(topology, wire, sources, options.until)
+    next_offsets = {
+        log.partition: begins[log] if topology.direct else (await bounds_of(wire, log)).start for log in logs
     }
-    now_ms = int(time.time() * 1000) if options.now_ms is None else options.now_ms
-    return _ClusterState(cluster, begins, offsets, now_ms)
+    return _ClusterState(cluster, begins, next_offsets, int(time.time() * 1000), {})
 
 
 def _not_new(topology: Topology, why: str) -> StateIncompatible:
@@ -356,31 +354,22 @@ def _refuse_other_begins(topology: Topology, until: Until, begins: Mapping[Topic
     )
 
 
-def _begins_of(mark: SeedMark) -> dict[TopicPartition, int]:
-    return {
-        TopicPartition(topic, partition): offset
-        for topic, offsets in mark.begins.items()
-        for partition, offset in enumerate(offsets)
-    }
-
-
-async def _refuse_used_sources(topology: Topology, cluster: Cluster, wire: KafkaWire) -> None:
-    for name in topology.source.topics:
-        for partition in range(cluster.topics[name].partitions):
-            if await committed_offset(wire, topology.name, TopicPartition(name, partition)) is not None:
-                raise _not_new(topology, f"its group has committed an offset of {name}/{partition}")
-    topic = topology.repartition_topic
-    for partition in range(cluster.topics[topic].partitions):
+async def _refuse_used(
+    topology: Topology, wire: KafkaWire, sources: list[TopicPartition], logs: list[TopicPartition]
+) -> None:
+    """Raise StateIncompatible if the group has offsets of the source, or the repartition topic holds records."""
+    for topic, partition in sources:
+        if await committed_offset(wire, topology.name, TopicPartition(topic, partition)) is not None:
+            raise _not_new(topology, f"its group has committed an offset of {topic}/{partition}")
+    for topic, partition in logs:
         if await _first_record(wire, TopicPartition(topic, partition)) is not None:
             raise _not_new(topology, f"{topic}/{partition} holds records")
 
 
-async def _begins(topology: Topology, cluster: Cluster, wire: KafkaWire, until: Until) -> dict[TopicPartition, int]:
-    places = [
-        TopicPartition(name, partition)
-        for name in topology.source.topics
-        for partition in range(cluster.topics[name].partitions)
-    ]
+async def _begins(
+    topology: Topology, wire: KafkaWire, places: list[TopicPartition], until: Until
+) -> dict[TopicPartition, int]:
+    """Return the offset of each source partition that ``until`` means. Raises SettingsError for impossible offsets."""
     if isinstance(until, int | str):
         return {place: await first_offset(wire, place, until) for place in places}
     problems = []
@@ -407,16 +396,11 @@ def _write_partitions(plan: WritePlan, arrow: Iterable[pa.RecordBatch]) -> Itera
         async with connected(plan.settings.reveal(), f"dedup-{plan.topology.name}-seed") as wire:
             return await _SeedWriter(plan, wire).write(partition, rows)
 
-    for partition, rows in groupby(_rows(arrow), key=itemgetter(0)):
-        with asyncio.Runner() as runner:
-            written = {"partition": partition, "was_there": runner.run(write(partition, rows))}
+    columns = (batch.select(["dedup_partition", "key", "value", "hash"]).columns for batch in arrow)
+    every = (row for batch in columns for row in zip(*(column.to_pylist() for column in batch), strict=True))
+    for partition, rows in groupby(every, key=itemgetter(0)):
+        written = {"partition": partition, "was_there": asyncio.run(write(partition, rows))}
         yield pa.RecordBatch.from_pylist([written], schema=_WRITTEN)
-
-
-def _rows(arrow: Iterable[pa.RecordBatch]) -> Iterator[Row]:
-    for batch in arrow:
-        columns = (batch.column(name).to_pylist() for name in ("dedup_partition", "key", "value", "hash"))
-        yield from zip(*columns, strict=True)
 
 
 class _SeedWriter:
@@ -442,35 +426,28 @@ class _SeedWriter:
         return TopicPartition(self._topology.changelog_topic, partition)
 
     async def begin(self, found: _ClusterState) -> None:
-        """Write a seed mark to every changelog partition and, if the topology repartitions, commit the source offsets.
+        """Write seed marks in the phase `seeding` to all changelog partitions in one transaction.
 
-        The offsets are committed before a task can start on any partition, because a fleet that starts in the meantime
-        must not repartition the history again.
+        From this transaction on, no task of the fleet starts before its partition is seeded. If the topology
+        repartitions, the source offsets are committed next, before a task can start on any partition, because a fleet
+        that starts in the meantime must not repartition the history again.
         """
-        if not found.marks:
-            await self._announce()
+        marks = {} if found.marks else self._plan.marks
+        for partition in marks:
+            # An open transaction of a stopped worker must not be committed after the marks.
+            await self._session("dedup", partition).open()
+        if marks:
+            session = self._session("dedup", min(marks))
+            await session.open()
+            lines = {self._changelog(at): [_line(SEED_MARK_KEY, encode_seed_mark(mark))] for at, mark in marks.items()}
+            await self._insist(session, lines)
+            await session.drop()
         for place, offset in () if self._topology.direct else found.begins.items():
             session = self._session("repartition", place.partition, place.topic)
             await session.open()
             if not await self._is_begun(place):
                 await session.commit({place: Position(offset)})
             await session.drop()
-
-    async def _announce(self) -> None:
-        """Write seed marks in the phase `seeding` to all changelog partitions in one transaction.
-
-        From this transaction on, no task of the fleet starts before its partition is seeded.
-        """
-        marks = self._plan.marks
-        for partition in marks:
-            # An open transaction of a stopped worker must not be committed after the marks.
-            await self._session("dedup", partition).open()
-        session = self._session("dedup", min(marks))
-        await session.open()
-        await self._insist(
-            session, {self._changelog(at): [_line(SEED_MARK_KEY, encode_seed_mark(mark))] for at, mark in marks.items()}
-        )
-        await session.drop()
 
     async def write_empty(self) -> dict[int, bool]:
         """Finish the partitions that have no sightings; the result is that of `_write_sightings`."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import pickle
 import tempfile
 import threading
@@ -197,13 +198,6 @@ async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition)
             await task.close(drain=False)
 
 
-@dataclass(slots=True)
-class _Quiet:
-    position: int
-    since_s: float
-    marked: bool = False
-
-
 class _IdleMarks:
     """Marks source partitions without new records as idle in the repartition topic, in a thread of the driver.
 
@@ -218,7 +212,8 @@ class _IdleMarks:
         self.busy: Final = threading.Lock()
         """Lock for writing to the repartition topic."""
         self._over: Final = threading.Event()
-        self._quiet: dict[TopicPartition, _Quiet] = {}
+        self._quiet: dict[TopicPartition, tuple[int, float]] = {}
+        """Maps a partition without new records to its position, and to since when; the time of a marked one is inf."""
         self._thread: Final = threading.Thread(target=self._run, name="idle-marks", daemon=True)
 
     def start(self) -> None:
@@ -251,13 +246,15 @@ class _IdleMarks:
     async def _look(self, wire: KafkaWire, feeding: TopicPartition) -> None:
         position = await self._caught_up_at(wire, feeding)
         now_s = time.monotonic()
-        quiet = self._quiet.get(feeding)
+        before, since_s = self._quiet.get(feeding, (None, now_s))
         if position is None:
             self._quiet.pop(feeding, None)
-        elif quiet is None or quiet.position != position:
-            self._quiet[feeding] = _Quiet(position, now_s)
-        elif not quiet.marked and now_s - quiet.since_s >= self._ready.topology.idle_after_ms / 1000:
-            quiet.marked = await self._mark(wire, feeding, position)
+            return
+        if position != before:
+            since_s = now_s
+        elif now_s - since_s >= self._ready.topology.idle_after_ms / 1000 and await self._mark(wire, feeding, position):
+            since_s = math.inf
+        self._quiet[feeding] = position, since_s
 
     async def _caught_up_at(self, wire: KafkaWire, feeding: TopicPartition) -> int | None:
         """Return the position of a partition if only transaction markers follow, or None if the partition has lag."""
@@ -295,7 +292,6 @@ class StreamOptions:
     """Number of rows in a transaction, which may not be open longer than `transaction_timeout`."""
     onto_existing_output: bool = False
     """Let a new group write to an output that already holds records; see `dedup.worker.topics`."""
-    trigger_ms: int = 0
     on_batch: Callable[[BatchReport], None] | None = None
 
 
@@ -338,8 +334,7 @@ class _Query:
         )
         writer = rows.writeStream.queryName(self._name).foreachBatch(self._judge)
         writer = writer.option("checkpointLocation", f"{options.checkpoint}/{self._sub_topology}")
-        often = writer.trigger(processingTime=f"{options.trigger_ms} milliseconds")
-        self._query = (writer.trigger(availableNow=True) if options.exit_when_done else often).start()
+        self._query = (writer.trigger(availableNow=True) if options.exit_when_done else writer).start()
 
     def _judge(self, rows: DataFrame, batch_id: int) -> None:
         """Judge and send a micro-batch; raise an error that an attempt reported."""
