@@ -27,7 +27,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import groupby
 from operator import itemgetter
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal
 
 import pyarrow as pa
 from pyspark.errors import PySparkException
@@ -69,7 +69,6 @@ Until = Mapping[TopicPartition, int] | int | Literal["earliest", "latest"]
 Row = tuple[int, bytes, bytes, int]
 """Columns: changelog partition, key, value, hash of both."""
 
-T = TypeVar("T")
 _COMMIT_ROWS: Final = 50_000
 _DEADLINE_MS: Final = 20_000
 _MOST_ATTEMPTS: Final = 50
