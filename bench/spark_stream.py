@@ -101,7 +101,7 @@ def exact(bench: Bench, name: str) -> None:
 def exact_delta(bench: Bench, name: str) -> None:
     sink = TableSink(bench.spark, bench.topology(name), bench.settings(), bench.table(name))
     stream = start_stream(bench.spark, bench.topology(name), bench.settings(), bench.options(name))
-    with following(sink, 2.0, lambda: time.time_ns() // 1_000_000, stopped=threading.Event(), failed=stream.stop):
+    with following(sink, 2.0, stopped=threading.Event(), failed=stream.stop):
         stream.wait()
 
 

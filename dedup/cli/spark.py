@@ -192,7 +192,7 @@ def run(
             stopped = threading.Event()
             with _stopped_by_signals(stopped.set, stream.stop), ExitStack() as beside:
                 if sink is not None:
-                    beside.enter_context(following(sink, every_s, _now_ms, stopped=stopped, failed=stream.stop))
+                    beside.enter_context(following(sink, every_s, stopped=stopped, failed=stream.stop))
                 stream.wait()
         progress.closing_line()
     finally:
@@ -577,9 +577,9 @@ def sink_command(
         sink = TableSink(spark, parsed, settings, delta, most_offsets=most_offsets)
         with _stopped_by_signals(over.set):
             if exit_when_done:
-                catch_up(sink, clock_ms=_now_ms, over=over, tell=tell)
+                catch_up(sink, over=over, tell=tell)
             else:
-                follow(sink, every_s=every_s, clock_ms=_now_ms, over=over, tell=tell)
+                follow(sink, every_s=every_s, over=over, tell=tell)
     typer.echo(f"{delta}: {total:,} rows appended")
 
 
@@ -589,7 +589,3 @@ def _seconds(option: str, text: str) -> float:
         return parse_duration(text) / 1000
     except ValueError as error:
         raise SettingsError([Problem(option, str(error))]) from error
-
-
-def _now_ms() -> int:
-    return int(time.time() * 1000)

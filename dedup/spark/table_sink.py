@@ -33,8 +33,6 @@ from dedup.verify.kafka_reader import KafkaReader
 
 log: Final = logging.getLogger(__name__)
 
-Clock = Callable[[], int]
-"""Returns the time in ms."""
 _VERSION: Final = 1
 _COLUMNS: Final = ("key", "value", "headers", "topic", "partition", "offset", "timestamp")
 _REPLACED: Final = ("RESTORE", "TRUNCATE", "REPLACE TABLE", "CLONE")
@@ -276,7 +274,7 @@ class TableSink:
 
 @contextmanager
 def following(
-    sink: TableSink, every_s: float, clock_ms: Clock, *, stopped: threading.Event, failed: Callable[[], None]
+    sink: TableSink, every_s: float, *, stopped: threading.Event, failed: Callable[[], None]
 ) -> Iterator[None]:
     """Inside ``with``, append the records that a stream commits, in a thread; at the end, append the rest.
 
@@ -287,7 +285,7 @@ def following(
 
     def run() -> None:
         try:
-            follow(sink, every_s=every_s, clock_ms=clock_ms, over=over)
+            follow(sink, every_s=every_s, over=over)
         except Exception as error:
             log.exception("the table sink has ended")
             errors.append(error)
@@ -303,16 +301,11 @@ def following(
     if errors:
         raise errors[0]
     sink.settle(stopped)
-    catch_up(sink, clock_ms=clock_ms, over=stopped)
+    catch_up(sink, over=stopped)
 
 
 def follow(
-    sink: TableSink,
-    *,
-    every_s: float,
-    clock_ms: Clock,
-    over: threading.Event,
-    tell: Callable[[Appended], None] | None = None,
+    sink: TableSink, *, every_s: float, over: threading.Event, tell: Callable[[Appended], None] = lambda _: None
 ) -> None:
     """Append new records until ``over`` is set, with a pause of ``every_s`` seconds whenever there are no more.
 
@@ -321,32 +314,31 @@ def follow(
     """
     reached = False
     while not over.is_set():
+        appended = None
         try:
-            appended = sink.append(now_ms=clock_ms())
+            appended = sink.append(now_ms=_now_ms())
         except BrokerUnavailable as error:
             if not reached:
                 raise
             log.warning("%s; trying again in %g s", error, every_s)
-            appended = None
         reached = True
-        if appended is not None and tell is not None:
+        if appended is not None:
             tell(appended)
         if appended is None or not appended.more:
             over.wait(every_s)
 
 
 def catch_up(
-    sink: TableSink,
-    *,
-    clock_ms: Clock,
-    over: threading.Event | None = None,
-    tell: Callable[[Appended], None] | None = None,
+    sink: TableSink, *, over: threading.Event | None = None, tell: Callable[[Appended], None] = lambda _: None
 ) -> None:
     """Append until the table contains all records that are committed when the call begins, or ``over`` is set."""
     ends = sink.ends()
     while over is None or not over.is_set():
-        appended = sink.append(now_ms=clock_ms(), until=ends)
+        appended = sink.append(now_ms=_now_ms(), until=ends)
         if appended is None:
             return
-        if tell is not None:
-            tell(appended)
+        tell(appended)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

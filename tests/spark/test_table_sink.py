@@ -85,7 +85,7 @@ def now_ms():
 
 
 def fill(sink):
-    catch_up(sink, clock_ms=now_ms)
+    catch_up(sink)
 
 
 def names(count, prefix="a"):
@@ -232,11 +232,11 @@ def test_brokers_that_are_away_are_waited_for_once_they_were_reached(make_sink, 
         return append(**options)
 
     sink.append = away_once
-    follow(sink, every_s=0.01, clock_ms=now_ms, over=over)
+    follow(sink, every_s=0.01, over=over)
     assert rows() == of_topic(job)
     sink.append = lambda **_: (_ for _ in ()).throw(BrokerUnavailable("away"))
     with pytest.raises(BrokerUnavailable):
-        follow(sink, every_s=0.01, clock_ms=now_ms, over=threading.Event())
+        follow(sink, every_s=0.01, over=threading.Event())
 
 
 def test_a_broker_that_knows_fewer_partitions_is_not_believed(make_sink, put, rows, job, monkeypatch):
