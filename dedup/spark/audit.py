@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from typing import Final, cast
 
@@ -191,13 +191,21 @@ def _place(topic: str, partition: str, offset: str) -> Column:
 
 def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[DataFrame]:
     """Yield findings on single records: errors in late and dead-letter topics, and verdicts that cannot be proven."""
-    doubtful = "doubtful AND NOT pending AND NOT history AND out IS NOT NULL"
-    claims = [_claim(doubtful, _shown("source"), _NOT_PROVABLE, WHY_FRONT), *_unexplained(cut)]
-    for verdict in sides.topics:
-        claims += [
-            *_filed_wrongly(cut, sides.topics[verdict], verdict),
-            *_unaccounted(cut, sides.topics[verdict], verdict),
-        ]
+    live, here = "NOT pending AND NOT history", _shown("source")
+    # Only the broker or a worker's clock explains these dead letters.
+    refused, by_clock = (
+        f"{live} AND verdict = 'dead_letter' AND reason = '{why}'" for why in (REFUSED_BY_THE_BROKER, FUTURE)
+    )
+    ahead_ms, skew_ms = "time_ms - before_ms", cut.topology.max_clock_skew_ms
+    reached = "a dead letter for a future time, which stream time had reached: the rule judges it"
+    claims = [
+        _claim(f"{live} AND doubtful AND out IS NOT NULL", here, _NOT_PROVABLE, WHY_FRONT),
+        _claim(refused, here, _NOT_PROVABLE, WHY_REFUSED),
+        _claim(f"{by_clock} AND {ahead_ms} <= 0", here, "wrong_dead_letter", reached),
+        _claim(f"{by_clock} AND {ahead_ms} > 0 AND {ahead_ms} <= {skew_ms}", here, _NOT_PROVABLE, WHY_CLOCK),
+    ]
+    for verdict, topic in sides.topics.items():
+        claims += _side_claims(cut, topic, verdict)
     # The claims are false for all other rows, which are nearly all rows.
     yield _found(rows.where("doubtful OR verdict IN ('late', 'dead_letter') OR times_dead_letter IS NOT NULL"), *claims)
     for verdict in sides.with_stand_ins if cut.topology.direct else ():
@@ -207,11 +215,11 @@ def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[Data
         there = cut.log.withColumn("source", path()).join(standing, "source")
         other = there.withColumn("other", words("value") != fn.col("stand_in"))
         text = f"its value does not have the digest that is in {sides.topics[verdict]}"
-        yield _found(other, _claim("other", _shown("source"), "changed", text))
+        yield _found(other, _claim("other", here, "changed", text))
 
 
-def _filed_wrongly(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
-    """Yield the columns with findings on the records of the log that are in one side topic, or should be."""
+def _side_claims(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
+    """Yield the findings on one side topic: records that are in it, should be, or name no record of the log."""
     here, there, times = _shown("source"), _shown(f"{verdict}.place"), f"coalesce(times_{verdict}, 0)"
     again = fn.format_string("source record %s occurs more than once", here)
     yield _claim(f"{times} > 1", there, "duplicated", again, f"{times} - 1")
@@ -231,40 +239,23 @@ def _filed_wrongly(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
         other = f"dead_letter.reason != '{REFUSED_BY_THE_BROKER}' AND dead_letter.reason != reason"
         both = fn.format_string('%s says "%s"; the record says "%s"', there, "dead_letter.reason", "reason")
         yield _claim(f"{rightly} AND {other}", here, wrong, both)
-
-
-def _unaccounted(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
-    """Yield the columns with findings on side records that name no source record, or one that is not in the log."""
-    times, there = f"coalesce(times_{verdict}, 0)", _shown(f"{verdict}.place")
-    alone = f"verdict IS NULL AND {times} > 0"
-    nameless = "names no record of the source topics in its headers"
+    alone, nameless = f"verdict IS NULL AND {times} > 0", "names no record of the source topics in its headers"
     yield _claim(f"{alone} AND topic IS NULL", there, "phantom", nameless, times)
-    partition, offset = fn.concat_ws("/", "topic", "partition"), fn.col("offset")
-    low, committed = (
-        by_key(
-            {f"{name}/{at}": value for name in cut.topology.source.topics for at, value in of(name).items()}, partition
-        )
-        for of in (cut.lows, cut.committed.__getitem__)
-    )
-    judged = fn.expr(f"{alone} AND topic IS NOT NULL") & (offset < committed)
+    low, committed = (_of_source(cut, of) for of in (cut.lows, cut.committed.__getitem__))
+    judged = fn.expr(f"{alone} AND topic IS NOT NULL") & (fn.col("offset") < committed)
     gone = f"the source records that {topic} names are deleted"
-    yield _claim(judged & (offset < low), there, _NOT_PROVABLE, gone, times)
-    unknown = fn.format_string("names %s, which is no record of the source", _shown("source"))
+    yield _claim(judged & (fn.col("offset") < low), there, _NOT_PROVABLE, gone, times)
+    unknown = fn.format_string("names %s, which is no record of the source", here)
     # Some records end in the repartition step, and others have been purged from its topic.
     purged = "side records of the repartition step, or of records purged since"
     said = _if_provable(cut.topology.direct, "phantom", unknown, purged)
-    yield _claim(judged & (offset >= low), there, *said, times)
+    yield _claim(judged & (fn.col("offset") >= low), there, *said, times)
 
 
-def _unexplained(cut: AuditCut) -> Iterator[Column]:
-    """Yield the columns with findings on dead letters that only the broker or a worker's clock explains."""
-    dead, here = "verdict = 'dead_letter' AND NOT pending AND NOT history", _shown("source")
-    yield _claim(f"{dead} AND reason = '{REFUSED_BY_THE_BROKER}'", here, _NOT_PROVABLE, WHY_REFUSED)
-    by_clock, ahead_ms = f"{dead} AND reason = '{FUTURE}'", "time_ms - before_ms"
-    text = "a dead letter for a future time, which stream time had reached: the rule judges it"
-    yield _claim(f"{by_clock} AND {ahead_ms} <= 0", here, "wrong_dead_letter", text)
-    near = f"{ahead_ms} > 0 AND {ahead_ms} <= {cut.topology.max_clock_skew_ms}"
-    yield _claim(f"{by_clock} AND {near}", here, _NOT_PROVABLE, WHY_CLOCK)
+def _of_source(cut: AuditCut, of: Callable[[str], Mapping[int, int]]) -> Column:
+    """Return the offset that ``of`` has for the source partition of each row."""
+    offsets = {f"{topic}/{at}": offset for topic in cut.topology.source.topics for at, offset in of(topic).items()}
+    return by_key(offsets, fn.concat_ws("/", "topic", "partition"))
 
 
 def _pairs(cut: AuditCut, rows: DataFrame) -> DataFrame:
