@@ -180,7 +180,6 @@ def run(
     set_up_logging(settings)
     # py4j logs every call from Spark to Python.
     logging.getLogger("py4j").setLevel(logging.WARNING)
-    options = StreamOptions(checkpoint, exit_when_done, most_offsets, commit_rows, onto_existing_output)
     # A local Spark retries a failed task only if the master says so. Without a retry, a failed task ends the stream.
     local = master is None and "PYSPARK_GATEWAY_PORT" not in os.environ
     packages = _packages(conf, None, checkpoint, delta, kafka=True, delta=delta is not None)
@@ -188,6 +187,7 @@ def run(
     try:
         with _StreamProgress(enabled=not quiet) as progress:
             sink = None if delta is None else TableSink(spark, parsed, settings, delta, most_offsets=most_offsets)
+            options = StreamOptions(checkpoint, exit_when_done, most_offsets, commit_rows, onto_existing_output)
             stream = start_stream(spark, parsed, settings, replace(options, on_batch=progress.add))
             stopped = threading.Event()
             with _stopped_by_signals(stopped.set, stream.stop), ExitStack() as beside:

@@ -70,30 +70,21 @@ def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
     Raises StateIncompatible and changes nothing if the directory has a different identity or contains other files.
     """
     path, files = checkpoint.at(_IDENTITY_FILE), checkpoint.files
-    if files.exists(path):
-        _refuse_other(checkpoint, identity)
+    if not files.exists(path):
+        left = files.listStatus(checkpoint.path) if files.exists(checkpoint.path) else []
+        # A driver that was killed while it wrote the identity leaves the part file.
+        if any(status.getPath().getName() != _PART_FILE for status in left):
+            raise StateIncompatible(
+                f"{checkpoint.path}: is not empty, and no checkpoint of `dedup spark run`: {_IDENTITY_FILE} is "
+                f"missing. Nothing was changed. Use a directory for this topology alone."
+            )
+        checkpoint.write(path, json.dumps({"id": uuid.uuid4().hex, **identity}, sort_keys=True), _PART_FILE)
         return
-    found = files.listStatus(checkpoint.path) if files.exists(checkpoint.path) else []
-    # A driver that was killed while it wrote the identity leaves the part file.
-    if any(status.getPath().getName() != _PART_FILE for status in found):
-        raise StateIncompatible(
-            f"{checkpoint.path}: is not empty, and no checkpoint of `dedup spark run`: {_IDENTITY_FILE} is missing. "
-            f"Nothing was changed. Use a directory for this topology alone."
-        )
-    facts = {"id": uuid.uuid4().hex, **identity}
-    checkpoint.write(path, json.dumps(facts, sort_keys=True), _PART_FILE)
-
-
-def _refuse_other(checkpoint: HadoopDirectory, wanted: Mapping[str, object]) -> None:
     try:
-        found = json.loads(checkpoint.read(checkpoint.at(_IDENTITY_FILE)))
+        found = json.loads(checkpoint.read(path))
     except ValueError as error:
-        raise StateIncompatible(
-            f"{checkpoint.path}/{_IDENTITY_FILE}: is damaged ({error}). Use an empty directory."
-        ) from error
-    differs = [
-        f"{name}: {found.get(name)!r}, now {value!r}" for name, value in wanted.items() if found.get(name) != value
-    ]
+        raise StateIncompatible(f"{path}: is damaged ({error}). Use an empty directory.") from error
+    differs = [f"{name}: {found.get(name)!r}, now {own!r}" for name, own in identity.items() if found.get(name) != own]
     if differs:
         raise StateIncompatible(
             f"{checkpoint.path}: is the checkpoint of another topology ({'; '.join(differs)}). Nothing was changed. "
