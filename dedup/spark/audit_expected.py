@@ -59,6 +59,7 @@ class AuditCut:
         self.topology: Final = topology
         self._settings: Final = settings
         with KafkaReader(settings) as reader:
+            # As in `verify.cut.Cut`; bounds begin at the last `dedup reset`, except those of the source topics.
             self.partitions, self.committed, self.bounds, resets = offsets_of(topology, reader, report)
             has_state = reader.partitions([topology.changelog_topic])[topology.changelog_topic] > 0
             marks = seed_marks(spark, topology, settings) if has_state else {}
@@ -126,9 +127,7 @@ class AuditCut:
         return not any(each.start_deleted for each in self.bounds[topic].values())
 
     def lows(self, topic: str) -> dict[int, int]:
-        """Return the first offset that is left in each partition of a topic; none is older than a `dedup reset`,
-        except in the source topics.
-        """
+        """Return the first offset that is left in each partition of a topic."""
         return {at: each.low for at, each in self.bounds[topic].items()}
 
     def ends(self, topic: str) -> dict[int, int]:
