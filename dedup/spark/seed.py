@@ -454,23 +454,30 @@ class _SeedWriter:
         return {task: await self.write(task, ()) for task in empty}
 
     async def write(self, partition: int, rows: Iterable[Row]) -> bool:
-        """Seed one changelog partition; if it is already seeded, only read its rows to the end, and return True.
+        """Seed one changelog partition; if it is already seeded, write nothing, and return True.
 
         Raises PartitionTruncated, TaskMigrated, or CommitUnknown, after which another attempt writes the partition
         again.
         """
-        session = self._session("dedup", partition)
+        session, feeding = (
+            self._session("dedup", partition),
+            TopicPartition(self._topology.feeding_topics[0], partition),
+        )
         await session.open()
         try:
             # The offset is read in this attempt's own epoch, when the transactions of older attempts have ended.
-            if await self._is_begun(TopicPartition(self._topology.feeding_topics[0], partition)):
-                for _ in rows:
-                    pass
+            if await self._is_begun(feeding):
                 return True
             # This seed writes the whole state, so a changelog that later begins at a higher offset was truncated.
-            kept_from = (await bounds_of(self._wire, self._changelog(partition))).start
+            changelog = self._changelog(partition)
+            kept_from = (await bounds_of(self._wire, changelog)).start
             await self._write_rows(session, partition, rows)
-            await self._finish(session, partition, kept_from)
+            # After this last transaction, a task of the fleet may start.
+            record = replace(self._plan.records[partition], kept_from=kept_from)
+            mark = replace(self._plan.marks[partition], phase="seeded")
+            closing = (task_record_key(), encode_task_record(record)), (SEED_MARK_KEY, encode_seed_mark(mark))
+            lines = {changelog: [_line(key, value) for key, value in closing]}
+            await self._insist(session, lines, {feeding: Position(record.next_offset)})
         finally:
             await session.drop()
         return False
@@ -494,17 +501,6 @@ class _SeedWriter:
             )
         if lines:
             await self._insist(session, {changelog: lines})
-
-    async def _finish(self, session: Session, partition: int, kept_from: int) -> None:
-        """Commit the last transaction of a partition, after which a task of the fleet may start."""
-        record = replace(self._plan.records[partition], kept_from=kept_from)
-        mark = replace(self._plan.marks[partition], phase="seeded")
-        closing = [
-            _line(task_record_key(), encode_task_record(record)),
-            _line(SEED_MARK_KEY, encode_seed_mark(mark)),
-        ]
-        offsets = {TopicPartition(self._topology.feeding_topics[0], partition): Position(record.next_offset)}
-        await self._insist(session, {self._changelog(partition): closing}, offsets)
 
     async def _insist(
         self,
