@@ -39,7 +39,7 @@ from dedup.settings import Settings
 from dedup.spark.delta_log import DeltaLog
 from dedup.spark.session import session_for
 from dedup.spark.stream import StreamOptions, start_stream
-from dedup.spark.table_sink import Following, TableSink
+from dedup.spark.table_sink import TableSink, following
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
 
@@ -102,7 +102,7 @@ def exact(bench: Bench, name: str) -> None:
 def exact_delta(bench: Bench, name: str) -> None:
     sink = TableSink(bench.spark, bench.topology(name), bench.settings(), DeltaLog(bench.spark, bench.table(name)))
     stream = start_stream(bench.spark, bench.topology(name), bench.settings(), bench.options(name))
-    with Following(sink, 2.0, lambda: time.time_ns() // 1_000_000, stopped=threading.Event(), failed=stream.stop):
+    with following(sink, 2.0, stopped=threading.Event(), failed=stream.stop):
         stream.wait()
 
 

@@ -82,7 +82,7 @@ def _place(text: str) -> str:
     return text
 
 
-def _between(low: str, high: str) -> AfterValidator:
+def _between(low: str, high: str) -> Any:  # noqa: ANN401 - a validator
     low_ms, high_ms = parse_duration(low), parse_duration(high)
     return accepting(lambda text: low_ms <= parse_duration(text) <= high_ms, f'"{{}}" must be {low} to {high}')
 

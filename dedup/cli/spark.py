@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal, cast
 
 import typer
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from dedup.kafka.wire import TopicPartition
+    from dedup.settings import Settings
     from dedup.spark.delta_log import DeltaLog
     from dedup.spark.files import History
     from dedup.spark.iceberg_log import IcebergLog
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from dedup.spark.task_attempt import BatchReport
     from dedup.topology.model import Topology
 
+_aside: Final = partial(typer.echo, err=True)
 _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 _PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
 
@@ -71,7 +74,10 @@ _Iceberg = Annotated[
     typer.Option(metavar="NAME", help="Append the output topic to this Iceberg table, named with its catalog."),
 ]
 _Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar or line.")]
-
+_ExitWhenDone = Annotated[
+    bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at the start.")
+]
+_Now = Annotated[str | None, typer.Option(help="Current time, after which event times are in the future.")]
 
 InputFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 _HistoryFormat = Annotated[InputFormat, typer.Option("--format", help="Format of --history.")]
@@ -87,10 +93,6 @@ def open_session(
     from dedup.spark.session import session_for
 
     return session_for(topology, master=master, packages=packages, conf=pairs_of("--conf", conf))
-
-
-def _say_aside(text: str) -> None:
-    typer.echo(text, err=True)
 
 
 def _packages(conf: list[str] | None, fmt: InputFormat | None, *places: str | None, **wanted: bool) -> list[Package]:
@@ -118,26 +120,21 @@ def _job(
 
     Errors that dedup raises on executors are raised unchanged on the driver.
     """
-    from dedup.spark.session import JobProgress, described, translated_errors
+    from dedup.spark.session import described, job_progress, translated_errors
 
     spark = open_session(topology, master, conf, packages)
     text, group = f"{topology.name}: {command}", f"dedup {command} {topology.name}"
     try:
-        with translated_errors(), described(spark, text, group=group), JobProgress(spark, enabled=not quiet):
+        with translated_errors(), described(spark, text, group=group), job_progress(spark, enabled=not quiet):
             yield spark
     finally:
         spark.stop()
 
 
-def _parse_until(text: str) -> Until:
-    """Parse ``--until``: `earliest`, `latest`, a time in ms, or the offsets of `topic/partition=offset,...`."""
-    match text:
-        case "earliest" | "latest":
-            return text
-        case _ if "=" in text:
-            return _parse_offsets(text, "--until")
-        case _:
-            return time_of("--until", text, "latest, 2024-01-01T00:00:00Z or orders/0=1200,orders/1=900")
+def _word_or_time(option: str, text: str, *words: str, example: str | None = None) -> str | int:
+    """Return one of the words, or a time in ms. Raises SettingsError for any other text."""
+    example = example or f"{', '.join(words)}, or a time such as 2024-01-01T00:00:00Z"
+    return text if text in words else time_of(option, text, example)
 
 
 def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
@@ -162,9 +159,7 @@ def run(
     overrides: SetOption = None,
     master: _Master = None,
     conf: _Conf = None,
-    exit_when_done: Annotated[
-        bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at the start.")
-    ] = False,
+    exit_when_done: _ExitWhenDone = False,
     most_offsets: Annotated[int, typer.Option(min=1, help="Maximum number of offsets in a micro-batch.")] = 1_000_000,
     commit_rows: Annotated[int, typer.Option(min=1, help="Approximate number of records in a transaction.")] = 100_000,
     onto_existing_output: Annotated[
@@ -185,7 +180,7 @@ def run(
     dedup spark run topologies/orders.yaml --checkpoint s3a://bucket/orders --master spark://host:7077
     """
     from dedup.spark.stream import StreamOptions, start_stream
-    from dedup.spark.table_sink import Following, TableSink
+    from dedup.spark.table_sink import TableSink, following
     from dedup.worker.logs import set_up_logging
 
     settings = read_settings(config, overrides)
@@ -194,7 +189,6 @@ def run(
     set_up_logging(settings)
     # py4j logs every call from Spark to Python.
     logging.getLogger("py4j").setLevel(logging.WARNING)
-    options = StreamOptions(checkpoint, exit_when_done, most_offsets, commit_rows, onto_existing_output)
     # A local Spark retries a failed task only if the master says so. Without a retry, a failed task ends the stream.
     local = master is None and "PYSPARK_GATEWAY_PORT" not in os.environ
     packages = _packages(conf, None, checkpoint, delta, kafka=True, delta=bool(delta), iceberg=bool(iceberg))
@@ -203,11 +197,12 @@ def run(
     try:
         with _StreamProgress(enabled=not quiet) as progress:
             sink = table and TableSink(spark, parsed, settings, table(spark), most_offsets=most_offsets)
+            options = StreamOptions(checkpoint, exit_when_done, most_offsets, commit_rows, onto_existing_output)
             stream = start_stream(spark, parsed, settings, replace(options, on_batch=progress.add))
             stopped = threading.Event()
             with _stopped_by_signals(stopped.set, stream.stop), ExitStack() as beside:
                 if sink is not None:
-                    beside.enter_context(Following(sink, every_s, _now_ms, stopped=stopped, failed=stream.stop))
+                    beside.enter_context(following(sink, every_s, stopped=stopped, failed=stream.stop))
                 stream.wait()
         progress.closing_line()
     finally:
@@ -266,7 +261,7 @@ def backfill_command(
     repartitioned: Annotated[
         bool, typer.Option("--repartitioned", help="Read the repartition topic, in the order in which a fleet judges.")
     ] = False,
-    now: Annotated[str | None, typer.Option(help="Current time, after which event times are in the future.")] = None,
+    now: _Now = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     master: _Master = None,
@@ -282,27 +277,37 @@ def backfill_command(
 
     dedup spark backfill topologies/orders.yaml --input events.jsonl.gz --format json --out verdicts/ --out-format delta
     """
-    if inputs:
-        _refuse_topic_options(start, until, repartitioned=repartitioned)
+    given = {"--start": start != "whole", "--until": until != "now", "--repartitioned": repartitioned}
+    if inputs and any(given.values()):
+        text = "is for topics, and --input reads files; leave one of them out"
+        raise SettingsError([Problem(name, text) for name, is_given in given.items() if is_given])
+    now_ms = None if now is None else time_of("--now", now)
 
     from dedup.spark.backfill import backfill
     from dedup.spark.batch_verdicts import Counts
     from dedup.spark.files import read_files
 
-    parsed = read_topology(topology)
-    now_ms = None if now is None else time_of("--now", now)
-    packages = _packages(
-        conf, fmt if inputs else None, out, *(inputs or ()), kafka=not inputs, delta=out_format == "delta"
-    )
+    parsed, format_of = read_topology(topology), fmt if inputs else None
+    packages = _packages(conf, format_of, out, *(inputs or ()), kafka=not inputs, delta=out_format == "delta")
     with _job("backfill", parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
             history = read_files(spark, inputs, fmt, rows_are_events=rows_are_events)
         else:
-            history = _kafka_history(spark, parsed, (config, overrides), (start, until), repartitioned)
-        report = backfill(history, parsed, out, run=run, now_ms=now_ms, fmt=out_format, say=_say_aside)
+            history = _kafka_history(spark, parsed, read_settings(config, overrides), start, until, repartitioned)
+        report = backfill(history, parsed, out, run=run, now_ms=now_ms, fmt=out_format, say=_aside)
     written = f"{report.files:,} files in {report.seconds:.1f} s"
     lines = [*Counts(report.verdicts, report.causes).lines, f"verdicts: {report.path}", written]
     say(asdict(report), lines, as_json=as_json)
+
+
+def _kafka_history(
+    spark: SparkSession, topology: Topology, settings: Settings, start: str, until: str, repartitioned: bool
+) -> History:
+    from dedup.spark.kafka_source import Start, read_kafka
+
+    begin = cast("Start", _word_or_time("--start", start, "whole", "earliest"))
+    end = cast("Literal['now'] | int", _word_or_time("--until", until, "now"))
+    return read_kafka(spark, topology, settings, start=begin, until=end, repartitioned=repartitioned)
 
 
 def incremental_command(  # noqa: PLR0917  # one parameter per option
@@ -315,7 +320,7 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
         InputFormat, typer.Option("--format", help="Format of --input. With json, each line is an event.")
     ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
-    now: Annotated[str | None, typer.Option(help="Current time, after which event times are in the future.")] = None,
+    now: _Now = None,
     as_json: JsonOption = False,
     master: _Master = None,
     conf: _Conf = None,
@@ -348,44 +353,13 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
             source: NewFiles | NewVersions = NewVersions(spark, inputs[0], rows_are_events)
         else:
             source = NewFiles(spark, inputs, fmt, rows_are_events)
-        report = incremental(source, parsed, out, now_ms=now_ms, say=_say_aside)
+        report = incremental(source, parsed, out, now_ms=now_ms, say=_aside)
     verdicts = "  ".join(f"{name} {count:,}" for name, count in report.verdicts.items())
     lines = [
         f"run {report.run}: judged {report.new_rows:,} in {report.seconds:.1f} s: {verdicts}",
         f"verdicts: {report.path}",
     ]
     say(asdict(report), lines if report.fresh else [], as_json=as_json)
-
-
-def _refuse_topic_options(start: str, until: str, *, repartitioned: bool) -> None:
-    """Raise SettingsError for options that have no effect on files."""
-    given = {"--start": start != "whole", "--until": until != "now", "--repartitioned": repartitioned}
-    text = "is for topics, and --input reads files; leave one of them out"
-    problems = [Problem(name, text) for name, is_given in given.items() if is_given]
-    if problems:
-        raise SettingsError(problems)
-
-
-def _kafka_history(
-    spark: SparkSession,
-    topology: Topology,
-    where: tuple[Path | None, list[str] | None],
-    between: tuple[str, str],
-    repartitioned: bool,
-) -> History:
-    from dedup.spark.kafka_source import Start, read_kafka
-
-    settings = read_settings(*where)
-    start, until = between
-    a_time = "a time such as 2024-01-01T00:00:00Z"
-    begin: Start
-    match start:
-        case "whole" | "earliest":
-            begin = start
-        case _:
-            begin = time_of("--start", start, f"whole, earliest, or {a_time}")
-    end: Literal["now"] | int = "now" if until == "now" else time_of("--until", until, f"now, or {a_time}")
-    return read_kafka(spark, topology, settings, start=begin, until=end, repartitioned=repartitioned)
 
 
 def seed_command(  # noqa: PLR0917  # one parameter per option
@@ -424,11 +398,16 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.seed import SeedOptions, seed
 
     parsed, settings = read_both(topology, config, overrides)
-    options = SeedOptions(_parse_until(until), commit_rows=commit_rows)
+    example = "latest, 2024-01-01T00:00:00Z or orders/0=1200,orders/1=900"
+    if "=" in until:
+        begins: Until = _parse_offsets(until, "--until")
+    else:
+        begins = cast("Until", _word_or_time("--until", until, "earliest", "latest", example=example))
+    options = SeedOptions(begins, commit_rows=commit_rows)
     packages = _packages(conf, fmt if history else None, *(history or ()), kafka=True)
     with _job("seed", parsed, master, conf, packages, quiet=quiet) as spark:
         files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
-        done = seed(spark, parsed, settings, options, history=files, tell=_say_aside)
+        done = seed(spark, parsed, settings, options, history=files, tell=_aside)
     say(*_seed_report(done), as_json=as_json)
 
 
@@ -537,7 +516,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
 
     began_s = time.monotonic()
     parsed = read_topology(topology)
-    to = _target(delta, jdbc, table, user, os.environ.get(_PASSWORD))
+    to = _target(delta, jdbc, table, user)
     needs = {"kafka": not inputs, "delta": delta is not None, "jdbc": jdbc is not None}
     packages = _packages(conf, fmt if inputs else None, delta, rejected, *(inputs or ()), **needs)
     with _job("upsert", parsed, master, conf, packages, quiet=quiet) as spark:
@@ -557,14 +536,24 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     say(report, lines, as_json=as_json)
 
 
+def _target(delta: str | None, jdbc: str | None, table: str | None, user: str | None) -> Jdbc | str:
+    """Return the target table. Raises SettingsError unless the options name exactly one table."""
+    from dedup.spark.tables import Jdbc
+
+    if delta is not None and jdbc is None and table is None and user is None:
+        return delta
+    if delta is None and jdbc is not None and table is not None:
+        return Jdbc(jdbc, table, user, os.environ.get(_PASSWORD))
+    text = "name one table: --delta PATH, or --jdbc URL with --table NAME"
+    raise SettingsError([Problem("dedup spark upsert", text)])
+
+
 def sink_command(
     topology: TopologyArgument,
     *,
     delta: _Delta = None,
     iceberg: _Iceberg = None,
-    exit_when_done: Annotated[
-        bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at the start.")
-    ] = False,
+    exit_when_done: _ExitWhenDone = False,
     every: _Every = "10s",
     most_offsets: Annotated[int, typer.Option(min=1, help="Approximate number of offsets in a commit.")] = 1_000_000,
     config: ConfigOption = None,
@@ -603,9 +592,9 @@ def sink_command(
         sink = TableSink(spark, parsed, settings, table(spark), most_offsets=most_offsets)
         with _stopped_by_signals(over.set):
             if exit_when_done:
-                catch_up(sink, clock_ms=_now_ms, over=over, tell=tell)
+                catch_up(sink, over=over, tell=tell)
             else:
-                follow(sink, every_s=every_s, clock_ms=_now_ms, over=over, tell=tell)
+                follow(sink, every_s=every_s, over=over, tell=tell)
     typer.echo(f"{delta or iceberg}: {total:,} rows appended")
 
 
@@ -627,22 +616,3 @@ def _seconds(option: str, text: str) -> float:
         return parse_duration(text) / 1000
     except ValueError as error:
         raise SettingsError([Problem(option, str(error))]) from error
-
-
-def _now_ms() -> int:
-    return int(time.time() * 1000)
-
-
-def _target(
-    delta: str | None, jdbc: str | None, table: str | None, user: str | None, password: str | None
-) -> Jdbc | str:
-    """Return the target table. Raises SettingsError unless the options name exactly one table."""
-    from dedup.spark.tables import Jdbc
-
-    if delta is not None and jdbc is None and table is None and user is None:
-        return delta
-    if delta is None and jdbc is not None and table is not None:
-        return Jdbc(jdbc, table, user, password)
-    raise SettingsError(
-        [Problem("dedup spark upsert", "name one table: --delta PATH, or --jdbc URL with --table NAME")]
-    )

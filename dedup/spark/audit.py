@@ -5,37 +5,35 @@ the topics. The log is judged by `batch_verdicts.judged`, which the tests compar
 each record is joined with the late records and dead letters that name it as their source (`audit_expected`). The
 records of the output and side topics are compared with the expected records by digests. One shuffle brings the expected
 and the found digests together. A record that is found less often than expected is lost, a record that is found more
-often is duplicated, and a record that is found but not expected is a phantom (`audit_findings`). A record whose verdict
-the log cannot prove is counted as not provable, never as passed.
+often is duplicated, and a record that is found but not expected is a phantom. A record whose verdict the log cannot
+prove is counted as not provable, never as passed.
+
+Findings are rows with kind, place, text, and number; their kind is in `verify.report.MEANINGS`, or is `not_provable`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
-from pyspark.sql import DataFrame, Window
+from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as fn
 
-from dedup.spark.audit_cut import AuditCut, AuditedLog, audited_log, by_key, take_cut
-from dedup.spark.audit_expected import Sides, expected, sides_of
-from dedup.spark.audit_findings import NOT_PROVABLE, compared, digest_findings, order_findings, row_findings
+from dedup.core.extract_one import ODD_HEADER_NAME
+from dedup.kafka.wire import TopicPartition
+from dedup.settings import Settings
+from dedup.spark.audit_expected import AuditCut, Sides, by_key, digest, expected, forwarded_by_replay, path, sides_of
 from dedup.spark.batch_verdicts import history_of
 from dedup.spark.files import History
 from dedup.spark.session import shuffles_for, translated_errors
-from dedup.topology.model import LateDrop
-from dedup.verify.replay import FUTURE
+from dedup.topology.model import LateDrop, Topology
+from dedup.verify.findings import WHY_OUTPUT_GONE, WHY_SOURCE_GONE
+from dedup.verify.replay import FUTURE, REFUSED_BY_THE_BROKER, WHY_CLOCK, WHY_FRONT, WHY_REFUSED, WHY_SIDE_GONE
 from dedup.verify.report import SAMPLES_PER_KIND, Books, Report, Violation, ViolationKind
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-    from dedup.kafka.wire import TopicPartition
-    from dedup.settings import Settings
-    from dedup.topology.model import Topology
+from dedup.verify.spill import stand_in
 
 _STEPS: Final = 200
 _BOOKED: Final[Mapping[str, str]] = {name: name for name in ("unique", "exempt", "late")} | {
@@ -44,6 +42,11 @@ _BOOKED: Final[Mapping[str, str]] = {name: name for name in ("unique", "exempt",
     "dead_letter": "dead_letters",
 }
 """Maps a verdict to the name of its count in `Books`."""
+_NOT_PROVABLE: Final = "not_provable"
+_COMPARED: Final = (
+    "topic string, scope int, digest binary, sure int, may int, originals int, task int, at long, late_at long, "
+    "times int, partition int, offset long"
+)
 
 
 def audit(
@@ -63,26 +66,28 @@ def audit(
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "audit on Spark", int(began_s * 1000))
+    if isinstance(history, DataFrame):
+        history = history_of(history, identified=False)
     with translated_errors():
-        cut = take_cut(spark, topology, settings, report, begins)
-        log = audited_log(cut, history_of(history, identified=False) if isinstance(history, DataFrame) else history)
+        cut = AuditCut(spark, topology, settings, report, begins=begins, history=history)
         with shuffles_for(spark, cut.size_bytes):
-            _compare(report, cut, log)
+            _compare(report, cut)
     report.seconds = time.time() - began_s
     return report
 
 
-def _compare(report: Report, cut: AuditCut, log: AuditedLog) -> None:
+def _compare(report: Report, cut: AuditCut) -> None:
     sides = sides_of(cut)
-    rows = expected(cut, log, sides).persist()
-    pairs = compared(cut, rows).persist()
+    rows = expected(cut, sides).persist()
+    pairs = _pairs(cut, rows).persist()
+    found = [*_row_findings(cut, sides, rows), _found(pairs, *_digest_claims(cut)), _order_findings(cut, pairs)]
+    findings = reduce(DataFrame.unionByName, found).persist()
     try:
         _keep_books(report, cut, rows.where("verdict IS NOT NULL AND NOT history"))
         _count_ended(report, cut, sides, pairs)
-        found = [*row_findings(cut, log, sides, rows), digest_findings(cut, log, pairs), order_findings(cut, pairs)]
-        _note(report, reduce(DataFrame.unionByName, found).persist())
+        _note(report, findings)
     finally:
-        for each in (pairs, rows, sides.records):
+        for each in (findings, pairs, rows, sides.records):
             each.unpersist()
 
 
@@ -91,13 +96,11 @@ def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:
     time_ms, is_judged = fn.col("time_ms"), fn.col("verdict").isin("unique", "duplicate", "conflict", "late")
     dated = (is_judged & (time_ms >= 0)) | ((time_ms > 0) & ~fn.col("reason").eqNullSafe(FUTURE))
     grouped = live.groupBy("task", "pending", "doubtful", "verdict", dated.alias("dated"))
-    found = grouped.agg(
-        fn.count("verdict").alias("number"), fn.min(time_ms).alias("first"), fn.max(time_ms).alias("last")
-    )
-    name = cut.topology.feeding_topics[0]
+    counts = fn.count("verdict").alias("number"), fn.min(time_ms).alias("first"), fn.max(time_ms).alias("last")
+    name = cut.log_topic
     books = {task: Books(name, task) for task in sorted(cut.bounds[name])}
     spans: list[int] = []
-    for row in found.collect():
+    for row in grouped.agg(*counts).collect():
         each, verdict, number = books[row["task"]], row["verdict"], row["number"]
         if row["pending"]:
             each.pending += number
@@ -125,10 +128,9 @@ def _count_ended(report: Report, cut: AuditCut, sides: Sides, pairs: DataFrame) 
     """Count in which topics the records of each fully judged partition ended, and report counts that do not add up."""
     topology, output = cut.topology, cut.topology.output
     if topology.direct and output is not None and cut.partitions[output.topic] and cut.complete(output.topic):
-        committed = by_key(cut.committed[topology.source.topics[0]], fn.col("partition"))
-        filed = sides.records.where("topic IS NOT NULL").where(fn.col("offset") < committed)
-        times = (fn.col("times_late") + fn.col("times_dead_letter")).alias("times")
-        ended = filed.select(fn.col("partition").alias("scope"), times)
+        committed = by_key(cut.committed[cut.log_topic], fn.col("partition"))
+        filed = sides.records.where(fn.col("topic").isNotNull() & (fn.col("offset") < committed))
+        ended = filed.selectExpr("partition AS scope", "times_late + times_dead_letter AS times")
         ended = ended.union(pairs.where(fn.col("topic") == output.topic).select("scope", "times"))
         there: Counter[int] = Counter(dict(ended.groupBy("scope").sum("times").collect()))
         for each in report.books:
@@ -143,18 +145,243 @@ def _count_ended(report: Report, cut: AuditCut, sides: Sides, pairs: DataFrame) 
 
 def _note(report: Report, findings: DataFrame) -> None:
     """Add the number of findings and a sample of each kind to the report."""
-    try:
-        reason = fn.when(fn.col("kind") == NOT_PROVABLE, fn.col("text"))
-        for kind, text, number in findings.groupBy("kind", reason).agg(fn.sum("number")).collect():
-            if kind == NOT_PROVABLE:
-                report.unprovable(text, number)
-            else:
-                report.counts[cast("ViolationKind", kind)] += number
-        first = fn.row_number().over(Window.partitionBy("kind").orderBy("place")) <= SAMPLES_PER_KIND
-        violations = findings.where(fn.col("kind") != NOT_PROVABLE)
-        for kind, place, text, number in violations.withColumn("first", first).where("first").drop("first").collect():
-            times = "" if number == 1 else f" ({number} times)"
-            report.samples.append(Violation(cast("ViolationKind", kind), place or "", f"{text}{times}"))
-        report.samples.sort(key=lambda sample: (sample.kind, sample.place))
-    finally:
-        findings.unpersist()
+    reason = fn.when(fn.col("kind") == _NOT_PROVABLE, fn.col("text"))
+    for kind, text, number in findings.groupBy("kind", reason).agg(fn.sum("number")).collect():
+        if kind == _NOT_PROVABLE:
+            report.unprovable(text, number)
+        else:
+            report.counts[cast("ViolationKind", kind)] += number
+    first = fn.row_number().over(Window.partitionBy("kind").orderBy("place")) <= SAMPLES_PER_KIND
+    violations = findings.where(fn.col("kind") != _NOT_PROVABLE)
+    for kind, place, text, number in violations.withColumn("first", first).where("first").drop("first").collect():
+        times = "" if number == 1 else f" ({number} times)"
+        report.samples.append(Violation(cast("ViolationKind", kind), place or "", f"{text}{times}"))
+    report.samples.sort(key=lambda sample: (sample.kind, sample.place))
+
+
+def _claim(where: Column | str, place: Column, kind: str, text: Column | str, number: str = "1") -> Column:
+    """Return a finding, as a struct, for each row for which ``where`` is true, and null for all other rows.
+
+    ``where`` and ``number`` may be SQL.
+    """
+    values = {"kind": fn.lit(kind), "place": place, "text": fn.lit(text), "number": fn.expr(number).cast("long")}
+    claimed = fn.struct(*(column.alias(name) for name, column in values.items()))
+    return fn.when(fn.expr(where) if isinstance(where, str) else where, claimed)
+
+
+def _found(rows: DataFrame, *claims: Column) -> DataFrame:
+    """Return the findings of all ``claims`` (results of `_claim`), computed in one pass over the rows."""
+    return rows.select(fn.inline(fn.array_compact(fn.array(*claims))))
+
+
+def _if_provable(provable: bool, kind: str, text: Column | str, why_not: str) -> tuple[str, Column | str]:  # noqa: FBT001
+    """Return kind and text of a finding that is a violation only if ``provable``."""
+    return (kind, text) if provable else (_NOT_PROVABLE, why_not)
+
+
+def _shown(place: str) -> Column:
+    """Return ``topic/partition offset n`` for a column that holds ``topic/partition/offset``."""
+    return fn.regexp_replace(place, r"/(\d+)$", " offset $1")
+
+
+def _place(topic: str, partition: str, offset: str) -> Column:
+    """Return ``topic/partition offset n``, or null if the offset is null."""
+    return fn.expr(f"concat('{topic}/', {partition}, ' offset ', {offset})")
+
+
+def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[DataFrame]:
+    """Yield findings on single records: errors in late and dead-letter topics, and verdicts that cannot be proven."""
+    live, here = "NOT pending AND NOT history", _shown("source")
+    # Only the broker or a worker's clock explains these dead letters.
+    refused, by_clock = (
+        f"{live} AND verdict = 'dead_letter' AND reason = '{why}'" for why in (REFUSED_BY_THE_BROKER, FUTURE)
+    )
+    ahead_ms, skew_ms = "time_ms - before_ms", cut.topology.max_clock_skew_ms
+    reached = "a dead letter for a future time, which stream time had reached: the rule judges it"
+    claims = [
+        _claim(f"{live} AND doubtful AND out IS NOT NULL", here, _NOT_PROVABLE, WHY_FRONT),
+        _claim(refused, here, _NOT_PROVABLE, WHY_REFUSED),
+        _claim(f"{by_clock} AND {ahead_ms} <= 0", here, "wrong_dead_letter", reached),
+        _claim(f"{by_clock} AND {ahead_ms} > 0 AND {ahead_ms} <= {skew_ms}", here, _NOT_PROVABLE, WHY_CLOCK),
+    ]
+    for verdict, topic in sides.topics.items():
+        claims += _side_claims(cut, topic, verdict)
+    # The claims are false for all other rows, which are nearly all rows.
+    yield _found(rows.where("doubtful OR verdict IN ('late', 'dead_letter') OR times_dead_letter IS NOT NULL"), *claims)
+    for verdict in sides.with_stand_ins if cut.topology.direct else ():
+        # The Python function has a column of its own, because Spark evaluates it before the claim.
+        words = fn.udf(lambda value: stand_in(value).decode(), "string")
+        standing = sides.records.where(f"{verdict}.stand_in IS NOT NULL").select("source", f"{verdict}.stand_in")
+        there = cut.log.withColumn("source", path()).join(standing, "source")
+        other = there.withColumn("other", words("value") != fn.col("stand_in"))
+        text = f"its value does not have the digest that is in {sides.topics[verdict]}"
+        yield _found(other, _claim("other", here, "changed", text))
+
+
+def _side_claims(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
+    """Yield the findings on one side topic: records that are in it, should be, or name no record of the log."""
+    here, there, times = _shown("source"), _shown(f"{verdict}.place"), f"coalesce(times_{verdict}, 0)"
+    again = fn.format_string("source record %s occurs more than once", here)
+    yield _claim(f"{times} > 1", there, "duplicated", again, f"{times} - 1")
+    settled = "verdict IS NOT NULL AND NOT (history OR pending OR doubtful)"
+    lost = f"{verdict.replace('_', ' ')}, but not in {topic}"
+    lost_as = _if_provable(cut.complete(topic), "lost", lost, WHY_SIDE_GONE)
+    yield _claim(f"{settled} AND verdict = '{verdict}' AND {times} = 0", here, *lost_as)
+    wrong = "wrong_late" if verdict == "late" else "wrong_dead_letter"
+    rule = fn.format_string("it is in %s; by the rule it is %s", there, "verdict")
+    yield _claim(f"{settled} AND verdict != '{verdict}' AND {times} > 0", here, wrong, rule)
+    rightly = f"{settled} AND verdict = '{verdict}' AND {times} > 0"
+    # The source's headers cannot be read if a name is not UTF-8, so there is nothing to compare them with.
+    whole = f"{verdict}.stand_in IS NULL AND {verdict}.reason != '{ODD_HEADER_NAME.code}'"
+    differs = fn.format_string("%s has another key, value, header or original timestamp", there)
+    yield _claim(f"{rightly} AND {whole} AND {verdict}.digest != raw", here, "changed", differs)
+    if verdict == "dead_letter":
+        other = f"dead_letter.reason != '{REFUSED_BY_THE_BROKER}' AND dead_letter.reason != reason"
+        both = fn.format_string('%s says "%s"; the record says "%s"', there, "dead_letter.reason", "reason")
+        yield _claim(f"{rightly} AND {other}", here, wrong, both)
+    alone, nameless = f"verdict IS NULL AND {times} > 0", "names no record of the source topics in its headers"
+    yield _claim(f"{alone} AND topic IS NULL", there, "phantom", nameless, times)
+    low, committed = (_of_source(cut, of) for of in (cut.lows, cut.committed.__getitem__))
+    judged = fn.expr(f"{alone} AND topic IS NOT NULL") & (fn.col("offset") < committed)
+    gone = f"the source records that {topic} names are deleted"
+    yield _claim(judged & (fn.col("offset") < low), there, _NOT_PROVABLE, gone, times)
+    unknown = fn.format_string("names %s, which is no record of the source", here)
+    # Some records end in the repartition step, and others have been purged from its topic.
+    purged = "side records of the repartition step, or of records purged since"
+    said = _if_provable(cut.topology.direct, "phantom", unknown, purged)
+    yield _claim(judged & (fn.col("offset") >= low), there, *said, times)
+
+
+def _of_source(cut: AuditCut, of: Callable[[str], Mapping[int, int]]) -> Column:
+    """Return the offset that ``of`` has for the source partition of each row."""
+    offsets = {f"{topic}/{at}": offset for topic in cut.topology.source.topics for at, offset in of(topic).items()}
+    return by_key(offsets, fn.concat_ws("/", "topic", "partition"))
+
+
+def _pairs(cut: AuditCut, rows: DataFrame) -> DataFrame:
+    """Return how often each digest is expected and found in each topic that is compared by digests.
+
+    The result has one row for each `topic`, `scope` (the part of the topic in which the digest may be anywhere), and
+    `digest`. The columns `sure` and `may` count how often the digest is expected and possibly expected, `originals`
+    counts records that are forwarded unless they repeat another record, and `times` counts how often the digest is
+    found. `task` and `at` belong to an expected record, `late_at` to a late record, and `partition` and `offset` to a
+    found record.
+    """
+    topology, zero, headers = cut.topology, fn.lit(0), fn.col("headers")
+    settled, live = fn.expr("NOT pending AND NOT doubtful"), rows.where("NOT history")
+    parts = [cut.spark.createDataFrame([], _COMPARED)]
+    if topology.output is not None and cut.partitions[topology.output.topic]:
+        # A record that is in a side topic by mistake is reported for that topic, and is not also expected in the
+        # output.
+        elsewhere = fn.expr("coalesce(times_late, 0) + coalesce(times_dead_letter, 0) > 0")
+        sure, may = fn.col("forwards") & ~elsewhere & settled, ~settled & (fn.col("verdict") != "dead_letter")
+        task, partition = (fn.col(name) if topology.direct else zero for name in ("task", "partition"))
+        records = cut.read(topology.output.topic).where(~forwarded_by_replay(topology.source.topics))
+        stamp = fn.col("timestamp_ms") if cut.stamped else zero
+        parts.append(_expected_in(topology.output.topic, live.where("out IS NOT NULL"), task, "out", sure, may))
+        parts.append(_found_in(topology.output.topic, records, partition, digest(headers, stamp)))
+    for topic, verdicts in cut.copies.items():
+        # A task writes to the partition with its own number, which is the source partition only in a direct topology.
+        scope, copied = fn.col("task") % cut.partitions[topic], live.where(fn.col("verdict").isin(*verdicts))
+        parts.append(_expected_in(topic, copied, scope, "copy", settled, ~settled))
+        parts.append(_found_in(topic, cut.read(topic), fn.col("partition"), digest(headers, zero)))
+    if not topology.direct:
+        parts += _repartitioned(cut, rows)
+    every = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), parts)
+    sums = (fn.coalesce(fn.sum(name), zero).alias(name) for name in ("sure", "may", "originals", "times"))
+    places = (fn.max(name).alias(name) for name in ("task", "at", "late_at", "partition", "offset"))
+    return every.groupBy("topic", "scope", "digest").agg(*sums, *places)
+
+
+def _expected_in(topic: str, rows: DataFrame, scope: Column, key: str, sure: Column, may: Column) -> DataFrame:
+    original = fn.col("verdict").isin("unique", "duplicate", "conflict")
+    return rows.select(
+        fn.lit(topic).alias("topic"),
+        scope.alias("scope"),
+        fn.col(key).alias("digest"),
+        *(flag.cast("int").alias(name) for name, flag in (("sure", sure), ("may", may), ("originals", original))),
+        *(fn.when(sure, fn.col(name)).alias(name) for name in ("task", "at")),
+        fn.expr("CASE WHEN verdict = 'late' THEN at END AS late_at"),
+    )
+
+
+def _found_in(topic: str, records: DataFrame, scope: Column, key: Column) -> DataFrame:
+    names = {"topic": fn.lit(topic), "scope": scope, "digest": key, "times": fn.lit(1)}
+    return records.select(*(value.alias(name) for name, value in names.items()), "partition", "offset")
+
+
+def _repartitioned(cut: AuditCut, rows: DataFrame) -> Iterator[DataFrame]:
+    """Yield the digests that are expected and found in the repartition topic; each includes the source record's place.
+
+    A dead letter of the repartition step counts as found.
+    """
+    topic, zero, source = cut.topology.repartition_topic, fn.lit(0), fn.col("source").cast("binary")
+    for name in cut.topology.source.topics:
+        key = fn.concat(digest(fn.col("headers"), fn.col("timestamp_ms")), path().cast("binary"))
+        ends = by_key(cut.ends(name), fn.col("partition"))
+        sent = cut.read(name, cut.begins[name]).withColumns(
+            {"key": key, "verdict": fn.lit("unique"), "task": fn.col("partition"), "at": fn.col("offset")}
+        )
+        yield _expected_in(topic, sent, zero, "key", fn.col("at") < ends, fn.col("at") >= ends)
+    yield _found_in(topic, rows.where("verdict IS NOT NULL"), zero, fn.concat("raw", source))
+    stepped = rows.where("verdict IS NULL AND topic IS NOT NULL AND times_dead_letter > 0")
+    yield _found_in(topic, stepped, zero, fn.concat("dead_letter.digest", source))
+
+
+def _digest_claims(cut: AuditCut) -> Iterator[Column]:
+    """Yield the columns with findings on missing, repeated, and unexpected records in the result of `_pairs`."""
+    topology, here = cut.topology, _place(cut.log_topic, "task", "at")
+    known, whole = all(cut.known.values()), all(cut.complete(topic) for topic in topology.source.topics)
+    if topology.output is not None:
+        topic = topology.output.topic
+        late = fn.concat(
+            fn.lit("the rule calls its source record "), _place(cut.log_topic, "task", "late_at"), fn.lit(" late")
+        )
+        strange = fn.coalesce(late, fn.lit("it is not a record of the source, or was changed"))
+        yield from _differences(
+            topic,
+            here,
+            _if_provable(cut.complete(topic), "lost", "unique, but not in the output", WHY_OUTPUT_GONE),
+            ("duplicated", "more often in the output than the rule allows"),
+            _if_provable(known and whole, "phantom", strange, f"{WHY_SOURCE_GONE} the output"),
+        )
+    for topic in cut.copies:
+        absent, gone = f"not in {topic}, or changed there", f"{topic} has lost its beginning"
+        lost = _if_provable(cut.complete(topic), "wrong_duplicate", absent, gone)
+        text = "not the record that the rule expects here"
+        copy = _if_provable(known, "wrong_duplicate", text, f"{WHY_SOURCE_GONE} {topic}")
+        yield from _differences(topic, here, lost, *([copy, copy] if cut.complete(topic) else []))
+    if not topology.direct:
+        topic = topology.repartition_topic
+        yield from _differences(
+            topic,
+            fn.expr("cast(substring(digest, 17) AS string)"),
+            _if_provable(cut.complete(topic), "lost", f"not in {topic}, or changed there", f"purged from {topic}"),
+            ("duplicated", f"more than once in {topic}"),
+            _if_provable(whole, "phantom", f"in {topic}, but not in the source", f"{WHY_SOURCE_GONE} {topic}"),
+        )
+
+
+def _differences(
+    topic: str, here: Column, lost: tuple[str, Column | str], *extra: tuple[str, Column | str]
+) -> Iterator[Column]:
+    """Yield the columns with findings on the records of one topic.
+
+    ``lost`` contains the kind and the text for missing records. ``extra`` contains the kinds and the texts for repeated
+    and for unexpected records, if these are to be reported.
+    """
+    is_it, missing, more = f"topic = '{topic}'", "sure - times", "times - sure - may"
+    there = fn.coalesce(_place(topic, "partition", "offset"), here)
+    yield _claim(f"{is_it} AND {missing} > 0", here, *lost, missing)
+    for said, where in zip(extra, ("originals > 0", "originals = 0"), strict=False):
+        yield _claim(f"{is_it} AND {more} > 0 AND {where}", there, *said, more)
+
+
+def _order_findings(cut: AuditCut, pairs: DataFrame) -> DataFrame:
+    """Return the findings on records that are out of their task's order; only records that occur once are compared."""
+    topic = "" if cut.topology.output is None else cut.topology.output.topic
+    by_place = Window.partitionBy("task", "partition").orderBy("offset")
+    placed = pairs.where(f"topic = '{topic}' AND sure = 1 AND times = 1")
+    text = "it comes after a record that is later in the log of its task"
+    overtook = placed.withColumn("before", fn.lag("at").over(by_place))
+    return _found(overtook, _claim("before > at", _place(topic, "partition", "offset"), "reordered", text))

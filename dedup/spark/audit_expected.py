@@ -1,51 +1,201 @@
-"""Computes the records that the topics must contain, with verdicts and digests for the comparison."""
+"""What an audit reads of each topic (the cut), and the records that the topics must therefore contain.
+
+The driver determines the cut: it first reads the group's offsets, and then the ends of the topics.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Final
+from typing import Final, NamedTuple
 
-from pyspark.sql import DataFrame, Window
+from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as fn
 
 from dedup.core.fold import OnFuture
-from dedup.spark.audit_cut import by_key
+from dedup.errors import Problem, SettingsError
+from dedup.kafka.wire import TopicPartition
+from dedup.settings import Settings
 from dedup.spark.batch_verdicts import judged
-from dedup.spark.changelog_frames import OUTSIDE_KAFKA
-from dedup.spark.columns import identified
-from dedup.spark.rows import COORDINATES, HEADERS
-from dedup.topology.model import LateForward, LateTo
-from dedup.verify.evidence import (
-    DEAD_TAIL,
-    DIGEST_HEADER,
-    FIRST_SOURCE_HEADER,
-    FIRST_TIME_HEADER,
-    LATE_TAIL,
-    REASON_HEADER,
-    REPLAYED_HEADER,
-    SOURCE_HEADER,
-    TIMESTAMP_HEADER,
-    VERDICT_HEADER,
-)
+from dedup.spark.columns import IDENTIFIED, identified
+from dedup.spark.files import History
+from dedup.spark.kafka_source import feeds_of, history_of_range, offsets_at
+from dedup.spark.rows import COORDINATES, HEADERS, RECORDS
+from dedup.spark.seed_history import OUTSIDE_KAFKA, placed, seed_marks
+from dedup.spark.session import RECORD_BYTES
+from dedup.topology.model import LateForward, LateTo, Topology
+from dedup.verify import evidence
+from dedup.verify.cut import offsets_of
+from dedup.verify.kafka_reader import KafkaReader
 from dedup.verify.replay import FUTURE, REFUSED_BY_THE_BROKER
+from dedup.verify.report import Report
 
-if TYPE_CHECKING:
-    from pyspark.sql import Column
-
-    from dedup.spark.audit_cut import AuditCut, AuditedLog
-
-_TAILS: Final = {"late": LATE_TAIL, "dead_letter": DEAD_TAIL}
+_TAILS: Final = {"late": evidence.LATE_TAIL, "dead_letter": evidence.DEAD_TAIL}
 """Maps each verdict whose records have a topic of their own to the headers that a worker appends to these records."""
 _NO_CEILING_MS: Final = 1 << 48
-"""The ceiling with which no future time is refused, because only the dead-letter topic shows which times a worker
-refused.
-"""
+"""The ceiling with which no future time is refused, because only the dead-letter topic shows which a worker refused."""
 _MOST_BROADCAST: Final = 100_000
 _PATH: Final = r"^(.*)/(\d+)/(\d+)$"
 _DIGITS: Final = 32
 """Number of hexadecimal digits of SHA-256 that are used, for 128 bits as in `dedup verify`."""
+
+
+class AuditCut:
+    """The offsets up to which an audit reads each topic, and the log that the fleet judged up to these offsets.
+
+    Raises StateIncompatible if there is nothing to audit, and SettingsError if it is not known where the fleet began.
+    """
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        topology: Topology,
+        settings: Settings,
+        report: Report,
+        begins: Mapping[TopicPartition, int] | None,
+        history: History | None,
+    ) -> None:
+        self.spark: Final = spark
+        self.topology: Final = topology
+        self._settings: Final = settings
+        with KafkaReader(settings) as reader:
+            # As in `verify.cut.Cut`; bounds begin at the last `dedup reset`, except those of the source topics.
+            self.partitions, self.committed, self.bounds, resets = offsets_of(topology, reader, report)
+            has_state = reader.partitions([topology.changelog_topic])[topology.changelog_topic] > 0
+            marks = seed_marks(spark, topology, settings) if has_state else {}
+            self._mark: Final = next(iter(marks.values()), None)
+            """The mark of the fleet's seed, which says the same of the seed in every partition."""
+            starts = self._starts(reader, resets, begins)
+            topic = "" if topology.output is None else topology.output.topic
+            firsts = ((at, each.low, min(each.high, each.low + 1)) for at, each in self.bounds.get(topic, {}).items())
+            by_broker = next((read.broker_time for first in firsts for read in reader.read(topic, *first)), False)
+        self.log_topic: Final = topology.feeding_topics[0]
+        self.begins: Final = {self.log_topic: self.lows(self.log_topic)} | starts
+        """Maps the log and each source topic to the offsets at which the fleet began."""
+        # If future times are clamped, the output's timestamps come from the worker's clock.
+        self.stamped: Final = topology.future is not OnFuture.CLAMP and not by_broker
+        """Whether the output keeps the source's timestamps."""
+        self.size_bytes: Final = RECORD_BYTES * sum(
+            each.high - each.low for part in self.bounds.values() for each in part.values()
+        )
+        self.contiguous: Final = history is None or not topology.direct or history.contiguous
+        """Whether no earlier records may be missing, as in `batch_verdicts.judged`."""
+        self.log, self.known = self._judged_by_the_fleet(history)
+        """The records that the fleet judged (`rows.RECORDS`), including the history before the log; and, by log
+        partition, whether nothing is missing before its first record.
+        """
+
+    def _starts(
+        self, reader: KafkaReader, resets: Mapping[str, Mapping[int, int]], given: Mapping[TopicPartition, int] | None
+    ) -> dict[str, dict[int, int]]:
+        """Return where the fleet began to read each source partition."""
+        topology = self.topology
+        lows = {topic: self.lows(topic) for topic in topology.source.topics}
+        if given is not None:
+            starts = {
+                topic: {at.partition: begin for at, begin in given.items() if at.topic == topic} for topic in lows
+            }
+            wrong = [topic for topic in lows if starts[topic].keys() != lows[topic].keys()]
+            if wrong:
+                raise SettingsError([Problem("--from", f"give an offset for every partition of {', '.join(wrong)}")])
+            return {
+                topic: {at: max(resets[topic].get(at, 0), starts[topic][at]) for at in lows[topic]} for topic in lows
+            }
+        if self._mark is not None:
+            return {topic: dict(enumerate(offsets)) for topic, offsets in self._mark.begins.items()}
+        if all(resets[topic].keys() == lows[topic].keys() for topic in lows):
+            return {topic: {at: max(resets[topic][at], low) for at, low in lows[topic].items()} for topic in lows}
+        match topology.source.start:
+            case "earliest":
+                return lows
+            case int() as time_ms:
+                return {topic: offsets_at(reader, topic, self.bounds[topic], time_ms) for topic in lows}
+            case _:
+                text = "the topology says start: latest, and no log says where that was: give the offsets it began at"
+                raise SettingsError([Problem("--from", text)])
+
+    @property
+    def copies(self) -> dict[str, list[str]]:
+        """The topics for duplicates and conflicts that exist, each with the verdicts of its records."""
+        topology = self.topology
+        both = ["duplicate"] if topology.conflicts is not None else ["duplicate", "conflict"]
+        wanted = {topology.duplicates: both, topology.conflicts: ["conflict"]}
+        return {topic: verdicts for topic, verdicts in wanted.items() if topic is not None and self.partitions[topic]}
+
+    def complete(self, topic: str) -> bool:
+        """Return whether no partition of a topic has lost its beginning."""
+        return not any(each.start_deleted for each in self.bounds[topic].values())
+
+    def lows(self, topic: str) -> dict[int, int]:
+        """Return the first offset that is left in each partition of a topic."""
+        return {at: each.low for at, each in self.bounds[topic].items()}
+
+    def ends(self, topic: str) -> dict[int, int]:
+        """Return the group's offset in each partition; records from there on may or may not be judged."""
+        return self.begins[topic] | self.committed[topic]
+
+    def read(self, topic: str, begins: Mapping[int, int] | None = None) -> DataFrame:
+        """Return the committed records of a topic within the cut, from ``begins`` on; none if it does not exist."""
+        if not self.bounds[topic]:
+            return self.spark.createDataFrame([], RECORDS)
+        lows = {at: max(low, (begins or {}).get(at, 0)) for at, low in self.lows(topic).items()}
+        ranges = {at: (low, max(self.bounds[topic][at].high, low)) for at, low in lows.items()}
+        return history_of_range(self.spark, self._settings, {topic: ranges}).records
+
+    def _judged_by_the_fleet(self, history: History | None) -> tuple[DataFrame, dict[int, bool]]:
+        """Return the values of `log` and `known`; ``history`` are the files from which the fleet was seeded, if any."""
+        topic, mark = self.log_topic, self._mark
+        lows, begins = self.lows(topic), self.begins[topic]
+        if not self.topology.direct:
+            # The history of a seed is not in this log.
+            bounds = self.bounds[topic]
+            return self.read(topic), {at: not each.start_deleted and mark is None for at, each in bounds.items()}
+        if history is not None:
+            before = self._accepted_by_seed(self._before_the_log(history))
+            return before.unionByName(self.read(topic, begins)), dict.fromkeys(lows, True)
+        if mark is not None and mark.history == "topics":
+            whole, seeded = self.read(topic), fn.col("offset") < by_key(begins, fn.col("partition"))
+            before = self._accepted_by_seed(whole.where(seeded))
+            return before.unionByName(whole.where(~seeded)), {at: low == 0 for at, low in lows.items()}
+        return self.read(topic, begins), {
+            at: mark is None and (begins[at] > low or low == 0) for at, low in lows.items()
+        }
+
+    def _before_the_log(self, history: History) -> DataFrame:
+        """Return a history with coordinates that precede the log: its own if it has any, or ones by event time.
+
+        Records at or after the offset at which the fleet began are left out, because the audit reads them from the log.
+        """
+        topology, topic = self.topology, self.log_topic
+        if history.placed:
+            mine = fn.col("offset") < by_key(self.begins[topic], fn.col("partition"))
+            return history.records.where(mine).select(*RECORDS.fieldNames())
+        rows = placed(identified(history.records, topology), topology, tasks=self.partitions[topic], order="event_time")
+        whole = Window.partitionBy("dedup_partition")
+        ordered = whole.orderBy("dedup_time_ms", "key", "value", "headers", "timestamp_ms")
+        offset = fn.row_number().over(ordered).cast("long") - fn.count(fn.lit(1)).over(whole) - 1
+        coordinates = {"topic": fn.lit(topic), "partition": fn.col("dedup_partition"), "offset": offset}
+        numbered = rows.withColumns(coordinates).drop("dedup_partition", *(field.name for field in IDENTIFIED))
+        return numbered.select(*RECORDS.fieldNames())
+
+    def _accepted_by_seed(self, history: DataFrame) -> DataFrame:
+        """Return a seed's history without the records that the seed refused for a future time.
+
+        An audit judges without a clock, so a single record with a future time would make every later record late.
+        """
+        if self._mark is None or self.topology.future is not OnFuture.DEAD_LETTER:
+            return history
+        latest_ms = self._mark.judged_at_ms + self.topology.max_clock_skew_ms
+        accepted = fn.expr(f"dedup_time_ms IS NULL OR dedup_time_ms <= {latest_ms}")
+        return identified(history, self.topology).where(accepted).select(*history.columns)
+
+
+def by_key(values: Mapping[int, int] | Mapping[str, int], key: Column) -> Column:
+    """Return a column with the value of each row's key, or 0 for a key without a value and for null."""
+    if not values:
+        return fn.lit(0)
+    mapped = fn.create_map(*(fn.lit(each) for pair in values.items() for each in pair))
+    return fn.coalesce(mapped[key], fn.lit(0))
 
 
 def path() -> Column:
@@ -81,17 +231,17 @@ def _filed(records: DataFrame, topics: Sequence[str], side: str) -> DataFrame:
     If a side record names no record of the source topics, its `topic` is null, and its `source` is its own place.
     `stand_in` is the digest that replaces the value, if the value was replaced.
     """
-    replaced, named = _last_header(DIGEST_HEADER), _last_header(SOURCE_HEADER)
+    replaced, named = _last_header(evidence.DIGEST_HEADER), _last_header(evidence.SOURCE_HEADER)
     own = fn.size("headers") - len(_TAILS[side]) - replaced.isNotNull().cast("int")
     original = fn.slice("headers", 1, fn.greatest(own, fn.lit(0)))
-    timestamp = fn.coalesce(_last_header(TIMESTAMP_HEADER).cast("long"), fn.lit(-(1 << 62)))
-    topic, *place = (fn.regexp_extract(named, _PATH, group) for group in (1, 2, 3))
+    timestamp = fn.coalesce(_last_header(evidence.TIMESTAMP_HEADER).cast("long"), fn.lit(-(1 << 62)))
+    topic, partition, offset = (fn.regexp_extract(named, _PATH, group) for group in (1, 2, 3))
     found = records.select(
         fn.lit(side).alias("side"),
         fn.when(topic.isin(*topics), topic).alias("topic"),
-        place[0].try_cast("int").alias("partition"),
-        place[1].try_cast("long").alias("offset"),
-        fn.coalesce(_last_header(REASON_HEADER), fn.lit("")).alias("reason"),
+        partition.try_cast("int").alias("partition"),
+        offset.try_cast("long").alias("offset"),
+        fn.coalesce(_last_header(evidence.REASON_HEADER), fn.lit("")).alias("reason"),
         digest(original, timestamp).alias("digest"),
         replaced.alias("stand_in"),
         path().alias("place"),
@@ -99,20 +249,18 @@ def _filed(records: DataFrame, topics: Sequence[str], side: str) -> DataFrame:
     return found.withColumn("source", fn.when(fn.col("topic").isNull(), fn.col("place")).otherwise(path()))
 
 
-@dataclass(frozen=True, slots=True)
-class Sides:
+class Sides(NamedTuple):
     """The records in the late and dead-letter topics, by the source record that each of them names."""
 
     topics: Mapping[str, str]
     """Maps a verdict to its topic."""
     records: DataFrame
-    """One row for each `source`: how often it is in each topic (such as `times_late`), and the first record there as a
-    struct (such as `late`).
+    """One row for each `source`: how often it is in each topic (such as `times_late`), the first record there as a
+    struct (such as `late`), and whether it is a dead letter that only the broker or a worker's clock explains
+    (`refused`).
     """
     with_stand_ins: tuple[str, ...]
     """Verdicts in whose topics a digest stands for a value."""
-    refused: DataFrame
-    """`source` and `reason` of the dead letters that only the broker or a worker's clock explains."""
     refused_number: int
 
 
@@ -123,33 +271,27 @@ def sides_of(cut: AuditCut) -> Sides:
     topics |= {"dead_letter": topology.dead_letter}
     every = (_filed(cut.read(name), topology.source.topics, verdict) for verdict, name in topics.items())
     first, is_it = fn.struct("place", "reason", "digest", "stand_in"), {each: fn.col("side") == each for each in _TAILS}
-    records = (
-        reduce(DataFrame.unionByName, every)
-        .groupBy("source", *COORDINATES)
-        .agg(
-            *(fn.count_if(where).alias(f"times_{verdict}") for verdict, where in is_it.items()),
-            *(fn.min(fn.when(where, first)).alias(verdict) for verdict, where in is_it.items()),
-        )
-        .persist()
-    )
+    times = (fn.count_if(where).alias(f"times_{verdict}") for verdict, where in is_it.items())
+    firsts = (fn.min(fn.when(where, first)).alias(verdict) for verdict, where in is_it.items())
     reasons = [REFUSED_BY_THE_BROKER, *([FUTURE] if topology.future is OnFuture.DEAD_LETTER else [])]
     refused = fn.col("topic").isNotNull() & fn.col("dead_letter.reason").isin(*reasons)
+    records = reduce(DataFrame.unionByName, every).groupBy("source", *COORDINATES).agg(*times, *firsts)
+    records = records.withColumn("refused", refused).persist()
     stand_ins = (fn.count(f"{verdict}.stand_in").alias(verdict) for verdict in topics)
-    (facts,) = records.agg(fn.count_if(refused).alias("refused"), *stand_ins).collect()
-    number = facts["refused"] if topology.direct else 0
+    (facts,) = records.agg(fn.count_if("refused").alias("refused"), *stand_ins).collect()
     standing = tuple(verdict for verdict in topics if facts[verdict])
-    return Sides(topics, records, standing, records.where(refused).select("source", "dead_letter.reason"), number)
+    return Sides(topics, records, standing, facts["refused"] if topology.direct else 0)
 
 
 def forwarded_by_replay(topics: Sequence[str]) -> Column:
     """Return whether the last two headers say that `dedup replay --late --forward` wrote a record to the output."""
     last, before = (fn.try_element_at(fn.col("headers"), fn.lit(at)) for at in (-1, -2))
     place = fn.regexp_extract(last["value"].cast("string"), _PATH, 1).isin(*topics)
-    marked = (before["key"] == VERDICT_HEADER) & (before["value"].cast("string") == "late")
-    return fn.coalesce(marked & (last["key"] == REPLAYED_HEADER) & place, fn.expr("false"))
+    marked = (before["key"] == evidence.VERDICT_HEADER) & (before["value"].cast("string") == "late")
+    return fn.coalesce(marked & (last["key"] == evidence.REPLAYED_HEADER) & place, fn.lit(False))  # noqa: FBT003
 
 
-def expected(cut: AuditCut, log: AuditedLog, sides: Sides) -> DataFrame:
+def expected(cut: AuditCut, sides: Sides) -> DataFrame:
     """Return every record of the log with its verdict, its expected digests, and its records in side topics.
 
     Dead letters whose cause is not in the record itself left no sighting and did not advance stream time, so they are
@@ -159,17 +301,17 @@ def expected(cut: AuditCut, log: AuditedLog, sides: Sides) -> DataFrame:
     `copy` among the duplicates), and the columns of `Sides.records`. A side record that names no record of the log has
     a row whose `verdict` is null.
     """
-    topology, records, contiguous = cut.topology, log.records, log.contiguous
+    topology, records, contiguous = cut.topology, cut.log, cut.contiguous
     if sides.refused_number:
         few = sides.refused_number <= _MOST_BROADCAST
-        refused = (fn.broadcast(sides.refused) if few else sides.refused).withColumnRenamed("source", "refused_source")
-        is_refused = path() == fn.col("refused_source")
+        refused = sides.records.where("refused").selectExpr("source AS refused_source", "dead_letter.reason")
+        refused, is_refused = fn.broadcast(refused) if few else refused, path() == fn.col("refused_source")
         contiguous = contiguous and few
-        others = records.join(refused, is_refused)
-        records = records.join(refused, is_refused, "left_anti")
+        others, records = records.join(refused, is_refused), records.join(refused, is_refused, "left_anti")
+    feeds = () if topology.direct else feeds_of(topology, cut.partitions)
+    rows = judged(records, topology, now_ms=_NO_CEILING_MS, order="offsets", contiguous=contiguous, feeds=feeds)
     names = {"time_ms": "dedup_time_ms", "stream_ms": "stream_time_ms", "id": "dedup_id"}
     names |= {"task": "dedup_partition", "at": "dedup_offset"}
-    rows = judged(records, topology, now_ms=_NO_CEILING_MS, order="offsets", contiguous=contiguous, feeds=log.feeds)
     ours = (fn.col(theirs).alias(name) for name, theirs in names.items())
     rows = rows.select(path().alias("source"), "verdict", "reason", *ours, *_digests(cut))
     if sides.refused_number:
@@ -178,44 +320,39 @@ def expected(cut: AuditCut, log: AuditedLog, sides: Sides) -> DataFrame:
         dead |= {"raw": digest(fn.col("headers"), fn.col("timestamp_ms"))}
         refused = identified(others, topology).select("reason", *(value.alias(name) for name, value in dead.items()))
         rows = rows.unionByName(refused, allowMissingColumns=True)
-    rows = rows.join(sides.records, "source", "full_outer").withColumns(
-        {
-            "pending": fn.col("at") >= by_key(log.committed, fn.col("task")),
-            "history": fn.col("at") < by_key(log.begins, fn.col("task")),
-        }
-    )
-    return _with_doubt(cut, log, rows, unexplained=sides.refused_number > 0).drop("id")
+    pending, history = (by_key(of(cut.log_topic), fn.col("task")) for of in (cut.ends, cut.begins.__getitem__))
+    flags = {"pending": fn.col("at") >= pending, "history": fn.col("at") < history}
+    rows = rows.join(sides.records.drop("refused"), "source", "full_outer").withColumns(flags)
+    return _with_doubt(cut, rows, unexplained=sides.refused_number > 0).drop("id")
 
 
 def _digests(cut: AuditCut) -> list[Column]:
-    topology, own = cut.topology, fn.col("headers")
-    late = fn.when(fn.col("verdict") == "late", fn.lit("late")) if isinstance(topology.late, LateForward) else None
-    exempt = fn.when(fn.col("verdict").isin("exempt", "unique"), fn.col("reason"))
-    why = exempt if late is None else fn.coalesce(late, exempt)
-    ahead = fn.when(why.isNotNull(), _with_header(own, VERDICT_HEADER, why)).otherwise(own)
+    topology, own, verdict = cut.topology, fn.col("headers"), fn.col("verdict")
+    forwards, why = ["unique", "exempt"], fn.when(verdict.isin("exempt", "unique"), fn.col("reason"))
+    if isinstance(topology.late, LateForward):
+        forwards, why = [*forwards, "late"], fn.when(verdict == "late", fn.lit("late")).otherwise(why)
+    ahead = fn.when(why.isNotNull(), _with_header(own, evidence.VERDICT_HEADER, why)).otherwise(own)
     if topology.output is not None and topology.output.headers:
-        ahead = _with_header(ahead, SOURCE_HEADER, path())
+        ahead = _with_header(ahead, evidence.SOURCE_HEADER, path())
     # A seed's sighting may come from files without offsets: the audit gave it a negative offset, but the fleet writes
     # this one.
     outside = fn.when(fn.col("first_offset") < 0, fn.lit(OUTSIDE_KAFKA)).otherwise(fn.col("first_offset"))
     first = fn.concat_ws("/", "first_topic", fn.col("first_partition").cast("string"), outside.cast("string"))
-    copied = _with_header(own, FIRST_TIME_HEADER, fn.col("first_time_ms").cast("string"))
-    copied = _with_header(copied, FIRST_SOURCE_HEADER, first)
-    stamp = fn.col("timestamp_ms") if cut.stamped else fn.lit(0)
-    forwards = ("unique", "exempt") if late is None else ("unique", "exempt", "late")
+    copied = _with_header(own, evidence.FIRST_TIME_HEADER, fn.col("first_time_ms").cast("string"))
+    copied = _with_header(copied, evidence.FIRST_SOURCE_HEADER, first)
     raw = digest(own, fn.col("timestamp_ms"))
     if topology.direct:
         # Only side topics are compared with this digest, except with a repartition topic, where every record is.
-        raw = fn.when(fn.col("verdict").isin(*_TAILS), raw)
+        raw = fn.when(verdict.isin(*_TAILS), raw)
     return [
-        fn.col("verdict").isin(*forwards).alias("forwards"),
+        verdict.isin(*forwards).alias("forwards"),
         raw.alias("raw"),
-        digest(ahead, stamp).alias("out"),
-        fn.when(fn.col("verdict").isin("duplicate", "conflict"), digest(copied, fn.lit(0))).alias("copy"),
+        digest(ahead, fn.col("timestamp_ms") if cut.stamped else fn.lit(0)).alias("out"),
+        fn.when(verdict.isin("duplicate", "conflict"), digest(copied, fn.lit(0))).alias("copy"),
     ]
 
 
-def _with_doubt(cut: AuditCut, log: AuditedLog, rows: DataFrame, *, unexplained: bool) -> DataFrame:
+def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFrame:
     """Return the rows with the columns `before_ms` (null if it is not needed) and `doubtful`.
 
     If the beginning of a log was deleted, any ID may have a sighting there, up to the stream time at the first record
@@ -223,27 +360,25 @@ def _with_doubt(cut: AuditCut, log: AuditedLog, rows: DataFrame, *, unexplained:
     ID stays doubtful to the end of the log. `dedup verify` proves more records, because it treats an ID as doubtful
     only until all sightings in the deleted part must have expired.
     """
-    topology, window = cut.topology, cut.topology.window
-    clamped, unknown = topology.future is OnFuture.CLAMP, [task for task, known in log.known.items() if not known]
-    by_log, doubt = Window.partitionBy("task").orderBy("at"), fn.expr("false")
-    before = fn.lit(None).cast("long")
+    topology, window, no = cut.topology, cut.topology.window, fn.expr("false")
+    clamped, unknown = topology.future is OnFuture.CLAMP, [task for task, known in cut.known.items() if not known]
+    by_log, doubt, before = Window.partitionBy("task").orderBy("at"), no, fn.lit(None).cast("long")
     if clamped or unexplained:
         before = fn.max("stream_ms").over(by_log.rowsBetween(Window.unboundedPreceding, -1))
     rows = rows.withColumn("before_ms", before)
     if clamped:
-        beyond = fn.col("time_ms") > fn.col("before_ms") + topology.max_clock_skew_ms
-        doubt |= fn.coalesce(fn.bool_or(beyond).over(by_log), fn.expr("false"))
+        beyond = fn.expr(f"time_ms > before_ms + {topology.max_clock_skew_ms}")
+        doubt |= fn.coalesce(fn.bool_or(beyond).over(by_log), no)
     if unknown:
-        # If late records are dropped or forwarded, no topic shows which records were late, so any row may have been
-        # late.
-        on_time = fn.coalesce("times_late", fn.lit(0)) == 0 if isinstance(topology.late, LateTo) else fn.expr("false")
+        # If late records are dropped or forwarded, no topic shows which were late, so any row may have been.
+        on_time = fn.expr("coalesce(times_late, 0) = 0") if isinstance(topology.late, LateTo) else no
         whole = by_log.rowsBetween(Window.unboundedPreceding, Window.unboundedFollowing)
         first_ms = fn.first(fn.when(on_time, fn.col("stream_ms")), ignorenulls=True).over(whole)
         early = fn.coalesce(fn.col("stream_ms") - window.retention_ms <= first_ms + window.grace_ms, fn.expr("true"))
         rows = rows.withColumn("front", fn.col("task").isin(*unknown) & early)
         of_id = fn.bool_or("front").over(Window.partitionBy("task", "id").orderBy("at"))
-        doubt |= fn.col("id").isNotNull() & fn.coalesce(of_id, fn.expr("false"))
-        if log.feeds:
+        doubt |= fn.col("id").isNotNull() & fn.coalesce(of_id, no)
+        if not topology.direct:
             # One of several feeds may have been far ahead of stream time, so nothing limits the event times of purged
             # records.
             doubt |= fn.col("task").isin(*unknown)

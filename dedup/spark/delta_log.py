@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from itertools import count, takewhile
+from typing import Any, Final
+
+from pyspark.sql import DataFrame, SparkSession
 
 from dedup.errors import StateIncompatible
 from dedup.spark.session import HadoopDirectory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from pyspark.sql import DataFrame, SparkSession
 
 _REPLACED: Final = ("RESTORE", "TRUNCATE", "REPLACE TABLE", "CLONE")
 _LOG_FILE: Final = re.compile(r"([0-9]{20})\.json")
@@ -111,15 +110,10 @@ class DeltaLog:
 
         With a version, the commits end before the first one that is missing from the log.
         """
-        versions: list[int] = []
-        if after < 0:
-            versions = self.versions()
-        else:
-            # The directory is not listed, because a table with a commit every few seconds has hundreds of thousands of
-            # files.
-            while self.directory.files.exists(self._file(after + 1 + len(versions))):
-                versions.append(after + 1 + len(versions))
-        for version in reversed(versions):
+        # With a version, the directory is not listed, because a table with a commit every few seconds has hundreds of
+        # thousands of files.
+        there = takewhile(lambda version: self.directory.files.exists(self._file(version)), count(after + 1))
+        for version in reversed(self.versions() if after < 0 else list(there)):
             yield TableCommit(version, self.directory.read(self._file(version)))
 
     def _file(self, version: int) -> Any:  # noqa: ANN401 - a path of Hadoop's

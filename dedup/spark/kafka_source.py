@@ -9,7 +9,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
+
+from pyspark.sql import DataFrame, SparkSession
 
 from dedup.core.window import Feed
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible
@@ -17,12 +19,8 @@ from dedup.settings import Security, Settings
 from dedup.spark.files import History
 from dedup.spark.rows import as_records
 from dedup.spark.session import RECORD_BYTES
+from dedup.topology.model import Topology
 from dedup.verify.kafka_reader import Bounds, KafkaReader
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-    from dedup.topology.model import Topology
 
 Start = Literal["whole", "earliest"] | int
 """``whole`` begins at offset 0, and is refused if retention deleted records; ``earliest`` begins at the first record
@@ -83,24 +81,16 @@ def _tls(security: Security) -> dict[str, str]:
 def _sasl(security: Security) -> dict[str, str]:
     module = _LOGIN.get(security.mechanism or "")
     if module is None or security.password is None or security.username is None:
-        raise SettingsError(
-            [
-                Problem(
-                    "security.mechanism",
-                    f"{security.mechanism} cannot be used with Spark's Kafka source; use one of {', '.join(_LOGIN)}",
-                )
-            ]
-        )
-    user, password = (_quoted(text) for text in (security.username, security.password.get_secret_value()))
+        text = f"{security.mechanism} cannot be used with Spark's Kafka source; use one of {', '.join(_LOGIN)}"
+        raise SettingsError([Problem("security.mechanism", text)])
+    user, password = (
+        text.replace("\\", "\\\\").replace('"', '\\"')
+        for text in (security.username, security.password.get_secret_value())
+    )
     return {
         "kafka.sasl.mechanism": security.mechanism or "",
-        "kafka.sasl.jaas.config": f"{module} required username={user} password={password};",
+        "kafka.sasl.jaas.config": f'{module} required username="{user}" password="{password}";',
     }
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
 
 
 def _text(path: str) -> str:
@@ -125,20 +115,33 @@ def read_kafka(
     does not exist.
     """
     topics = (topology.repartition_topic,) if repartitioned else topology.source.topics
+    ranges: dict[str, dict[int, tuple[int, int]]] = {}
+    deleted: list[str] = []
     with KafkaReader(settings) as reader:
         counts = reader.partitions([*topics, *topology.source.topics])
         missing = [topic for topic in topics if not counts[topic]]
         if missing:
             raise BrokerUnavailable(f"{', '.join(missing)} does not exist on {', '.join(settings.brokers)}.")
-        bounds = {topic: reader.bounds(topic, range(counts[topic])) for topic in topics}
-        begins = {topic: _begins(reader, topic, bounds[topic], start) for topic in topics}
-        ends = {topic: _ends(reader, topic, bounds[topic], until) for topic in topics}
-    if start == "whole":
-        _refuse_deleted(bounds)
-    ranges = {
-        topic: {at: (begin, max(begin, ends[topic][at])) for at, begin in found.items()}
-        for topic, found in begins.items()
-    }
+        for topic in topics:
+            bounds = reader.bounds(topic, range(counts[topic]))
+            begins = {at: each.low for at, each in bounds.items()}
+            ends = {at: each.high for at, each in bounds.items()}
+            deleted += (
+                f"{topic}/{at} begins at offset {low} (0 to {low - 1} are deleted)"
+                for at, low in sorted(begins.items())
+                if start == "whole" and low > 0
+            )
+            if isinstance(start, int):
+                begins = offsets_at(reader, topic, bounds, start)
+            if isinstance(until, int):
+                ends = offsets_at(reader, topic, bounds, until)
+            ranges[topic] = {at: (begin, max(begin, ends[at])) for at, begin in begins.items()}
+    if deleted:
+        more = f" and {len(deleted) - _SHOWN} more" if len(deleted) > _SHOWN else ""
+        raise StateIncompatible(
+            f"retention deleted the start: {'; '.join(deleted[:_SHOWN])}{more}. Nothing was written. The first records "
+            f"would be judged without those before them. Judge what is left with --start earliest, or read an archive."
+        )
     feeds = feeds_of(topology, counts) if repartitioned else ()
     return replace(history_of_range(spark, settings, ranges), feeds=feeds)
 
@@ -180,34 +183,7 @@ def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges) ->
     )
 
 
-def _begins(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], start: Start) -> dict[int, int]:
-    if isinstance(start, int):
-        return offsets_at(reader, topic, bounds, start)
-    return {partition: each.low for partition, each in bounds.items()}
-
-
-def _ends(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], until: Until) -> dict[int, int]:
-    if until == "now":
-        return {partition: each.high for partition, each in bounds.items()}
-    return offsets_at(reader, topic, bounds, until)
-
-
 def offsets_at(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], time_ms: int) -> dict[int, int]:
     """Return, by partition, the offset of the first record at or after a time, or the end if there is none."""
     found = {partition: reader.offset_for_time(topic, partition, time_ms) for partition in bounds}
     return {partition: bounds[partition].high if at is None else at for partition, at in found.items()}
-
-
-def _refuse_deleted(bounds: Mapping[str, Mapping[int, Bounds]]) -> None:
-    deleted = [
-        f"{topic}/{partition} begins at offset {each.low} (0 to {each.low - 1} are deleted)"
-        for topic, part in bounds.items()
-        for partition, each in sorted(part.items())
-        if each.low > 0
-    ]
-    if deleted:
-        more = f" and {len(deleted) - _SHOWN} more" if len(deleted) > _SHOWN else ""
-        raise StateIncompatible(
-            f"retention deleted the start: {'; '.join(deleted[:_SHOWN])}{more}. Nothing was written. The first records "
-            f"would be judged without those before them. Judge what is left with --start earliest, or read an archive."
-        )

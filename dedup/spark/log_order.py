@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -36,47 +35,39 @@ class PartitionBounds:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class LogRanges:
-    """Ranges of offsets, one for each task."""
+class PlaceRanges(NamedTuple):
+    """The ranges, one for each task, into which the offsets of one Kafka partition are divided."""
 
-    places: tuple[tuple[int, int], ...]
-    """Position in ``source.topics`` and partition, in ascending order."""
-    starts: tuple[int, ...]
-    """For each place, the number of the range in which it begins."""
-    cuts: tuple[tuple[int, ...], ...]
-    """For each place, the offsets at which further ranges begin."""
-
-    def of(self, topics: Integers, partitions: Integers, offsets: Integers) -> npt.NDArray[np.uint16]:
-        """Return the number of the range that each row belongs to."""
-        result = np.zeros(len(offsets), np.uint16)
-        for (topic, partition), start, cuts in zip(self.places, self.starts, self.cuts, strict=True):
-            rows = np.flatnonzero((topics == topic) & (partitions == partition))
-            result[rows] = start + np.searchsorted(np.array(cuts, np.int64), offsets[rows], side="right")
-        return result
+    topic: int
+    """Position in ``source.topics``."""
+    partition: int
+    first: int
+    """The number of the range in which the partition begins."""
+    cuts: tuple[int, ...]
+    """The offsets at which further ranges begin."""
 
 
-def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: int) -> LogRanges:
+def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: int) -> list[PlaceRanges]:
     """Return at most ``count`` ranges, which have about the same number of rows if offsets are evenly spaced.
 
     Topics that are not source topics are left out, because the job refuses their rows.
     """
     found = sorted((topics.index(each.topic), each.partition, each) for each in bounds if each.topic in topics)
     total = sum(each.rows for *_, each in found)
-    starts, cuts, before = [], [], 0
-    for *_, each in found:
+    ranges, before = [], 0
+    for topic, partition, each in found:
         # Row number `at` of all rows belongs to range `at * count // total`.
         first, last = before * count // total, (before + each.rows - 1) * count // total
         span = each.last_offset - each.first_offset + 1
         begins = (-(-number * total // count) - before for number in range(first + 1, last + 1))
-        starts.append(first)
-        cuts.append(tuple(each.first_offset + begin * span // each.rows for begin in begins))
+        cuts = tuple(each.first_offset + begin * span // each.rows for begin in begins)
+        ranges.append(PlaceRanges(topic, partition, first, cuts))
         before += each.rows
-    return LogRanges(tuple((topic, partition) for topic, partition, _ in found), tuple(starts), tuple(cuts))
+    return ranges
 
 
 def spread_function(
-    ranges: LogRanges, topics: tuple[str, ...], targets: tuple[int, ...], batch_rows: int
+    ranges: Sequence[PlaceRanges], topics: tuple[str, ...], targets: tuple[int, ...], batch_rows: int
 ) -> BatchFunction:
     """Return a function for `mapInArrow` that packs records as `map_side.PACKED_ROWS`, one range for each reduce task.
 
@@ -86,8 +77,12 @@ def spread_function(
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         with Packer(targets, batch_rows) as packer:
             for batch in batches:
-                places = topics_of(batch, topics), integers_of(batch, "partition"), integers_of(batch, "offset")
-                yield from packer.add(batch, ranges.of(*places))
+                positions, partitions = topics_of(batch, topics), integers_of(batch, "partition")
+                offsets, numbers = integers_of(batch, "offset"), np.zeros(batch.num_rows, np.uint16)
+                for topic, partition, first, cuts in ranges:
+                    rows = np.flatnonzero((positions == topic) & (partitions == partition))
+                    numbers[rows] = first + np.searchsorted(np.array(cuts, np.int64), offsets[rows], side="right")
+                yield from packer.add(batch, numbers)
             yield from packer.rest()
 
     return run

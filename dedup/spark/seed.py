@@ -21,16 +21,17 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from typing import Final, Literal
 
 import pyarrow as pa
 from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as fn
 from pyspark.sql.pandas.types import from_arrow_schema
 
@@ -39,12 +40,12 @@ from dedup.kafka.client import KafkaWire
 from dedup.kafka.record_batch import Line, fill
 from dedup.kafka.topic_admin import Admin, Group, on_cluster
 from dedup.kafka.transactional_producer import Session
-from dedup.kafka.wire import Position, TopicPartition
+from dedup.kafka.wire import FetchedRecord, Position, TopicPartition
+from dedup.settings import Settings
 from dedup.spark.batch_verdicts import Counts, history_of
-from dedup.spark.changelog_frames import changelog_rows
 from dedup.spark.files import History
 from dedup.spark.kafka_source import history_of_range
-from dedup.spark.seed_history import NOTHING_YET, Folded, fold_history
+from dedup.spark.seed_history import Folded, changelog_rows, fold_history
 from dedup.spark.session import PicklableSettings, connected, described, shuffles_for, translated_errors
 from dedup.store.base import TaskRecord
 from dedup.store.changelog import (
@@ -55,16 +56,10 @@ from dedup.store.changelog import (
     encode_seed_mark,
     encode_task_record,
 )
+from dedup.topology.model import SubTopology, Topology
 from dedup.verify.kafka_reader import KafkaReader
 from dedup.worker.offsets import bounds_of, committed_offset, first_offset, first_record
 from dedup.worker.topics import Cluster, group_is_new, prepare
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-    from dedup.kafka.wire import FetchedRecord
-    from dedup.settings import Settings
-    from dedup.topology.model import Topology
 
 Until = Mapping[TopicPartition, int] | int | Literal["earliest", "latest"]
 """Where the fleet begins: an offset for each source partition, a record time in ms, or the current starts or ends."""
@@ -72,15 +67,12 @@ Until = Mapping[TopicPartition, int] | int | Literal["earliest", "latest"]
 Row = tuple[int, bytes, bytes, int]
 """Columns: changelog partition, key, value, hash of both."""
 
-T = TypeVar("T")
 _COMMIT_ROWS: Final = 50_000
 _DEADLINE_MS: Final = 20_000
 _MOST_ATTEMPTS: Final = 50
 _RETRY_S: Final = 0.1
 _DIGEST_MASK: Final = (1 << 64) - 1
-_NO_ROWS: Final = (0, f"{0:016x}")
-
-_WRITTEN: Final = pa.schema([("partition", pa.int32()), ("records", pa.int64()), ("was_there", pa.bool_())])
+_WRITTEN: Final = pa.schema([("partition", pa.int32()), ("was_there", pa.bool_())])
 
 
 class PartitionTruncated(DedupError):
@@ -92,10 +84,6 @@ class SeedOptions:
     """Options of a seed."""
 
     until: Until
-    now_ms: int | None = None
-    """The wall-clock time that decides which times are in the future; now, if None. A second run of the same seed uses
-    the time of the first.
-    """
     commit_rows: int = _COMMIT_ROWS
 
 
@@ -129,13 +117,13 @@ class _ClusterState:
     """The state of a cluster on which a seed can begin or be finished."""
 
     cluster: Cluster
-    tasks: int
     begins: Mapping[TopicPartition, int]
     """Where the fleet will begin in each source partition."""
     next_offsets: Mapping[int, int]
     """Maps each task to the offset of its feeding partition at which it will begin."""
     judged_at_ms: int
-    marks: Mapping[int, SeedMark] = field(default_factory=dict)
+    """The wall-clock time of the first run of this seed, which decides which times are in the future."""
+    marks: Mapping[int, SeedMark]
     """Marks of an earlier run, by partition; empty if this is the first run."""
 
 
@@ -167,149 +155,112 @@ def seed(
     and writes no seed if the group has offsets, the changelog is not new, or a different seed was begun.
     """
     began_s = time.monotonic()
-    found = _on_cluster(topology, settings, partial(_cluster_state, topology, settings, options))
+    work = partial(on_cluster, settings, f"dedup-{topology.name}-seed")
+    found = work(partial(_cluster_state, topology, settings, options))
     if history is None:
         whole = _of_topics(spark, settings, found)
     else:
-        whole = _before(
-            history if isinstance(history, History) else history_of(history, identified=False), found, options.until
-        )
-    origin: Literal["topics", "files"] = "topics" if history is None else "files"
+        given = history if isinstance(history, History) else history_of(history, identified=False)
+        whole = _before(given, found, options.until)
     with shuffles_for(spark, whole.size_bytes), described(spark, f"{topology.name}: seed from {whole.place}"):
-        done = _seed(topology, settings, options.commit_rows, found, whole, origin, tell)
-    return replace(done, seconds=round(time.monotonic() - began_s, 3))
-
-
-def _seed(
-    topology: Topology,
-    settings: Settings,
-    commit_rows: int,
-    found: _ClusterState,
-    history: History,
-    origin: Literal["topics", "files"],
-    tell: Callable[[str], None],
-) -> Seeded:
-    with translated_errors():
-        folded = fold_history(
-            history,
-            topology,
-            tasks=found.tasks,
-            source_partitions={name: found.cluster.topics[name].partitions for name in topology.source.topics},
-            now_ms=found.judged_at_ms,
-        )
-    rows = changelog_rows(folded.sightings, topology.window).withColumn("hash", fn.xxhash64("key", "value")).persist()
-    try:
-        plan = _plan(topology, PicklableSettings.of(settings), found, folded, rows, origin, commit_rows)
-        _refuse_other_seed(topology, found, plan)
-        _on_cluster(topology, settings, lambda wire, _: _begin(plan, settings, wire, found))
-        total = sum(mark.sightings for mark in plan.marks.values())
-        tell(f"{'finishing' if found.marks else 'writing'} seed {plan.marks[0].seed}: {total:,} records of sightings")
-        written = _write_sightings(rows, plan, found.tasks)
-        written |= _on_cluster(topology, settings, lambda wire, _: _write_empty(plan, settings, wire))
-    finally:
-        rows.unpersist()
-        folded.sightings.unpersist()
+        with translated_errors():
+            folded = fold_history(
+                whole,
+                topology,
+                tasks=len(found.next_offsets),
+                source_partitions={name: found.cluster.topics[name].partitions for name in topology.source.topics},
+                now_ms=found.judged_at_ms,
+            )
+        rows = changelog_rows(folded.sightings, topology.window)
+        rows = rows.withColumn("hash", fn.xxhash64("key", "value")).persist()
+        try:
+            marks, records = _marks(topology, found, folded, rows, "topics" if history is None else "files")
+            plan = WritePlan(topology, PicklableSettings.of(settings), marks, records, options.commit_rows)
+            work(lambda wire, _: _SeedWriter(plan, wire).begin(found))
+            total = sum(mark.sightings for mark in marks.values())
+            tell(f"{'finishing' if found.marks else 'writing'} seed {marks[0].seed}: {total:,} records of sightings")
+            written = _write_sightings(rows, plan)
+            # Spark tasks receive no rows of partitions without sightings.
+            written |= work(lambda wire, _: _SeedWriter(plan, wire).write_empty())
+        finally:
+            rows.unpersist()
+            folded.sightings.unpersist()
     partitions = (
         SeededPartition(at, mark.sightings, mark.stream_time_ms, mark.next_offset, written[at])
-        for at, mark in sorted(plan.marks.items())
+        for at, mark in sorted(marks.items())
     )
-    return Seeded(plan.marks[0].seed, tuple(partitions), found.begins, folded.counts)
-
-
-def _on_cluster(topology: Topology, settings: Settings, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:
-    return on_cluster(settings, f"dedup-{topology.name}-seed", work)
+    seconds = round(time.monotonic() - began_s, 3)
+    return Seeded(marks[0].seed, tuple(partitions), found.begins, folded.counts, seconds)
 
 
 def _of_topics(spark: SparkSession, settings: Settings, found: _ClusterState) -> History:
     """Return the records of the source topics before the offsets at which the fleet begins."""
-    ends: dict[str, dict[int, int]] = {}
-    for place, offset in found.begins.items():
-        ends.setdefault(place.topic, {})[place.partition] = offset
+    ranges: dict[str, dict[int, tuple[int, int]]] = {}
     with KafkaReader(settings) as reader:
-        bounds = {topic: reader.bounds(topic, part) for topic, part in ends.items()}
-    ranges = {topic: {at: (each.low, ends[topic][at]) for at, each in part.items()} for topic, part in bounds.items()}
+        bounds = {topic: reader.bounds(topic) for topic in dict.fromkeys(place.topic for place in found.begins)}
+    for (topic, partition), end in found.begins.items():
+        ranges.setdefault(topic, {})[partition] = bounds[topic][partition].low, end
     return history_of_range(spark, settings, ranges)
 
 
 def _before(history: History, found: _ClusterState, until: Until) -> History:
     """Return the history without the rows that the fleet will read itself, according to their offset or time."""
-    pairs = [
-        fn.lit(each) for place, offset in found.begins.items() for each in (f"{place.topic}/{place.partition}", offset)
-    ]
-    begins = fn.create_map(*pairs)[fn.concat_ws("/", "topic", fn.col("partition").cast("string"))]
+    pairs = ((f"{place.topic}/{place.partition}", offset) for place, offset in found.begins.items())
+    begins = fn.create_map(*(fn.lit(each) for pair in pairs for each in pair))
+    begin = begins[fn.concat_ws("/", "topic", fn.col("partition").cast("string"))]
     # Rows of partitions that are not source partitions are kept here, because the fold refuses them.
-    mine = fn.col("offset").isNull() | begins.isNull() | (fn.col("offset") < begins)
+    mine = fn.col("offset").isNull() | begin.isNull() | (fn.col("offset") < begin)
     if isinstance(until, int):
         mine &= fn.col("offset").isNotNull() | fn.col("timestamp_ms").isNull() | (fn.col("timestamp_ms") < until)
     return replace(history, records=history.records.where(mine), pieces=None)
 
 
-def _plan(
-    topology: Topology,
-    settings: PicklableSettings,
-    found: _ClusterState,
-    folded: Folded,
-    rows: DataFrame,
-    origin: Literal["topics", "files"],
-    commit_rows: int,
-) -> WritePlan:
-    counted = rows.groupBy("dedup_partition").agg(fn.count("key").alias("rows"), fn.bit_xor("hash").alias("digest"))
-    sums = {row["dedup_partition"]: (row["rows"], f"{row['digest'] & _DIGEST_MASK:016x}") for row in counted.collect()}
-    fingerprint = topology.state_fingerprint(found.cluster.source_partitions(topology))
+def _marks(
+    topology: Topology, found: _ClusterState, folded: Folded, rows: DataFrame, origin: Literal["topics", "files"]
+) -> tuple[dict[int, SeedMark], dict[int, TaskRecord]]:
+    """Return the seed marks in phase `seeding` and the task records, by task.
+
+    Raises StateIncompatible if an earlier run began another seed.
+    """
+    counted = rows.groupBy("dedup_partition").agg(fn.count("key"), fn.bit_xor("hash"))
+    contents = dict.fromkeys(folded.progress, (0, f"{0:016x}"))
+    contents |= {task: (count, f"{digest & _DIGEST_MASK:016x}") for task, count, digest in counted.collect()}
     begins: dict[str, list[int]] = {}
     for place, offset in sorted(found.begins.items()):
         begins.setdefault(place.topic, []).append(offset)
-    progress = {task: folded.progress.get(task, NOTHING_YET) for task in range(found.tasks)}
+    partitions, window = found.cluster.source_partitions(topology), topology.window
     facts = {
-        "identity": topology.state_identity(found.cluster.source_partitions(topology)),
-        "window": [topology.window.guard_ms, topology.window.grace_ms, topology.window.segment_ms],
+        "identity": topology.state_identity(partitions),
+        "window": [window.guard_ms, window.grace_ms, window.segment_ms],
         "begins": begins,
         "judged_at_ms": found.judged_at_ms,
-        "tasks": [[*sums.get(task, _NO_ROWS), each.stream_time_ms] for task, each in progress.items()],
+        "tasks": [[*contents[task], each.stream_time_ms] for task, each in folded.progress.items()],
     }
     name = blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
-    marks = {
-        task: SeedMark(
-            "seeding",
-            name,
-            found.next_offsets[task],
-            each.stream_time_ms,
-            *sums.get(task, _NO_ROWS),
-            judged_at_ms=found.judged_at_ms,
-            begins=begins,
-            history=origin,
-        )
-        for task, each in progress.items()
-    }
-    feeding_topic_id = found.cluster.topics[topology.feeding_topics[0]].topic_id
-    records = {
-        task: TaskRecord(
-            fingerprint,
-            each.stream_time_ms,
-            each.feeds,
-            found.next_offsets[task],
-            topology.window.segment_ms,
-            feeding_topic_id=feeding_topic_id,
-        )
-        for task, each in progress.items()
-    }
-    return WritePlan(topology, settings, marks, records, commit_rows)
-
-
-def _refuse_other_seed(topology: Topology, found: _ClusterState, plan: WritePlan) -> None:
-    """Raise StateIncompatible if an earlier run began another seed."""
-    others = {mark.seed for mark in found.marks.values()} - {plan.marks[0].seed}
+    others = {mark.seed for mark in found.marks.values()} - {name}
     if others:
         raise StateIncompatible(
-            f"{topology.changelog_topic} holds seed {', '.join(sorted(others))}, and this history makes seed "
-            f"{plan.marks[0].seed}: the history, the topology or --until differs from that of the first run. Nothing "
-            f"was written. Run the first command again with its input, or run `dedup reset` and seed again."
+            f"{topology.changelog_topic} holds seed {', '.join(sorted(others))}, and this history makes seed {name}: "
+            f"the history, the topology or --until differs from that of the first run. Nothing was written. Run the "
+            f"first command again with its input, or run `dedup reset` and seed again."
         )
+    fingerprint = topology.state_fingerprint(partitions)
+    topic_id = found.cluster.topics[topology.feeding_topics[0]].topic_id
+    marks, records = {}, {}
+    for task, each in folded.progress.items():
+        offset, time_ms = found.next_offsets[task], each.stream_time_ms
+        marks[task] = SeedMark(
+            "seeding", name, offset, time_ms, *contents[task], found.judged_at_ms, begins, history=origin
+        )
+        records[task] = TaskRecord(
+            fingerprint, time_ms, each.feeds, offset, window.segment_ms, feeding_topic_id=topic_id
+        )
+    return marks, records
 
 
-def _write_sightings(rows: DataFrame, plan: WritePlan, tasks: int) -> dict[int, bool]:
+def _write_sightings(rows: DataFrame, plan: WritePlan) -> dict[int, bool]:
     """Write every partition that has sightings; return for each partition whether an earlier run had finished it."""
-    placed = rows.repartition(tasks, "dedup_partition").sortWithinPartitions("dedup_partition")
+    placed = rows.repartition(len(plan.marks), "dedup_partition").sortWithinPartitions("dedup_partition")
     try:
         with translated_errors():
             reports = placed.mapInArrow(partial(_write_partitions, plan), from_arrow_schema(_WRITTEN)).collect()
@@ -320,16 +271,6 @@ def _write_sightings(rows: DataFrame, plan: WritePlan, tasks: int) -> dict[int, 
             f"Run the same command again."
         ) from error
     return {row["partition"]: row["was_there"] for row in reports}
-
-
-async def _write_empty(plan: WritePlan, settings: Settings, wire: KafkaWire) -> dict[int, bool]:
-    """Finish the partitions that have no sightings, because no Spark task receives rows of them."""
-    written = {}
-    for task, mark in plan.marks.items():
-        if not mark.sightings:
-            report = await _write_partition(plan, settings, wire, task, ())
-            written[task] = bool(report["was_there"])
-    return written
 
 
 async def _cluster_state(
@@ -349,25 +290,26 @@ async def _cluster_state(
     tasks = cluster.topics[topology.feeding_topics[0]].partitions
     marks = {task: mark for task in range(tasks) if (mark := await _mark(topology, wire, task)) is not None}
     if marks:
-        begins = _begins_of(next(iter(marks.values())))
+        mark = next(iter(marks.values()))
+        by_topic = ((topic, enumerate(offsets)) for topic, offsets in mark.begins.items())
+        begins = {TopicPartition(topic, at): offset for topic, offsets in by_topic for at, offset in offsets}
         _refuse_other_begins(topology, options.until, begins)
-        offsets = {task: mark.next_offset for task, mark in marks.items()}
-        at_ms = next(iter(marks.values())).judged_at_ms
-        if len(marks) == tasks:
-            return _ClusterState(cluster, tasks, begins, offsets, at_ms, marks)
-        raise _not_new(topology, f"{tasks - len(marks)} of {tasks} partitions have no seed mark")
+        if len(marks) < tasks:
+            raise _not_new(topology, f"{tasks - len(marks)} of {tasks} partitions have no seed mark")
+        next_offsets = {task: mark.next_offset for task, mark in marks.items()}
+        return _ClusterState(cluster, begins, next_offsets, mark.judged_at_ms, marks)
     if not fresh:
         raise _not_new(topology, "its group has committed offsets")
+    places = {name: range(cluster.topics[name].partitions) for name in topology.source.topics}
+    sources = [TopicPartition(name, partition) for name, partitions in places.items() for partition in partitions]
+    logs = [TopicPartition(topology.feeding_topics[0], task) for task in range(tasks)]
     if not topology.direct:
-        await _refuse_used_sources(topology, cluster, wire)
-    begins = await _begins(topology, cluster, wire, options.until)
-    feedings = [TopicPartition(topology.feeding_topics[0], task) for task in range(tasks)]
-    offsets = {
-        feeding.partition: begins[feeding] if topology.direct else (await bounds_of(wire, feeding)).start
-        for feeding in feedings
+        await _refuse_used(topology, wire, sources, logs)
+    begins = await _begins(topology, wire, sources, options.until)
+    next_offsets = {
+        log.partition: begins[log] if topology.direct else (await bounds_of(wire, log)).start for log in logs
     }
-    now_ms = int(time.time() * 1000) if options.now_ms is None else options.now_ms
-    return _ClusterState(cluster, tasks, begins, offsets, now_ms)
+    return _ClusterState(cluster, begins, next_offsets, int(time.time() * 1000), {})
 
 
 def _not_new(topology: Topology, why: str) -> StateIncompatible:
@@ -409,31 +351,22 @@ def _refuse_other_begins(topology: Topology, until: Until, begins: Mapping[Topic
     )
 
 
-def _begins_of(mark: SeedMark) -> dict[TopicPartition, int]:
-    return {
-        TopicPartition(topic, partition): offset
-        for topic, offsets in mark.begins.items()
-        for partition, offset in enumerate(offsets)
-    }
-
-
-async def _refuse_used_sources(topology: Topology, cluster: Cluster, wire: KafkaWire) -> None:
-    for name in topology.source.topics:
-        for partition in range(cluster.topics[name].partitions):
-            if await committed_offset(wire, topology.name, TopicPartition(name, partition)) is not None:
-                raise _not_new(topology, f"its group has committed an offset of {name}/{partition}")
-    topic = topology.repartition_topic
-    for partition in range(cluster.topics[topic].partitions):
+async def _refuse_used(
+    topology: Topology, wire: KafkaWire, sources: list[TopicPartition], logs: list[TopicPartition]
+) -> None:
+    """Raise StateIncompatible if the group has offsets of the source, or the repartition topic holds records."""
+    for topic, partition in sources:
+        if await committed_offset(wire, topology.name, TopicPartition(topic, partition)) is not None:
+            raise _not_new(topology, f"its group has committed an offset of {topic}/{partition}")
+    for topic, partition in logs:
         if await _first_record(wire, TopicPartition(topic, partition)) is not None:
             raise _not_new(topology, f"{topic}/{partition} holds records")
 
 
-async def _begins(topology: Topology, cluster: Cluster, wire: KafkaWire, until: Until) -> dict[TopicPartition, int]:
-    places = [
-        TopicPartition(name, partition)
-        for name in topology.source.topics
-        for partition in range(cluster.topics[name].partitions)
-    ]
+async def _begins(
+    topology: Topology, wire: KafkaWire, places: list[TopicPartition], until: Until
+) -> dict[TopicPartition, int]:
+    """Return the offset of each source partition that ``until`` means. Raises SettingsError for impossible offsets."""
     if isinstance(until, int | str):
         return {place: await first_offset(wire, place, until) for place in places}
     problems = []
@@ -453,172 +386,150 @@ async def _begins(topology: Topology, cluster: Cluster, wire: KafkaWire, until: 
     return dict(until)
 
 
-async def _begin(plan: WritePlan, settings: Settings, wire: KafkaWire, found: _ClusterState) -> None:
-    """Write a seed mark to every changelog partition and, if the topology repartitions, commit the source offsets.
-
-    The offsets are committed before a task can start on any partition, because a fleet that starts in the meantime must
-    not repartition the history again.
-    """
-    topology = plan.topology
-    if not found.marks:
-        await _announce(topology, settings, wire, plan.marks)
-    if topology.direct:
-        return
-    for place, offset in found.begins.items():
-        transactional_id = topology.transactional_id("repartition", place.partition, place.topic)
-        session = _session(topology, settings, wire, transactional_id)
-        await session.open()
-        if await committed_offset(wire, topology.name, place) is None:
-            await session.commit({place: Position(offset)})
-        await session.drop()
-
-
-async def _announce(topology: Topology, settings: Settings, wire: KafkaWire, marks: Mapping[int, SeedMark]) -> None:
-    """Write seed marks in the phase `seeding` to all changelog partitions in one transaction.
-
-    From this transaction on, no task of the fleet starts before its partition is seeded.
-    """
-    for partition in marks:
-        # An open transaction of a stopped worker must not be committed after the marks.
-        await _task_session(topology, settings, wire, partition).open()
-    now_ms = int(time.time() * 1000)
-    lines: dict[TopicPartition, list[Line]] = {
-        TopicPartition(topology.changelog_topic, partition): [(-1, now_ms, SEED_MARK_KEY, encode_seed_mark(mark), [])]
-        for partition, mark in marks.items()
-    }
-    session = _task_session(topology, settings, wire, min(marks))
-    await session.open()
-    await _insist(session, lines, "none")
-    await session.drop()
-
-
-def _session(topology: Topology, settings: Settings, wire: KafkaWire, transactional_id: str) -> Session:
-    timeout_ms = settings.transaction_timeout_ms
-    return Session(wire, transactional_id, topology.name, timeout_ms=timeout_ms, deadline_ms=_DEADLINE_MS)
-
-
-def _task_session(topology: Topology, settings: Settings, wire: KafkaWire, partition: int) -> Session:
-    """Return the session of the fleet's `dedup` task for a partition."""
-    return _session(topology, settings, wire, topology.transactional_id("dedup", partition))
-
-
 def _write_partitions(plan: WritePlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Write rows that are sorted by changelog partition, and yield a row of `_WRITTEN` for each of the partitions."""
-    for partition, rows in groupby(_rows(arrow), key=itemgetter(0)):
-        with asyncio.Runner() as runner:
-            written = runner.run(_write(plan, partition, rows))
+
+    async def write(partition: int, rows: Iterable[Row]) -> bool:
+        async with connected(plan.settings.reveal(), f"dedup-{plan.topology.name}-seed") as wire:
+            return await _SeedWriter(plan, wire).write(partition, rows)
+
+    columns = (batch.select(["dedup_partition", "key", "value", "hash"]).columns for batch in arrow)
+    every = (row for batch in columns for row in zip(*(column.to_pylist() for column in batch), strict=True))
+    for partition, rows in groupby(every, key=itemgetter(0)):
+        written = {"partition": partition, "was_there": asyncio.run(write(partition, rows))}
         yield pa.RecordBatch.from_pylist([written], schema=_WRITTEN)
 
 
-def _rows(arrow: Iterable[pa.RecordBatch]) -> Iterator[Row]:
-    for batch in arrow:
-        yield from zip(
-            *(batch.column(name).to_pylist() for name in ("dedup_partition", "key", "value", "hash")), strict=True
+class _SeedWriter:
+    """Writes the transactions of a seed with the fleet's transactional IDs."""
+
+    def __init__(self, plan: WritePlan, wire: KafkaWire) -> None:
+        self._plan: Final = plan
+        self._settings: Final = plan.settings.reveal()
+        self._topology: Final = plan.topology
+        self._wire: Final = wire
+
+    def _session(self, kind: SubTopology, partition: int, topic: str | None = None) -> Session:
+        """Return the session of the fleet's task for a partition."""
+        topology, timeout_ms = self._topology, self._settings.transaction_timeout_ms
+        name = topology.transactional_id(kind, partition, topic)
+        return Session(self._wire, name, topology.name, timeout_ms=timeout_ms, deadline_ms=_DEADLINE_MS)
+
+    async def _is_begun(self, place: TopicPartition) -> bool:
+        """Return whether the group has committed an offset of a partition."""
+        return await committed_offset(self._wire, self._topology.name, place) is not None
+
+    def _changelog(self, partition: int) -> TopicPartition:
+        return TopicPartition(self._topology.changelog_topic, partition)
+
+    async def begin(self, found: _ClusterState) -> None:
+        """Write seed marks in the phase `seeding` to all changelog partitions in one transaction.
+
+        From this transaction on, no task of the fleet starts before its partition is seeded. If the topology
+        repartitions, the source offsets are committed next, before a task can start on any partition, because a fleet
+        that starts in the meantime must not repartition the history again.
+        """
+        marks = {} if found.marks else self._plan.marks
+        for partition in marks:
+            # An open transaction of a stopped worker must not be committed after the marks.
+            await self._session("dedup", partition).open()
+        if marks:
+            session = self._session("dedup", min(marks))
+            await session.open()
+            lines = {self._changelog(at): [_line(SEED_MARK_KEY, encode_seed_mark(mark))] for at, mark in marks.items()}
+            await self._insist(session, lines)
+            await session.drop()
+        for place, offset in () if self._topology.direct else found.begins.items():
+            session = self._session("repartition", place.partition, place.topic)
+            await session.open()
+            if not await self._is_begun(place):
+                await session.commit({place: Position(offset)})
+            await session.drop()
+
+    async def write_empty(self) -> dict[int, bool]:
+        """Finish the partitions that have no sightings; the result is that of `_write_sightings`."""
+        empty = [task for task, mark in self._plan.marks.items() if not mark.sightings]
+        return {task: await self.write(task, ()) for task in empty}
+
+    async def write(self, partition: int, rows: Iterable[Row]) -> bool:
+        """Seed one changelog partition; if it is already seeded, write nothing, and return True.
+
+        Raises PartitionTruncated, TaskMigrated, or CommitUnknown, after which another attempt writes the partition
+        again.
+        """
+        session, feeding = (
+            self._session("dedup", partition),
+            TopicPartition(self._topology.feeding_topics[0], partition),
         )
-
-
-async def _write(plan: WritePlan, partition: int, rows: Iterable[Row]) -> dict[str, int | bool]:
-    settings = plan.settings.reveal()
-    async with connected(settings, f"dedup-{plan.topology.name}-seed") as wire:
-        return await _write_partition(plan, settings, wire, partition, rows)
-
-
-async def _write_partition(
-    plan: WritePlan, settings: Settings, wire: KafkaWire, partition: int, rows: Iterable[Row]
-) -> dict[str, int | bool]:
-    """Seed one changelog partition; if it is already seeded, only read its rows to the end.
-
-    Raises PartitionTruncated, TaskMigrated, or CommitUnknown, after which another attempt writes the partition again.
-    """
-    topology = plan.topology
-    session = _task_session(topology, settings, wire, partition)
-    feeding = TopicPartition(topology.feeding_topics[0], partition)
-    await session.open()
-    try:
-        # The offset is read in this attempt's own epoch, when the transactions of older attempts have ended.
-        if await committed_offset(wire, topology.name, feeding) is not None:
-            skipped = sum(1 for _ in rows)
-            return {"partition": partition, "records": skipped, "was_there": True}
-        # This seed writes the whole state, so a changelog that later begins at a higher offset was truncated.
-        kept_from = (await bounds_of(wire, TopicPartition(topology.changelog_topic, partition))).start
-        count = await _write_rows(plan, settings, session, partition, rows)
-        await _finish(plan, session, wire, partition, kept_from)
-    finally:
-        await session.drop()
-    return {"partition": partition, "records": count, "was_there": False}
-
-
-async def _write_rows(
-    plan: WritePlan, settings: Settings, session: Session, partition: int, rows: Iterable[Row]
-) -> int:
-    changelog = TopicPartition(plan.topology.changelog_topic, partition)
-    lines: list[Line] = []
-    count, digest, now_ms = 0, 0, int(time.time() * 1000)
-    for _, key, value, hashed in rows:
-        lines.append((-1, now_ms, key, value, []))
-        count += 1
-        digest ^= hashed & _DIGEST_MASK
-        if len(lines) >= plan.commit_rows:
-            await _insist(session, {changelog: lines}, settings.topics.compression)
-            lines = []
-    mark = plan.marks[partition]
-    if (count, f"{digest:016x}") != (mark.sightings, mark.digest):
-        raise PartitionTruncated(
-            f"{changelog.topic}/{partition}: {count} of {mark.sightings} records arrived, with digest {digest:016x} "
-            f"instead of {mark.digest}: an earlier Spark task failed. The partition is not finished; Spark tries again."
-        )
-    if lines:
-        await _insist(session, {changelog: lines}, settings.topics.compression)
-    return count
-
-
-async def _insist(
-    session: Session,
-    lines: Mapping[TopicPartition, list[Line]],
-    compression: str,
-    *,
-    offsets: Mapping[TopicPartition, Position] | None = None,
-    is_committed: Callable[[], Awaitable[bool]] | None = None,
-) -> None:
-    """Commit changelog lines and offsets, and repeat a commit with an unknown result in a new epoch.
-
-    Lines may be written twice. Before another attempt, ``is_committed`` tells whether the previous attempt succeeded.
-    Raises TaskMigrated if another owner has taken over the partition, and CommitUnknown after `_MOST_ATTEMPTS`
-    attempts.
-    """
-    for attempt in range(_MOST_ATTEMPTS):
+        await session.open()
         try:
-            if attempt:
-                await session.open()
-                if is_committed is not None and await is_committed():
-                    return
-            for target, part in lines.items():
-                session.add(fill(target, part, compression=compression))
-            await session.commit(offsets or {})
-        except CommitUnknown:
-            # The partition's leader has moved, or does not know the new topic yet.
-            if attempt + 1 == _MOST_ATTEMPTS:
-                raise
-            await asyncio.sleep(_RETRY_S)
-        else:
-            return
+            # The offset is read in this attempt's own epoch, when the transactions of older attempts have ended.
+            if await self._is_begun(feeding):
+                return True
+            # This seed writes the whole state, so a changelog that later begins at a higher offset was truncated.
+            changelog = self._changelog(partition)
+            kept_from = (await bounds_of(self._wire, changelog)).start
+            await self._write_rows(session, partition, rows)
+            # After this last transaction, a task of the fleet may start.
+            record = replace(self._plan.records[partition], kept_from=kept_from)
+            mark = replace(self._plan.marks[partition], phase="seeded")
+            closing = (TASK_RECORD_KEY, encode_task_record(record)), (SEED_MARK_KEY, encode_seed_mark(mark))
+            lines = {changelog: [_line(key, value) for key, value in closing]}
+            await self._insist(session, lines, {feeding: Position(record.next_offset)})
+        finally:
+            await session.drop()
+        return False
+
+    async def _write_rows(self, session: Session, partition: int, rows: Iterable[Row]) -> None:
+        changelog, mark = self._changelog(partition), self._plan.marks[partition]
+        lines: list[Line] = []
+        count, digest, now_ms = 0, 0, int(time.time() * 1000)
+        for _, key, value, hashed in rows:
+            lines.append((-1, now_ms, key, value, []))
+            count += 1
+            digest ^= hashed & _DIGEST_MASK
+            if len(lines) >= self._plan.commit_rows:
+                await self._insist(session, {changelog: lines})
+                lines = []
+        if (count, f"{digest:016x}") != (mark.sightings, mark.digest):
+            raise PartitionTruncated(
+                f"{changelog.topic}/{partition}: {count} of {mark.sightings} records arrived, with digest "
+                f"{digest:016x} instead of {mark.digest}: an earlier Spark task failed. The partition is not finished; "
+                f"Spark tries again."
+            )
+        if lines:
+            await self._insist(session, {changelog: lines})
+
+    async def _insist(
+        self,
+        session: Session,
+        lines: Mapping[TopicPartition, list[Line]],
+        offsets: Mapping[TopicPartition, Position] | None = None,
+    ) -> None:
+        """Commit changelog lines and offsets, and repeat a commit with an unknown result in a new epoch.
+
+        Lines may be written twice. Raises TaskMigrated if another owner has taken over the partition, and CommitUnknown
+        after `_MOST_ATTEMPTS` attempts.
+        """
+        for attempt in range(_MOST_ATTEMPTS):
+            try:
+                if attempt:
+                    await session.open()
+                    # A task may have advanced the offset in the meantime, so it must not be set back.
+                    if offsets and await self._is_begun(*offsets):
+                        return
+                for target, part in lines.items():
+                    session.add(fill(target, part, compression=self._settings.topics.compression))
+                await session.commit(offsets or {})
+            except CommitUnknown:
+                # The partition's leader has moved, or does not know the new topic yet.
+                if attempt + 1 == _MOST_ATTEMPTS:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+            else:
+                return
 
 
-async def _finish(plan: WritePlan, session: Session, wire: KafkaWire, partition: int, kept_from: int) -> None:
-    """Commit the last transaction of a partition, after which a task of the fleet may start."""
-    topology, record = plan.topology, replace(plan.records[partition], kept_from=kept_from)
-    mark = replace(plan.marks[partition], phase="seeded")
-    now_ms = int(time.time() * 1000)
-    closing: list[Line] = [
-        (-1, now_ms, TASK_RECORD_KEY, encode_task_record(record), []),
-        (-1, now_ms, SEED_MARK_KEY, encode_seed_mark(mark), []),
-    ]
-    changelog = TopicPartition(topology.changelog_topic, partition)
-    feeding = TopicPartition(topology.feeding_topics[0], partition)
-
-    async def is_committed() -> bool:
-        # A task may have advanced the offset in the meantime, so it must not be set back.
-        return await committed_offset(wire, topology.name, feeding) is not None
-
-    offsets = {feeding: Position(record.next_offset)}
-    await _insist(session, {changelog: closing}, "none", offsets=offsets, is_committed=is_committed)
+def _line(key: bytes, value: bytes) -> Line:
+    """Return a changelog record with the current time."""
+    return -1, int(time.time() * 1000), key, value, []

@@ -7,9 +7,9 @@ import re
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import pyspark
 from py4j.protocol import Py4JJavaError
@@ -26,11 +26,7 @@ from dedup.kafka.connection import Connection
 from dedup.settings import Secret, Settings, Web
 from dedup.spark import worker_daemon
 from dedup.spark.spark_jars import Package, jars_for, release_of
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from dedup.topology.model import Topology
+from dedup.topology.model import Topology
 
 ERRORS_BY_NAME: Final[Mapping[str, type[DedupError]]] = {
     kind.__name__: kind for kind in (StateIncompatible, RecordFailed, InvariantBroken, BrokerUnavailable)
@@ -52,11 +48,16 @@ _DELTA_CONF: Final = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
 }
-_WORKER_CONF: Final = {
+_CONF: Final = {
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.streaming.stateStore.providerClass": (
+        "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+    ),
+    # Python workers keep freed memory for the next batch, which saves a sixth of their time.
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "spark.executorEnv.MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "spark.python.daemon.module": worker_daemon.MODULE,
 }
-"""Makes Python workers keep freed memory for the next batch, which saves a sixth of their time."""
 _LOCAL_CONF: Final = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 """A session on this machine must not depend on the resolution of the machine's name."""
 _LOOK_S: Final = 0.5
@@ -89,11 +90,8 @@ class PicklableSettings:
         security = settings.security
         without = security.model_copy(update={"password": None, "key_password": None})
         plain = settings.model_copy(update={"security": without, "web": Web()})
-        password, key_password = (
-            None if secret is None else secret.get_secret_value()
-            for secret in (security.password, security.key_password)
-        )
-        return cls(plain, password, key_password)
+        secrets = (security.password, security.key_password)
+        return cls(plain, *(None if secret is None else secret.get_secret_value() for secret in secrets))
 
     def reveal(self) -> Settings:
         """Return the original settings."""
@@ -102,41 +100,36 @@ class PicklableSettings:
         return self.plain.model_copy(update={"security": security})
 
 
-class JobProgress:
-    """Shows a progress bar for each running stage inside ``with``; shows nothing without a terminal."""
+@contextmanager
+def job_progress(spark: SparkSession, *, enabled: bool) -> Iterator[None]:
+    """Show a progress bar for each running stage inside ``with``; show nothing without a terminal."""
+    console = Console(stderr=True)
+    if not (enabled and console.is_terminal):
+        yield
+        return
+    over = threading.Event()
+    with Bars(console=console, transient=True) as bars:
+        thread = threading.Thread(target=_show_stages, args=(spark, bars, over), name="spark-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
-    def __init__(self, spark: SparkSession, *, enabled: bool) -> None:
-        console = Console(stderr=True)
-        self._tracker: Final = spark.sparkContext.statusTracker()
-        self._bars: Final = Bars(console=console, transient=True)
-        self._enabled: Final = enabled and console.is_terminal
-        self._over: Final = threading.Event()
-        self._thread: Final = threading.Thread(target=self._watch, name="spark-progress", daemon=True)
 
-    def __enter__(self) -> Self:
-        if self._enabled:
-            self._bars.start()
-            self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._enabled:
-            self._over.set()
-            self._thread.join()
-            self._bars.stop()
-
-    def _watch(self) -> None:
-        shown = {}
-        while not self._over.wait(_LOOK_S):
-            for stage in self._tracker.getActiveStageIds():
-                info = self._tracker.getStageInfo(stage)
-                if info is None:
-                    continue
+def _show_stages(spark: SparkSession, bars: Bars, over: threading.Event) -> None:
+    shown, tracker = {}, spark.sparkContext.statusTracker()
+    while not over.wait(_LOOK_S):
+        active = set(tracker.getActiveStageIds())
+        for stage in active:
+            info = tracker.getStageInfo(stage)
+            if info is not None:
                 if stage not in shown:
-                    shown[stage] = self._bars.add_task(f"stage {stage}: {info.name.split(' at ')[0]}")
-                self._bars.update(shown[stage], total=info.numTasks, completed=info.numCompletedTasks)
-            for stage in shown.keys() - set(self._tracker.getActiveStageIds()):
-                self._bars.remove_task(shown.pop(stage))
+                    shown[stage] = bars.add_task(f"stage {stage}: {info.name.split(' at ')[0]}")
+                bars.update(shown[stage], total=info.numTasks, completed=info.numCompletedTasks)
+        for stage in shown.keys() - active:
+            bars.remove_task(shown.pop(stage))
 
 
 class HadoopDirectory:
@@ -160,20 +153,14 @@ class HadoopDirectory:
 
     def read(self, path: Any) -> str:  # noqa: ANN401
         """Return the text of a file."""
-        stream = self.files.open(path)
-        try:
+        with closing(self.files.open(path)) as stream:
             return bytes(self._jvm.org.apache.commons.io.IOUtils.toByteArray(stream)).decode()
-        finally:
-            stream.close()
 
     def write(self, path: Any, text: str, part_name: str) -> None:  # noqa: ANN401
         """Write a file as ``part_name``, and then rename it, so that no reader finds a half-written file."""
         part = self.at(part_name, path.getParent())
-        stream = self.files.create(part, True)  # noqa: FBT003  # Java has no keywords: overwrite
-        try:
+        with closing(self.files.create(part, True)) as stream:  # noqa: FBT003  # Java has no keywords: overwrite
             stream.write(bytearray(text.encode()))
-        finally:
-            stream.close()
         self.files.delete(path, False)  # noqa: FBT003  # not recursive
         if not self.files.rename(part, path):
             raise StateIncompatible(
@@ -289,14 +276,7 @@ def session_for(
     """
     wanted = tuple(packages)
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
-    settings: dict[str, str] = {
-        "spark.sql.session.timeZone": "UTC",
-        "spark.sql.streaming.stateStore.providerClass": (
-            "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
-        ),
-        **_WORKER_CONF,
-        "spark.python.daemon.module": worker_daemon.MODULE,
-    }
+    settings = dict(_CONF)
     if topology is not None:
         settings["spark.app.name"] = f"dedup {topology.name}"
     if "delta" in wanted:
@@ -314,8 +294,5 @@ def session_for(
                 settings["spark.jars"] = ",".join(str(jar) for jar in jars_for(wanted))
     elif master is not None:
         settings["spark.master"] = master
-    builder = SparkSession.builder
-    for key, value in (settings | dict(conf or {})).items():
-        builder = builder.config(key, value)
-    session: SparkSession = builder.getOrCreate()
+    session: SparkSession = SparkSession.builder.config(map={**settings, **(conf or {})}).getOrCreate()
     return session

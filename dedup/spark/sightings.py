@@ -12,11 +12,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import BinaryType
@@ -24,11 +25,7 @@ from pyspark.sql.types import BinaryType
 from dedup.core.fold import OnConflict
 from dedup.core.window import Sighting, Source
 from dedup.spark.map_side import BATCH_BYTES, KNOWN, PACKED_ROWS, TARGET, LogEnds, buckets_of, packed_stream
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
-
-    from dedup.topology.model import Topology
+from dedup.topology.model import Topology
 
 SIGHTINGS: Final = pa.schema(
     [

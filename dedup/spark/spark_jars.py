@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -84,31 +84,21 @@ def coordinates(package: Package, spark_version: str) -> tuple[str, ...]:
 
     Raises BrokerUnavailable if the package has no known coordinates for that version.
     """
-    release = release_of(spark_version)
-    match package:
-        case "jdbc":
-            return _JDBC
-        case "kafka":
-            return (f"org.apache.spark:spark-sql-kafka-0-10_{_SCALA}:{release.kafka}",)
-        case "delta":
-            return (f"io.delta:{release.delta}",)
-        case "s3":
-            return (f"org.apache.hadoop:hadoop-aws:{release.hadoop}",)
-        case "iceberg" if release.iceberg is not None:
-            runtime = f"iceberg-spark-runtime-{_line(spark_version)}_{_SCALA}"
-            return (f"org.apache.iceberg:{runtime}:{release.iceberg}",)
-        case "iceberg":
-            lines = [line for line, each in RELEASES.items() if each.iceberg]
-            raise BrokerUnavailable(
-                f"there is no Iceberg for PySpark {spark_version}: install PySpark {_either(lines)}, or give Spark its "
-                f"jars yourself (`--conf spark.jars=...`)."
-            )
-
-
-def _cache_dir(environ: Mapping[str, str]) -> Path:
-    base = environ.get("XDG_CACHE_HOME")
-    root = Path(base) if base else Path.home() / ".cache"
-    return root / "dedup" / f"spark-{pyspark.__version__}"
+    release, line = release_of(spark_version), _line(spark_version)
+    if package == "iceberg" and release.iceberg is None:
+        lines = [line for line, each in RELEASES.items() if each.iceberg]
+        raise BrokerUnavailable(
+            f"there is no Iceberg for PySpark {spark_version}: install PySpark {_either(lines)}, or give Spark its "
+            f"jars yourself (`--conf spark.jars=...`)."
+        )
+    found: Mapping[Package, tuple[str, ...]] = {
+        "jdbc": _JDBC,
+        "kafka": (f"org.apache.spark:spark-sql-kafka-0-10_{_SCALA}:{release.kafka}",),
+        "delta": (f"io.delta:{release.delta}",),
+        "s3": (f"org.apache.hadoop:hadoop-aws:{release.hadoop}",),
+        "iceberg": (f"org.apache.iceberg:iceberg-spark-runtime-{line}_{_SCALA}:{release.iceberg}",),
+    }
+    return found[package]
 
 
 def jars_for(packages: Iterable[Package], environ: Mapping[str, str] | None = None) -> list[Path]:
@@ -116,9 +106,11 @@ def jars_for(packages: Iterable[Package], environ: Mapping[str, str] | None = No
 
     Raises BrokerUnavailable with the coordinates if Maven Central cannot be reached or lacks a jar.
     """
+    base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME")
+    root = Path(base) if base else Path.home() / ".cache"
     found: dict[str, Path] = {}
     for package in packages:
-        directory = _cache_dir(os.environ if environ is None else environ) / package
+        directory = root / "dedup" / f"spark-{pyspark.__version__}" / package
         if not directory.is_dir():
             _fetch(coordinates(package, pyspark.__version__), directory)
         found |= {jar.name: jar for jar in sorted(directory.glob("*.jar"))}
@@ -127,17 +119,14 @@ def jars_for(packages: Iterable[Package], environ: Mapping[str, str] | None = No
 
 def _fetch(wanted: tuple[str, ...], directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
-    bundled = _bundled()
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f"{directory.name}.part-") as temporary:
         ready = Path(temporary) / "ready"
         ready.mkdir()
         try:
             locks = _locks()
-            for artifact in _resolve(wanted, Path(temporary) / "repository"):
-                jar: Path = artifact.resolve()
-                if _VERSIONED.sub("", jar.name) not in bundled:
-                    _refuse_other(locked(artifact), locks)
-                    shutil.copy(jar, ready)
+            for artifact in _beside_spark(wanted, Path(temporary) / "repository"):
+                _refuse_other(locked(artifact), locks)
+                shutil.copy(artifact.resolve(), ready)
         except (OSError, RuntimeError) as error:
             raise BrokerUnavailable(
                 f"{', '.join(wanted)} could not be fetched from Maven Central: {error}. Check the network and try "
@@ -171,24 +160,27 @@ def _resolve(wanted: Iterable[str], repository: Path) -> list[Artifact]:
     return [each.artifact for each in needed]
 
 
+def _beside_spark(wanted: Iterable[str], repository: Path) -> Iterator[Artifact]:
+    """Yield the resolved artifacts whose jars are not part of Spark, whatever their versions."""
+    own = (Path(pyspark.__file__).parent / "jars").glob("*.jar")
+    bundled = {_VERSIONED.sub("", jar.name) for jar in own}
+    for artifact in _resolve(wanted, repository):
+        if _VERSIONED.sub("", artifact.resolve().name) not in bundled:
+            yield artifact
+
+
 def _print_lock_file() -> None:
     lines = dict(_locks())
     for package in get_args(Package):
         if package == "iceberg" and release_of(pyspark.__version__).iceberg is None:
             continue
         with tempfile.TemporaryDirectory() as temporary:
-            for artifact in _resolve(coordinates(package, pyspark.__version__), Path(temporary)):
-                if _VERSIONED.sub("", artifact.resolve().name) not in _bundled():
-                    jar = locked(artifact)
-                    lines[jar.coordinate] = jar
+            for artifact in _beside_spark(coordinates(package, pyspark.__version__), Path(temporary)):
+                jar = locked(artifact)
+                lines[jar.coordinate] = jar
     head = "# The jars beside PySpark: sha256, bytes, coordinate. Written by: python -m dedup.spark.spark_jars"
     body = [f"{jar.sha256} {jar.size_bytes} {jar.coordinate}" for _, jar in sorted(lines.items())]
     os.write(1, "\n".join([head, *body, ""]).encode())
-
-
-def _bundled() -> set[str]:
-    """Return the names, without versions, of the jars that are part of Spark."""
-    return {_VERSIONED.sub("", jar.name) for jar in (Path(pyspark.__file__).parent / "jars").glob("*.jar")}
 
 
 if __name__ == "__main__":

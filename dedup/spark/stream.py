@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import pickle
 import tempfile
 import threading
@@ -27,94 +28,68 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
 
 from dedup.errors import BrokerUnavailable, DedupError, StateIncompatible, TaskMigrated
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.topic_admin import Admin
 from dedup.kafka.wire import NoAnswer, TopicPartition
+from dedup.settings import Settings
 from dedup.spark.columns import feeding_columns
 from dedup.spark.kafka_source import kafka_options
 from dedup.spark.session import ERRORS_BY_NAME, HadoopDirectory, PicklableSettings, connected, described
 from dedup.spark.stream_monitor import StreamMonitor, lag_after
 from dedup.spark.task_attempt import REPORT, AttemptPlan, BatchReport, deleted_unjudged, judge_partition
 from dedup.store.rocks import RocksMemory
+from dedup.topology.model import SubTopology, Topology
 from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import bounds_of, committed_offset, first_offset
 from dedup.worker.task import Task, TaskId
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.topics import Cluster, group_is_new, prepare, refuse_used_output
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.streaming.query import StreamingQuery
-
-    from dedup.settings import Settings
-    from dedup.topology.model import SubTopology, Topology
-
 log: Final = logging.getLogger(__name__)
 
 _IDENTITY_FILE: Final = "dedup.json"
 _PART_FILE: Final = "dedup.json.new"
-_VERSION: Final = 1
 _PREPARE_WITHIN_S: Final = 60
 _IDLE_LOOK_S: Final = 0.5
 _QUERY_LOOK_S: Final = 0.2
 _ERROR_LINES: Final = 12
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointIdentity:
-    """The values that must be the same for a stream to continue from a checkpoint."""
-
-    topology: str
-    state: str
-    """`Topology.state_identity`, which contains rules and partition counts."""
-    topics: Mapping[str, str]
-    """Kafka's IDs of the topics that the stream reads, because a recreated topic has different records at the same
-    offsets.
-    """
-    semantics: str = "exact"
-    """A constant, kept because existing checkpoints contain it."""
-
-
-def _claim(checkpoint: HadoopDirectory, identity: CheckpointIdentity) -> None:
-    """Write the identity into a new checkpoint directory.
+def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
+    """Write the identity (`Prepared.identity`) into a new checkpoint directory.
 
     Raises StateIncompatible and changes nothing if the directory has a different identity or contains other files.
     """
     path, files = checkpoint.at(_IDENTITY_FILE), checkpoint.files
-    if files.exists(path):
-        _refuse_other(checkpoint, identity)
+    if not files.exists(path):
+        left = files.listStatus(checkpoint.path) if files.exists(checkpoint.path) else []
+        # A driver that was killed while it wrote the identity leaves the part file.
+        if any(status.getPath().getName() != _PART_FILE for status in left):
+            raise StateIncompatible(
+                f"{checkpoint.path}: is not empty, and no checkpoint of `dedup spark run`: {_IDENTITY_FILE} is "
+                f"missing. Nothing was changed. Use a directory for this topology alone."
+            )
+        checkpoint.write(path, json.dumps({"id": uuid.uuid4().hex, **identity}, sort_keys=True), _PART_FILE)
         return
-    found = files.listStatus(checkpoint.path) if files.exists(checkpoint.path) else []
-    # A driver that was killed while it wrote the identity leaves the part file.
-    if any(status.getPath().getName() != _PART_FILE for status in found):
-        raise StateIncompatible(
-            f"{checkpoint.path}: is not empty, and no checkpoint of `dedup spark run`: {_IDENTITY_FILE} is missing. "
-            f"Nothing was changed. Use a directory for this topology alone."
-        )
-    facts = {"version": _VERSION, "id": uuid.uuid4().hex, **asdict(identity)}
-    checkpoint.write(path, json.dumps(facts, sort_keys=True), _PART_FILE)
-
-
-def _refuse_other(checkpoint: HadoopDirectory, identity: CheckpointIdentity) -> None:
     try:
-        found = json.loads(checkpoint.read(checkpoint.at(_IDENTITY_FILE)))
+        found = json.loads(checkpoint.read(path))
     except ValueError as error:
-        raise StateIncompatible(
-            f"{checkpoint.path}/{_IDENTITY_FILE}: is damaged ({error}). Use an empty directory."
-        ) from error
-    wanted = {"version": _VERSION, **asdict(identity)}
-    differs = [name for name in wanted if found.get(name) != wanted[name]]
+        raise StateIncompatible(f"{path}: is damaged ({error}). Use an empty directory.") from error
+    differs = [f"{name}: {found.get(name)!r}, now {own!r}" for name, own in identity.items() if found.get(name) != own]
     if differs:
-        differences = "; ".join(f"{name}: {found.get(name)!r}, now {wanted[name]!r}" for name in differs)
         raise StateIncompatible(
-            f"{checkpoint.path}: is the checkpoint of another topology ({differences}). Nothing was changed. Use that "
-            "topology, or use an empty directory. The position is in the state, so nothing is read twice or lost."
+            f"{checkpoint.path}: is the checkpoint of another topology ({'; '.join(differs)}). Nothing was changed. "
+            f"Use that topology, or use an empty directory. The position is in the state, so nothing is read twice or "
+            f"lost."
         )
 
 
@@ -137,26 +112,28 @@ class Prepared:
         topics = topology.source.topics if sub_topology == "repartition" else topology.feeding_topics
         return {at: offset for at, offset in self.positions.items() if at.topic in topics}
 
-    def starting_offsets(self, sub_topology: SubTopology) -> dict[str, dict[str, int]]:
-        """Return the positions in the format of Spark's `startingOffsets`."""
-        offsets: dict[str, dict[str, int]] = {}
-        for at, offset in self.feeding(sub_topology).items():
-            offsets.setdefault(at.topic, {})[str(at.partition)] = offset
-        return offsets
+    def identity(self) -> dict[str, object]:
+        """Return the values that must be the same for a stream to continue from a checkpoint.
 
-    def identity(self) -> CheckpointIdentity:
-        """Return the identity of this stream's checkpoint."""
-        partitions = self.cluster.source_partitions(self.topology)
-        ids = {name: self.cluster.topics[name].topic_id for name in partitions}
-        return CheckpointIdentity(self.topology.name, self.topology.state_identity(partitions), ids)
+        `state` contains rules and partition counts. `topics` has Kafka's IDs of the topics that the stream reads,
+        because a recreated topic has different records at the same offsets. `semantics` is a constant, kept because
+        existing checkpoints contain it.
+        """
+        name, partitions = self.topology.name, self.cluster.source_partitions(self.topology)
+        ids = {topic: self.cluster.topics[topic].topic_id for topic in partitions}
+        state = self.topology.state_identity(partitions)
+        return {"version": 1, "topology": name, "state": state, "topics": ids, "semantics": "exact"}
 
-    def pin_start(self) -> None:
+    async def pin_start(self) -> None:
         """Commit the start offsets that could otherwise differ after a crash."""
         if self.unpinned:
-            asyncio.run(_pin(self))
+            async with connected(self.settings, f"dedup-{self.topology.name}-spark") as wire:
+                for place in self.unpinned:
+                    async with _short_task(self, wire, place) as task:
+                        await task.commit()
 
 
-def prepared(
+async def prepared(
     topology: Topology, settings: Settings, *, onto_existing_output: bool = False, begun: bool = False
 ) -> Prepared:
     """Create missing topics, and return the topology with its positions on the cluster.
@@ -166,16 +143,12 @@ def prepared(
     judged, or if the group is new, its output topic contains records, and ``onto_existing_output`` is false. Raises
     BrokerUnavailable if no broker responds.
     """
-    return asyncio.run(_prepared(topology, settings, meant=onto_existing_output, begun=begun))
-
-
-async def _prepared(topology: Topology, settings: Settings, *, meant: bool, begun: bool) -> Prepared:
     async with connected(settings, f"dedup-{topology.name}-spark") as wire:
         try:
             async with asyncio.timeout(_PREPARE_WITHIN_S), Admin(wire.connection) as admin:
                 fresh = await group_is_new(topology, wire, admin)
                 if fresh and not begun:
-                    await refuse_used_output(topology, wire, admin, meant=meant)
+                    await refuse_used_output(topology, wire, admin, meant=onto_existing_output)
                 cluster = await prepare(topology, settings, admin, may_create_changelog=fresh)
                 return await _with_positions(topology, settings, cluster, wire)
         except TimeoutError as error:
@@ -203,13 +176,6 @@ async def _with_positions(topology: Topology, settings: Settings, cluster: Clust
     return Prepared(topology, settings, cluster, positions, tuple(unpinned))
 
 
-async def _pin(ready: Prepared) -> None:
-    async with connected(ready.settings, f"dedup-{ready.topology.name}-spark") as wire:
-        for place in ready.unpinned:
-            async with _short_task(ready, wire, place) as task:
-                await task.commit()
-
-
 @asynccontextmanager
 async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition) -> AsyncIterator[Task]:
     """Yield a started task of the partition, with empty local state."""
@@ -221,13 +187,6 @@ async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition)
             yield task
         finally:
             await task.close(drain=False)
-
-
-@dataclass(slots=True)
-class _Quiet:
-    position: int
-    since_s: float
-    marked: bool = False
 
 
 class _IdleMarks:
@@ -244,11 +203,12 @@ class _IdleMarks:
         self.busy: Final = threading.Lock()
         """Lock for writing to the repartition topic."""
         self._over: Final = threading.Event()
-        self._quiet: dict[TopicPartition, _Quiet] = {}
+        self._quiet: dict[TopicPartition, tuple[int, float]] = {}
+        """Maps a partition without new records to its position, and to since when; the time of a marked one is inf."""
         self._thread: Final = threading.Thread(target=self._run, name="idle-marks", daemon=True)
 
     def start(self) -> None:
-        """Watch the partitions."""
+        """Watch the partitions until `stop`."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -277,13 +237,15 @@ class _IdleMarks:
     async def _look(self, wire: KafkaWire, feeding: TopicPartition) -> None:
         position = await self._caught_up_at(wire, feeding)
         now_s = time.monotonic()
-        quiet = self._quiet.get(feeding)
+        before, since_s = self._quiet.get(feeding, (None, now_s))
         if position is None:
             self._quiet.pop(feeding, None)
-        elif quiet is None or quiet.position != position:
-            self._quiet[feeding] = _Quiet(position, now_s)
-        elif not quiet.marked and now_s - quiet.since_s >= self._ready.topology.idle_after_ms / 1000:
-            quiet.marked = await self._mark(wire, feeding, position)
+            return
+        if position != before:
+            since_s = now_s
+        elif now_s - since_s >= self._ready.topology.idle_after_ms / 1000 and await self._mark(wire, feeding, position):
+            since_s = math.inf
+        self._quiet[feeding] = position, since_s
 
     async def _caught_up_at(self, wire: KafkaWire, feeding: TopicPartition) -> int | None:
         """Return the position of a partition if only transaction markers follow, or None if the partition has lag."""
@@ -307,90 +269,6 @@ class _IdleMarks:
             self.busy.release()
 
 
-class Running:
-    """A running stream; `wait` returns when it has ended."""
-
-    def __init__(
-        self,
-        starters: Sequence[Callable[[], StreamingQuery]],
-        monitor: StreamMonitor,
-        *,
-        in_turn: bool,
-        idle_marks: _IdleMarks | None,
-    ) -> None:
-        self._starters: Final = starters
-        self._monitor: Final = monitor
-        self._in_turn: Final = in_turn
-        """Whether each query starts only when the previous one has read all its input."""
-        self._idle_marks: Final = idle_marks
-        self._queries: list[StreamingQuery] = []
-        self._stopping: Final = threading.Event()
-        self.failure: DedupError | None = None
-        """An error that a retry cannot fix."""
-
-    @property
-    def url(self) -> str | None:
-        """The address of the stream's pages; None if it serves none."""
-        return self._monitor.url
-
-    @property
-    def queries(self) -> Sequence[StreamingQuery]:
-        """The queries started so far."""
-        return self._queries
-
-    def start(self) -> None:
-        """Start all queries, or only the first if they run one after another."""
-        self._monitor.start()
-        try:
-            for starter in self._starters[:1] if self._in_turn else self._starters:
-                self._queries.append(starter())
-        except BaseException:
-            self._monitor.stop()
-            raise
-        if self._idle_marks is not None:
-            self._idle_marks.start()
-
-    def wait(self) -> None:
-        """Wait until every query has been stopped or has read all its input. If a query fails, raise its error."""
-        try:
-            self._watch()
-            for starter in self._starters[1:] if self._in_turn else ():
-                if not self._stopping.is_set():
-                    self._queries.append(starter())
-                    self._watch()
-        finally:
-            if self._idle_marks is not None:
-                self._idle_marks.stop()
-            for query in self._queries:
-                query.stop()
-            self._monitor.stop()
-        self._raise_failure()
-
-    def stop(self) -> None:
-        """Make `wait` return soon; the next run judges uncommitted records. Signal handlers may call this method."""
-        self._stopping.set()
-
-    def _watch(self) -> None:
-        """Return when a query has ended, or `stop` was called."""
-        watched = self._queries[-1:] if self._in_turn else self._queries
-        while all(query.isActive for query in watched):
-            if self._stopping.wait(_QUERY_LOOK_S):
-                return
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-        for query in self._queries:
-            error = query.exception()
-            if error is not None:
-                text = "\n".join(str(error).splitlines()[:_ERROR_LINES])
-                raise DedupError(
-                    f"the query {query.name} failed: {text}\nNothing is lost: fix the cause and start it again with "
-                    f"the same checkpoint."
-                )
-
-
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
     """Options of a stream."""
@@ -405,53 +283,157 @@ class StreamOptions:
     """Number of rows in a transaction, which may not be open longer than `transaction_timeout`."""
     onto_existing_output: bool = False
     """Let a new group write to an output that already holds records; see `dedup.worker.topics`."""
-    trigger_ms: int = 0
     on_batch: Callable[[BatchReport], None] | None = None
 
 
-class _Batches:
-    """Runs the micro-batches of one query."""
+class _Query:
+    """One query of a stream, and what it does with each micro-batch."""
 
     def __init__(
-        self, sub_topology: SubTopology, plan: AttemptPlan, options: StreamOptions, monitor: StreamMonitor
+        self,
+        sub_topology: SubTopology,
+        ready: Prepared,
+        options: StreamOptions,
+        monitor: StreamMonitor,
+        busy: AbstractContextManager[object],
     ) -> None:
         self._sub_topology: Final[SubTopology] = sub_topology
-        self._name: Final = f"{plan.topology.name}-{sub_topology}"
-        self._plan: Final = plan
+        self._name: Final = f"{ready.topology.name}-{sub_topology}"
+        self._ready: Final = ready
+        settings = PicklableSettings.of(ready.settings)
+        self._plan: Final = AttemptPlan(ready.topology, settings, ready.cluster, options.commit_rows)
         self._options: Final = options
         self._monitor: Final = monitor
-        self.running: Running | None = None
-        self.busy: AbstractContextManager[object] = nullcontext()
+        self._busy: Final = busy
+        """Held while a micro-batch runs."""
+        self._failure: DedupError | None = None
+        """An error that a retry cannot fix; Spark passes on only its text."""
+        self._query: StreamingQuery | None = None
 
-    def run(self, rows: DataFrame, batch_id: int) -> None:
-        """Judge and send a micro-batch.
+    def start(self, spark: SparkSession) -> None:
+        """Start the query at its checkpoint or, without one, at the positions of its partitions."""
+        options, starting = self._options, dict[str, dict[str, int]]()
+        for at, offset in self._ready.feeding(self._sub_topology).items():
+            starting.setdefault(at.topic, {})[str(at.partition)] = offset
+        rows = (
+            spark.readStream.format("kafka")
+            .options(**kafka_options(self._ready.settings))
+            .option("subscribe", ",".join(starting))
+            .option("startingOffsets", json.dumps(starting))
+            .option("maxOffsetsPerTrigger", options.most_offsets)
+            .load()
+        )
+        writer = rows.writeStream.queryName(self._name).foreachBatch(self._judge)
+        writer = writer.option("checkpointLocation", f"{options.checkpoint}/{self._sub_topology}")
+        self._query = (writer.trigger(availableNow=True) if options.exit_when_done else writer).start()
 
-        An error that a retry cannot fix is also stored in `running`, because Spark passes on only the text of an error.
-        """
+    def _judge(self, rows: DataFrame, batch_id: int) -> None:
+        """Judge and send a micro-batch; raise an error that an attempt reported."""
         began_s = time.monotonic()
-        try:
-            with self.busy, described(rows.sparkSession, f"{self._name}: judge and commit micro-batch {batch_id}"):
-                reports = _run_batch(rows, self._plan)
-        except DedupError as error:
-            if self.running is not None:
-                self.running.failure = error
-            raise
+        with self._busy, described(rows.sparkSession, f"{self._name}: judge and commit micro-batch {batch_id}"):
+            judged = feeding_columns(rows).mapInArrow(partial(judge_partition, self._plan), REPORT)
+            reports = tuple(row.asDict() for row in judged.collect())
+        for row in reports:
+            if row["failure"] is not None:
+                self._failure = ERRORS_BY_NAME.get(row["failure"], DedupError)(row["failure_text"])
+                raise self._failure
+            # An executor of this stream wrote the value, and it came over the connection that also has the passwords.
+            row["numbers"] = pickle.loads(row["numbers"])  # noqa: S301
         report = BatchReport(self._sub_topology, batch_id, reports, time.monotonic() - began_s)
         self._monitor.add(report)
         if self._options.on_batch is not None:
             self._options.on_batch(report)
 
+    @property
+    def is_active(self) -> bool:
+        """Whether the query runs."""
+        return self._query is not None and self._query.isActive
 
-def _run_batch(rows: DataFrame, plan: AttemptPlan) -> tuple[dict[str, Any], ...]:
-    """Judge and send a micro-batch, and return its partitions' reports; raise an error that an attempt reported."""
-    judged = feeding_columns(rows).mapInArrow(partial(judge_partition, plan), REPORT)
-    reports = tuple(row.asDict() for row in judged.collect())
-    for report in reports:
-        if report["failure"] is not None:
-            raise ERRORS_BY_NAME.get(report["failure"], DedupError)(report["failure_text"])
-        # An executor of this stream wrote the value, and it came over the connection that also carries the passwords.
-        report["numbers"] = pickle.loads(report["numbers"])  # noqa: S301
-    return reports
+    def stop(self) -> None:
+        """Stop the query, if it was started."""
+        if self._query is not None:
+            self._query.stop()
+
+    def raise_failure(self) -> None:
+        """Raise the error with which the query has ended, if any."""
+        if self._failure is not None:
+            raise self._failure
+        error = None if self._query is None else self._query.exception()
+        if error is not None:
+            text = "\n".join(str(error).splitlines()[:_ERROR_LINES])
+            raise DedupError(
+                f"the query {self._name} failed: {text}\nNothing is lost: fix the cause and start it again with the "
+                f"same checkpoint."
+            )
+
+
+class Running:
+    """A running stream; `wait` returns when it has ended.
+
+    With ``in_turn``, each query starts only when the previous one has read all its input.
+    """
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        queries: Sequence[_Query],
+        monitor: StreamMonitor,
+        *,
+        in_turn: bool,
+        idle_marks: _IdleMarks | None,
+    ) -> None:
+        self._spark: Final = spark
+        self._first: Final = queries[:1] if in_turn else queries
+        self._later: Final = queries[1:] if in_turn else ()
+        self._monitor: Final = monitor
+        self._idle_marks: Final = idle_marks
+        self._stopping: Final = threading.Event()
+
+    @property
+    def url(self) -> str | None:
+        """The address of the stream's pages; None if it serves none."""
+        return self._monitor.url
+
+    def start(self) -> None:
+        """Start all queries, or only the first if they run one after another."""
+        self._monitor.start()
+        try:
+            for query in self._first:
+                query.start(self._spark)
+        except BaseException:
+            self._monitor.stop()
+            raise
+        if self._idle_marks is not None:
+            self._idle_marks.start()
+
+    def wait(self) -> None:
+        """Wait until every query has been stopped or has read all its input. If a query fails, raise its error."""
+        try:
+            self._watch(self._first)
+            for query in self._later:
+                if not self._stopping.is_set():
+                    query.start(self._spark)
+                    self._watch([query])
+        finally:
+            if self._idle_marks is not None:
+                self._idle_marks.stop()
+            for query in (*self._first, *self._later):
+                query.stop()
+            self._monitor.stop()
+        for query in (*self._first, *self._later):
+            query.raise_failure()
+
+    def stop(self) -> None:
+        """Make `wait` return soon; the next run judges uncommitted records. Signal handlers may call this method."""
+        self._stopping.set()
+
+    def _watch(self, queries: Sequence[_Query]) -> None:
+        """Return when a query has ended, or `stop` was called."""
+        while all(query.is_active for query in queries):
+            if self._stopping.wait(_QUERY_LOOK_S):
+                return
+        for query in queries:
+            query.raise_failure()
 
 
 def start_stream(spark: SparkSession, topology: Topology, settings: Settings, options: StreamOptions) -> Running:
@@ -464,50 +446,16 @@ def start_stream(spark: SparkSession, topology: Topology, settings: Settings, op
     """
     checkpoint = HadoopDirectory(spark, options.checkpoint)
     begun = bool(checkpoint.files.exists(checkpoint.at(_IDENTITY_FILE)))
-    ready = prepared(topology, settings, onto_existing_output=options.onto_existing_output, begun=begun)
+    ready = asyncio.run(prepared(topology, settings, onto_existing_output=options.onto_existing_output, begun=begun))
     _claim(checkpoint, ready.identity())
-    ready.pin_start()
-    plan = AttemptPlan(topology, PicklableSettings.of(settings), ready.cluster, options.commit_rows)
-    sub_topologies: tuple[SubTopology, ...] = ("dedup",) if topology.direct else ("repartition", "dedup")
-    feeding = {each: ready.feeding(each) for each in sub_topologies}
-    monitor = StreamMonitor(topology, settings, feeding)
-    batches = [_Batches(sub_topology, plan, options, monitor) for sub_topology in sub_topologies]
-    starters = [
-        partial(_started, spark, ready, options, sub_topology, each.run)
-        for sub_topology, each in zip(sub_topologies, batches, strict=True)
-    ]
-    idle_marks = None
-    if not (topology.direct or options.exit_when_done):
-        idle_marks = _IdleMarks(ready)
-        batches[0].busy = idle_marks.busy
-    running = Running(starters, monitor, in_turn=options.exit_when_done, idle_marks=idle_marks)
-    for each in batches:
-        each.running = running
+    asyncio.run(ready.pin_start())
+    kinds: tuple[SubTopology, ...] = ("dedup",) if topology.direct else ("repartition", "dedup")
+    monitor = StreamMonitor(topology, settings, {kind: ready.feeding(kind) for kind in kinds})
+    idle_marks = None if topology.direct or options.exit_when_done else _IdleMarks(ready)
+    queries = []
+    for kind in kinds:
+        marks = idle_marks if kind == "repartition" else None
+        queries.append(_Query(kind, ready, options, monitor, nullcontext() if marks is None else marks.busy))
+    running = Running(spark, queries, monitor, in_turn=options.exit_when_done, idle_marks=idle_marks)
     running.start()
     return running
-
-
-def _started(
-    spark: SparkSession,
-    ready: Prepared,
-    options: StreamOptions,
-    sub_topology: SubTopology,
-    run: Callable[[DataFrame, int], None],
-) -> StreamingQuery:
-    starting = ready.starting_offsets(sub_topology)
-    rows = (
-        spark.readStream.format("kafka")
-        .options(**kafka_options(ready.settings))
-        .option("subscribe", ",".join(starting))
-        .option("startingOffsets", json.dumps(starting))
-        .option("maxOffsetsPerTrigger", options.most_offsets)
-        .load()
-    )
-    writer = (
-        rows.writeStream.queryName(f"{ready.topology.name}-{sub_topology}")
-        .option("checkpointLocation", f"{options.checkpoint}/{sub_topology}")
-        .foreachBatch(run)
-    )
-    if options.exit_when_done:
-        return writer.trigger(availableNow=True).start()
-    return writer.trigger(processingTime=f"{options.trigger_ms} milliseconds").start()

@@ -17,22 +17,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from dedup.errors import DedupError, Problem, SettingsError, StateIncompatible
+from dedup.kafka.client import KafkaWire
 from dedup.kafka.wire import NoAnswer, TopicPartition
 from dedup.metrics import DeadShare, TaskNumbers, TaskSeen, WorkerSeen
+from dedup.settings import Settings
 from dedup.spark.session import connected
+from dedup.spark.task_attempt import BatchReport
+from dedup.topology.model import SubTopology, Topology
 from dedup.web.server import WebServer
 from dedup.worker.introspection import exposition
 from dedup.worker.offsets import bounds_of, committed_offset
 from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
-
-if TYPE_CHECKING:
-    from dedup.kafka.client import KafkaWire
-    from dedup.settings import Settings
-    from dedup.spark.task_attempt import BatchReport
-    from dedup.topology.model import SubTopology, Topology
 
 log: Final = logging.getLogger(__name__)
 _LOOK_S: Final = 2.0
@@ -59,10 +57,7 @@ class StreamMonitor:
     """Implements `web.server.Answers` for a stream, in a thread that runs from `start` to `stop`."""
 
     def __init__(
-        self,
-        topology: Topology,
-        settings: Settings,
-        positions: Mapping[SubTopology, Mapping[TopicPartition, int]],
+        self, topology: Topology, settings: Settings, positions: Mapping[SubTopology, Mapping[TopicPartition, int]]
     ) -> None:
         self._topology: Final = topology
         self._settings: Final = settings
@@ -135,7 +130,7 @@ class StreamMonitor:
             async with asyncio.timeout(_ANSWER_WITHIN_S):
                 await asyncio.gather(*(self._look(wire, place, seen) for (_, place), seen in self._seen.items()))
             self._log_ended()
-            if self._dead.look(self._numbers(), time.time_ns() // 1_000_000):
+            if self._dead.look([seen.numbers for seen in self._seen.values()], time.time_ns() // 1_000_000):
                 log.warning("%s", "over: dead letters" if self._dead.alert is None else self._dead.alert.text)
             if self._over:
                 return
@@ -187,22 +182,18 @@ class StreamMonitor:
             f"{report.took_s:.1f} s: {counts}; lag {lag}"
         )
 
-    def _numbers(self) -> list[TaskNumbers]:
-        return [seen.numbers for seen in self._seen.values()]
-
     def not_ready(self) -> str | None:
         """Return None, because a running stream is always ready."""
         return None
 
     def seen(self) -> WorkerSeen:
         """Return the stream's current state."""
-        tasks = tuple(self._task(kind, place, seen) for (kind, place), seen in self._seen.items())
-        return WorkerSeen(self._topology.name, self._name, tasks, {}, 0, 0, None, alert=self._dead.alert)
-
-    def _task(self, kind: str, place: TopicPartition, seen: _Seen) -> TaskSeen:
-        most = self._topology.state.max_bytes_per_partition if kind == "dedup" else None
-        lag = seen.lag_records, seen.unstable_records
-        return TaskSeen(kind, *place, "running", seen.numbers, *lag, seen.state_ids, seen.state_bytes, most)
+        tasks = []
+        for (kind, place), seen in self._seen.items():
+            most = self._topology.state.max_bytes_per_partition if kind == "dedup" else None
+            lag = seen.lag_records, seen.unstable_records
+            tasks.append(TaskSeen(kind, *place, "running", seen.numbers, *lag, seen.state_ids, seen.state_bytes, most))
+        return WorkerSeen(self._topology.name, self._name, tuple(tasks), {}, 0, 0, None, alert=self._dead.alert)
 
     def metrics(self) -> bytes:
         """Return the metrics in the text format of Prometheus."""

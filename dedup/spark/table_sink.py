@@ -16,29 +16,24 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Final, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Final
+
+from pyspark.sql import SparkSession
 
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible
+from dedup.settings import Settings
+from dedup.spark.delta_log import DeltaLog, TableCommit
+from dedup.spark.iceberg_log import IcebergLog, SnapshotCommit
 from dedup.spark.kafka_source import read_range
 from dedup.spark.session import translated_errors
+from dedup.topology.model import Topology
 from dedup.verify.kafka_reader import KafkaReader
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from pyspark.sql import DataFrame, SparkSession
-
-    from dedup.settings import Settings
-    from dedup.spark.delta_log import DeltaLog, TableCommit
-    from dedup.spark.iceberg_log import IcebergLog, SnapshotCommit
-    from dedup.topology.model import Topology
 
 log: Final = logging.getLogger(__name__)
 
-Clock = Callable[[], int]
-"""Returns the time in ms."""
 _VERSION: Final = 1
 _COLUMNS: Final = ("key", "value", "headers", "topic", "partition", "offset", "timestamp")
 _SETTLED_WITHIN_S: Final = 60.0
@@ -51,11 +46,9 @@ Iceberg after 5 days.
 
 
 @dataclass(frozen=True, slots=True)
-class SinkCommit:
-    """A commit of the sink, as its metadata describes it."""
+class Appended:
+    """A commit of the sink, as it was read back from the table; the first values are in its metadata."""
 
-    sink: str
-    """The topology and its output topic."""
     topic_id: str
     """Kafka's ID of the output topic, because a recreated topic has different records at the same offsets."""
     number: int
@@ -64,13 +57,6 @@ class SinkCommit:
     ends: Mapping[int, int]
     """By partition, the offset after the last one whose record is in the table."""
     id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Appended:
-    """A commit of the sink, as it was read back from the table."""
-
-    commit: SinkCommit
     table_version: int
     committed_ms: int
     rows: int
@@ -135,9 +121,7 @@ class TableSink:
         stops = self._stops(begins, wanted)
         if stops == begins and (last is None or now_ms - self._renewed_ms < _RENEWED_AFTER_MS):
             return None
-        number, after = (1, self._before) if last is None else (last.commit.number + 1, last.table_version)
-        commit = SinkCommit(self._sink, topic_id, number, after, stops, uuid.uuid4().hex)
-        self._last = replace(self._write(self._rows(begins, stops), commit), more=stops != wanted)
+        self._last = replace(self._write(topic_id, begins, stops), more=stops != wanted)
         # This is the caller's time, not the table's, so that the position is renewed only once if the caller's clock is
         # ahead.
         self._renewed_ms = now_ms
@@ -155,17 +139,17 @@ class TableSink:
                     "%s is new, and Kafka has deleted %s: the table begins after them", self.path, ", ".join(gone)
                 )
             return dict(lows)
-        position = last.commit.ends
+        position, made = last.ends, f"commit {last.number} of {self.path}"
         if position.keys() - lows.keys():
             raise BrokerUnavailable(
                 f"{self._topic} has {len(lows)} partitions by what {', '.join(self._settings.brokers)} said, and had "
-                f"{len(position)} in commit {last.commit.number} of {self.path}: a broker does not know the cluster's "
-                f"present state. Nothing was written. Try again, and look at its logs."
+                f"{len(position)} in {made}: a broker does not know the cluster's present state. Nothing was written. "
+                f"Try again, and look at its logs."
             )
-        if topic_id != last.commit.topic_id:
+        if topic_id != last.topic_id:
             raise StateIncompatible(
-                f"{self._topic} was deleted and created again since commit {last.commit.number} of {self.path}: its "
-                f"offsets are other records now. Nothing was written. Append it to a new table."
+                f"{self._topic} was deleted and created again since {made}: its offsets are other records now. Nothing "
+                f"was written. Append it to a new table."
             )
         for partition, low in lows.items():
             done = position.get(partition, 0)
@@ -188,23 +172,23 @@ class TableSink:
         share = max(1, self._most_offsets // max(1, len(open_at)))
         return {at: max(begin, min(ends.get(at, begin), begin + share)) for at, begin in begins.items()}
 
-    def _rows(self, begins: Mapping[int, int], stops: Mapping[int, int]) -> DataFrame:
-        ranges = {at: (begin, stops[at]) for at, begin in begins.items()}
-        # A range usually ends with a transaction marker, and only a fetch that returns nothing shows that no record
-        # follows. The records are new, so no broker has to fetch them from tiered storage, which takes longer.
-        wait = {"kafka.fetch.max.wait.ms": "20"}
-        return read_range(self._spark, self._settings, {self._topic: ranges}, **wait).select(*_COLUMNS)
-
-    def _write(self, rows: DataFrame, commit: SinkCommit) -> Appended:
-        """Append the rows, and return the commit as it is in the table."""
+    def _write(self, topic_id: str, begins: Mapping[int, int], stops: Mapping[int, int]) -> Appended:
+        """Append the records of these offsets, and return the commit as it is in the table."""
+        last = self._last
+        number, after = (1, self._before) if last is None else (last.number + 1, last.table_version)
+        commit = {"number": number, "after": after, "ends": stops, "id": uuid.uuid4().hex}
+        metadata = json.dumps({"dedup": _VERSION, "sink": self._sink, "topic_id": topic_id, **commit})
         taken = (
             f"another sink has written to {self.path} at the same time, and this one has written nothing. Every record "
             f"is there once. Stop one of the two, then start the other again: it continues from the last commit."
         )
-        metadata = json.dumps({"dedup": _VERSION, **asdict(commit)})
-        name = f"dedup sink {self._sink}"
+        ranges = {self._topic: {at: (begin, stops[at]) for at, begin in begins.items()}}
+        # A range usually ends with a transaction marker, and only a fetch that returns nothing shows that no record
+        # follows. The records are new, so no broker has to fetch them from tiered storage, which takes longer.
+        wait = {"kafka.fetch.max.wait.ms": "20"}
+        rows = read_range(self._spark, self._settings, ranges, **wait).select(*_COLUMNS)
         with translated_errors():
-            since = self._log.append(rows, name, commit.number, metadata, after=commit.after, taken=taken)
+            since = self._log.append(rows, f"dedup sink {self._sink}", number, metadata, after=after, taken=taken)
         self._refuse_replaced(since)
         found = (self._sink_commit(each) for each in since if each.metadata == metadata)
         return next(each for each in found if each is not None)
@@ -212,11 +196,10 @@ class TableSink:
     def _refuse_changed_since(self, last: Appended) -> None:
         """Raise StateIncompatible if the table no longer contains the sink's last commit, or was replaced after it."""
         entries: list[TableCommit | SnapshotCommit] = list(self._log.commits(last.table_version - 1))
-        ids = [each.commit.id for each in map(self._sink_commit, entries) if each is not None]
-        if last.commit.id not in ids:
+        if last.id not in [each.id for each in map(self._sink_commit, entries) if each is not None]:
             raise StateIncompatible(
-                f"{self.path} does not hold commit {last.commit.number} of the sink any more: the table was removed or "
-                f"made again. Nothing was written. Restore it, or append to a new table."
+                f"{self.path} does not hold commit {last.number} of the sink any more: the table was removed or made "
+                f"again. Nothing was written. Restore it, or append to a new table."
             )
         self._refuse_replaced(entries)
 
@@ -227,15 +210,15 @@ class TableSink:
         for entry in self._log.commits():
             # Look back to the previous commit, because the sink may have been stopped before it checked its last
             # commit.
-            if last is not None and entry.version <= last.commit.after:
+            if last is not None and entry.version <= last.after:
                 break
             last = last or self._sink_commit(entry)
             later.append(entry)
         if last is not None:
-            if last.commit.after >= last.table_version:
+            if last.after >= last.table_version:
                 raise StateIncompatible(
-                    f"{self.path} was removed and made again by commit {last.commit.number} of the sink: the rows "
-                    f"before it are gone. Nothing was written. Restore the table, or append to a new one."
+                    f"{self.path} was removed and made again by commit {last.number} of the sink: the rows before it "
+                    f"are gone. Nothing was written. Restore the table, or append to a new one."
                 )
             self._refuse_replaced(later)
             return last
@@ -257,8 +240,8 @@ class TableSink:
                 f"of its metadata; this one knows {_VERSION}). Nothing was written. Use that release."
             )
         ends = {int(partition): int(end) for partition, end in found["ends"].items()}
-        commit = SinkCommit(found["sink"], found["topic_id"], found["number"], found["after"], ends, found["id"])
-        return Appended(commit, entry.version, entry.committed_ms, entry.rows)
+        position = (found["topic_id"], found["number"], found["after"], ends, found["id"])
+        return Appended(*position, entry.version, entry.committed_ms, entry.rows)
 
     def _refuse_replaced(self, entries: Sequence[TableCommit | SnapshotCommit]) -> None:
         """Raise StateIncompatible if one of these commits may have removed rows of the sink by replacing the table."""
@@ -289,62 +272,40 @@ class TableSink:
             log.warning("%s: a transaction stays open; its records are not in %s yet", self._topic, self.path)
 
 
-class Following:
-    """Runs a thread inside ``with`` that appends the records that a stream commits, and appends the rest at the end."""
+@contextmanager
+def following(
+    sink: TableSink, every_s: float, *, stopped: threading.Event, failed: Callable[[], None]
+) -> Iterator[None]:
+    """Inside ``with``, append the records that a stream commits, in a thread; at the end, append the rest.
 
-    def __init__(
-        self,
-        sink: TableSink,
-        every_s: float,
-        clock_ms: Clock,
-        *,
-        stopped: threading.Event,
-        failed: Callable[[], None],
-    ) -> None:
-        """If ``stopped`` is set, leaving the ``with`` block does not append the remaining records; the next run appends
-        them.
+    If ``stopped`` is set, the rest is left for the next run. If the thread fails, it calls ``failed``, and the end of
+    the ``with`` block raises the thread's error.
+    """
+    over, errors = threading.Event(), list[Exception]()
 
-        If the thread fails, it calls ``failed``, and leaving the ``with`` block raises the thread's error.
-        """
-        self._sink: Final = sink
-        self._every_s: Final = every_s
-        self._clock_ms: Final = clock_ms
-        self._stopped: Final = stopped
-        self._failed: Final = failed
-        self._over: Final = threading.Event()
-        self._error: Exception | None = None
-        self._thread: Final = threading.Thread(target=self._run, name="table-sink", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._over.set()
-        self._thread.join()
-        if error is not None:
-            return
-        if self._error is not None:
-            raise self._error
-        self._sink.settle(self._stopped)
-        catch_up(self._sink, clock_ms=self._clock_ms, over=self._stopped)
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            follow(self._sink, every_s=self._every_s, clock_ms=self._clock_ms, over=self._over)
+            follow(sink, every_s=every_s, over=over)
         except Exception as error:
             log.exception("the table sink has ended")
-            self._error = error
-            self._failed()
+            errors.append(error)
+            failed()
+
+    thread = threading.Thread(target=run, name="table-sink", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+    sink.settle(stopped)
+    catch_up(sink, over=stopped)
 
 
 def follow(
-    sink: TableSink,
-    *,
-    every_s: float,
-    clock_ms: Clock,
-    over: threading.Event,
-    tell: Callable[[Appended], None] | None = None,
+    sink: TableSink, *, every_s: float, over: threading.Event, tell: Callable[[Appended], None] = lambda _: None
 ) -> None:
     """Append new records until ``over`` is set, with a pause of ``every_s`` seconds whenever there are no more.
 
@@ -353,32 +314,31 @@ def follow(
     """
     reached = False
     while not over.is_set():
+        appended = None
         try:
-            appended = sink.append(now_ms=clock_ms())
+            appended = sink.append(now_ms=_now_ms())
         except BrokerUnavailable as error:
             if not reached:
                 raise
             log.warning("%s; trying again in %g s", error, every_s)
-            appended = None
         reached = True
-        if appended is not None and tell is not None:
+        if appended is not None:
             tell(appended)
         if appended is None or not appended.more:
             over.wait(every_s)
 
 
 def catch_up(
-    sink: TableSink,
-    *,
-    clock_ms: Clock,
-    over: threading.Event | None = None,
-    tell: Callable[[Appended], None] | None = None,
+    sink: TableSink, *, over: threading.Event | None = None, tell: Callable[[Appended], None] = lambda _: None
 ) -> None:
     """Append until the table contains all records that are committed when the call begins, or ``over`` is set."""
     ends = sink.ends()
     while over is None or not over.is_set():
-        appended = sink.append(now_ms=clock_ms(), until=ends)
+        appended = sink.append(now_ms=_now_ms(), until=ends)
         if appended is None:
             return
-        if tell is not None:
-            tell(appended)
+        tell(appended)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -55,15 +55,19 @@ class Jdbc:
     @property
     def dialect(self) -> Dialect:
         """The SQL dialect of the database. Raises SettingsError for an unsupported database."""
-        for dialect in (_POSTGRESQL, _SQLITE):
-            if self.url.startswith(dialect.prefix):
-                return dialect
-        raise SettingsError([Problem("--jdbc", f"{self.url!r} is neither jdbc:postgresql: nor jdbc:sqlite:")])
+        dialect = next((each for each in (_POSTGRESQL, _SQLITE) if self.url.startswith(each.prefix)), None)
+        if dialect is None:
+            raise SettingsError([Problem("--jdbc", f"{self.url!r} is neither jdbc:postgresql: nor jdbc:sqlite:")])
+        return dialect
 
     def properties(self) -> dict[str, str]:
         """Return the options of a connection."""
-        given = {"user": self.user, "password": self.password}
-        return {"driver": self.dialect.driver} | {name: value for name, value in given.items() if value is not None}
+        given = {"driver": self.dialect.driver, "user": self.user, "password": self.password}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def collated(self, field: t.StructField) -> str:
+        """Return the COLLATE clause for an order column; empty if it needs none."""
+        return f" COLLATE {self.dialect.binary_collation}" if isinstance(field.dataType, t.StringType) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,42 +85,31 @@ class Dialect:
     one_writer: bool
     """Whether only one task may write at a time."""
 
-    def collated(self, kind: t.DataType) -> str:
-        """Return the COLLATE clause for an order column of this type; empty if it needs none."""
-        return f" COLLATE {self.binary_collation}" if isinstance(kind, t.StringType) else ""
-
     def column(self, kind: t.DataType) -> str:
         """Return the SQL type for a Spark type. Raises SettingsError for a type that no column can hold."""
+        name, digits = kind.simpleString(), self.digits
+        known: dict[type[t.DataType], str] = dict(_SQL_TYPES)
+        known |= {t.BinaryType: self.binary, t.DoubleType: self.double, t.FloatType: self.double}
         match kind:
-            case t.BinaryType():
-                return self.binary
-            case t.StringType():
-                return "TEXT"
-            case t.LongType():
-                return "BIGINT"
-            case t.IntegerType() | t.ShortType() | t.ByteType():
-                return "INTEGER"
-            case t.DoubleType() | t.FloatType():
-                return self.double
-            case t.BooleanType():
-                return "BOOLEAN"
-            case t.TimestampType():
-                return "TIMESTAMP"
-            case t.DateType():
-                return "DATE"
+            case _ if type(kind) in known:
+                return known[type(kind)]
+            case t.DecimalType() if kind.precision <= digits:
+                return f"NUMERIC({kind.precision},{kind.scale})"
             case t.DecimalType():
-                return self._decimal(kind)
+                text = f"a column of type {name}: this database keeps {digits} digits; declare it STRING"
             case _:
-                text = "cannot be a column of a database; declare its members as columns, or declare it STRING"
-                raise SettingsError([Problem("--schema", f"{kind.simpleString()} {text}")])
-
-    def _decimal(self, kind: t.DecimalType) -> str:
-        if kind.precision <= self.digits:
-            return f"NUMERIC({kind.precision},{kind.scale})"
-        text = f"a column of type {kind.simpleString()}: this database keeps {self.digits} digits; declare it STRING"
+                text = f"{name} cannot be a column of a database; declare its members as columns, or declare it STRING"
         raise SettingsError([Problem("--schema", text)])
 
 
+_SQL_TYPES: Final[Mapping[type[t.DataType], str]] = {
+    t.StringType: "TEXT",
+    t.LongType: "BIGINT",
+    **dict.fromkeys((t.IntegerType, t.ShortType, t.ByteType), "INTEGER"),
+    t.BooleanType: "BOOLEAN",
+    t.TimestampType: "TIMESTAMP",
+    t.DateType: "DATE",
+}
 _POSTGRESQL: Final = Dialect(
     "jdbc:postgresql:", "org.postgresql.Driver", "BYTEA", "DOUBLE PRECISION", '"C"', digits=1000, one_writer=False
 )
@@ -142,10 +135,12 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
     same Kafka partition), or a column of ``schema``. Raises SettingsError for an unusable schema or order.
     """
     payload = _schema(schema)
-    _refuse_order(order, payload)
+    if order not in {_EVENT_TIME, _OFFSET, *([] if payload is None else payload.names)}:
+        text = f"{order!r} is not event_time, offset or a column that --schema names"
+        raise SettingsError([Problem("--order", text)])
     known = identified(records, topology)
-    reason = fn.col("dedup_fault")
-    detail = fn.col("dedup_detail")
+    reason, detail = fn.col("dedup_fault"), fn.col("dedup_detail")
+    columns = [fn.col("key"), fn.col("value")]
     if payload is not None:
         # This column receives what Spark cannot parse. Without it, a value of another type would silently become null.
         asked = t.StructType([*payload.fields, t.StructField(_BAD_JSON, t.StringType())])
@@ -156,13 +151,11 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
         bad = fn.col(f"_payload.{_BAD_JSON}").isNotNull() | unread
         reason = fn.coalesce(reason, fn.when(bad, fn.lit("schema_mismatch")))
         detail = fn.coalesce(detail, fn.when(bad, fn.lit("the value does not fit --schema")))
+        columns = [fn.col(f"_payload.{name}").alias(name) for name in payload.names]
     by = {_EVENT_TIME: fn.col("dedup_time_ms"), _OFFSET: fn.col("offset")}.get(order, fn.col(f"_payload.{order}"))
     reason = fn.coalesce(reason, fn.when(by.isNull(), fn.lit("no_order")))
     detail = fn.coalesce(detail, fn.when(by.isNull(), fn.lit(f"it has no {order}, which decides what is newest")))
     marked = known.withColumns({"reason": reason, "detail": detail, "order_value": by})
-    columns = [fn.col("key"), fn.col("value")]
-    if payload is not None:
-        columns = [fn.col(f"_payload.{field.name}").alias(field.name) for field in payload.fields]
     rows = marked.where("reason IS NULL").select(
         fn.col("dedup_id").alias(ID),
         *columns,
@@ -179,14 +172,14 @@ def output_records(spark: SparkSession, topology: Topology, settings: Settings) 
 
     Raises StateIncompatible if the topic does not exist.
     """
-    topic = topology.output.topic if topology.output is not None else None
-    with KafkaReader(settings) as reader:
-        count = reader.partitions([topic])[topic] if topic is not None else 0
-        if topic is None or not count:
-            raise StateIncompatible(f"{topology.name} has no output topic in this cluster; give --input.")
-        bounds = reader.bounds(topic, range(count))
-    ranges = {at: (each.low, each.high) for at, each in bounds.items()}
-    return history_of_range(spark, settings, {topic: ranges}).records
+    ranges = {}
+    if topology.output is not None:
+        with KafkaReader(settings) as reader:
+            bounds = reader.bounds(topology.output.topic)
+        ranges = {topology.output.topic: {at: (each.low, each.high) for at, each in bounds.items()}}
+    if not any(ranges.values()):
+        raise StateIncompatible(f"{topology.name} has no output topic in this cluster; give --input.")
+    return history_of_range(spark, settings, ranges).records
 
 
 def keep_rejected(found: TableRows, path: str | None) -> dict[str, int]:
@@ -242,12 +235,6 @@ def _is_unfit(kind: t.DataType) -> bool:
             return False
 
 
-def _refuse_order(order: str, payload: t.StructType | None) -> None:
-    if order in {_EVENT_TIME, _OFFSET} or (payload is not None and order in payload.fieldNames()):
-        return
-    raise SettingsError([Problem("--order", f"{order!r} is not event_time, offset or a column that --schema names")])
-
-
 def _newest(rows: DataFrame) -> DataFrame:
     """Return the greatest row by `ORDER` of each tracking ID; every run chooses the same among rows of equal order."""
     others = [name for name in rows.columns if name != ID]
@@ -264,7 +251,8 @@ def upsert_delta(rows: DataFrame, path: str) -> int:
     spark = rows.sparkSession
     source = _newest(rows)
     table = DeltaLog(spark, path).table
-    spark.sql(f"CREATE TABLE IF NOT EXISTS {table} ({_ddl(source.schema)}) USING delta")
+    columns = ", ".join(f"`{field.name}` {field.dataType.simpleString()}" for field in source.schema.fields)
+    spark.sql(f"CREATE TABLE IF NOT EXISTS {table} ({columns}) USING delta")
     _refuse_other_columns(path, source.columns, spark.read.format("delta").load(path).columns)
     newer = f"struct({_listed(ORDER, 's.')}) > struct({_listed(ORDER, 't.')})"
     merge = (
@@ -272,18 +260,10 @@ def upsert_delta(rows: DataFrame, path: str) -> int:
         f"WHEN MATCHED AND {newer} THEN UPDATE SET * WHEN NOT MATCHED THEN INSERT *"
     )
     with described(spark, f"{path}: merge the newest row of each tracking ID"):
-        return _affected(spark.sql(merge, source=source))
-
-
-def _affected(merged: DataFrame) -> int:
-    row = merged.first()
+        row = spark.sql(merge, source=source).first()
     if row is None:
         raise InvariantBroken("Delta's MERGE reported no counts of rows.")
     return int(row["num_affected_rows"])
-
-
-def _ddl(schema: t.StructType) -> str:
-    return ", ".join(f"`{field.name}` {field.dataType.simpleString()}" for field in schema.fields)
 
 
 def _listed(names: Sequence[str], prefix: str = "") -> str:
@@ -307,17 +287,15 @@ def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
     them unchanged.
     """
     if not _NAME.fullmatch(to.table):
-        raise SettingsError(
-            [
-                Problem(
-                    "--table",
-                    f"{to.table!r} is not a valid name; write letters, digits and _, such as orders or shop.orders",
-                )
-            ]
-        )
+        text = f"{to.table!r} is not a valid name; write letters, digits and _, such as orders or shop.orders"
+        raise SettingsError([Problem("--table", text)])
     source = _newest(rows)
     staging = f"{to.table}_dedup_{uuid.uuid4().hex[:8]}"
-    columns = [_column(to.dialect, field) for field in source.schema.fields]
+    # Text in order columns is compared by its bytes, as in `_newest`.
+    columns = [
+        f'"{field.name}" {to.dialect.column(field.dataType)}{to.collated(field) if field.name in ORDER else ""}'
+        for field in source.schema.fields
+    ]
     move = _moving(staging, to, source.schema)
     source.persist()
     try:
@@ -338,19 +316,13 @@ def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
         source.unpersist()
 
 
-def _column(dialect: Dialect, field: t.StructField) -> str:
-    """Return the SQL definition of a column; text in order columns is compared by its bytes, as in `_newest`."""
-    collation = dialect.collated(field.dataType) if field.name in ORDER else ""
-    return f'"{field.name}" {dialect.column(field.dataType)}{collation}'
-
-
 def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
     """Return the SQL statement that moves the staged rows to the target table."""
     table, names = to.table, schema.names
     listed = ", ".join(f'"{name}"' for name in names)
     changed = ", ".join(f'"{name}" = excluded."{name}"' for name in names if name != ID)
     # The table may have been created with another collation, so this statement names the collation, too.
-    order = [f'"{name}"{to.dialect.collated(schema[name].dataType)}' for name in ORDER]
+    order = [f'"{name}"{to.collated(schema[name])}' for name in ORDER]
     newer = f"({_listed(order, 'excluded.')}) > ({_listed(order, f'{table}.')})"
     # DISTINCT is needed because a task whose commit succeeded but was not acknowledged is retried, and stages its rows
     # twice.
@@ -365,7 +337,11 @@ def _move(connection: Any, staging: str, table: str, move: str, expected: int) -
 
     Raises StateIncompatible unless the staging table contains all ``expected`` rows.
     """
-    found = _number(connection, f'SELECT count(DISTINCT "{ID}") FROM {staging}')  # noqa: S608  # checked names
+    count = f'SELECT count(DISTINCT "{ID}") FROM {staging}'  # noqa: S608  # checked names
+    with contextlib.closing(connection.createStatement()) as statement, _explained(count):
+        row = statement.executeQuery(count)
+        row.next()
+        found = int(row.getLong(1))
     if found != expected:
         raise StateIncompatible(
             f"{found} tracking IDs arrived in {staging}, but {expected} were sent. The table {table} was not touched. "
@@ -405,13 +381,6 @@ def _execute(connection: Any, sql: str) -> int:  # noqa: ANN401  # Java's
     """Execute a statement, and return how many rows it changed, which is 0 for a statement such as CREATE TABLE."""
     with contextlib.closing(connection.createStatement()) as statement, _explained(sql.partition(" (")[0]):
         return int(statement.executeUpdate(sql))
-
-
-def _number(connection: Any, sql: str) -> int:  # noqa: ANN401  # Java's
-    with contextlib.closing(connection.createStatement()) as statement, _explained(sql):
-        found = statement.executeQuery(sql)
-        found.next()
-        return int(found.getLong(1))
 
 
 def _columns_of(connection: Any, table: str) -> list[str]:  # noqa: ANN401  # Java's

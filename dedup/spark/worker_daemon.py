@@ -34,7 +34,7 @@ _LOADED: Final = (
     "pyarrow.compute",
     "pyarrow.parquet",
     "dedup.spark.task_attempt",
-    "dedup.spark.changelog_frames",
+    "dedup.spark.seed_history",
     "dedup.spark.reduce_side",
     "dedup.spark.backfill",
     "dedup.spark.files",

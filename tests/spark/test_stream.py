@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import logging
@@ -310,7 +311,7 @@ def test_retention_ate_what_was_not_judged_yet(make_job, run, admin):
 @pytest.fixture
 def plan_of():
     def plan(job, state="state-a", **options):
-        ready = prepared(job.topology, job.settings)
+        ready = asyncio.run(prepared(job.topology, job.settings))
         settings = job.settings.model_copy(update={"state_dir": job.directory / state})
         return AttemptPlan(job.topology, PicklableSettings.of(settings), ready.cluster, options.get("commit_rows", 200))
 

@@ -85,7 +85,7 @@ def now_ms():
 
 
 def fill(sink):
-    catch_up(sink, clock_ms=now_ms)
+    catch_up(sink)
 
 
 def names(count, prefix="a"):
@@ -127,9 +127,9 @@ def test_a_sink_that_ended_around_its_commit_continues(job, make_sink, put, rows
     killed = make_sink()
     write = killed._write
 
-    def ends(found, commit):
+    def ends(*what):
         if when == "after the commit":
-            write(found, commit)
+            write(*what)
         raise KeyboardInterrupt
 
     killed._write = ends
@@ -197,9 +197,9 @@ def test_a_table_that_is_replaced_during_a_commit_is_refused_by_every_later_sink
     put(*names(10, "b"))
     write = sink._write
 
-    def replaced_before(found, commit):
+    def replaced_before(*what):
         replace(spark, table)
-        return write(found, commit)
+        return write(*what)
 
     sink._write = replaced_before
     for each in (sink, make_sink()):
@@ -232,11 +232,11 @@ def test_brokers_that_are_away_are_waited_for_once_they_were_reached(make_sink, 
         return append(**options)
 
     sink.append = away_once
-    follow(sink, every_s=0.01, clock_ms=now_ms, over=over)
+    follow(sink, every_s=0.01, over=over)
     assert rows() == of_topic(job)
     sink.append = lambda **_: (_ for _ in ()).throw(BrokerUnavailable("away"))
     with pytest.raises(BrokerUnavailable):
-        follow(sink, every_s=0.01, clock_ms=now_ms, over=threading.Event())
+        follow(sink, every_s=0.01, over=threading.Event())
 
 
 def test_a_broker_that_knows_fewer_partitions_is_not_believed(make_sink, put, rows, job, monkeypatch):
@@ -338,7 +338,7 @@ def test_the_position_is_renewed_before_delta_forgets_it(make_sink, put):
     assert later.append(now_ms=first.committed_ms + DAY_MS - 1) is None
     again = later.append(now_ms=first.committed_ms + DAY_MS)
     assert again.rows == 0
-    assert again.commit.ends == first.commit.ends
+    assert again.ends == first.ends
     assert later.append(now_ms=first.committed_ms + 2 * DAY_MS - 1) is None
 
 
