@@ -31,7 +31,6 @@ from dedup.errors import AuthorMistake, Problem, TopologyError
 _MOST_BYTES: Final = 1 << 20
 _MOST_NODES: Final = 20_000
 _MOST_DEPTH: Final = 20
-_MOST_SHOWN: Final = 300
 _CONSTANTS: Final = {"": None, "~": None, "null": None, "true": True, "false": False}
 _INTEGER: Final = re.compile(r"[-+]?[0-9]{1,300}")
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]{1,3})?")
@@ -263,7 +262,7 @@ def accepting(
 
     def check(value: Any) -> Any:  # noqa: ANN401 - any value in the file
         if not accepts(value):
-            raise ValueError(text.replace("{}", str(value)[:_MOST_SHOWN]))
+            raise ValueError(text.replace("{}", str(value)))
         return value
 
     return kind(check)

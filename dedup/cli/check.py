@@ -117,8 +117,10 @@ def _check_once(topologies: list[Path], settings: Settings | None, *, as_json: b
         bad = [Problem(str(path), f"{each.text} [{each.code}]") for each in found if each.level == "error"]
         problems += errors + bad
         ok = not errors and not bad
-        told = {"problems": [asdict(each) for each in errors], "findings": [asdict(each) for each in found]}
-        reports.append({"file": str(path), "ok": ok, **told})
+        findings = [{"level": each.level, "code": each.code, "text": each.text} for each in found]
+        reports.append(
+            {"file": str(path), "ok": ok, "problems": [asdict(each) for each in errors], "findings": findings}
+        )
         if not as_json:
             _print_warnings(path, found, ok=ok)
     if as_json:

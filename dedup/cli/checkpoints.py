@@ -113,6 +113,7 @@ async def _all(
         text = f"{unknown[0]} does not exist; {topology.changelog_topic} has partitions 0 to {count - 1}"
         raise SettingsError([Problem("--partition", text)])
     factory = TaskFactory(topology, settings, Cluster(have), wire, SteadyClock(), RocksMemory())
+    wire.pin(factory.check.topic_ids)
     made: list[MadeCheckpoint] = []
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())

@@ -134,15 +134,12 @@ def reading_bar(console: Console, *, disable: bool = False) -> Iterator[OnProgre
 
 @contextlib.contextmanager
 def kept_after_errors(prefix: str, console: Console) -> Iterator[Path]:
-    """Yield a temporary directory. It stays after an error, because the logs in it are the only evidence."""
+    """Yield a temporary directory. It stays after an error or Ctrl-C, because the logs in it are the only evidence."""
     directory = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield directory
-    except Exception:
+    except (Exception, KeyboardInterrupt):
         console.print(f"the logs are in {directory}", style="yellow")
-        raise
-    except KeyboardInterrupt:
-        shutil.rmtree(directory, ignore_errors=True)
         raise
     shutil.rmtree(directory, ignore_errors=True)
 

@@ -101,9 +101,10 @@ class DeadLetterProducer:
         while not reader.at_end:
             for answer in await reader.poll():
                 places = [value for headers in answer.columns.headers for name, value in headers if name == SOURCE]
-                found.update(int(place.removeprefix(own)) for place in places if place and place.startswith(own))
+                of_partition = (int(place.removeprefix(own)) for place in places if place and place.startswith(own))
+                found.update(offset for offset in of_partition if offset in offsets)
         reader.close()
-        return {offset for offset in found if offset in offsets}
+        return found
 
     async def send(self, rejected: Sequence[RejectedRecord]) -> int:
         """Send the dead letters that are not in the topic yet; return their number. Raises TaskMigrated if fenced."""

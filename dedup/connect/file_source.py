@@ -58,6 +58,12 @@ class _FilePosition(msgspec.Struct, frozen=True):
         """An identifier of the file that does not change when the file is renamed."""
         return f"{self.inode}.{self.generation}"
 
+    def within(self, committed: _FilePosition | None) -> bool:
+        """Whether everything up to this position is part of the committed one."""
+        if committed is None:
+            return not self.position
+        return self.position <= committed.position and self.deleted <= committed.deleted
+
     def changed(self, descriptor: int) -> bool:
         """Tell from a file's size and first bytes whether it no longer contains the data that was read from it."""
         if os.fstat(descriptor).st_size < self.position:
@@ -90,8 +96,9 @@ class Files:
         self._known: dict[int, _FilePosition] = {}
         """The latest file for each inode."""
         self._open: dict[int, _OpenFile] = {}
-        self._ended: dict[bytes, _OpenFile] = {}
-        """Deleted files that were read to their end, by the position that says so; open until it is committed."""
+        self._ended: dict[str, tuple[_OpenFile, _FilePosition]] = {}
+        """Files that were deleted or renamed, with the position of their end, by part; open until it is committed."""
+        self._committed: dict[str, _FilePosition] = {}
         self._turn: list[int] = []
         self._inodes: set[int] = set()
         """Inodes of all files in the directory."""
@@ -99,10 +106,12 @@ class Files:
     def restore(self, positions: Mapping[str, bytes]) -> None:
         """See `RecordSource`. Open files stay open, because a file that was deleted could not be opened again."""
         self._known, self._turn = {}, []
-        self._open |= {each.known.inode: each for each in self._ended.values()}
+        for opened, _ in self._ended.values():
+            if self._open.setdefault(opened.known.inode, opened) is not opened:
+                os.close(opened.descriptor)
         self._ended = {}
-        for value in positions.values():
-            known = msgspec.json.decode(value, type=_FilePosition)
+        self._committed = {part: msgspec.json.decode(value, type=_FilePosition) for part, value in positions.items()}
+        for known in self._committed.values():
             latest = self._known.get(known.inode)
             if latest is None or latest.generation < known.generation:
                 self._known[known.inode] = known
@@ -134,8 +143,12 @@ class Files:
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
         """See `RecordSource`."""
-        for position in self._ended.keys() & positions.values():
-            os.close(self._ended.pop(position).descriptor)
+        for part, value in positions.items():
+            self._committed[part] = msgspec.json.decode(value, type=_FilePosition)
+            opened, end = self._ended.get(part, (None, None))
+            if opened is not None and end is not None and end.within(self._committed[part]):
+                os.close(opened.descriptor)
+                del self._ended[part]
 
     def waiting(self) -> list[str]:
         """See `RecordSource`."""
@@ -147,7 +160,7 @@ class Files:
 
     def close(self) -> None:
         """See `RecordSource`."""
-        for each in (*self._open.values(), *self._ended.values()):
+        for each in (*self._open.values(), *(opened for opened, _ in self._ended.values())):
             os.close(each.descriptor)
         self._open, self._ended, self._turn = {}, {}, []
 
@@ -267,7 +280,7 @@ class Files:
     def _close_file(self, opened: _OpenFile) -> SourceRecords | None:
         """Close a file that was read to its end. A deleted file is recorded as deleted, as its inode may be reused.
 
-        Its descriptor is the only way to read it again, if what was read is not committed, so `committed` closes it.
+        If its end is not committed yet, `committed` closes it: it could not be found again by its name.
         """
         known = opened.known
         if opened.lines.rest_bytes:
@@ -276,14 +289,19 @@ class Files:
                 log.warning(text, known.path, opened.lines.rest_bytes)
                 opened.warned = True
             return None
-        deleted = os.fstat(opened.descriptor).st_nlink == 0
+        deleted = bool(known.position) and os.fstat(opened.descriptor).st_nlink == 0
+        known = msgspec.structs.replace(known, deleted=deleted)
         del self._open[known.inode]
-        if not deleted or not known.position:
+        if known.part in self._ended:  # it was opened again before its end was committed
+            os.close(self._ended.pop(known.part)[0].descriptor)
+        if known.within(self._committed.get(known.part)):
             os.close(opened.descriptor)
+        else:
+            self._ended[known.part] = opened, known
+        if not deleted:
             return None
-        known = self._known[known.inode] = msgspec.structs.replace(known, deleted=True)
         position = msgspec.json.encode(known)
-        self._ended[position] = opened
+        self._known[known.inode] = known
         return SourceRecords(known.part, "", [], [], position, lambda _: position)
 
     def _records(

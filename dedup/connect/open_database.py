@@ -70,8 +70,13 @@ class RetryingDatabase:
         while True:
             try:
                 if self._connection is None:
-                    self._connection = connect(self._url, read_only=self._read_only)
-                    self._prepare(self._connection)
+                    connection = connect(self._url, read_only=self._read_only)
+                    try:
+                        self._prepare(connection)
+                    except BaseException:
+                        connection.close()
+                        raise
+                    self._connection = connection
                     if pause_s > FIRST_PAUSE_S:
                         log.info("the database answers again")
                 return work(self._connection)

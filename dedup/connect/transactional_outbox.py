@@ -209,28 +209,35 @@ class TransactionalOutbox:
                 f"before: it was deleted and created again. Nothing was sent. Restore it; without it the source would "
                 f"be sent again."
             )
-        self._read_to = max(self._read_to, bounds.start)
+        read_to = max(self._read_to, bounds.start)
         fetch = partial(self._wire.fetch, self._place, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS)
-        while self._read_to < bounds.end:
-            fetched = await answered(self._wire, lambda: fetch(self._read_to))
+        owner, positions = self._owner, dict(self.positions)
+        while read_to < bounds.end:
+            fetched = await answered(self._wire, partial(fetch, read_to))
             for key, value in zip(fetched.keys, fetched.values, strict=True):
-                self._take(key or b"", value)
-            self._read_to = fetched.next_offset
-            if stable and self._read_to >= fetched.last_stable_offset:
+                owner = self._take(key or b"", value, positions) or owner
+            read_to = fetched.next_offset
+            if stable and read_to >= fetched.last_stable_offset:
                 break
+        # The positions are replaced at once: a reader of `positions` must not see older ones in the meantime.
+        self._owner, self._read_to = owner, read_to
+        self.positions.clear()
+        self.positions.update(positions)
 
-    def _take(self, key: bytes, value: bytes | None) -> None:
+    def _take(self, key: bytes, value: bytes | None, positions: dict[str, bytes]) -> _Owner | None:
+        """Apply a record to the positions, or return the owner that it names."""
         if key == OWNER_KEY and value is not None:
-            self._owner = msgspec.json.decode(value, type=_Owner)
-        elif key.startswith(POSITION) and value is not None:
-            self.positions[key.removeprefix(POSITION).decode()] = value
+            return msgspec.json.decode(value, type=_Owner)
+        if key.startswith(POSITION) and value is not None:
+            positions[key.removeprefix(POSITION).decode()] = value
         elif key.startswith(POSITION):
-            self.positions.pop(key.removeprefix(POSITION).decode(), None)
+            positions.pop(key.removeprefix(POSITION).decode(), None)
         else:
             raise StateIncompatible(
                 f"topic {self._place.topic!r} holds a record with the key {key[:40]!r}, which this program did not "
                 f"write. Nothing was sent. Give the source another name, or delete that topic if nobody needs it."
             )
+        return None
 
     async def close(self) -> None:
         """Abort everything that was not committed."""

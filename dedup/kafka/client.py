@@ -103,6 +103,8 @@ class KafkaWire:
         self._coordinators: dict[tuple[int, str], int] = {}
         self._topic_ids: dict[str, str] = {}
         """The IDs of pinned topics by name."""
+        self._seen_ids: dict[str, str] = {}
+        """The IDs of the other topics, as of their last fetch."""
 
     async def start(self) -> None:
         """Connect. Raises BrokerUnavailable if no broker responds within the connection's time limit.
@@ -308,7 +310,10 @@ class KafkaWire:
     ) -> FetchedPartition:
         """Return what `fetch` decodes, as the broker sent it. Raises the errors of `fetch`."""
         node = await self.leader(source)
-        topic_id = self._topic_ids.get(source.topic) or await self._topic_id_now(source)
+        pinned = self._topic_ids.get(source.topic)
+        topic_id = pinned or self._seen_ids.get(source.topic)
+        if topic_id is None:
+            topic_id = self._seen_ids[source.topic] = await self._topic_id_now(source)
         wanted = [FetchFrom(topic_id, source.partition, offset, NO_EPOCH, max_bytes)]
         code, parts = await self.fetch_partitions(
             node, wanted, wait_ms=wait_ms, least_bytes=1, most_bytes=max_bytes, lane=lane
@@ -317,11 +322,13 @@ class KafkaWire:
             raise NoAnswer(f"broker {node} answered a fetch with nothing (code {code}; perhaps because of a quota)")
         (part,) = parts
         if part.error_code in OTHER_TOPIC:
-            now_id = await self._topic_id_now(source)
-            if now_id != topic_id:
+            # The topic may have been recreated. Only a reader that depends on the old ID is stopped.
+            self._seen_ids.pop(source.topic, None)
+            now = (await self.topics((source.topic,)))[source.topic] if pinned else None
+            if isinstance(now, TopicNow) and now.topic_id != pinned:
                 raise StateIncompatible(
-                    f"topic {source.topic!r} was deleted and recreated while it was read: it had id {topic_id} and "
-                    f"has id {now_id} now. No record of the new topic was read; start over with `dedup reset`."
+                    f"topic {source.topic!r} was deleted and recreated while it was read: it had id {pinned} and "
+                    f"has id {now.topic_id} now. No record of the new topic was read; start over with `dedup reset`."
                 )
             raise NoAnswer(f"broker {node} does not know {source.topic} (code {part.error_code})")
         if part.error_code:

@@ -119,7 +119,7 @@ class Session:
     async def open(self) -> None:
         """Start a new epoch, which fences older owners of the ID and aborts any transaction that they left open."""
         await self.drop()
-        await self._insist("InitProducerId", self._init_producer_id, repeatable=True)
+        await self._insist("InitProducerId", self._init_producer_id, again=AGAIN | {-1}, repeatable=True)
         self._sequences = {}
         crashpoints.reached("after_init")
 

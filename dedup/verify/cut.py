@@ -1,7 +1,7 @@
 """Takes a cut through a topology's topics: reads offsets and bounds once, and then the written records within them.
 
 Records are sorted into buckets by tracking ID (`spill`). The order of records is checked by positions only. For each
-written record, columns on disk contain the task that wrote it and the record's position in the log of this task.
+written record, a file contains the task that wrote it and the record's position in the log of this task.
 """
 
 from __future__ import annotations

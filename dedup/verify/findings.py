@@ -183,7 +183,7 @@ class Copies:
             place = f"{books.topic}/{books.partition} offset {wanted.position}"
             report.violation("wrong_duplicate", place, f"a duplicate: it is not in {written.topic}, or changed there")
         from_purged = any(self._write_to(written, number) for number in self._purged)
-        excused = 0 if self._known else written.order.first_matched()
+        excused = written.order.first_matched() if found.extra and not self._known else 0
         for _, copy in found.extra:
             if from_purged:
                 report.unprovable(WHY_PURGED_COPIES)

@@ -8,6 +8,7 @@ needs.
 from __future__ import annotations
 
 import tempfile
+from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, BinaryIO, Final
@@ -68,7 +69,7 @@ class Spill:
         self._pending: Final[list[list[Sequence[Any]]]] = [[] for _ in range(buckets)]
         self._pending_rows = 0
         self._pending_bytes = 0
-        self._chunks: Final[list[list[int]]] = [[] for _ in range(buckets)]
+        self._chunks: Final = [array("q") for _ in range(buckets)]
         """Maps each bucket to the file offsets of its chunks."""
 
     def add(self, place: int, row: Sequence[Any], size_bytes: int = 0) -> None:
@@ -92,7 +93,7 @@ class Spill:
         """Remove all rows."""
         for rows, chunks in zip(self._pending, self._chunks, strict=True):
             rows.clear()
-            chunks.clear()
+            del chunks[:]
         self.rows = self._pending_rows = self._pending_bytes = 0
 
     def close(self) -> None:

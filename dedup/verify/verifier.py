@@ -10,9 +10,9 @@ A partition is replayed if a log still contains its records in order (`direct`, 
 order, the verifier makes only checks that do not depend on order (`findings.OrderFree`). Records that these checks
 cannot decide are counted as not provable, never as correct.
 
-The memory that a verification needs does not depend on the size of the topics. Records are written to files in buckets
+The memory that a verification needs hardly depends on the size of the topics. Records are written to files in buckets
 by tracking ID (`spill`), and one bucket at a time is judged and compared. Data that depends on the order of all records
-is kept as a column of integers in a file (`cut.Order`).
+is kept in a file by ranges of offsets (`cut.Order`); only the positions of its parts are in memory.
 """
 
 from __future__ import annotations

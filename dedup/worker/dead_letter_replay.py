@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 from dedup.core.event_time import RecordTime
 from dedup.core.extract import compile_extractor
@@ -44,7 +44,6 @@ Begin = Literal["last", "start"]
 """Where a replay begins if the broker has forgotten a partition's position: `last` is the end of the last replay that
 is known to have finished, and `start` is the first remaining record.
 """
-BEGINNINGS: Final[tuple[Begin, ...]] = get_args(Begin)
 _DEAD_HEADERS: Final = (REASON, DETAIL, SOURCE, TIMESTAMP)
 _LATE_HEADERS: Final = (SOURCE, TIMESTAMP)
 

@@ -322,7 +322,12 @@ class TransactionManager(FaustTransactionManager):
         tasks, feeding = self.app.tasks, self.app.feeding_topics
         tasks.open({TopicPartition(*tp) for tp in assigned if tp.topic in feeding})
 
-    send = send_and_wait = send_soon = Producer.send
+    async def send(self, topic: str, *_: Any, **__: Any) -> NoReturn:
+        """Raise InvariantBroken."""
+        refused(f"topic.send() to {topic!r}")()
+
+    send_and_wait = send
+    send_soon = Producer.send_soon
     commit = refused("a commit by Faust")
 
 

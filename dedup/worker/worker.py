@@ -279,10 +279,12 @@ class Maintenance:
     def refuse_too_large(self) -> None:
         """Raise StateIncompatible if a partition's committed state exceeds its limit."""
         most = self.topology.state.max_bytes_per_partition
+        if most is None:
+            return
         for feeding, task in self.app.tasks.running.items():
             store = task.work.store if task.state is TaskState.RUNNING else None
             size = 0 if store is None else store.approximate_bytes()
-            if most is not None and size > most:
+            if size > most:
                 raise StateIncompatible(
                     f"the state of {feeding} takes {size:,} bytes, more than "
                     f"state.max_bytes_per_partition ({format_size(most)}). The worker stops. Nothing is lost, because "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -269,6 +271,32 @@ def test_a_deleted_file_is_read_again_until_its_end_is_committed(stage):
     files.restore({end.part: end.position})
     assert files.poll() is None
     files.close()
+
+
+def test_a_file_that_was_renamed_out_of_the_pattern_is_read_again_until_its_end_is_committed(stage):
+    path = stage.incoming / "a.jsonl"
+    path.write_bytes(lines(0, 3))
+    files = files_of(stage, "*.jsonl")
+    found = files.poll()
+    path.rename(stage.incoming / "a.done")
+    assert files.poll() is None
+    files.restore({})
+    again = files.poll()
+    assert again.values == found.values
+    assert files.poll() is None
+    files.committed({again.part: again.position})
+    assert open_files_of(stage) == []
+    files.restore({again.part: again.position})
+    assert files.poll() is None
+    files.close()
+
+
+def open_files_of(stage):
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(str(each.readlink()))
+    return [each for each in found if each.startswith(str(stage.incoming))]
 
 
 def test_a_csv_file_that_starts_over_has_its_own_line_of_names(stage):
