@@ -66,9 +66,9 @@ def audit(
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "audit on Spark", int(began_s * 1000))
-    if isinstance(history, DataFrame):
-        history = history_of(history, identified=False)
     with translated_errors():
+        if isinstance(history, DataFrame):
+            history = history_of(history, identified=False)
         cut = AuditCut(spark, topology, settings, report, begins=begins, history=history)
         with shuffles_for(spark, cut.size_bytes):
             _compare(report, cut)

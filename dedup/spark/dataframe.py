@@ -107,7 +107,7 @@ def _rules(topology: Topology | str | Path) -> Topology:
 def _refuse_unfit(df: DataFrame, topology: Topology, shape: Shape, order: Order | None, *, placed: bool) -> None:
     problems = [
         Problem(name, f'"{given}" is none; write {" or ".join(get_args(kind))}')
-        for name, given, kind in (("shape", shape, Shape), ("order", order or "offsets", Order))
+        for name, given, kind in (("shape", shape, Shape), ("order", "offsets" if order is None else order, Order))
         if given not in get_args(kind)
     ]
     if df.isStreaming:

@@ -2,21 +2,23 @@
 
 Theory of operation. Iceberg has no transaction IDs: it would accept the appends of two jobs, one after the other.
 Therefore, an append is written to a branch that begins at the snapshot that the job has examined, and `main` is then
-fast-forwarded to the branch. Iceberg changes `main` only if it is still at this snapshot (see "Branching and Tagging"
-in Iceberg's documentation). If another job has committed in the meantime, the rows stay invisible, and the append
-begins again, or is refused if the other job is of the same application.
+fast-forwarded to the branch (see "Branching and Tagging" in Iceberg's documentation). Before that, the job checks that
+`main` is still at this snapshot and is the parent of the new one. Iceberg refuses the change if the table has changed
+since this check. If another job has committed in the meantime, the rows stay invisible, and the append begins again, or
+is refused if the other job is of the same application.
 
 The metadata of an append is part of the summary of its snapshot, so rows and metadata become visible together.
 """
 
 from __future__ import annotations
 
+import re
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from py4j.protocol import Py4JJavaError
-from pyspark.errors import PySparkException
+from pyspark.errors import AnalysisException, PySparkException
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.spark.delta_log import metadata_object
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
-_BRANCH: Final = "dedup_"
+_BRANCH: Final = re.compile("dedup_[0-9a-f]{32}")
+_NUMBERED: Final = 2
+"""The first format version in which snapshots have sequence numbers."""
 _APPLICATION: Final = "dedup-application"
 _NUMBER: Final = "dedup-number"
 _METADATA: Final = "dedup"
@@ -62,8 +66,10 @@ class SnapshotCommit:
 
     @property
     def replaces(self) -> bool:
-        """Whether the commit removed all rows that the table had."""
-        return self.operation in {"overwrite", "delete"} and int(self.summary.get("total-records", -1)) == self.rows
+        """Whether the commit replaced partitions or removed all rows that the table had."""
+        if self.summary.get("replace-partitions") == "true":
+            return True
+        return int(self.summary.get("deleted-records", 0)) > 0 and int(self.summary["total-records"]) == self.rows
 
     def is_of(self, application: str, number: int) -> bool:
         """Whether an append of this application with this number made the commit."""
@@ -99,12 +105,20 @@ class IcebergLog:
             snapshot = None if parent is None else table.snapshot(parent)
 
     def _loaded(self) -> Any:  # noqa: ANN401 - a table of Iceberg's Java library; Spark has no SQL for its snapshots
-        """Return the table as it is now, or None if it does not exist."""
+        """Return the table as it is now, or None if it does not exist.
+
+        Raises StateIncompatible if the table has Iceberg's format version 1.
+        """
         if not self._spark.catalog.tableExists(self.table):
             return None
         jvm: Any = self._spark._jvm  # noqa: SLF001
         found = jvm.org.apache.iceberg.spark.Spark3Util.loadIcebergTable(self._spark._jsparkSession, self.table)  # noqa: SLF001
         found.refresh()
+        if jvm.org.apache.iceberg.TableUtil.formatVersion(found) < _NUMBERED:
+            raise StateIncompatible(
+                f"{self.path} has Iceberg's format version 1, which does not number its snapshots. Nothing was "
+                f"written. Run ALTER TABLE {self.table} SET TBLPROPERTIES ('format-version' = '2')."
+            )
         return found
 
     def append(
@@ -124,15 +138,16 @@ class IcebergLog:
         BrokerUnavailable if other jobs have committed during each of several attempts.
         """
         properties = {_APPLICATION: application, _NUMBER: str(number), _METADATA: metadata}
+        failed: Exception | None = None
         for _ in range(_ATTEMPTS):
-            if after < 0 and self.latest() < 0:
+            if after < 0:
                 self._begin(rows)
             examined = list(self.commits(after - 1))
             if after >= 0 and (not examined or examined[-1].version != after):
                 raise StateIncompatible(
                     f"{self.path} does not hold version {after} any more, after which commit {number} must come: the "
-                    f"table was rolled back or made again. Nothing was written. Run again: the next start reads what "
-                    f"the table contains."
+                    f"table was rolled back or made again, or the snapshot has expired. Nothing was written. Run "
+                    f"again: the next start reads what the table contains."
                 )
             if any(each.version > after and each.summary.get(_APPLICATION) == application for each in examined):
                 raise StateIncompatible(taken)
@@ -145,32 +160,44 @@ class IcebergLog:
         raise BrokerUnavailable(
             f"{self.path}: other jobs have committed to the table during each of {_ATTEMPTS} attempts to append. "
             f"Nothing was written. Try again when they are done."
-        )
+        ) from failed
 
     def _begin(self, rows: DataFrame) -> None:
         """Make the table if it does not exist, and its first snapshot, because a branch begins at a snapshot."""
         nothing = rows.limit(0)
-        if not self._spark.catalog.tableExists(self.table):
-            nothing.writeTo(self.table).using("iceberg").create()
-        nothing.writeTo(self.table).append()
+        if self._loaded() is None:
+            made = nothing.writeTo(self.table).using("iceberg")
+            for change in ("delete", "update", "merge"):
+                # Otherwise, one deleted row can rewrite the only file of a table, as if the table were replaced.
+                made = made.tableProperty(f"write.{change}.mode", "merge-on-read")
+            try:
+                made.create()
+            except AnalysisException:
+                if self._loaded() is None:
+                    raise
+        if self.latest() < 0:
+            nothing.writeTo(self.table).append()
 
     def _commit(self, rows: DataFrame, properties: Mapping[str, str], head: SnapshotCommit) -> Exception | None:
         """Append the rows after ``head``, and return the error if there was one; the history shows what happened."""
         table = self._loaded()
-        branch = f"{_BRANCH}{uuid.uuid4().hex}"
-        # Branches of appends that were killed. If their job is alive, its append fails, and it reads the table again.
-        refs = table.manageSnapshots()
-        for name in list(table.refs()):
-            if name.startswith(_BRANCH):
-                refs = refs.removeBranch(name)
-        refs.createBranch(branch, head.snapshot_id).commit()
+        branch = f"dedup_{uuid.uuid4().hex}"
         try:
+            refs = table.manageSnapshots()
+            for name, ref in dict(table.refs()).items():
+                # An append left it that was killed, or one that is not done yet and must begin again.
+                if _BRANCH.fullmatch(name) and ref.isBranch():
+                    refs = refs.removeBranch(name)
+            refs.createBranch(branch, head.snapshot_id).commit()
             writer = rows.writeTo(f"{self.table}.branch_{branch}")
             for name, value in properties.items():
                 writer.option(f"snapshot-property.{name}", value)
             writer.append()
-            table.refresh()
-            table.manageSnapshots().fastForwardBranch("main", branch).removeBranch(branch).commit()
+            move = table.manageSnapshots()
+            now, added = table.currentSnapshot(), table.snapshot(branch)
+            # If the branch was removed during the append, Iceberg has made it again after what is `main` by now.
+            if now is not None and added is not None and now.snapshotId() == added.parentId() == head.snapshot_id:
+                move.fastForwardBranch("main", branch).removeBranch(branch).commit()
         except (PySparkException, Py4JJavaError) as error:
             return error
         return None

@@ -347,8 +347,9 @@ class OutputTable:
         if self._newest < 0:
             # A first run that was killed has left its state, and perhaps a part of the table.
             names = self._names(self._root.path)
-            ours = ("_delta_log", "verdict=", _STATE) if _STATE in names else ()
-            others = [name for name in names if not name.startswith(ours)]
+            begun = _STATE in names
+            ours = {name for name in names if begun and (name in {_STATE, "_delta_log"} or name.startswith("verdict="))}
+            others = [name for name in names if name not in ours]
             if others:
                 raise StateIncompatible(
                     f"{self.path} is not empty and not a Delta table: it holds {', '.join(others[:3])}. Choose another "

@@ -176,14 +176,14 @@ def before_each(runs: Iterable[OffsetRun], topics: Sequence[str], ends: LogEnds)
     result: dict[int, int] = {}
     for run in sorted(runs, key=lambda run: (run.topic, run.partition, run.first_offset)):
         place = run.topic, run.partition
-        if run.first_offset <= last.get(place, -1):
+        if place in last and run.first_offset <= last[place]:
             raise StateIncompatible(
                 f"{topics[run.topic]}/{run.partition}: the offsets {run.first_offset} to {last[place]} were met twice, "
                 f"or the rows are not in the log's order. Remove the repeated records from the input, or call the job "
                 f"with `contiguous=False`, so that it sorts the rows first."
             )
         end = reached.get(place, NOTHING_JUDGED)
-        if run.first_offset < end.next_offset:
+        if place in ends and run.first_offset < end.next_offset:
             raise StateIncompatible(
                 f"{topics[run.topic]}/{run.partition}: the input begins at offset {run.first_offset}, and earlier runs "
                 f"judged this partition up to offset {end.next_offset - 1}. Nothing was published. Leave out the files "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from py4j.protocol import Py4JJavaError
 from pyspark.sql.functions import lit
@@ -9,11 +12,16 @@ from pyspark.sql.functions import lit
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.spark.iceberg_log import IcebergLog
 from dedup.spark.table_sink import TableSink
+from tests.integration.fleet import until
 from tests.spark.streaming import NEEDS_ICEBERG
 from tests.spark.test_table_sink import DAY_MS, fill, job, names, now_ms, of_topic, put
 
 __all__ = ["job", "put"]
 pytestmark = [pytest.mark.timeout(600), NEEDS_ICEBERG]
+
+
+LEFT = f"dedup_{'0' * 32}"
+"""The branch of an append that was killed."""
 
 
 @pytest.fixture
@@ -69,9 +77,9 @@ def test_a_sink_that_ended_around_its_commit_continues(spark, job, make_sink, pu
             if when == "after the commit":
                 super()._commit(rows, properties, head)
             else:
-                self._loaded().manageSnapshots().createBranch("dedup_left", head.snapshot_id).commit()
+                self._loaded().manageSnapshots().createBranch(LEFT, head.snapshot_id).commit()
             if when == "with rows in a branch":
-                rows.writeTo(f"{table}.branch_dedup_left").append()
+                rows.writeTo(f"{table}.branch_{LEFT}").append()
             raise KeyboardInterrupt
 
     put(*names(20))
@@ -145,6 +153,95 @@ def test_of_two_sinks_at_the_same_moment_one_is_told(spark, job, table, make_sin
     put(*names(10, "c"))
     fill(make_sink())
     assert rows() == of_topic(job)
+
+
+@pytest.fixture
+def during_the_append(spark, table, make_sink, tmp_path):
+    """Runs something while a sink's rows are being written, and returns what the sink's append raises or returns."""
+
+    def during(act):
+        started, go = tmp_path / "started", tmp_path / "go"
+
+        def wait(batches):
+            started.touch()
+            while not go.exists():
+                time.sleep(0.05)
+            yield from batches
+
+        class Slow(IcebergLog):
+            def _commit(self, rows, properties, head):
+                # One task, so that the other core is free for what happens in the meantime.
+                return super()._commit(rows.coalesce(1).mapInArrow(wait, rows.schema), properties, head)
+
+        sink = make_sink()
+        sink._log = Slow(spark, table)
+        with ThreadPoolExecutor(1) as pool:
+            late = pool.submit(sink.append, now_ms=now_ms())
+            try:
+                until(lambda: started.exists() or late.done(), "the rows are being written")
+                act()
+            finally:
+                go.touch()
+            return late.result(300)
+
+    return during
+
+
+def test_a_sink_whose_branch_another_sink_removed_during_its_append_is_told(
+    job, make_sink, put, rows, during_the_append
+):
+    """Iceberg makes the branch again, after what the other sink has written."""
+    put(*names(10))
+    fill(make_sink())
+    put(*names(10, "b"))
+    with pytest.raises(StateIncompatible, match="another sink has written"):
+        during_the_append(lambda: fill(make_sink()))
+    assert rows() == of_topic(job)
+    fill(make_sink())
+    assert len(rows()) == 20
+
+
+def test_a_rollback_during_an_append_is_not_undone(spark, job, table, make_sink, put, rows, during_the_append):
+    put(*names(10))
+    sink = make_sink()
+    fill(sink)
+    put(*names(10, "b"))
+    fill(sink)
+    put(*names(10, "c"))
+    with pytest.raises(StateIncompatible, match="was rolled back or made again"):
+        during_the_append(lambda: roll_back(spark, table))
+    assert len(rows()) == 10
+    fill(make_sink())
+    assert rows() == of_topic(job)
+
+
+def roll_back(spark, table):
+    """To the snapshot before the last one."""
+    loaded = IcebergLog(spark, table)._loaded()
+    loaded.manageSnapshots().rollbackTo(loaded.currentSnapshot().parentId()).commit()
+
+
+def test_a_table_of_format_version_1_is_refused(spark, make_sink, put, table):
+    columns = "key BINARY, value BINARY, headers ARRAY<STRUCT<key: STRING, value: BINARY>>, topic STRING, "
+    columns += "partition INT, offset BIGINT, timestamp TIMESTAMP"
+    spark.sql(f"CREATE TABLE {table} ({columns}) USING iceberg TBLPROPERTIES ('format-version' = '1')")
+    put(*names(10))
+    with pytest.raises(StateIncompatible, match="format version 1"):
+        fill(make_sink())
+
+
+def test_deleted_rows_and_branches_of_others_are_the_owners_business(spark, job, make_sink, put, rows, table):
+    put(*names(10))
+    sink = make_sink()
+    fill(sink)
+    spark.sql(f"DELETE FROM {table} WHERE CAST(value AS STRING) = 'a3'")
+    loaded = IcebergLog(spark, table)._loaded()
+    loaded.manageSnapshots().createBranch("dedup_of_mine", loaded.currentSnapshot().snapshotId()).commit()
+    put(*names(10, "b"))
+    fill(sink)
+    fill(make_sink())
+    assert [value for _, _, value in rows()] == [v for _, _, v in of_topic(job) if v != b"a3"]
+    assert branches(spark, table) == ["dedup_of_mine"]
 
 
 def test_iceberg_moves_main_only_from_the_snapshot_that_it_has_examined(spark, make_sink, put, rows, table):
@@ -223,8 +320,7 @@ def test_after_a_rollback_the_next_sink_continues_at_its_position(spark, job, ma
     fill(sink)
     put(*names(10, "b"))
     fill(sink)
-    first = spark.table(f"{table}.history").orderBy("made_current_at").collect()[1]["snapshot_id"]
-    IcebergLog(spark, table)._loaded().manageSnapshots().rollbackTo(first).commit()
+    roll_back(spark, table)
     put(*names(10, "c"))
     with pytest.raises(StateIncompatible, match="does not hold commit 2"):
         fill(sink)

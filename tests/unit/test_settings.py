@@ -141,6 +141,14 @@ def test_text_that_looks_like_something_else_is_text_outside_a_file():
     )
 
 
+def test_a_long_secret_in_the_wrong_place_is_not_shown(tmp_path):
+    secret = tmp_path / "token"
+    secret.write_text(CANARY * 60, encoding="utf-8")
+    (said,) = problems(f"brokers: [a:9092]\nworker_id: 'my-${{file:{secret}}}'")
+    assert "worker_id" in said
+    assert CANARY not in said
+
+
 def test_secrets_that_look_like_numbers_keep_their_characters(tmp_path):
     (tmp_path / "pw").write_text("0042\n", encoding="utf-8")
     text = "brokers: [a:1]\nsecurity: {protocol: SASL_SSL, mechanism: PLAIN, username: u%s}"
