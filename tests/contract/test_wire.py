@@ -344,6 +344,15 @@ async def test_a_topic_made_again_has_another_id_and_is_not_read_for_the_old_one
         await place.values(2)
 
 
+async def test_a_reader_that_depends_on_no_id_reads_the_topic_that_was_made_again(place: Place) -> None:
+    for value in (b"one", b"two"):
+        identity = await place.begin(value.decode())
+        assert (await place.wrote(identity, value, name=value.decode())).error_code == OK
+        assert await place.ended(identity, commit=True, name=value.decode()) == OK
+        assert await place.values(2) == [value]
+        place.make_again(place.target.topic)
+
+
 async def test_a_coordinator_that_answers_that_it_moved_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = KafkaWire(Connection(("unused:9",), Security()))
     found = iter([1, 2])
