@@ -78,7 +78,7 @@ class Store(Protocol):
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
         """Look up ``ids`` in each segment; return the encoded values by segment and ID.
 
-        Segments without a match are absent.
+        Segments that contain none of the IDs are absent from the result.
         """
 
     def segments(self) -> dict[int, int]:

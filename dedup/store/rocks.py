@@ -49,8 +49,8 @@ _LAST_POSITION: Final = b""
 """The key under which a segment stores its own position. State keys are never empty, and the empty key sorts first."""
 
 _FILTERED_ON_OPEN_IDS: Final = 300_000
-"""`open` reads the IDs of a segment into its filter if there are at most this many, which takes about 0.15 s. The IDs
-of larger segments are read by `warm`.
+"""`open` reads the IDs of a segment into its filter if the segment has at most this many, which takes about 0.15 s. The
+IDs of larger segments are read by `warm`.
 """
 _FEW_IDS: Final = 16
 """For fewer IDs than this, querying RocksDB is faster than hashing the batch."""
@@ -380,7 +380,7 @@ class RocksStore:
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
         """Look up ``ids`` in each segment; return the encoded values by segment and ID.
 
-        Segments without a match are absent.
+        Segments that contain none of the IDs are absent from the result.
         """
         self._refuse_if_closed()
         asked = [(start, held) for start in segments if (held := self._segments.get(start)) is not None]
@@ -635,7 +635,7 @@ def _in_order() -> rocksdict.ReadOptions:
 def _refuse_early_end(family: rocksdict.Rdict, last_key: bytes) -> None:
     """Raise RocksDB's error if a damaged block ended an iteration at ``last_key``.
 
-    The iteration itself does not raise it.
+    The iteration itself ends early without an error.
     """
     iterator = family.iter(_in_order())
     iterator.seek(last_key)
