@@ -327,7 +327,7 @@ class RocksStore:
         self._db: Final = db
         self._memory: Final = memory
         self._hashed: Final = set(hashed)
-        """Names of the families with a hashed memtable, in which inserting keys is equally fast in any key order."""
+        """Names of the families with a hashed memtable; such a memtable accepts keys equally fast in any order."""
         self._write_options: Final = rocksdict.WriteOptions()
         self._write_options.sync = False
         self._segments: dict[int, _Segment] = {}

@@ -40,7 +40,7 @@ from dedup.worker.clock import SteadyClock
 
 log: Final = logging.getLogger(__name__)
 _TIME_RANGE: Final = re.compile(r"timestamp should be within \[(-?\d{1,19}), (-?\d{1,19})\]")
-"""Matches the error message with which brokers since Kafka 3.6 refuse a timestamp (KIP-937)."""
+"""Matches the error message of brokers that refuse a timestamp, as of Kafka 3.6 (KIP-937)."""
 Misfits = dict[tuple[str, int], str]
 """Maps a topic and a feeding offset to the reason why the topic does not accept the record at that offset."""
 TRUSTED_MS: Final = 60_000
@@ -288,7 +288,7 @@ class RecordCollector:
     def _side_batches(
         self, target: TopicPartition, lines: Iterable[Line], refusals: Refusals, added: int
     ) -> list[RecordBatch]:
-        """Return late records or dead letters as batches, with a digest in place of a record that does not fit."""
+        """Return late records or dead letters as batches; a record that does not fit is replaced by its digest."""
         if refusals.digests:
             known = refusals.digests
             lines = [_digest(line, added) if (target.topic, line[0]) in known else line for line in lines]

@@ -57,7 +57,7 @@ class RepartitionTask(TaskWork):
         return await first_offset(self._wire, self._plan.feeding, self._plan.start)
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
-        """Return the records as batches for the partitions of their IDs, with their source positions in headers."""
+        """Return the records as batches for the partitions of their IDs, and add their source positions as headers."""
         plan = self._plan
         extracted = plan.extractor(batch.keys, batch.values, batch.headers, batch.timestamps_ms)
         # A record without an ID also needs a verdict, so it is sent to a `dedup` task, which makes it a dead letter or

@@ -155,7 +155,10 @@ class Reset:
         return Session(self.wire, transactional_id, self.topology.name, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS)
 
     async def _until(self, there: int, names: Sequence[str], what: str) -> None:
-        """Wait until the given number of topics exists, because a broker responds before all brokers know of a change."""
+        """Wait until the given number of topics exists.
+
+        A broker may respond before all other brokers know of a change.
+        """
         deadline_s = asyncio.get_running_loop().time() + _KNOWN_WITHIN_S
         while len(await self.admin.topics(names)) != there:
             if asyncio.get_running_loop().time() > deadline_s:

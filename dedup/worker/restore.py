@@ -1,4 +1,4 @@
-"""Restores a store from its own position up to the true end of the changelog, in batches, and maintains standbys.
+"""Restores a store, in batches, from its own position to the true end of the changelog, and maintains standbys.
 
 The true end is the high watermark as read after InitProducerId. By that time, all earlier transactions of the task's
 transactional ID have ended. An open transaction of another transactional ID can hide records only until it times out.

@@ -57,7 +57,7 @@ class FleetPlan:
     onto_existing_output: bool = False
 
     def command(self, number: int) -> list[str]:
-        """Return the command line of one worker, with its own worker ID, state directory, and web pages."""
+        """Return the command line of one worker, including its own worker ID, state directory, and web pages."""
         line = [sys.executable, "-m", "dedup.cli.main", "run", str(self.topology), "--quiet"]
         if self.config is not None:
             line += ["--config", str(self.config)]

@@ -381,7 +381,7 @@ class Task:
         return self.state is TaskState.RUNNING
 
     async def _judge_again(self, refused: Sequence[RecordRefused]) -> None:
-        """Judge all records since the last commit again, with replacements for refused records."""
+        """Judge all records since the last commit again, and send replacements for refused records."""
         self.numbers.aborted += 1
         self._open_for_batches.clear()
         self._sendable.clear()

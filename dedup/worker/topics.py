@@ -76,7 +76,7 @@ def _longest_retention(sources: Iterable[Topic]) -> Retention:
 
 
 def losing(topology: Topology, have: Mapping[str, Topic], wanted: Sequence[WantedTopic]) -> Iterator[tuple[str, str]]:
-    """Yield each topic that would delete records too early, with a sentence that describes the problem.
+    """Yield each topic that would delete records too early, and a sentence that describes the problem.
 
     ``wanted`` contains the topics as they would be created. Existing topics are checked with their actual configs.
     Every source topic must exist.

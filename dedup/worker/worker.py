@@ -356,7 +356,7 @@ async def background_loops(app: DedupApp, topology: Topology, introspection: Int
 
 
 async def _look_for_dead_letters(app: DedupApp, clock: SteadyClock) -> None:
-    """Log a message when nearly all records start to become dead letters, and another one when this ends."""
+    """Log when nearly all records start to become dead letters, and log again when this ends."""
     share = DeadShare()
     share.look((), clock.now_ms())
     while True:
