@@ -1,12 +1,12 @@
-"""Downloads the checkpoint of a partition that has no local state.
+"""Fetches the checkpoint of a partition that has no local state.
 
 A checkpoint is never required, because the changelog contains everything. If a checkpoint is damaged or unreachable,
 the worker logs a warning, increments a counter, and restores as usual. If a checkpoint does not match the changelog or
 the topology, the worker refuses it with StateIncompatible, as it would refuse local state that does not match.
 
 The archive is unpacked into a temporary directory, which is renamed only after the whole archive has been read and its
-digest has been checked. The event loop, not the downloading thread, renames the directory, so an abandoned thread
-cannot change anything that a later owner of the partition could see.
+digest has been checked. The event loop, not the thread that fetches the archive, renames the directory, so an abandoned
+thread cannot change anything that a later owner of the partition could see.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class WantedCheckpoint:
 
 
 class Bootstrap:
-    """Downloads checkpoints, and remembers which ones this process has used."""
+    """Fetches checkpoints, and remembers which ones this process has used."""
 
     def __init__(self) -> None:
         self.unusable = 0

@@ -3,9 +3,9 @@
 The sent records and the new position in the side topic are committed in the same transaction, under a separate
 transactional ID. A dead letter is sent back to its source partition, where it is judged like any other record; only the
 header `dedup-replayed` is added, which contains its original position. A late record would be late again, so it is sent
-to the output instead, with a header that says that the guarantee does not cover it. A record that cannot be sent,
-because the side topic contains only its digest or because the source rejects its timestamp, is reported and stays in
-the side topic.
+to the output instead, with a header that says that the guarantee does not cover it. A record that cannot be sent, for
+example because the side topic contains only its digest or because the source rejects its timestamp, is reported and
+stays in the side topic.
 
 A replay's position is a committed offset of the group `NAME.replay`. A transactional commit cannot set how long the
 broker keeps an offset, so the broker forgets the position `offsets.retention.minutes` after the last replay, and a

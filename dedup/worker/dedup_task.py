@@ -246,7 +246,7 @@ class Future:
     least_ms: int
     """The smallest event time of these records."""
     put_forward_ms: int
-    """How many ms brokers' times had advanced the clock when the first of these records was judged."""
+    """By how many ms brokers' times had advanced the clock when the first of these records was judged."""
 
 
 class DedupTask(TaskWork):

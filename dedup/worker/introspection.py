@@ -37,7 +37,8 @@ _FRESH_S: Final = 2.0
 """Maximum age of a response from a partition's leader; the leader of a quiet partition responds five times a second."""
 _Record = tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]
 Value = float | Durations | Mapping[str, float] | None
-"""The value of one sample, a mapping from the metric's last label to several values, or None if the value is unknown.
+"""The value of one sample, a mapping from values of the metric's last label to sample values, or None if the value is
+unknown.
 """
 
 
