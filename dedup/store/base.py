@@ -1,9 +1,9 @@
-"""Defines the interface of a task's state store, and the values that a store keeps, independently of Kafka.
+"""Defines the interface of a task's state store and the values that a store keeps; it does not depend on Kafka.
 
 State is divided into *segments*. A sighting that ends at ``last_ms`` is stored under its state key in the segment that
-starts at ``Window.segment_of(last_ms)``. Segments are dropped as a whole. The store never contains an uncommitted
-sighting, and its changelog position is never newer than its keys, because ``apply`` writes keys, task record, and
-position atomically.
+starts at ``Window.segment_of(last_ms)``. A segment is always dropped as a whole. The store never contains an
+uncommitted sighting. Its changelog position is never newer than its keys, because ``apply`` writes the keys, the task
+record, and the position atomically.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 Writes = Mapping[int, Mapping[bytes, bytes]]
-"""Maps segment starts in ms to state keys, and these to encoded values: *all* sightings that end in the segment."""
+"""Maps the start of each segment (in ms) to a mapping from state keys to encoded values; a value contains *all*
+sightings of its ID that end in the segment.
+"""
 
 NOT_SAID: Final = -1
-"""The value of `kept_from` in a task record that does not say from which offset the changelog is needed."""
+"""The value of `kept_from` in a task record that does not say which changelog records are still needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +34,29 @@ class FeedTime:
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """The values with which a new task continues where the last one stopped; every transaction writes a task record."""
+    """The values that let a new task continue where the previous one stopped; every transaction writes this record."""
 
     fingerprint: bytes
-    """The value of `Topology.state_fingerprint`; a task refuses state with another fingerprint."""
+    """The value of `Topology.state_fingerprint`; a task refuses to load state with a different fingerprint."""
     stream_time_ms: int
     feeds: tuple[FeedTime, ...]
     next_offset: int
-    """The offset in the feeding partition below which all records are judged."""
+    """The next offset of the feeding partition to be judged; all records below it have been judged."""
     segment_ms: int
-    """Width of the segments for new sightings."""
+    """The width of the segments in which new sightings are stored."""
     kept_from: int = NOT_SAID
-    """The changelog offset at or above which all data of live segments was written; `NOT_SAID` if not recorded."""
+    """The lowest changelog offset that live segments may need, or `NOT_SAID` if it was not recorded."""
     feeding_topic_id: str = ""
-    """Kafka's ID of the feeding topic, 32 hex digits; empty in task records of earlier releases."""
+    """Kafka's ID of the feeding topic as 32 hex digits, or an empty string in task records of earlier releases."""
 
     def counts_on_more(self, begin: int) -> bool:
-        """Return whether live segments need records below ``begin``, where the changelog starts."""
+        """Return whether live segments need changelog records below ``begin``, the first offset that still exists."""
         return NOT_SAID < self.kept_from < begin
 
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """Identifies the task to which the state in a directory belongs. A task refuses the state of another one."""
+    """Identifies the task that owns the state in a directory. A task refuses to load state that another task owns."""
 
     topology: str
     partition: int
@@ -66,37 +68,40 @@ class StoreIdentity:
 
 
 class Store(Protocol):
-    """The applied state of one task. A store is not thread-safe, because one task owns it."""
+    """The applied state of one task. A store is not thread-safe, because it has only one owner at a time."""
 
     task_record: TaskRecord | None
-    """The last applied task record; None in a new store."""
+    """The last applied task record, or None in a new store."""
     position: int
-    """The changelog offset to restore from; 0 in a new store."""
+    """The changelog offset to restore from, or 0 in a new store."""
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Map each segment to the encoded values of the known IDs in it; segments without a known ID are absent."""
+        """Look up ``ids`` in each segment; return the encoded values by segment and ID.
+
+        Segments that contain none of the IDs are absent from the result.
+        """
 
     def segments(self) -> dict[int, int]:
-        """Map the start of each segment to a changelog offset at or before its first record, in ascending order."""
+        """Map each segment's start, in ascending order, to a changelog offset at or below the segment's records."""
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
-        """Write sightings, task record, and position atomically, so that they survive a SIGKILL of the process.
+        """Write the sightings, the task record, and the position in one atomic write that survives a SIGKILL.
 
-        If ``record`` is None, the stored task record is kept. Raises InvariantBroken if the position decreases.
+        If ``record`` is None, the stored task record is kept. Raises InvariantBroken if the position would decrease.
         """
 
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
-        """Drop every segment that ends at or before ``oldest_live_ms``; return their starts in ascending order.
+        """Drop all segments that end at or before ``oldest_live_ms``, and return their starts in ascending order.
 
-        A segment ends at its start plus ``segment_ms`` or the greatest width with which it was written, whichever is
-        greater.
+        A segment ends at its start plus its width. The width is ``segment_ms`` or the greatest width that the segment
+        was written with, whichever is greater.
         """
 
     def clear(self) -> None:
-        """Delete sightings, task record, and position atomically. The store stays open."""
+        """Delete the sightings, the task record, and the position atomically. The store stays open."""
 
     def warm(self, ids: int) -> bool:
-        """Add up to ``ids`` more IDs to the filters, which makes lookups faster; return True when all IDs are added."""
+        """Add up to ``ids`` more IDs to the filters that speed up lookups; return whether all IDs have been added."""
 
     def approximate_bytes(self) -> int:
         """Return an estimate of the state's size in bytes."""
@@ -105,10 +110,10 @@ class Store(Protocol):
         """Return an estimate of the number of (segment, ID) pairs."""
 
     def sightings(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield (segment, state key, encoded value), sorted. Raises TaskCorrupted if an entry is unreadable."""
+        """Yield sorted tuples (segment, state key, encoded value). Raises TaskCorrupted if an entry is unreadable."""
 
     def close(self) -> None:
-        """Release the store. A store may be closed more than once."""
+        """Release the store. Further calls have no effect."""
 
     def wipe(self) -> None:
         """Close the store and delete all its data."""

@@ -1,12 +1,12 @@
-"""Implements a Bloom filter over the IDs of one segment, which is queried with a whole batch of IDs.
+"""Implements a Bloom filter over the IDs of one segment; each query checks a whole batch of IDs.
 
 If the filter contains every ID of a segment, most lookups of unknown IDs need no read from RocksDB. The filter is a
-blocked Bloom filter (Putze, Sanders, Singler 2007): each ID sets four bits in one 64-bit word, which causes one cache
-miss per ID. The filter takes about 16 bits per ID and has 0.5 % false positives. The filter grows by adding layers,
-each of which is as large as all earlier layers together.
+blocked Bloom filter (Putze, Sanders, Singler 2007): each ID sets four bits in a single 64-bit word, so adding an ID
+causes at most one cache miss. The filter takes about 16 bits per ID and has a false-positive rate of 0.5 %. It grows by
+adding layers (arrays of words), each of which is at least as large as all earlier layers together.
 
-The filter uses Python's own hash of the bytes, because dict lookups compute this hash anyway. Each process has its own
-random key for the hash, so nobody can choose IDs that collide, and a filter cannot be stored.
+The filter uses Python's own hash of the bytes, because dict lookups compute this hash anyway. Each process uses its own
+random key for this hash, so nobody can choose IDs that collide, but a filter cannot be stored for another process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _Words = npt.NDArray[np.uint64]
 _IDS_PER_WORD: Final = 4
 _FIRST_WORDS: Final = 1 << 11
 _QUICK_GROWTH_WORDS: Final = 1 << 16
-"""Below this size, a new layer is three times as large as all earlier ones together, so that there are few layers."""
+"""Below this number of words, a new layer is up to three times as large as all earlier layers together, which keeps the
+number of layers small.
+"""
 
 _PAIR_BITS: Final = 12
 _PAIR_MASK: Final = np.uint64((1 << _PAIR_BITS) - 1)
@@ -32,11 +34,11 @@ _WORD_BITS: Final = np.uint64(64 - 2 * _PAIR_BITS)
 
 _PAIR: Final = np.arange(1 << _PAIR_BITS, dtype=np.uint64)
 _PAIRS: Final = (np.uint64(1) << (_PAIR & np.uint64(63))) | (np.uint64(1) << (_PAIR >> np.uint64(6)))
-"""Maps 12 bits of a hash to a 64-bit word in which the two bits that they select are set."""
+"""Maps 12 bits of a hash, which select two bits of a 64-bit word, to a word that has only these two bits set."""
 
 
 class Hashed:
-    """The hashes of a batch of IDs, which are computed once and used for several segments."""
+    """Hashes a batch of IDs once, so that the hashes can be used for several segments."""
 
     __slots__ = ("bits", "words")
 
@@ -46,12 +48,12 @@ class Hashed:
         self.bits: Final = _PAIRS[hashes & _PAIR_MASK] | _PAIRS[hashes >> np.uint64(_PAIR_BITS) & _PAIR_MASK]
 
     def in_layer(self, words: int) -> npt.NDArray[np.uint64]:
-        """Return the index of each ID's word in a layer: 40 bits of the hash, scaled to the layer's size."""
+        """Return the index of each ID's word in a layer: 40 bits of the ID's hash, scaled to the layer's size."""
         return self.words * np.uint64(words) >> _WORD_BITS
 
 
 class BloomFilter:
-    """Reports which IDs of a batch may have been added before, without false negatives."""
+    """Reports which IDs of a batch may have been added; it never misses an ID that was added."""
 
     __slots__ = ("_capacity", "_layers", "_total_words", "added")
 
@@ -79,7 +81,7 @@ class BloomFilter:
         self.added += count
 
     def may_hold(self, hashed: Hashed) -> npt.NDArray[np.bool_]:
-        """Return a boolean per ID, which is False if the ID was certainly never added."""
+        """Return one boolean per ID: False if the ID was never added, and True if it may have been added."""
         found = np.zeros(len(hashed.words), np.bool_)
         for layer in self._layers:
             found |= (layer[hashed.in_layer(len(layer))] & hashed.bits) == hashed.bits

@@ -1,4 +1,4 @@
-"""Encodes and decodes the changelog and the values in the store: keys, sightings, task records, and seed marks.
+"""Encodes and decodes the keys and values of the changelog and the store: sightings, task records, and seed marks.
 
 A sighting value consists of one or more entries. An entry has these fields, with big-endian unsigned integers::
 
@@ -10,10 +10,10 @@ A sighting value consists of one or more entries. An entry has these fields, wit
     8 bytes  last_ms, only if extended: otherwise last_ms is first_ms
     8 bytes  fingerprint, only with its flag
 
-The usual entry takes 15 bytes and is read with one unpack call. Times are in [0, 2**48) ms. A record with a negative
-time is a dead letter, and a time beyond the year 10889 is too far in the future, so a sighting with such a time is a
-bug. A value lists *all* sightings of its ID that end in its segment. A later record with the same key replaces an
-earlier one.
+A typical entry takes 15 bytes and is read with one unpack call. Times are in the range [0, 2**48) ms. A sighting with a
+time outside this range is a bug: a record with a negative time is a dead letter, and a time after the year 10889 is too
+far in the future. A value lists *all* sightings of its ID that end in its segment. In the changelog, a later record
+replaces an earlier record with the same key.
 
 The key of a sighting value consists of ``S``, the segment start (8 bytes), and the state key. The key of the task
 record is ``T``, and the key of the seed mark is ``H``. The task record and the seed mark each start with their own
@@ -27,11 +27,12 @@ fields::
     each feed: 2 bytes topic, 4 bytes partition, 8 bytes max_ms (signed), 1 byte idle
     16 bytes topic ID of the feeding topic, from version 3
 
-`dedup spark seed` writes a seed in many transactions. The first record of the seed in a changelog partition is a seed
-mark `seeding`; the last transaction contains the task record and a seed mark `seeded`. All seed marks have the same
-key, so compaction keeps the newest one. A partition with `seeding` but no task record contains only part of the
-history, so no task may start on it. The seed mark contains the data that a repeated run needs to produce the same seed:
-the identity of the seed, the offsets at which the fleet starts, and the number of sightings.
+`dedup spark seed` writes a seed (the initial state of a fleet) in many transactions. In each changelog partition, the
+first record of the seed is a seed mark `seeding`, and the last transaction contains the task record and a seed mark
+`seeded`. All seed marks have the same key, so compaction keeps only the newest one. A partition that has the mark
+`seeding` but no task record contains only part of the history, so no task may use its state. The seed mark contains the
+data that a repeated run needs to produce the same seed: the identity of the seed, the offsets that the fleet starts
+from, and the number of sightings.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _ENTRIES: Final = {
     for extended in (0, _EXTENDED)
     for printed in (0, _FINGERPRINT)
 }
-"""Maps a header, which is the top byte of the first field, to the layout of the entry."""
+"""Maps each header, which is the top byte of an entry's first field, to the layout of the entry."""
 
 _NARROW_COLUMNS: Final = [("head", ">u8"), ("topic", "u1"), ("partition", ">u2"), ("offset", ">u4")]
 _WIDE_COLUMNS: Final = [("head", ">u8"), ("topic", ">u2"), ("partition", ">u4"), ("offset", ">u8")]
@@ -77,7 +78,7 @@ _FINGERPRINT_COLUMN: Final = [("fingerprint", f"V{_FINGERPRINT_BYTES}")]
 _PLAIN_BYTES: Final = _ENTRIES[_CHANGELOG_VERSION].size
 _PLAIN_BASE: Final = _CHANGELOG_VERSION << 56
 _unpack_plain = _ENTRIES[_CHANGELOG_VERSION].unpack
-# The constructor of a named tuple parses arguments and takes twice as long.
+# A named tuple's own constructor takes twice as long, because it parses its arguments.
 _new = tuple.__new__
 
 _RESTORE: Final = "The store of this partition will be deleted and restored from the changelog."
@@ -105,20 +106,20 @@ class SeedMark:
 
     phase: Literal["seeding", "seeded"]
     seed: str
-    """Identifies the history of the seed and the offsets at which the fleet starts."""
+    """Identifies the history that the seed was made from and the offsets that the fleet starts from."""
     next_offset: int
-    """The offset in the feeding partition at which the fleet starts."""
+    """The offset of the feeding partition that the fleet starts from."""
     stream_time_ms: int
     sightings: int
-    """Number of changelog records with sightings in this partition."""
+    """The number of changelog records in this partition that contain sightings."""
     digest: str
-    """Digest of the records with sightings, independent of their order."""
+    """A digest of the changelog records that contain sightings; it does not depend on their order."""
     judged_at_ms: int
-    """The wall-clock time by which the seed decided which event times are in the future."""
+    """The wall-clock time that `dedup spark seed` used to decide which event times are in the future."""
     begins: dict[str, list[int]]
-    """Maps each source topic to the offsets at which the fleet starts, one per partition."""
+    """Maps each source topic to the offsets that the fleet starts from, one per partition."""
     history: Literal["topics", "files"]
-    """The kind of history that was judged: the source topics up to `begins`, or files."""
+    """The kind of history that the seed was made from: the source topics up to `begins`, or files."""
 
 
 def encode_seed_mark(mark: SeedMark) -> bytes:
@@ -128,7 +129,7 @@ def encode_seed_mark(mark: SeedMark) -> bytes:
 
 
 def decode_seed_mark(value: bytes) -> SeedMark:
-    """Return the seed mark. Raises StateIncompatible for another version, and TaskCorrupted for damaged bytes."""
+    """Decode a seed mark. Raises StateIncompatible if it has another version, or TaskCorrupted if it is damaged."""
     if value and value[0] != _MARK_VERSION:
         raise StateIncompatible(
             f"a seed mark has version {value[0]}; this dedup reads version {_MARK_VERSION}. Another release seeded the "
@@ -142,14 +143,15 @@ def decode_seed_mark(value: bytes) -> SeedMark:
     try:
         return SeedMark(**json.loads(body[1:]))
     except (TypeError, ValueError) as error:
-        # The checksum is correct, so this version of dedup wrote these bytes, although they are not a seed mark.
+        # The checksum is correct, so this version of dedup wrote these bytes, although they do not form a valid seed
+        # mark.
         raise InvariantBroken(
             f"a seed mark lacks members of version {_MARK_VERSION}, or has others: {error}."
         ) from error
 
 
 def encode_sighting(sightings: Sighting | Iterable[Sighting]) -> bytes:
-    """Return the encoded value for one sighting, or for all sightings of an ID in one segment."""
+    """Encode one sighting, or all sightings of an ID in one segment, as the value of one record."""
     if isinstance(sightings, Sighting):
         return _encode_entry(sightings)
     value = b"".join(map(_encode_entry, sightings))
@@ -188,9 +190,9 @@ def _encode_entry(sighting: Sighting) -> bytes:
 
 
 def decode_sightings(value: bytes) -> tuple[Sighting, ...]:
-    """Return the sightings of an encoded value, in the order in which they were written.
+    """Return the sightings in an encoded value, in the order in which they were written.
 
-    Raises StateIncompatible for another version, and TaskCorrupted for damaged bytes.
+    Raises StateIncompatible if the value has another version, or TaskCorrupted if it is damaged.
     """
     if len(value) == _PLAIN_BYTES:
         head, topic, partition, offset = _unpack_plain(value)
@@ -206,7 +208,7 @@ def decode_sightings(value: bytes) -> tuple[Sighting, ...]:
 
 
 def _decode_entry(value: bytes, at: int) -> tuple[Sighting, int]:
-    """Return the sighting of the entry that starts at ``at``, and the start of the next entry."""
+    """Decode the entry that starts at index ``at``, and return its sighting and the start of the next entry."""
     header = value[at] if value else _CHANGELOG_VERSION
     if header & 0xF0 != _CHANGELOG_VERSION:
         raise StateIncompatible(
@@ -226,12 +228,15 @@ def _decode_entry(value: bytes, at: int) -> tuple[Sighting, int]:
 
 
 def all_within(values: Collection[bytes], begin_ms: int, end_ms: int) -> bool:
-    """Return whether all sightings of these values end in [``begin_ms``, ``end_ms``). Raises as `decode_sightings`."""
+    """Return whether all sightings in these values end in [``begin_ms``, ``end_ms``).
+
+    Raises the same errors as `decode_sightings`.
+    """
     joined = b"".join(values)
     if len(joined) == len(values) * _PLAIN_BYTES and set(map(len, values)) == {_PLAIN_BYTES}:
         rows = np.frombuffer(joined, np.uint8).reshape(len(values), _PLAIN_BYTES)
         heads = np.ascontiguousarray(rows[:, :8]).view(">u8")
-        # The header is the top byte of the first field, so only plain entries are within these bounds.
+        # The header is the top byte of the first field, so only entries without flags are within these bounds.
         if _PLAIN_BASE + begin_ms <= heads.min() and heads.max() < _PLAIN_BASE + end_ms:
             return True
     return all(begin_ms <= seen.last_ms < end_ms for value in values for seen in decode_sightings(value))
@@ -244,10 +249,10 @@ def encode_single_column(
     offsets: Integers,
     fingerprints: Sequence[bytes] | None = None,
 ) -> list[bytes]:
-    """Return the same values as ``encode_sighting``, for columns with one unextended sighting per row.
+    """Encode one sighting per row, each with equal first and last times, into the same values as ``encode_sighting``.
 
-    Topic and partition are either a column or a single value for all rows. Raises InvariantBroken like
-    ``encode_sighting``.
+    ``topic`` and ``partition`` are each either a column or a single value for all rows. Raises InvariantBroken in the
+    same cases as ``encode_sighting``.
     """
     rows = len(times_ms)
     times, seen_at = np.asarray(times_ms, np.int64), np.asarray(offsets, np.int64)
@@ -284,7 +289,7 @@ def _encode_rows(
     offsets: npt.NDArray[np.int64],
     fingerprints: Sequence[bytes] | None,
 ) -> list[bytes]:
-    """Encode the rows one by one, if narrow and wide sources are mixed or if an error must name the refused row."""
+    """Encode rows one by one, because narrow and wide sources are mixed or because an error must name the row."""
     rows = len(times)
     prints = [b""] * rows if fingerprints is None else fingerprints
     columns = (times, np.broadcast_to(topics, rows), np.broadcast_to(partitions, rows), offsets)
@@ -317,7 +322,7 @@ def segment_prefix(segment: int) -> bytes:
 
 
 def parse_key(key: bytes) -> SightingKey | None:
-    """Return the parsed changelog key; None for the key of the task record or the seed mark.
+    """Parse a changelog key, or return None for the key of the task record or the seed mark.
 
     Raises StateIncompatible for a key that this release never writes.
     """
@@ -337,16 +342,16 @@ class Collected:
 
     writes: dict[int, dict[bytes, bytes]]
     task_record: TaskRecord | None
-    """The last one of these records."""
+    """The last task record among the changelog records, or None if there is none."""
     seed_mark: SeedMark | None = None
-    """The last one of these records."""
+    """The last seed mark among the changelog records, or None if there is none."""
 
 
 def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Collected:
     """Return the content of consecutive changelog records. Of several records with the same key, only the last counts.
 
-    Raises StateIncompatible for a record that dedup does not write: its key or value is missing, or its key or version
-    is unknown.
+    Raises StateIncompatible if a record cannot be dedup's own, because its key or value is missing or because its key
+    or version is unknown.
     """
     if None in keys or None in values:
         raise StateIncompatible(
@@ -358,7 +363,7 @@ def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Col
     segments = prefixes - _ALONE
     whole = min((size for size in set(map(len, keys)) if size > 1), default=0) > _STATE_KEY_AT
     if len(segments) == 1 and whole:
-        # Usually, all sightings belong to one segment. In this case, C code separates them from the other records.
+        # Usually, all sightings belong to one segment, and C code separates them from the other records.
         (prefix,) = segments
         parse_key(prefix + b"0")
         found = dict(zip(map(_state_key_of, keys), values, strict=True))
@@ -388,12 +393,12 @@ def _by_prefix(keys: Sequence[bytes], values: Sequence[bytes]) -> dict[bytes, di
 
 
 def _last(keys: Sequence[bytes], values: Sequence[bytes], key: bytes) -> bytes:
-    """Return the value of the last record with this key; there must be one."""
+    """Return the value of the last record with this key. At least one record must have the key."""
     return values[len(keys) - 1 - keys[::-1].index(key)]
 
 
 def encode_task_record(record: TaskRecord) -> bytes:
-    """Return the encoded task record, with version, fields, topic ID if there is one, and CRC-32."""
+    """Encode a task record as its version, its fields, its topic ID (if it has one), and a CRC-32."""
     topic_id = bytes.fromhex(record.feeding_topic_id)
     if len(topic_id) not in {0, _TOPIC_ID_BYTES}:
         raise InvariantBroken(f"a task record cannot be written: {record.feeding_topic_id!r} is not a topic id.")
@@ -419,7 +424,7 @@ def encode_task_record(record: TaskRecord) -> bytes:
 
 
 def decode_task_record(value: bytes) -> TaskRecord:
-    """Return the task record. Raises StateIncompatible for another version, and TaskCorrupted for damaged bytes."""
+    """Decode a task record. Raises StateIncompatible if it has another version, or TaskCorrupted if it is damaged."""
     if value and value[0] not in {_RECORD_WITHOUT_ID, _RECORD_VERSION}:
         raise StateIncompatible(
             f"a task record has version {value[0]}; this dedup reads versions {_RECORD_WITHOUT_ID} and "
@@ -449,11 +454,11 @@ def decode_task_record(value: bytes) -> TaskRecord:
 
 
 def rebucket(entries: Iterable[tuple[bytes, bytes]], segment_ms: int) -> dict[int, dict[bytes, bytes]]:
-    """Return writes that move (state key, encoded value) pairs into segments of another width, ``segment_ms``.
+    """Return the writes that move (state key, encoded value) pairs into segments with the width ``segment_ms``.
 
-    A store needs these writes after the guard period of its topology was changed. The entries include the values that
-    the new segments already hold for these IDs. Sightings of one ID with the same first time, source, and fingerprint
-    become one sighting that ends at the latest of their ends.
+    A store needs these writes after its topology's guard period or grace, and with it the segment width, has changed.
+    ``entries`` includes the values that the new segments already contain for these IDs. Sightings of one ID that have
+    the same first time, source, and fingerprint are merged into one sighting with the latest of their last times.
     """
     intervals: dict[bytes, dict[tuple[int, Source, bytes], int]] = {}
     for state_key, value in entries:

@@ -1,12 +1,12 @@
 """Packs and unpacks checkpoints, which consist of an archive of a task's closed store and a description of the archive.
 
-The archive is a tar file of the store's files. The description (`manifest.json`) says to which task the state belongs.
-The description is written after the archive, so if there is a description, the archive is complete.
+The archive is a tar file that contains the store's files. The description (`manifest.json`) says which task the state
+belongs to. The description is written after the archive, so if there is a description, the archive is complete.
 
 An archive may come from anywhere, so nothing in it is trusted. An archive is unpacked only into an empty directory.
-Only regular files with RocksDB's file names are accepted, and never more bytes than the description announces. An
-archive does not contain rocksdict's settings and RocksDB's options, because a store is opened with dedup's own options.
-An archive does not contain RocksDB's event log either, because the events contain the machine's name.
+Only regular files with RocksDB's file names are accepted, and an archive may not contain more bytes than the
+description states. An archive does not contain rocksdict's settings or RocksDB's options, because a store is opened
+with dedup's own options. An archive also omits RocksDB's event log, because the log contains the machine's name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dedup.store.base import StoreIdentity
 
 _FORMAT: Final = 1
 MOST_BYTES: Final = 64 << 10
-"""Maximum size of a description, so that a file from somewhere else cannot exhaust the memory."""
+"""The maximum size of a description in bytes; the limit prevents a foreign file from exhausting the memory."""
 _STORE_FILES: Final = re.compile(r"CURRENT|IDENTITY|MANIFEST-\d{1,20}|\d{1,20}\.(sst|log)", re.ASCII)
 _PIECE_BYTES: Final = 1 << 20
 _PLAIN: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE})
@@ -36,7 +36,9 @@ _MOST_FILES: Final = 100_000
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 Moved = Callable[[int], None]
-"""Called with the size of each transferred piece in bytes. It may raise an exception to stop the transfer."""
+"""A callback that receives the size in bytes of each transferred piece, and may stop the transfer by raising an
+exception.
+"""
 
 
 class _Counted:
@@ -74,7 +76,7 @@ class _Counted:
 def pack(directory: Path, target: IO[bytes], moved: Moved) -> tuple[int, str]:
     """Write the files of a closed store as a tar file; return its length in bytes and its SHA-256 in hex."""
     out = _Counted(target, moved)
-    # The archive is not compressed, because the files are compressed already. USTAR is the tar format without
+    # The archive is not compressed, because the files in it are already compressed. USTAR is the tar format without
     # extensions.
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.USTAR_FORMAT, bufsize=_PIECE_BYTES) as archive:  # type: ignore[call-overload]
         for path in sorted(directory.iterdir()):
@@ -91,8 +93,8 @@ def pack(directory: Path, target: IO[bytes], moved: Moved) -> tuple[int, str]:
 def unpack(source: IO[bytes], directory: Path, *, size_bytes: int, sha256: str, moved: Moved) -> None:
     """Unpack an archive into an existing, empty directory, and sync the files to disk.
 
-    Raises CheckpointUnusable, and leaves some files behind, if the archive has another size or digest or contains
-    anything but regular files of a store.
+    Raises CheckpointUnusable if the size or the digest of the archive differs, or if the archive contains anything but
+    regular files of a store. In this case, unpacked files may remain in the directory.
     """
     reader = _Counted(source, moved, limit_bytes=size_bytes)
     try:
@@ -118,7 +120,10 @@ def unpack(source: IO[bytes], directory: Path, *, size_bytes: int, sha256: str, 
 
 
 def _extract(archive: tarfile.TarFile, entry: tarfile.TarInfo, directory: Path) -> None:
-    """Write one file of the archive. Raises CheckpointUnusable unless it is a regular file with a store file's name."""
+    """Extract one file of the archive.
+
+    Raises CheckpointUnusable if it is not a regular file with the name of a store's file.
+    """
     content = archive.extractfile(entry) if entry.type in _PLAIN and entry.sparse is None else None
     if content is None or _STORE_FILES.fullmatch(entry.name) is None:
         raise CheckpointUnusable(
@@ -134,7 +139,7 @@ def _extract(archive: tarfile.TarFile, entry: tarfile.TarInfo, directory: Path) 
         while piece := content.read(_PIECE_BYTES):
             target.write(piece)
         target.flush()
-        # Without this, a store that is incomplete after a power failure would look complete.
+        # Without this fsync, a store could look complete after a power failure although some of its data was lost.
         os.fsync(file)
 
 
@@ -143,7 +148,7 @@ class _Head(msgspec.Struct):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """The description of one partition's state at one position of its changelog. The fields are the JSON's members."""
+    """Describes a partition's state at one position of its changelog; the fields are the members of the JSON object."""
 
     topology: str
     partition: _Count
@@ -161,12 +166,12 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> StoreIdentity:
-        """The task to which the state belongs."""
+        """The identity of the task that the state belongs to."""
         return StoreIdentity(self.topology, self.partition, self.changelog_topic_id)
 
     @property
     def fingerprint(self) -> bytes:
-        """Fingerprint of the last task record in the store."""
+        """The state fingerprint in the last task record in the store."""
         return bytes.fromhex(self.fingerprint_hex)
 
     def encode(self) -> bytes:
@@ -175,7 +180,10 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes, place: str) -> Self:
-        """Return the description in ``data``, which was read from ``place``. May raise CheckpointUnusable."""
+        """Decode a description that was read from ``place``.
+
+        Raises CheckpointUnusable if the description is damaged or has an unknown format.
+        """
         try:
             version = msgspec.json.decode(data, type=_Head).format
             if version != _FORMAT:

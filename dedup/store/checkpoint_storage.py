@@ -1,12 +1,12 @@
-"""Stores checkpoints in a directory or an object store, through fsspec.
+"""Uses fsspec to store checkpoints in a directory or an object store.
 
-``URL/TOPOLOGY/PARTITION/`` contains archives with unique names, and the description `manifest.json`, which names the
-current archive. An archive is never overwritten, so a reader can finish while a newer one is written. The description
-is written last and atomically; in a file system, this is done by renaming a file.
+``URL/TOPOLOGY/PARTITION/`` contains archives with unique names and the description `manifest.json`, which names the
+current archive. An archive is never overwritten, so a reader can finish reading it while a newer archive is being
+written. The description is written last, in one atomic step; in a file system, this step is a rename.
 
-The libraries of object stores raise many different exceptions. This module turns each exception into
-CheckpointUnusable, because the caller can only continue without a checkpoint. Calls may block for minutes, so do not
-make them in an event loop.
+The client libraries of object stores raise many different exceptions. This module turns all of them into
+CheckpointUnusable, because in any case, the caller can only continue without a checkpoint. Calls to this module may
+block for minutes, so do not make them in an event loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from dedup.store.checkpoint import MOST_BYTES, Checkpoint, Moved, pack
 _MANIFEST: Final = "manifest.json"
 _ARCHIVE: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{8}\.tar", re.ASCII)
 _DIRECTORIES: Final = frozenset({"file", "ftp", "hdfs", "memory", "sftp", "smb", "webhdfs"})
-"""Protocols that need a directory before a file. For others none is made: s3fs would make a misspelled bucket."""
+"""Protocols that require a directory to be created before a file in it. For other protocols, no directory is created,
+because s3fs, for example, would create a bucket even if its name is misspelled.
+"""
 
 
 class CheckpointStorage:
@@ -48,7 +50,7 @@ class CheckpointStorage:
         return f"{self._url}/{topology}/{partition}"
 
     def find(self, topology: str, partition: int) -> Checkpoint | None:
-        """Return the current checkpoint; None if there is none.
+        """Return the partition's current checkpoint, or None if the partition has no checkpoint.
 
         Raises CheckpointUnusable if the description is damaged or the storage does not respond.
         """
@@ -65,7 +67,7 @@ class CheckpointStorage:
 
     @contextmanager
     def reading(self, checkpoint: Checkpoint) -> Iterator[IO[bytes]]:
-        """Open the archive for reading. Raises CheckpointUnusable if the storage fails."""
+        """Open the archive of a checkpoint for reading. Raises CheckpointUnusable if the storage fails."""
         place = f"{self.place(checkpoint.topology, checkpoint.partition)}/{checkpoint.archive}"
         with _answers(place), self._files.open(self._path(place), "rb") as file:
             yield file
@@ -80,10 +82,10 @@ class CheckpointStorage:
         ids: int,
         moved: Moved = lambda _: None,
     ) -> Checkpoint:
-        """Store a checkpoint of the closed store in ``directory`` as the partition's current one, and return it.
+        """Store a checkpoint of the closed store in ``directory`` as the partition's current checkpoint, and return it.
 
-        The previous checkpoint stays readable, and older ones are deleted. If the process is killed before the end, the
-        previous checkpoint stays current. Raises CheckpointUnusable if the storage fails.
+        The previous checkpoint stays readable, and older ones are deleted. If the process is killed before this
+        function returns, the previous checkpoint may stay current. Raises CheckpointUnusable if the storage fails.
         """
         place = self.place(identity.topology, identity.partition)
         before = None
@@ -143,12 +145,12 @@ class CheckpointStorage:
         place = self.place(topology, partition)
         with _answers(place):
             path = self._path(place)
-            # The description is deleted first, because an archive without a description is no checkpoint.
+            # The description is deleted first, because an archive without a description does not count as a checkpoint.
             for name in sorted(self._ours(path), reverse=True):
                 self._files.rm_file(f"{path}/{name}")
 
     def _delete_old(self, path: str, made: Checkpoint, before: Checkpoint | None) -> None:
-        """Delete archives older than the previous checkpoint, and files that killed runs left behind."""
+        """Delete archives that are older than the previous checkpoint, and files that killed processes left behind."""
         oldest = made.position if before is None else min(before.position, made.position)
         kept = {made.archive, *(() if before is None else (before.archive,))}
         for name in self._names(path):
@@ -173,7 +175,7 @@ class CheckpointStorage:
     @cached_property
     def _files(self) -> Any:  # noqa: ANN401  # untyped
         protocol = fsspec.utils.get_protocol(self._url)
-        # The URL may contain options of the connection, such as a host.
+        # The URL may contain connection options, such as a host.
         options = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(self._url)  # noqa: SLF001
         return fsspec.filesystem(protocol, **options)
 
@@ -202,7 +204,7 @@ def _protocols(files: Any) -> tuple[str, ...]:  # noqa: ANN401  # untyped
 
 @contextmanager
 def _answers(place: str) -> Iterator[None]:
-    """Turn every exception of a storage library into CheckpointUnusable, because they have no common base class."""
+    """Turn every exception of a storage library into CheckpointUnusable; these exceptions have no common base class."""
     try:
         yield
     except DedupError:

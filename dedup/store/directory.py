@@ -1,8 +1,8 @@
-"""Names, checks, and deletes the directories of stores, and keeps the pool of open stores.
+"""Names, checks, and deletes the directories of stores, and implements the pool of open stores.
 
 The directory of a store may be deleted, because the store can always be restored from the changelog. No other directory
-may be deleted. A directory that does not look like a store, because it is a symbolic link or contains other files, is
-refused and left unchanged.
+may be deleted. This module refuses to use a directory that is a symbolic link or contains other files, and leaves it
+unchanged.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _refuse_anothers(path: Path) -> None:
     try:
         owner = path.stat().st_uid
     except (FileNotFoundError, NotADirectoryError):
-        return  # if something else has this name, creating the directory reports it
+        return  # if a file is in the way, creating the directory raises an error
     except OSError as error:
         raise StateIncompatible(
             f"{path}: cannot be accessed: {error.strerror}. Give it to this user, or set another state_dir."
@@ -87,7 +87,8 @@ def _refuse_anothers(path: Path) -> None:
 def delete_store(directory: Path) -> None:
     """Delete the directory of a store, if it exists. The store must not be open in this process.
 
-    Raises StateIncompatible, with nothing deleted, if the directory is not that of a store or another process uses it.
+    Raises StateIncompatible, and deletes nothing, if the directory is not that of a store or is in use by another
+    process.
     """
     if not directory.exists() and not directory.is_symlink():
         return
@@ -95,7 +96,8 @@ def delete_store(directory: Path) -> None:
     lock = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         _lock(directory, lock)
-        # CURRENT is deleted last, so that a partly deleted directory opens as a damaged store, never as a new one.
+        # CURRENT is deleted last, so that a partly deleted store is later recognized as damaged and never opened as a
+        # new store.
         for name in sorted(_names(directory), key=lambda name: name == "CURRENT"):
             (directory / name).unlink()
         directory.rmdir()
@@ -107,14 +109,14 @@ def delete_store(directory: Path) -> None:
 def own_state(state_dir: Path, topology: str) -> Iterator[None]:
     """Reserve the topology's state for this process. Raises StateIncompatible if another process uses the state.
 
-    Each store has its own lock, but the lock is free while a partition moves, so two workers would take stores from
-    each other.
+    Each store also has its own lock, but this lock is released while a partition moves, so two workers that share a
+    directory could take stores from each other.
     """
     directory = state_dir / topology
     try:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # The lock file is next to the state directory, because the existence of the directory means that there is
-        # state.
+        # The lock file is next to the topology's directory, not inside it, because the existence of that directory
+        # means that there is state.
         file = os.open(state_dir / f".{topology}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise StateIncompatible(
@@ -153,40 +155,41 @@ def _names(directory: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """How a task gets its partition's store and releases it afterward."""
+    """Defines how a task opens its partition's store and releases the store afterward."""
 
     open: Callable[[], Store]
     prepare: Callable[[], Awaitable[None]] | None = None
-    """Awaited before the store is opened, to provide local state if there is none."""
+    """An asynchronous function that runs before the store is opened, to provide local state if there is none."""
     release: Callable[[Store], None] = lambda store: store.close()
 
 
 class StorePool:
-    """Keeps stores open for their next owner in this process, which is a task or a standby.
+    """Keeps each released store open for its next owner in this process, which is a task or a standby.
 
     A rebalance ends all tasks and standbys, and most of their partitions are then assigned to the same worker again.
-    Closing and reopening a store would require a flush and a read of the store's keys into filters, which blocks the
-    event loop. Kafka Streams recycles its tasks for the same reason (KAFKA-10199). A store contains only committed
-    sightings, so its next owner can continue from the position in the store.
+    Closing and reopening a store would require flushing it and reading its keys into filters again, which would block
+    the event loop. Kafka Streams recycles its tasks for the same reason (KAFKA-10199). A store contains only committed
+    sightings, so its next owner can continue from the changelog position that the store contains.
     """
 
     def __init__(self) -> None:
         self._stores: Final[dict[int, Store]] = {}
 
     def put(self, partition: int, store: Store) -> None:
-        """Keep an open store for its next owner. The caller must no longer use the store.
+        """Keep an open store for its next owner. The caller must not use the store afterward.
 
-        Raises InvariantBroken if the pool already has a store of the partition, because a process has only one.
+        Raises InvariantBroken if the pool already has a store of the partition, because a process may have only one
+        store per partition.
         """
         if partition in self._stores:
             raise InvariantBroken(f"two stores of partition {partition} are open in this process. Restart the worker.")
         self._stores[partition] = store
 
     def take(self, partition: int) -> Store | None:
-        """Remove the partition's store from the pool and return it; None if the pool has none."""
+        """Remove the partition's store from the pool and return it, or return None if the pool has no such store."""
         return self._stores.pop(partition, None)
 
     def keep_only(self, partitions: Collection[int]) -> None:
-        """Close the stores of all other partitions."""
+        """Close and remove the stores of all partitions that are not in ``partitions``."""
         for partition in sorted(self._stores.keys() - set(partitions)):
             self._stores.pop(partition).close()

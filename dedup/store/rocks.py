@@ -1,18 +1,20 @@
-"""Implements the store on disk: a RocksDB with one column family per segment, so that whole segments can be dropped.
+"""Implements the store on disk: a RocksDB database with one column family per segment, to drop whole segments.
 
-Each call of `apply` writes one batch to all families with the write-ahead log enabled (docs/decisions/0001-wal.md), so
-keys, task record, and position become durable together and survive a SIGKILL. A power failure may lose the newest
-batches, but only whole batches. A batch is lost together with its position, and the changelog restores it.
+Each call to `apply` writes one batch to all column families with the write-ahead log enabled
+(docs/decisions/0001-wal.md), so the keys, the task record, and the position are stored together and survive a SIGKILL.
+In a power failure, the newest batches may be lost, but never only part of a batch. A batch is lost together with its
+position, so it is restored from the changelog.
 
 The default family contains the identity, the task record with the position, and an entry about each segment. RocksDB
-may open damaged files without an error. If the position is lost together with the keys, the restore writes them again,
-so no data is lost. Damage that would leave a gap raises TaskCorrupted. There are three signs of such damage: a
-segment's own position (under the empty key) is older than its entry says, a segment is missing, or the MANIFEST is
-shorter than at the last apply. (In a test, RocksDB opened a truncated MANIFEST without the files of its last entries,
-although the write-ahead log restored newer keys.)
+may open a store with damaged files without reporting an error. If the position is lost together with the keys, the
+restore writes the keys again, so no data is lost. If the damage would leave a gap in the data, `open` raises
+TaskCorrupted. There are three signs of such damage: a segment's own position (under the empty key) is older than its
+entry says, a segment is missing, or the MANIFEST is shorter than at the last apply. (In a test with a truncated
+MANIFEST, RocksDB ignored the files that the missing entries named, although it restored newer keys from the write-ahead
+log.)
 
-rocksdict holds the GIL during every call, so a separate thread would not help. Callers therefore keep their batches
-small.
+rocksdict holds the GIL during every call, so running it in a separate thread would not help. Callers therefore keep
+their batches small.
 """
 
 from __future__ import annotations
@@ -44,22 +46,24 @@ _IDENTITY_KEY: Final = b"identity"
 _STATE_KEY: Final = b"state"
 _SEGMENT_PREFIX: Final = b"segment/"
 _LAST_POSITION: Final = b""
-"""The key of a segment's own position. No state key is empty, and the empty key sorts first."""
+"""The key under which a segment stores its own position. State keys are never empty, and the empty key sorts first."""
 
 _FILTERED_ON_OPEN_IDS: Final = 300_000
-"""Number of IDs that `open` reads into a segment's filter, which takes about 0.15 s; `warm` reads the rest."""
+"""`open` reads the IDs of a segment into its filter if the segment has at most this many, which takes about 0.15 s. The
+IDs of larger segments are read by `warm`.
+"""
 _FEW_IDS: Final = 16
 """For fewer IDs than this, querying RocksDB is faster than hashing the batch."""
 
 _MEMTABLE_BYTES: Final = 4 << 20
 _MEMTABLES: Final = 4
-"""Number of write buffers per family before writes wait for a flush."""
+"""The maximum number of RocksDB write buffers per column family; when all are full, writes wait for a flush."""
 _ARENA_BLOCK_BYTES: Final = 64 << 10
 _WAL_BYTES: Final = 16 << 20
 _FILES_TO_MERGE: Final = 12
-"""Number of new files of a segment before they are merged with its older files, which rewrites the whole segment.
-RocksDB's default of 4 would rewrite each ID several times. Lookups check dedup's and RocksDB's Bloom filters before
-they read a file.
+"""When a segment has this many new files, RocksDB merges them with its older files, which rewrites the whole segment.
+With RocksDB's default of 4, each ID would be rewritten several times. Lookups check dedup's and RocksDB's Bloom filters
+before they read a file.
 """
 _FILES_TO_SLOW_DOWN: Final = 40
 _FILES_TO_STOP: Final = 60
@@ -67,16 +71,19 @@ _OPEN_FILES: Final = 64
 _BLOOM_BITS: Final = 10
 _BUCKETS: Final = 1 << 14
 _TABLE_BYTES: Final = 8 * _BUCKETS
-"""The memory that an empty hashed memtable takes."""
+"""The memory that an empty hashed memtable takes, in bytes."""
 _TABLES_SHARE: Final = 4
-"""The tables of hashed memtables may take the memory of the write buffers divided by this number."""
+"""The hash tables of all hashed memtables may take at most the memory of the write buffers divided by this number."""
 _LONGEST_KEY: Final = 33
-"""Length of the longest state key. The prefix is the whole key, so a hashed memtable finds a key directly."""
+"""The length of the longest state key. It is used as the prefix length, so that the prefix is the whole key and a
+hashed memtable finds a key directly.
+"""
 _NICEST: Final = 19
 _NICER_BY: Final = 10
-"""How much higher the nice value of RocksDB's threads is than the worker's; they get a tenth of the worker's CPU
-weight. RocksDB's own low priority is 15 to 19 steps lower. With other busy processes on the machine, a flush at that
-priority gets no CPU time, and a worker that closes a store waits for the flush (over 10 s in a measurement).
+"""The difference between the nice value of RocksDB's threads and the worker's; it gives these threads a tenth of the
+worker's CPU weight. RocksDB's own setting for low priority uses a difference of 15 to 19. With that difference, a flush
+gets hardly any CPU time if other processes on the machine are busy, and a worker that closes a store waits for the
+flush (over 10 s in a measurement).
 """
 
 _NOT_THE_STORES_FAULT: Final = (
@@ -92,14 +99,14 @@ _NOT_THE_STORES_FAULT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """RocksDB's current list of files (the MANIFEST file), and its length. The list only grows until the next open."""
+    """RocksDB's list of its current files (the MANIFEST file) and its length, which grows until the next open."""
 
     number: int
     size_bytes: int
 
     @classmethod
     def of(cls, directory: Path) -> Self | None:
-        """Return the manifest named by CURRENT; None if there is none."""
+        """Return the manifest that the file CURRENT names, or None if there is none."""
         try:
             name = (directory / "CURRENT").read_text(encoding="ascii").strip()
             return cls(int(name.removeprefix("MANIFEST-")), (directory / name).stat().st_size)
@@ -107,16 +114,16 @@ class Manifest:
             return None
 
     def now(self, directory: Path) -> Self:
-        """Return the manifest with its current length, or its successor."""
+        """Return this manifest with its current length, or its successor if RocksDB has started a new one."""
         path = f"{directory}/MANIFEST-{self.number:06}"
         try:
             return replace(self, size_bytes=os.stat(path).st_size)  # noqa: PTH116  twice as fast, in every apply
         except FileNotFoundError:
-            # RocksDB starts a new list when the old one has become long.
+            # RocksDB starts a new manifest when the old one has become too long.
             return type(self).of(directory) or self
 
     def was_cut(self, found: Self) -> bool:
-        """Return whether ``found`` is the same list but shorter, so that the names of some files are missing."""
+        """Return whether ``found`` is a truncated version of this manifest, which no longer names all files."""
         return found.number == self.number and found.size_bytes < self.size_bytes
 
     def __str__(self) -> str:
@@ -147,10 +154,10 @@ def errors_of(directory: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _SegmentEntry:
-    """The entry about a segment in the default family."""
+    """The entry that the default column family contains about a segment."""
 
     width_ms: int
-    """The greatest segment width with which the segment was written; 0 while unknown."""
+    """The greatest width that the segment was written with, or 0 while the width is unknown."""
     birth: int
     """The store's position before the first write to the segment."""
     last_position: int
@@ -174,7 +181,7 @@ class _StateEntry:
     position: int
     record: TaskRecord | None
     manifest: Manifest
-    """RocksDB's list of files before the write."""
+    """RocksDB's manifest before this entry was written."""
 
     def encode(self) -> bytes:
         head = _STATE.pack(self.position, self.manifest.number, self.manifest.size_bytes)
@@ -193,7 +200,7 @@ def _encode_identity(identity: StoreIdentity) -> bytes:
 
 
 def _refuse_other_owner(stored: bytes, identity: StoreIdentity, directory: Path) -> None:
-    """Raise TaskCorrupted for another task's store, and StateIncompatible for another format or changelog topic."""
+    """Raise TaskCorrupted for a store of another task, or StateIncompatible for another format or changelog topic."""
     version, *owner = stored.decode(errors="replace").split("\n")
     if version != _FORMAT:
         raise StateIncompatible(
@@ -226,8 +233,8 @@ def _unsealed(sealed: bytes, what: str) -> bytes:
 def _yield_to_records() -> None:
     """Give RocksDB's threads a lower priority than the worker's threads. On Linux, each thread has its own priority.
 
-    A flush sorts a memtable, which takes about 100 ms. A flush may be delayed by seconds, but the judging of a record
-    may not.
+    A flush sorts a memtable, which takes about 100 ms. A delay of several seconds is acceptable for a flush, but not
+    for judging a record.
     """
     wanted = min(_NICEST, os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICER_BY)
     for thread in Path("/proc/self/task").glob("*"):
@@ -238,7 +245,7 @@ def _yield_to_records() -> None:
 
 
 class RocksMemory:
-    """The memory that all stores of a worker share, for cached blocks and for writes that are not in files yet."""
+    """The memory that all stores of a worker share for caching blocks and for buffering writes before a flush."""
 
     def __init__(self, *, cache_bytes: int = 64 << 20, write_buffer_bytes: int = 64 << 20) -> None:
         self.cache: Final = rocksdict.Cache(cache_bytes)
@@ -250,22 +257,22 @@ class RocksMemory:
         self._tables = write_buffer_bytes // _TABLES_SHARE // _TABLE_BYTES
 
     def take_table(self) -> bool:
-        """Return whether one more family may have a hashed memtable; if so, count it until `give_tables` is called."""
+        """Return whether another family may have a hashed memtable; if so, count it until `give_tables` is called."""
         if self._tables <= 0:
             return False
         self._tables -= 1
         return True
 
     def give_tables(self, count: int) -> None:
-        """Stop counting ``count`` families with hashed memtables, because they were closed or dropped."""
+        """Stop counting ``count`` column families with hashed memtables, because these were closed or dropped."""
         self._tables += count
 
 
 def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -> rocksdict.Options:
-    """Return the options of a segment's family or of the store; sizes are small, for up to 256 stores per worker.
+    """Return the options for a segment's family or the store; sizes are small because a worker may have 256 stores.
 
-    A hashed memtable is faster than a skip list in any key order: in a measurement, inserting a key took 0.6 instead of
-    1.0 us, and finding a key took 1.5 instead of 2.3 us. Reading a hashed memtable in key order requires
+    Whatever the order of the keys, a hashed memtable is faster than a skip list: in a measurement, inserting a key took
+    0.6 instead of 1.0 us, and finding a key took 1.5 instead of 2.3 us. Reading a hashed memtable in key order requires
     `total_order_seek`.
     """
     table = rocksdict.BlockBasedOptions()
@@ -309,7 +316,7 @@ class _Segment:
     entry: _SegmentEntry
     filter: BloomFilter = field(default_factory=BloomFilter)
     filtered_to: bytes | None = None
-    """All keys up to this one are in the filter; None means that all keys of the segment are."""
+    """The filter contains all keys up to this one, or all keys of the segment if this is None."""
 
 
 class RocksStore:
@@ -320,20 +327,20 @@ class RocksStore:
         self._db: Final = db
         self._memory: Final = memory
         self._hashed: Final = set(hashed)
-        """Names of the families with a hashed memtable, which inserts keys at the same speed in any order."""
+        """Names of the families with a hashed memtable; such a memtable accepts keys equally fast in any order."""
         self._write_options: Final = rocksdict.WriteOptions()
         self._write_options.sync = False
         self._segments: dict[int, _Segment] = {}
         self.task_record: TaskRecord | None = None
-        """The last applied task record; None in a new store."""
+        """The last applied task record, or None in a new store."""
         self.position = 0
-        """The changelog offset to restore from; 0 in a new store."""
+        """The changelog offset to restore from, or 0 in a new store."""
         self._manifest = Manifest.of(directory) or Manifest(0, 0)
         self._closed = False
 
     @classmethod
     def open(cls, directory: Path, *, identity: StoreIdentity, memory: RocksMemory | None = None) -> Self:
-        """Return the store in a directory, or a new store if the directory is empty.
+        """Open the store in a directory, or create a new store if the directory is empty.
 
         Raises TaskCorrupted if the store is damaged or belongs to another task. Raises StateIncompatible if the
         directory is in use, is a symbolic link, is not writable, or contains foreign files.
@@ -346,7 +353,7 @@ class RocksStore:
             manifest = Manifest.of(directory)
             exists = (directory / "CURRENT").exists()
             if not exists and any(path.suffix in {".sst", ".log"} for path in directory.iterdir()):
-                # RocksDB would create a new store and replay the log of the old store into it.
+                # Without this check, RocksDB would create a new store and replay the log of the old store into it.
                 raise TaskCorrupted(f"{directory}: the file CURRENT is missing. {RESTORE}")
             names = rocksdict.Rdict.list_cf(str(directory), options) if exists else ["default"]
             hashed = [name for name in names if name != "default" and memory.take_table()]
@@ -364,14 +371,17 @@ class RocksStore:
         except DedupError as error:
             failure = error
         if failure is not None:
-            # The traceback would keep the database open, but the caller wants to delete the database.
+            # The traceback would keep the database open, but the caller must be able to delete the database.
             failure.__traceback__ = failure.__cause__ = failure.__context__ = None
             store.close()
             raise failure
         return store
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Map each segment to the encoded values of the known IDs in it; segments without a known ID are absent."""
+        """Look up ``ids`` in each segment; return the encoded values by segment and ID.
+
+        Segments that contain none of the IDs are absent from the result.
+        """
         self._refuse_if_closed()
         asked = [(start, held) for start in segments if (held := self._segments.get(start)) is not None]
         if not asked or not ids:
@@ -385,7 +395,8 @@ class RocksStore:
                     maybe = held.filter.may_hold(hashed)
                     if not maybe.any():
                         continue
-                    # Reads in key order are twice as fast as in random order, because adjacent keys share blocks.
+                    # Reading keys in order is twice as fast as reading them in random order, because adjacent keys
+                    # share blocks.
                     wanted = sorted(compress(ids, maybe.tolist()))
                 values = cast("list[bytes | None]", held.family.get(list(wanted)))
                 there = {key: value for key, value in zip(wanted, values, strict=True) if value is not None}
@@ -395,12 +406,12 @@ class RocksStore:
         return found
 
     def segments(self) -> dict[int, int]:
-        """Map the start of each segment, in ascending order, to a changelog offset at or below its first record."""
+        """Map each segment's start, in ascending order, to a changelog offset at or below the segment's records."""
         self._refuse_if_closed()
         return {start: held.entry.birth for start, held in sorted(self._segments.items())}
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
-        """Write sightings, task record, and position atomically."""
+        """Write the sightings, the task record, and the position atomically."""
         self._refuse_if_closed()
         refuse_unstorable(self.position, writes, position)
         current = record or self.task_record
@@ -413,7 +424,8 @@ class RocksStore:
                     continue
                 held = self._segments.get(start) or self._create(start)
                 handle = held.handle
-                # A skip list inserts up to ten times as fast in key order, which is worth the time for sorting.
+                # Inserting keys into a skip list in order is up to ten times as fast, so the keys are worth sorting
+                # first.
                 for state_key in values if str(start) in self._hashed else sorted(values):
                     put(state_key, values[state_key], handle)
                 entry = replace(
@@ -435,7 +447,7 @@ class RocksStore:
         self.position = position
 
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
-        """Drop every segment that ends at or before ``oldest_live_ms``; return their starts in ascending order."""
+        """Drop all segments that end at or before ``oldest_live_ms``, and return their starts in ascending order."""
         self._refuse_if_closed()
         dropped = tuple(
             start
@@ -445,14 +457,14 @@ class RocksStore:
         with errors_of(self._directory):
             for start in dropped:
                 # The entry is deleted before the family is dropped. If the process is killed in between, `open` drops
-                # the family without an entry. In the other order, a dropped family would look like a lost one.
+                # the family that has no entry. If the order were reversed, a dropped family would look like a lost one.
                 self._db.delete(_segment_key(start), self._write_options)
                 del self._segments[start]
                 self._drop_family(str(start))
         return dropped
 
     def clear(self) -> None:
-        """Delete sightings, task record, and position atomically."""
+        """Delete the sightings, the task record, and the position atomically."""
         self._refuse_if_closed()
         batch = rocksdict.WriteBatch(raw_mode=True)
         with errors_of(self._directory):
@@ -464,11 +476,11 @@ class RocksStore:
             self._segments.clear()
             self.task_record, self.position = None, 0
             for start in starts:
-                # If the process is killed before this line, the next `open` drops the family without an entry.
+                # If the process is killed before this line, the next `open` drops each family that has no entry.
                 self._drop_family(str(start))
 
     def approximate_bytes(self) -> int:
-        """Return the size of the segments in files and in memtables, in bytes."""
+        """Return the total size in bytes of the segments' files and memtables."""
         self._refuse_if_closed()
         names = ("rocksdb.live-sst-files-size", "rocksdb.cur-size-all-mem-tables")
         with errors_of(self._directory):
@@ -480,7 +492,7 @@ class RocksStore:
         return sum(held.entry.ids for held in self._segments.values())
 
     def sightings(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield (segment, state key, encoded value), sorted. Raises TaskCorrupted if an entry is unreadable."""
+        """Yield sorted tuples (segment, state key, encoded value). Raises TaskCorrupted if an entry is unreadable."""
         self._refuse_if_closed()
         for start, held in sorted(self._segments.items()):
             with errors_of(self._directory):
@@ -491,10 +503,10 @@ class RocksStore:
                 _refuse_early_end(held.family, state_key)
 
     def warm(self, ids: int) -> bool:
-        """Read up to ``ids`` more keys into the filters of a reopened store; return True when they hold all keys.
+        """Read up to ``ids`` more keys into the filters of a reopened store; return whether the filters hold all keys.
 
-        Call this method when the task is idle, because it takes about 0.5 s for 1 million keys. Until the filters hold
-        all keys, lookups are correct but slower.
+        Use small values of ``ids``, because reading 1 million keys takes about 0.5 s. Until the filters contain all
+        keys, lookups are correct but slower.
         """
         self._refuse_if_closed()
         for held in self._segments.values():
@@ -505,7 +517,7 @@ class RocksStore:
         return True
 
     def close(self) -> None:
-        """Close the store and release its directory. A store may be closed more than once."""
+        """Close the store and release its directory. Further calls have no effect."""
         if self._closed:
             return
         self._closed = True
@@ -552,8 +564,8 @@ class RocksStore:
         if stored is not None:
             state = _StateEntry.decode(stored)
             if found is not None and state.manifest.was_cut(found):
-                # When the store was opened, RocksDB wrote a new list of files. Without CURRENT, the store is refused
-                # from now on.
+                # By opening the store, RocksDB has written a new, valid manifest. Without the file CURRENT, every later
+                # `open` refuses the store.
                 (self._directory / "CURRENT").unlink()
                 raise TaskCorrupted(
                     f"{self._directory}: {state.manifest} was truncated to {found.size_bytes}. {RESTORE}"
@@ -571,7 +583,7 @@ class RocksStore:
             raise TaskCorrupted(f"segments {', '.join(entries)} are missing, but their keys were stored. {RESTORE}")
 
     def _entries(self) -> Iterator[tuple[str, _SegmentEntry]]:
-        """Yield the name of each segment's family, and the entry about the segment in the default family."""
+        """Yield the name of each segment's family and the entry that the default family contains about the segment."""
         key = b""
         for key, value in _pairs(self._db):
             if key.startswith(_SEGMENT_PREFIX):
@@ -594,7 +606,7 @@ class RocksStore:
         return held
 
     def _read_into_filter(self, held: _Segment, limit: int) -> int:
-        """Read up to ``limit`` more keys into the segment's filter; return the number of keys that were read."""
+        """Read up to ``limit`` more keys into the segment's filter, and return the number of keys that were read."""
         with errors_of(self._directory):
             keys = cast(
                 "list[bytes]", list(islice(held.family.keys(from_key=held.filtered_to, read_opt=_in_order()), limit))
@@ -614,14 +626,17 @@ def _pairs(family: rocksdict.Rdict) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _in_order() -> rocksdict.ReadOptions:
-    """Return the options for reading a family in key order, with any kind of memtable."""
+    """Return the options for reading a family in key order, which work for any kind of memtable."""
     options = rocksdict.ReadOptions()
     options.set_total_order_seek(True)
     return options
 
 
 def _refuse_early_end(family: rocksdict.Rdict, last_key: bytes) -> None:
-    """Raise RocksDB's error if a damaged block ended an iteration at ``last_key``; the iteration raises no error."""
+    """Raise RocksDB's error if a damaged block ended an iteration at ``last_key``.
+
+    The iteration itself ends early without an error.
+    """
     iterator = family.iter(_in_order())
     iterator.seek(last_key)
     if iterator.valid():
@@ -630,7 +645,7 @@ def _refuse_early_end(family: rocksdict.Rdict, last_key: bytes) -> None:
 
 
 def refuse_unstorable(stored: int, writes: Writes, position: int) -> None:
-    """Raise InvariantBroken if the changelog position is below ``stored`` or a state key is empty."""
+    """Raise InvariantBroken if ``position`` is less than the stored position or a state key is empty."""
     if any(b"" in values for values in writes.values()):
         raise InvariantBroken("an empty state key was to be stored, but no tracking ID has an empty encoding.")
     if position < stored:

@@ -1,14 +1,15 @@
-"""Keeps the sightings that a task has judged but not applied yet, in generations that are read before the store.
+"""Keeps the sightings that a task has not applied yet, in generations that lookups read before the store.
 
     open  --freeze-->  committing  --applied-->  store
 
 The open generation collects the sightings of the running transaction. ``freeze`` captures these sightings for the
-commit; the next folds still see them while the commit is in flight. ``applied`` writes them to the store and only then
-drops them from the buffer. The value of a newer generation replaces that of an older one for the same segment and ID,
-because a value lists all sightings of the ID in the segment.
+commit; the next folds still see them while the commit is in flight. ``applied`` writes a committed generation to the
+store and only then drops it from the buffer. For the same segment and ID, a value in a newer generation replaces the
+value in an older one, because each value lists all sightings of the ID in the segment.
 
-There is no cache of applied sightings. The store finds out quickly that an ID is unknown (with its filters) or recent
-(with its memtables). Maintaining a cache would take more time: 7 % of the time for judging in a measurement.
+There is no cache of applied sightings. The store quickly detects that an ID is unknown (with its filters) or recent
+(with its memtables). Maintaining a cache would cost more time than it saves: in a measurement, it took 7 % of the
+judging time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _Tier = dict[int, dict[bytes, bytes]]
 
 
 class WriteBuffer:
-    """Looks up IDs as if all judged sightings were already in the store. Not thread-safe: one task owns the buffer."""
+    """Looks up IDs as if the store already contained all sightings that the buffer holds; it is not thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self._store: Final = store
@@ -70,8 +71,8 @@ class WriteBuffer:
     def applied(self, generation: Writes, record: TaskRecord | None, position: int) -> None:
         """Apply a committed generation to the store atomically, and drop it from the buffer.
 
-        Raises InvariantBroken if this generation is not the one in flight. Errors of the store are passed on, and the
-        generation then stays visible.
+        Raises InvariantBroken if this generation is not the one in flight. If the store raises an error, the error is
+        passed on and the generation stays visible.
         """
         if generation is not self._committing:
             raise InvariantBroken("a generation was applied that is not the one in flight.")
@@ -79,12 +80,12 @@ class WriteBuffer:
         self._committing = None
 
     def discard(self) -> None:
-        """Drop all sightings that are not in the store; the transaction was aborted, or the task lost its partition."""
+        """Drop all sightings that are not in the store, after an aborted transaction or the loss of the partition."""
         self._open = {}
         self._committing = None
 
     def _tiers(self) -> tuple[Writes, ...]:
-        """Return the generations that are not applied yet, older ones first."""
+        """Return the generations that are not applied yet, from the oldest to the newest."""
         return self._committing or {}, self._open
 
 
@@ -93,6 +94,6 @@ def _in_tiers(tiers: Iterable[Writes], segment: int, ids: Sequence[bytes]) -> di
     for tier in tiers:
         values = tier.get(segment)
         if values:
-            # The intersection runs in C, so no Python code runs per ID if all are unknown, which is the usual case.
+            # The intersection runs in C, so in the usual case that all IDs are unknown, no Python code runs per ID.
             found.update((state_key, values[state_key]) for state_key in values.keys() & ids)
     return found

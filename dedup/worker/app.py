@@ -1,8 +1,8 @@
-"""Builds the Faust app of a topology, with agents that pass batches to tasks and a table of sightings.
+"""Builds the Faust app of a topology, which has a table of sightings and agents that pass batches to tasks.
 
 When a caller reads a key of the table, the task that owns the key provides the value. The table refuses writes, because
-a sighting is stored only in the transaction of its record. Tasks restore themselves, so Faust's recovery service never
-starts.
+a sighting may be stored only in the transaction of its record. Each task restores its own state, so Faust's recovery
+service never starts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dedup.worker.topics import Cluster
 from dedup.worker.transport import BatchSchema, DedupApp, refused
 
 NOWHERE: Final = "no-pages.invalid"
-"""The host name of a worker without web pages; this name can never exist (RFC 2606)."""
+"""The host name that a worker without web pages announces; such a host can never exist (RFC 2606)."""
 
 
 def identity(worker_id: str | None, url: str | None) -> str:
@@ -42,7 +42,7 @@ def identity(worker_id: str | None, url: str | None) -> str:
 
 
 class SightingsStore(FaustStore[Any, Any]):
-    """A read-only Faust store for the URL ``dedup://``, with all sightings that this worker's tasks have applied."""
+    """A read-only Faust store (URL ``dedup://``) that contains all sightings that this worker's tasks have applied."""
 
     app: DedupApp
 
@@ -73,18 +73,18 @@ class TableManager(FaustTableManager):
     app: DedupApp
 
     async def on_start(self) -> None:
-        """Register the changelog, so that its partitions are assigned together with their feeding partitions."""
+        """Register the changelog, so that its partitions are assigned together with the feeding partitions."""
         await self._update_channels()
 
     async def on_rebalance(
         self, assigned: set[TP], revoked: set[TP], newly_assigned: set[TP], generation_id: int = 0
     ) -> None:
-        """Resume Faust's flow immediately, because a partition is read only while its own task is running."""
+        """Resume Faust's message flow immediately, because a partition is read only while its own task is running."""
         app = self.app
         self._recovery_started.set()
         await self._update_channels()
-        # Faust assigns topics of each partition count separately, so its standbys may include partitions of this
-        # worker's tasks.
+        # Faust assigns the topics of each partition count separately, so it may assign a standby to this worker for a
+        # partition whose task also runs in this worker.
         ours = {feeding.partition for feeding in app.tasks.running if feeding.topic in app.sub_topologies["dedup"]}
         standbys = {tp.partition for tp in app.assignor.assigned_standbys() if tp.topic in self.changelog_topics}
         app.standbys.assign(standbys - ours)
@@ -96,7 +96,7 @@ class TableManager(FaustTableManager):
         self.on_standbys_ready()
 
     def on_partitions_revoked(self, revoked: set[TP]) -> None:
-        """Release the standbys, because tasks that are about to open need their stores."""
+        """Release the standbys, because tasks that are about to open need the stores of the standbys."""
         self.app.standbys.release()
 
     async def on_stop(self) -> None:
@@ -115,10 +115,10 @@ STORES.aliases["dedup"] = "dedup.worker.app:SightingsStore"
 
 
 def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> DedupApp:
-    """Return the app of a topology without starting it. Call this in the event loop that will run the app."""
+    """Return the app of a topology without starting it. Call this function in the event loop that will run the app."""
     # Faust needs a directory. A topology's name contains no dot, so the name of this directory never equals that of a
-    # state directory. The path is absolute, because Faust puts a relative table directory below the data directory and
-    # does not create it there.
+    # state directory. The path is absolute, because Faust would put a relative table directory below the data directory
+    # without creating it there.
     directory = settings.state_dir.absolute() / ".faust"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     app = DedupApp(
@@ -127,7 +127,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         store="dedup://",
         cache="memory://",
         TableManager=TableManager,
-        # The flag makes Faust read committed records and use dedup's TransactionManager instead of its own.
+        # This guarantee makes Faust read only committed records and use dedup's TransactionManager instead of its own.
         processing_guarantee="exactly_once",
         version=1,
         datadir=str(directory),
@@ -159,6 +159,6 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
     )
     for name, topics in app.sub_topologies.items():
         channel = app.topic(*topics, schema=BatchSchema(), acks=False, internal=False)
-        # An agent that fails crashes the app instead of skipping the batch.
+        # With this strategy, an agent that fails crashes the app instead of skipping the batch.
         app.agent(channel, name=name, supervisor_strategy=CrashingSupervisor)(app.tasks.process_all)
     return app

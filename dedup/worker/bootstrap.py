@@ -1,12 +1,12 @@
-"""Fetches local state from a checkpoint for a partition that has no local state.
+"""Fetches the checkpoint of a partition that has no local state.
 
 A checkpoint is never required, because the changelog contains everything. If a checkpoint is damaged or unreachable,
 the worker logs a warning, increments a counter, and restores as usual. If a checkpoint does not match the changelog or
-the topology, the worker refuses it with StateIncompatible, as it would refuse local state.
+the topology, the worker refuses it with StateIncompatible, as it would refuse local state that does not match.
 
-The archive is unpacked into a temporary directory, which is renamed after all of the archive has been read and its
-digest is correct. The rename runs in the event loop, so an abandoned thread cannot change anything that a later owner
-of the partition could see.
+The archive is unpacked into a temporary directory, which is renamed only after the whole archive has been read and its
+digest has been checked. The event loop, not the thread that fetches the archive, renames the directory, so an abandoned
+thread cannot change anything that a later owner of the partition could see.
 """
 
 from __future__ import annotations
@@ -44,11 +44,14 @@ _INSTEAD: Final = (
 
 
 async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = _STALLED_S) -> T:
-    """Run the blocking function ``work`` in a thread, and return its result. ``work`` reports transferred bytes.
+    """Run the blocking function ``work`` in a thread, and return its result.
+
+    ``work`` reports the bytes that it transfers.
 
     Raises any exception that ``work`` raises, and CheckpointUnusable if no bytes are transferred for ``stalled_s``. The
-    thread does not belong to the event loop's thread pool, because unresponsive storage would exhaust the pool, which
-    also resolves host names. The thread is a daemon thread, so it cannot keep the worker from exiting if it hangs.
+    thread does not belong to the event loop's thread pool, because unresponsive storage would exhaust that pool, which
+    is also needed to resolve host names. It is a daemon thread, so a transfer that hangs cannot keep the worker from
+    exiting.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -97,7 +100,8 @@ class WantedCheckpoint:
     @property
     def scratch_home(self) -> Path:
         """The directory in which archives of the topology are unpacked."""
-        # It is not below the topology's own directory, because the existence of that means that there is state.
+        # This directory is not below the topology's own directory, because the existence of the latter means that there
+        # is state.
         return self.directory.parents[1] / SCRATCH / self.identity.topology
 
 
@@ -106,21 +110,25 @@ class Bootstrap:
 
     def __init__(self) -> None:
         self.unusable = 0
-        """Number of attempts to use a checkpoint that failed although a checkpoint existed or may have existed."""
+        """The number of failed attempts to use a checkpoint that existed or may have existed."""
         self._slots: Final = asyncio.Semaphore(_MOST_AT_ONCE)
         self._tried: Final[set[str]] = set()
-        """Digests of archives whose stores were damaged; these archives are not used again."""
+        """Digests of the archives that this process has used. An archive is not used twice, because its first store was
+        lost or damaged.
+        """
         self._fresh: Final[dict[Path, Checkpoint]] = {}
-        """Maps each directory to the checkpoint that was unpacked into it and whose store is not opened yet."""
+        """Maps each directory to the checkpoint that was unpacked into it, until the store in the directory is opened.
+        """
         self._swept: Final[set[Path]] = set()
 
     async def prepare(self, url: str, wire: Wire, wanted: WantedCheckpoint) -> None:
         """Fill the partition's directory from its checkpoint if the directory is empty and the checkpoint is usable.
 
-        Raises StateIncompatible, with nothing changed, if the checkpoint belongs to another changelog or topology.
+        Raises StateIncompatible and changes nothing if the checkpoint belongs to another changelog or topology.
         """
         if wanted.scratch_home not in self._swept:
-            # These are partly unpacked archives of earlier processes. Only this process uses the directory now.
+            # This deletes archives that earlier processes have only partly unpacked. No other process uses the
+            # directory now.
             self._swept.add(wanted.scratch_home)
             shutil.rmtree(wanted.scratch_home, ignore_errors=True)
         if _has_state(wanted.directory):
@@ -132,7 +140,10 @@ class Bootstrap:
             self._count(wanted, str(error))
 
     def opened(self, directory: Path, open_store: Callable[[], Store]) -> Store:
-        """Return the opened store. If a store from a checkpoint is unusable, delete it and return an empty store."""
+        """Open and return the store.
+
+        If the store comes from a checkpoint and is unusable, delete it and return an empty store.
+        """
         taken = self._fresh.pop(directory, None)
         if taken is None:
             return open_store()
@@ -174,7 +185,7 @@ class Bootstrap:
         log.info(text, identity, place, found.ids, found.position, found.archive_bytes, took_s)
 
     def _useless(self, found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBounds) -> str:
-        """Return the reason why the checkpoint would not save time; empty if it would."""
+        """Return the reason not to use the checkpoint, or an empty string if using it would save time."""
         if found.sha256 in self._tried:
             return f"it was used before, and its state was lost or damaged. {_INSTEAD}"
         if found.segment_ms != wanted.segment_ms:
@@ -220,7 +231,7 @@ def _has_state(directory: Path) -> bool:
 
 
 def refuse_anothers(found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBounds, place: str) -> None:
-    """Raise StateIncompatible for a checkpoint of another partition, changelog, or topology."""
+    """Raise StateIncompatible if the checkpoint belongs to another partition, changelog, or topology."""
     theirs, ours = found.identity, wanted.identity
     if (theirs.topology, theirs.partition) != (ours.topology, ours.partition):
         raise StateIncompatible(

@@ -1,9 +1,9 @@
 """Makes a checkpoint: restores a changelog partition into a separate store, packs this store, and uploads the archive.
 
-A checkpoint is built from the changelog, with the code that workers use for a restore, not from a worker's disk. This
-way, no worker is needed or paused, and data that exists only on a worker's disk never becomes part of a checkpoint
-(docs/decisions/0014-checkpoints.md). The separate store is kept, so the next checkpoint reads only newer records, as a
-standby does.
+A checkpoint is built from the changelog, by the same code that workers use for a restore, and not from a worker's disk.
+This way, no worker is needed or paused, and data that exists only on a worker's disk never becomes part of a checkpoint
+(docs/decisions/0014-checkpoints.md). The separate store is kept for the next checkpoint, which then reads only newer
+changelog records, as a standby does.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class MadeCheckpoint:
 
     partition: int
     records: int
-    """Number of changelog records read."""
+    """The number of changelog records that were read."""
     checkpoint: Checkpoint | None
-    """The current checkpoint; None if the partition has no state yet."""
+    """The current checkpoint, or None if the partition has no state yet."""
     written: bool
-    """True if the checkpoint is new. If nothing has changed since the last checkpoint, none is made."""
+    """True if a new checkpoint was made; none is made if nothing has changed since the last one."""
 
 
 async def make_checkpoint(
@@ -49,10 +49,10 @@ async def make_checkpoint(
 ) -> MadeCheckpoint:
     """Make a checkpoint of the partition's state at the current end of the changelog.
 
-    No other process may use the state directory of the factory's settings. The function reports its progress to
-    ``restoring`` in changelog offsets and to ``packing`` in bytes, each as (done, total). Raises StateIncompatible if
-    the changelog, the topology, and an older checkpoint do not match. Raises CheckpointUnusable if the checkpoint
-    cannot be stored; the older checkpoint then remains valid.
+    No other process may use the state directory in the factory's settings. The function calls ``restoring`` with its
+    progress in changelog offsets and ``packing`` with its progress in bytes, each as (done, total). Raises
+    StateIncompatible if the changelog, the topology, and an older checkpoint do not match each other. Raises
+    CheckpointUnusable if the checkpoint cannot be stored; the older checkpoint then remains valid.
     """
     wanted = factory.wanted(partition)
     place = storage.place(wanted.identity.topology, partition)
@@ -62,7 +62,7 @@ async def make_checkpoint(
     try:
         record, position, ids, read = await _restored(factory, partition, restoring)
     except TaskCorrupted as error:
-        # The store from the last run only saves time, so it can be deleted.
+        # The store that the last run has kept only saves time, so it can be deleted.
         log.warning("%s", error)
         factory.wipe(TopicPartition(factory.topology.feeding_topics[0], partition))
         record, position, ids, read = await _restored(factory, partition, restoring)
@@ -87,7 +87,7 @@ async def make_checkpoint(
 
 
 def _in_force(storage: CheckpointStorage, topology: str, partition: int) -> Checkpoint | None:
-    """Return the current checkpoint; None if it is missing or damaged, so that a new one is made in any case."""
+    """Return the current checkpoint, or None if it is missing or damaged, so that a new one must be made."""
     try:
         return storage.find(topology, partition)
     except CheckpointUnusable as error:
@@ -98,7 +98,10 @@ def _in_force(storage: CheckpointStorage, topology: str, partition: int) -> Chec
 async def _restored(
     factory: TaskFactory, partition: int, progress: Progress
 ) -> tuple[TaskRecord | None, int, int, int]:
-    """Restore the store to the end and drop expired segments; return record, position, IDs, and records read."""
+    """Restore the store up to the changelog's end, and drop its expired segments.
+
+    Return the store's task record, position, and number of IDs, and the number of changelog records that were read.
+    """
     wanted, window = factory.wanted(partition), factory.topology.window
     store = factory.open_store(partition)
 

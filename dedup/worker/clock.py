@@ -1,9 +1,9 @@
 """Provides the time to tasks: the wall clock at the start, advanced by the boot clock and corrected by brokers' times.
 
-The wall clock is read only when the process starts, because it may be set back later. The boot clock measures the time
-since the start, because the monotonic clock stops while the machine is suspended. If the wall clock was behind, or the
-whole machine was paused, a broker's time corrects the result. A broker's time is the time at which the broker appended
-a transaction's changelog batch, which the broker's response contains.
+The wall clock is read only when the process starts, because it may be set back later. After that, the boot clock
+measures the elapsed time; the monotonic clock is not used, because it stops while the machine is suspended. If the wall
+clock was behind, or the whole machine was paused, a broker's time corrects the result. The broker's response to a
+transaction's changelog batch contains the time at which the broker appended the batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 
 log: Final = logging.getLogger(__name__)
 _TELL_MS: Final = 1_000
-"""The smallest lag behind the broker's clock that is logged."""
+"""The smallest lag behind the broker's clock, in ms, that is logged."""
 
 
 def _since_boot_s() -> float:
@@ -30,7 +30,7 @@ class SteadyClock:
         """The total number of milliseconds by which brokers' times have advanced the clock."""
 
     def now_ms(self) -> int:
-        """Return milliseconds since 1970; they never decrease. Later changes to the wall clock are ignored."""
+        """Return the time in ms since 1970, which never decreases and ignores later changes to the wall clock."""
         return int((self._offset_s + _since_boot_s()) * 1000)
 
     def heard(self, broker_ms: int) -> None:

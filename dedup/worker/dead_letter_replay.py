@@ -1,18 +1,20 @@
 """Implements `dedup replay`, which sends dead letters to their source, or late records to the output, exactly once.
 
-One transaction, with a separate transactional ID, contains the sent records and the offset up to which the side topic
-was read. A dead letter is sent back to its source partition unchanged and is judged like any other record; the header
-`dedup-replayed` contains its original position. A late record would be late again, so it is sent to the output instead,
-with a mark that the guarantee does not cover it. A record that cannot be sent (a digest in place of a value, a
-timestamp that the source rejects) is reported and stays in the topic.
+The sent records and the new position in the side topic are committed in the same transaction, under a separate
+transactional ID. A dead letter is sent back to its source partition, where it is judged like any other record; only the
+header `dedup-replayed` is added, which contains its original position. A late record would be late again, so it is sent
+to the output instead, with a header that says that the guarantee does not cover it. A record that cannot be sent, for
+example because the side topic contains only its digest or because the source rejects its timestamp, is reported and
+stays in the side topic.
 
-The position of a replay is an offset of the group `NAME.replay`. A transactional commit cannot set how long an offset
-is kept, so the broker forgets the position `offsets.retention.minutes` after the last replay, and a replay without it
-would send everything again. Therefore, a plain commit without expiry sets a mark in the group `NAME.replay-mark` before
-anything is sent and again at the end of the replay. A mark without a position means that the position was forgotten,
-and nothing is sent until the user says where to begin. The source cannot show what was replayed, because retention
-deletes its records, and a dead letter that was replayed and became a dead letter again keeps its original position. The
-mark may be behind the position but is never ahead of it.
+A replay's position is a committed offset of the group `NAME.replay`. A transactional commit cannot set how long the
+broker keeps an offset, so the broker forgets the position `offsets.retention.minutes` after the last replay, and a
+replay without a position would send everything again. Therefore, before anything is sent and again at the end of the
+replay, a non-transactional commit without expiry sets a replay mark in the group `NAME.replay-mark`. If there is a
+replay mark but no position, the broker has forgotten the position, and nothing is sent until the user says where to
+begin. The source topic cannot show what was replayed, because retention deletes its records and because a dead letter
+that was replayed and became a dead letter again keeps its original position. The replay mark may be behind the position
+but is never ahead of it.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Replayed:
 
     sent: int = 0
     left: list[str] = field(default_factory=list)
-    """One sentence for each record that cannot be sent, with its position and the reason."""
+    """One sentence for each record that cannot be sent, which contains the record's position and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,10 @@ class ReplayPlan:
 
     topic: str
     output: str | None
-    """The topic to which late records are forwarded; None for dead letters."""
+    """The topic that late records are sent to, or None for a replay of dead letters."""
     limit: int | None
     begin: Begin | None = None
-    """Where to begin if a position was forgotten; None means that a forgotten position is an error."""
+    """Where to begin if the broker has forgotten a position, or None to treat this as an error."""
 
 
 @dataclass(slots=True)
@@ -80,19 +82,21 @@ class Replay:
     plan: ReplayPlan
     done: Replayed = field(init=False, default_factory=Replayed)
     refused: dict[TopicPartition, dict[int, str]] = field(init=False, default_factory=dict)
-    """Maps side partitions and offsets to the reason why the target topic refuses the record."""
+    """Maps each partition of the side topic to a mapping from the offset of a refused record to the reason for the
+    refusal.
+    """
 
     async def run(self) -> Replayed:
-        """Send all records that exist at the start.
+        """Send all records that are in the side topic when the replay starts.
 
-        Raises StateIncompatible, with nothing sent, if the broker has forgotten the position and the plan does not say
-        where to begin. Raises SettingsError if the plan says where to begin but no position was forgotten.
+        Raises StateIncompatible, before anything is sent, if the broker has forgotten the position and the plan does
+        not say where to begin. Raises SettingsError if the plan says where to begin but no position was forgotten.
         """
         topic = self.plan.topic
         sides = self.cluster.topics[topic].places
         known = [await self._known(side, stable=False) for side in sides]
         places = zip(sides, known, strict=True)
-        # A mark without a position means that the broker has forgotten the position.
+        # A replay mark without a position means that the broker has forgotten the position.
         forgotten = {side: mark for side, (position, mark) in places if position is None and mark is not None}
         if forgotten and self.plan.begin is None:
             raise self._refusal(forgotten)
@@ -105,7 +109,7 @@ class Replay:
         return self.done
 
     async def _known(self, side: TopicPartition, *, stable: bool) -> tuple[int | None, int | None]:
-        """Return the position and the mark of a partition."""
+        """Return the position and the replay mark of a partition of the side topic."""
         position = await committed_offset(self.wire, self.topology.replay_group, side, stable=stable)
         return position, await committed_offset(self.wire, self.topology.replay_mark_group, side, stable=False)
 
@@ -125,7 +129,7 @@ class Replay:
         )
 
     async def _begin(self, session: Session, side: TopicPartition) -> int:
-        """Set the mark that later reveals a forgotten position, and return the offset to begin at."""
+        """Set the replay mark, which later reveals a forgotten position, and return the offset to begin at."""
         # The position is read in the new epoch, because a replay that was killed may have had a commit in flight.
         position, mark = await self._known(side, stable=True)
         start = (await bounds_of(self.wire, side)).start
@@ -137,7 +141,8 @@ class Replay:
         if position is not None and position < start and gone not in self.done.left:
             self.done.left.append(gone)
         begun = max(position or 0, start)
-        # The position is committed first, because a mark alone means that the position was forgotten.
+        # The position is committed first, because a replay mark without a position means that the position was
+        # forgotten.
         await session.commit({side: Position(begun)})
         await self._set_mark(side, begun)
         return begun
@@ -148,12 +153,12 @@ class Replay:
             try:
                 await self._partition(side, end)
             except CommitUnknown:
-                # A new epoch and the committed offset show the outcome.
+                # The committed offset, read in a new epoch, shows the outcome of the transaction.
                 unknown += 1
                 if unknown > _MOST_UNKNOWN:
                     raise
             except RecordRefused as refused:
-                # From now on, each batch contains one record, so that the broker's response identifies a refused
+                # From now on, each batch contains only one record, so that the broker's response identifies a refused
                 # record.
                 found = self.refused.setdefault(side, {})
                 if len(refused.rows) == 1:
@@ -180,8 +185,8 @@ class Replay:
             while position < end and (self.plan.limit is None or self.done.sent < self.plan.limit):
                 for answer in await fetcher.poll([side]):
                     position = await self._send(session, side, answer, end)
-            # The mark is the committed position, not the end of what was read: later records that cannot be sent are
-            # reported again.
+            # The replay mark is set to the committed position, not to the end of what was read, so that the next replay
+            # again reports later records that cannot be sent.
             reached, _ = await self._known(side, stable=True)
             await self._set_mark(side, reached or 0)
         finally:
@@ -189,7 +194,7 @@ class Replay:
             await session.drop()
 
     async def _send(self, session: Session, side: TopicPartition, answer: Answer, end: int) -> int:
-        """Send the records of one fetch and commit; return the next offset."""
+        """Send the records of one fetch, commit the transaction, and return the next offset."""
         columns = answer.columns
         most = None if self.plan.limit is None else self.plan.limit - self.done.sent
         lines: dict[TopicPartition, list[Line]] = {}
@@ -207,7 +212,8 @@ class Replay:
                 lines.setdefault(target, []).append(line)
                 count += 1
         if lines:
-            # After a refusal, each batch contains one record, so that the broker's response identifies it.
+            # After a refusal, each batch contains one record, so that the broker's response identifies a refused
+            # record.
             single = 1 if side in self.refused else None
             compression = self.settings.topics.compression
             for target, part in sorted(lines.items()):
@@ -235,7 +241,7 @@ class Replay:
         target = self._output_of(self.plan.output, columns, row, source) if self.plan.output else source
         added: list[Header] = [(REPLAYED, kept[SOURCE])]
         if self.plan.output:
-            added.insert(0, (VERDICT, b"late"))  # both are last, where `dedup verify` expects them
+            added.insert(0, (VERDICT, b"late"))  # both headers are last, where `dedup verify` expects them
         elif any(name == REPLAYED for name, _ in own):
             added = []  # the record keeps its first position
         timestamp_ms = int(kept[TIMESTAMP])

@@ -1,7 +1,7 @@
-"""Performs a `dedup` task, which judges records by its state, buffers sightings, and creates the records to send.
+"""Does the work of a `dedup` task: it judges records, buffers their sightings, and creates the records to send.
 
-With a repartition topic, `unwrap` first restores the records as they were in the source topics, from headers that
-contain their source positions and timestamps.
+If there is a repartition topic, `unwrap` first restores the records as they were in the source topics, using headers
+that contain their source positions and timestamps.
 """
 
 from __future__ import annotations
@@ -45,17 +45,21 @@ log: Final = logging.getLogger(__name__)
 _SAMPLED_IDS: Final = 8
 """Number of IDs per sample. Hashing them takes less time than judging a few hundred records."""
 _SAMPLE_EVERY: Final = 1000
-"""Number of records between two samples, so that not every small batch is sampled."""
+"""The number of records between two samples, which prevents sampling every small batch."""
 FOREIGN: Final = (
     "{topic}/{partition} offset {offset} was not written by a repartition task: it lacks the headers dedup-source and "
     "dedup-timestamp. Stop any other program that writes to that topic, then run `dedup reset`."
 )
 _WARM_IDS: Final = 20_000
-"""After a restart, each commit loads this many IDs into the Bloom filters, which takes about 10 ms."""
+"""After a restart, each commit loads this many IDs into the Bloom filters, which takes about 10 ms, until all are
+loaded.
+"""
 _MOST_FOLDS: Final = 3
-"""Number of attempts to judge a whole batch. A batch with more records that are not accepted is judged in parts."""
+"""The number of attempts to judge a whole batch. Each attempt may find one record that its topic does not accept; if
+even the last attempt finds one, the batch is judged in parts.
+"""
 PIECE: Final = 64
-"""Number of records per part. Each record that its topic does not accept costs one more fold of its part."""
+"""The number of records per part. Each record that its topic does not accept requires one more fold of its part."""
 _NO_HEADERS: Final[list[Header]] = []
 _CLOCK_TOLERANCE_MS: Final = 1_000
 """A difference between clocks that is smaller than this never causes records to be judged again."""
@@ -63,7 +67,7 @@ _CLOCK_TOLERANCE_MS: Final = 1_000
 
 @dataclass(slots=True)
 class Placement:
-    """Samples IDs, and warns if they are not in the partition that Kafka's default partitioner chooses."""
+    """Samples IDs, and warns if they are not in the partition that Kafka's default partitioner would choose."""
 
     feeding: TopicPartition
     count: int
@@ -74,7 +78,7 @@ class Placement:
     """Number of records since the last sample."""
 
     def sample(self, ids: Sequence[bytes | None]) -> None:
-        """Count the sampled and the misplaced IDs, and warn about the first misplaced one."""
+        """Count the sampled IDs and the misplaced IDs, and warn about the first misplaced ID."""
         if self.count < 2:  # noqa: PLR2004  # with one partition, no ID is misplaced
             return
         self.passed += len(ids)
@@ -102,7 +106,7 @@ class Placement:
 
 
 def record_key_of(state_key: bytes) -> bytes | None:
-    """Return the record key that a producer writes for an ID; None for a digest, a composite, or an unusual type."""
+    """Return the record key that a producer writes for an ID, or None for a digest, a composite, or an unusual type."""
     tag, rest = state_key[:1], state_key[1:]
     match tag:
         case encoding.TEXT | encoding.BYTES | encoding.BIG_INTEGER:
@@ -116,7 +120,7 @@ def record_key_of(state_key: bytes) -> bytes | None:
 
 
 def note_format(rows: Rows, row: int, plan: DedupPlan, judged: TaskNumbers) -> None:
-    """Count a dead letter by its format unless it is JSON; log the first one of each topic and format."""
+    """Count a dead letter by its format unless it is JSON; log the first dead letter of each topic and format."""
     fault = rows.extracted.faults.get(row)
     if fault is None or not fault.format_name:
         return
@@ -136,7 +140,7 @@ def note_format(rows: Rows, row: int, plan: DedupPlan, judged: TaskNumbers) -> N
 
 @dataclass(frozen=True, slots=True)
 class Unwrapped:
-    """A batch with the records' source columns, which `unwrap` restores for a batch of the repartition topic."""
+    """A batch of records as they were in the source topics, with columns for the feed and the offset of each record."""
 
     batch: FeedBatch
     """The batch has the offsets of the repartition topic, and the timestamps and headers of the source topics."""
@@ -147,7 +151,10 @@ class Unwrapped:
 
 
 def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
-    """Return the records as they were in the source. Raises InvariantBroken if a record has no source position."""
+    """Return the records as they were in the source topics.
+
+    Raises InvariantBroken if a record has no source position.
+    """
     positions = {topic: position for position, topic in enumerate(source_topics)}
     feeds: list[Feed] = []
     sources: list[int] = []
@@ -155,8 +162,8 @@ def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
     headers: list[list[Header]] = []
     idle_rows: set[int] = set()
     for row, own in enumerate(batch.headers):
-        # The last two headers were added by the repartition task. The source's own headers may have any name, including
-        # the names that an upstream dedup adds.
+        # The repartition task added the last two headers. The source record's own headers may have any name, including
+        # the names of headers that an upstream dedup adds.
         ours = dict(own[-2:])
         timestamp, idle, source = ours.get(TIMESTAMP), ours.get(IDLE), ours.get(SOURCE)
         if idle is not None:
@@ -183,9 +190,10 @@ def sighting_batches(
     compression: str,
     most_bytes: int = BATCH_BYTES,
 ) -> list[RecordBatch]:
-    """Return the changelog records that restore these sightings; ``writes`` maps segments to IDs to values."""
+    """Return the changelog record batches for sightings; ``writes`` maps each segment to the values of its IDs."""
     if len(writes) == 1:
-        # This is the usual case: one segment and IDs of equal length, which can be arranged in columns.
+        # In the usual case, which is handled here, there is only one segment and all IDs have the same length, so they
+        # can be arranged in columns.
         ((segment, part),) = writes.items()
         batch = equal_records(
             changelog,
@@ -211,7 +219,8 @@ class DedupPlan:
     feeding: TopicPartition
     changelog: TopicPartition
     feeds: tuple[Feed, ...]
-    """All source partitions whose records can reach this task; only one if the task reads the source directly."""
+    """All source partitions whose records can reach this task; there is only one if the task reads the source directly.
+    """
     source_topics: tuple[str, ...]
     wrapped: bool
     """True if the feeding topic is the repartition topic; see `unwrap`."""
@@ -222,11 +231,12 @@ class DedupPlan:
     fingerprint: bytes
     compression: str
     feeding_topic_id: str = ""
-    """Kafka's ID of the feeding topic. A recreated topic has another ID, and different records at the same offsets."""
+    """Kafka's ID of the feeding topic. A recreated topic has a different ID and different records at the same offsets.
+    """
     logged: set[Hashable] = field(default_factory=set)
-    """The messages that were already logged; shared by all tasks of the worker."""
+    """The messages that were already logged. All tasks of the worker share this set."""
     partitions: int = 1
-    """Partition count of the source topic if it is read directly, to detect misplaced IDs; otherwise 1."""
+    """The partition count of the source topic, to detect misplaced IDs, or 1 if the task reads a repartition topic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +246,11 @@ class Future:
     least_ms: int
     """The smallest event time of these records."""
     put_forward_ms: int
-    """By how much brokers' times had advanced the clock when the first of these records was judged."""
+    """By how many ms brokers' times had advanced the clock when the first of these records was judged."""
 
 
 class DedupTask(TaskWork):
-    """The work of a `dedup` task, with its state and its verdicts; see `TaskWork`."""
+    """The work of a `dedup` task, which keeps state and determines verdicts; see `TaskWork`."""
 
     def __init__(
         self,
@@ -257,7 +267,7 @@ class DedupTask(TaskWork):
         self._segment_ms: Final = self._window.segment_ms
         self._keeping: Final = keeping
         self._began = 0
-        """The first offset of the changelog at the time of the restore."""
+        """The first offset that the changelog had at the time of the restore."""
         self._buffer: WriteBuffer | None = None
         self._applied = StreamTime.before(plan.feeds)
         self._stream_time = self._applied
@@ -267,15 +277,16 @@ class DedupTask(TaskWork):
 
     @property
     def oldest_live_ms(self) -> int:
-        """The smallest event time at which an applied sighting can end and still be live."""
+        """The smallest event time at which a live sighting can end, given the applied stream time."""
         return self._window.oldest_live_ms(self._applied.value_ms)
 
     @property
     def truncate_below(self) -> int | None:
-        """The lowest changelog offset that a live segment needs; None if no segment is held.
+        """The lowest changelog offset that a live segment needs, or None if there is no segment.
 
-        The offset is computed from applied state only. Sightings that are not applied yet have higher offsets, because
-        the store's position is at or above the first offset of every segment and below the open transaction's records.
+        The offset is computed from applied state only. The changelog records of sightings that are not applied yet have
+        higher offsets, because the store's position is at or above the first offset of every segment and below the open
+        transaction's records.
         """
         store = self.store
         record = None if store is None else store.task_record
@@ -283,8 +294,8 @@ class DedupTask(TaskWork):
             return None
         births = store.segments().values()
         # The result is never above the offset in the last task record, because otherwise, an owner with an empty disk
-        # would conclude that somebody else has deleted records. First offsets differ between owners; the next commit
-        # records the first offset of this one.
+        # would conclude that somebody else has deleted records. Owners may know different first offsets for the same
+        # segment; the next commit records the offset of this owner.
         return min([*births, record.kept_from]) if births else None
 
     def _opened(self) -> tuple[Store, WriteBuffer]:
@@ -293,7 +304,7 @@ class DedupTask(TaskWork):
         return self.store, self._buffer
 
     async def restore(self, committed: int | None) -> int:
-        """See `TaskWork`. Raises StateIncompatible, with nothing changed, if state and topology do not match."""
+        """See `TaskWork`. Raises StateIncompatible and changes nothing if the state does not match the topology."""
         plan = self.plan
         if self._keeping.prepare is not None:
             await self._keeping.prepare()
@@ -303,7 +314,7 @@ class DedupTask(TaskWork):
         record = store.task_record
         if record is None:
             if committed is None:
-                # Nothing is lost, even if the store is past offset 0: the first transaction was aborted.
+                # Even if the store's position is above 0, nothing is lost, because the first transaction was aborted.
                 return await first_offset(self._wire, plan.feeding, plan.start)
             raise StateIncompatible(
                 f"{plan.changelog} holds no task record, although the group has "
@@ -314,12 +325,16 @@ class DedupTask(TaskWork):
         feeds = {feed: known.get(feed, FeedProgress()) for feed in plan.feeds}
         self._applied = self._stream_time = StreamTime(record.stream_time_ms, feeds)
         self._numbers.reached(record.stream_time_ms)
-        # By applied stream time, here as after a commit: the open transaction may still abort.
+        # Segments expire by the applied stream time, here as after a commit, because the open transaction may still be
+        # aborted.
         store.drop_below(self.oldest_live_ms, self._segment_ms)
         return max(committed or 0, record.next_offset)
 
     async def overtaken(self) -> bool:
-        """Restore what others have written since; return whether it contains a task record, as every commit does."""
+        """Apply what other owners have written in the meantime.
+
+        Return whether this includes a task record, which every commit writes.
+        """
         store, _ = self._opened()
         before = store.task_record
         await self._restore(store)
@@ -337,12 +352,12 @@ class DedupTask(TaskWork):
         return restored.records
 
     def _kept_from(self, oldest_ms: int) -> int:
-        """Return the changelog offset at or after which all state that ends at ``oldest_ms`` or later was written.
+        """Return a changelog offset; all state that ends at ``oldest_ms`` or later was written at or above this offset.
 
-        After this offset is applied as part of the task record, `truncate_below` never exceeds it, so a truncation by
-        the owner is never mistaken for a loss. The offset rises when segments expire, but not when the changelog begins
-        later than before: somebody else may have truncated the changelog, and only this disk may hold the deleted
-        records.
+        After a task record with this offset is applied, `truncate_below` never exceeds the offset, so a truncation by a
+        partition's owner is never mistaken for a loss. The offset rises when segments expire, but not when the
+        changelog begins later than before, because somebody else may have truncated the changelog, and then only this
+        disk may contain the deleted records.
         """
         store, _ = self._opened()
         births = [birth for start, birth in store.segments().items() if start + self._segment_ms > oldest_ms]
@@ -374,10 +389,11 @@ class DedupTask(TaskWork):
         return batches
 
     def _judged_in(self, most_folds: int, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch] | None:
-        """Judge a batch; return None, with nothing changed, if the last fold still finds a record to leave out.
+        """Judge a batch; return None and change nothing if the last fold still finds a record that its topic refuses.
 
-        Each fold turns only the first record that its topic does not accept into a dead letter. A dead letter leaves no
-        sighting, so later verdicts may change. For example, the next record with the same ID may become unique.
+        If topics refuse several records, each fold turns only the first of them into a dead letter. A dead letter
+        leaves no sighting, so the verdicts on later records may change. For example, the next record with the same ID
+        may become unique.
         """
         plan = self.plan
         source = unwrap(batch, plan.source_topics) if plan.wrapped else Unwrapped(batch, plan.feeds, batch.offsets)
@@ -407,7 +423,7 @@ class DedupTask(TaskWork):
         return None
 
     def _note_future(self, rows: Rows, outcome: Outcome, ceiling_ms: int) -> None:
-        """Remember verdicts about future records, because a broker's clock may contradict them later."""
+        """Remember records that were judged as being in the future, because a broker's clock may contradict this."""
         if outcome.dead or outcome.clamped:
             future = [time_ms for time_ms in rows.extracted.times_ms if time_ms > ceiling_ms]
             if future:
@@ -415,7 +431,7 @@ class DedupTask(TaskWork):
                 self._future = Future(min(known.least_ms, *future), known.put_forward_ms)
 
     def _confirm(self, future: Future | None, append_time_ms: int) -> None:
-        """Raise ClockBehind if a record was in the future only because the worker's clock was behind the broker's."""
+        """Raise ClockBehind if a record seemed to be in the future only because the worker's clock was behind."""
         if append_time_ms < 0:
             return  # the changelog was created by hand without LogAppendTime, so only the worker's clock is known
         self._clock.heard(append_time_ms)
@@ -429,8 +445,8 @@ class DedupTask(TaskWork):
 
     def _lookup(self, ids: Sequence[bytes], least_ms: int) -> Mapping[bytes, Sightings]:
         window = self._window
-        # All later segments are searched, because an extended sighting, possibly of an earlier topology, is in the
-        # segment of its end.
+        # All later segments are searched, because an extended sighting, possibly from an earlier version of the
+        # topology, is in the segment in which it ends.
         found = self._opened()[1].get_many(ids, after_ms=least_ms - window.guard_ms - self._segment_ms)
         return {
             key: decode_sightings(values[0]) if len(values) == 1 and not window.extend else _longest(values)
@@ -438,7 +454,7 @@ class DedupTask(TaskWork):
         }
 
     def _remember(self, rows: Rows, outcome: Outcome, now_ms: int) -> list[RecordBatch]:
-        """Add new sightings to the open generation, and return these sightings as changelog batches."""
+        """Add new sightings to the open generation, and return these sightings as changelog record batches."""
         writes, plan = self._writes(rows, outcome), self.plan
         if not writes:
             return []
@@ -465,7 +481,10 @@ class DedupTask(TaskWork):
         return writes
 
     def _grouped(self, rows: Rows, outcome: Outcome) -> Iterator[tuple[int, Feed, list[int]]]:
-        """Yield the rows of each segment and feed; usually there is one of each, so this case is tried first."""
+        """Yield the rows of each segment and feed.
+
+        Usually, there is one segment and one feed, so this case is tried first.
+        """
         times_ms, singles = outcome.judged_times_ms, outcome.singles
         taken = list(map(times_ms.__getitem__, singles))
         least = self._window.segment_of(min(taken))
@@ -545,7 +564,7 @@ class DedupTask(TaskWork):
 
 
 def _longest(values: Sequence[bytes]) -> Sightings:
-    """Return the sightings of an ID in several segments, of which earlier ones hold shorter versions of a sighting."""
+    """Merge an ID's sightings from several segments; an earlier segment may contain a shorter version of a sighting."""
     longest: dict[tuple[object, ...], Sighting] = {}
     for value in values:
         for seen in decode_sightings(value):

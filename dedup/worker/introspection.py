@@ -1,4 +1,4 @@
-"""Reports a worker's readiness, tasks, and metrics, and whether an ID was seen."""
+"""Reports a worker's readiness, tasks, and metrics, and looks up whether an ID was seen."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ _FRESH_S: Final = 2.0
 """Maximum age of a response from a partition's leader; the leader of a quiet partition responds five times a second."""
 _Record = tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]
 Value = float | Durations | Mapping[str, float] | None
-"""The value of one sample; several values by the last label of the metric; or None if the value is unknown."""
+"""The value of one sample, a mapping from values of the metric's last label to sample values, or None if the value is
+unknown.
+"""
 
 
 def _stream_time_s(task: TaskSeen) -> float | None:
@@ -80,7 +82,7 @@ WORKER_READERS: Final[Mapping[str, Callable[[WorkerSeen], Value]]] = {
 
 
 class _Scrape(Collector):
-    """The metrics of a worker at one moment; the counters are added up once for all of them."""
+    """The metrics of a worker at one moment. The counters of its tasks are added up only once for all metrics."""
 
     def __init__(self, seen: WorkerSeen) -> None:
         self._seen: Final = seen
@@ -90,7 +92,7 @@ class _Scrape(Collector):
         self._tasks: Final = [((task.sub_topology, task.topic, str(task.partition)), task) for task in seen.tasks]
 
     def collect(self) -> Iterator[Family]:
-        """Yield every metric in `METRICS`, even if a metric has no sample."""
+        """Yield every metric in `METRICS`, including metrics without a sample."""
         for metric in METRICS:
             yield _family(metric, self._values(metric.name))
 
@@ -138,7 +140,7 @@ class Introspection:
     topology: Topology
 
     def not_ready(self) -> str | None:
-        """Return the reason why this worker is not ready; None if it is ready."""
+        """Return the reason why this worker is not ready, or None if it is ready."""
         tasks = self.app.tasks
         if tasks.failure.done():
             return "the worker is stopping after a failure"
@@ -235,7 +237,7 @@ class Introspection:
         return SeenId(partition, sighting.first_ms, sighting.last_ms, guarded_ms, place, live, went)
 
     def pulse(self) -> Iterator[TaskPulse]:
-        """Yield those numbers of every task that are cheap to read."""
+        """For every task, yield the numbers that are cheap to read."""
         for feeding, task in self.app.tasks.running.items():
             yield TaskPulse(task.numbers, self._lag(feeding, task))
 
@@ -247,7 +249,7 @@ class Introspection:
             yield from task.work.recent.shown(self.topology.source.topics, ids=ids)
 
     def peers(self) -> tuple[Peer, ...]:
-        """Return the members of the group as of the last assignment, sorted by name; empty before the first assignment.
+        """Return the group's members as of the last assignment, sorted by name, or nothing before the first assignment.
 
         Each member announces an address when it joins, and the assignment distributes the addresses to all members,
         like `application.server` in Kafka Streams (KIP-67). A worker in the result may have died since then.
@@ -269,7 +271,7 @@ class Introspection:
         return tuple(sorted(peers, key=lambda peer: peer.worker))
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
-        """Return a source record, truncated if it is long; None if the log does not contain it.
+        """Return a source record, truncated if it is long, or None if the log does not contain it.
 
         Raises NoAnswer if the broker does not respond. Raises StateIncompatible if the topic is not a source of this
         topology or if the fetch is refused.
@@ -285,7 +287,9 @@ class Introspection:
 
 
 def state_keys(topology: Topology, text: str) -> list[bytes]:
-    """Return the state keys that a typed ID may stand for. For example, ``7`` is the text "7" or the number 7.
+    """Return the state keys of all IDs that a user's input may stand for.
+
+    For example, ``7`` may be the string "7" or the number 7.
 
     Users write a composite ID as a JSON array of its parts, and a content ID as the content itself.
     """
@@ -304,7 +308,7 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
 
 
 def _records(topology: Topology, text: str) -> list[_Record]:
-    """Return records that would have this ID."""
+    """Return one record for each ID that a user's input may stand for."""
     match topology.tracking_id.rule:
         case KeyRule():
             return [(text.encode(), None, [])]
@@ -330,7 +334,7 @@ def _is_json(text: str) -> bool:
     try:
         json.loads(text)
     except (ValueError, RecursionError):
-        # A RecursionError means that the JSON is nested too deeply for an ID, so the ID can only be a text.
+        # A RecursionError means that the JSON is nested too deeply for an ID, so the input can only be a string.
         return False
     return True
 

@@ -1,7 +1,7 @@
-"""Formats a worker's logs as one line or JSON object per event, and writes them to standard error.
+"""Formats each event in a worker's logs as one line of text or JSON, and writes it to standard error.
 
-A JSON object also contains the task, topic, and partition from the message's arguments. Logs never contain record
-values.
+A JSON object also contains the task, topic, and partition that occur in the message's arguments. Logs never contain
+record values.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NOISY: Final = (
     "faust",
     "mode",
     "asyncio",
-    # The Faust services of dedup log when they start and stop, under the name of their module.
+    # dedup's Faust services log a message when they start or stop, under the name of their module.
     "dedup.worker.app",
     "dedup.worker.transport",
 )
 """Loggers that always have the level WARNING, because aiokafka prints record values at the debug level."""
 REPEATED_EVERY_S: Final = 60.0
-"""Interval at which a continuing failure is logged again."""
+"""The interval, in seconds, at which a continuing failure is logged again."""
 _ATTEMPTS: Final = ("Unable ", "Group Coordinator Request failed")
 """The first words of the messages that aiokafka logs at each failed attempt."""
 OVER_AFTER_S: Final = 5.0
@@ -78,12 +78,12 @@ def _about(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
 
 @dataclass(slots=True)
 class _Outage:
-    """A continuing failure. Times are those of its log records, in seconds."""
+    """A continuing failure. Its times, in seconds, are those of its log records."""
 
     said_s: float
     last_s: float
     unsaid: int = 0
-    """How often the failure occurred without being logged."""
+    """How often the failure has occurred since it was last logged."""
 
 
 class Outages(logging.Filter):
@@ -98,7 +98,7 @@ class Outages(logging.Filter):
         self._outages: Final[dict[str, _Outage]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a record; False if the same failure was logged within the last minute."""
+        """Return False to suppress a record if the same failure was logged within the last minute."""
         if not (record.name.startswith("aiokafka") and record.msg.startswith(_ATTEMPTS)):
             return True
         failure = _failure(record)

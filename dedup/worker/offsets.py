@@ -1,8 +1,8 @@
-"""Finds the offset at which a task starts to read: the committed offset or, if there is none, the offset for `start`.
+"""Finds the offset where a task starts to read: the committed one or, if there is none, the one that `start` specifies.
 
-The metadata of each committed offset is a note that contains the IDs of the topics that it refers to (KIP-516), because
-Kafka stores offsets under a topic's name. A recreated topic has different records at the same offsets, and a recreated
-changelog does not contain the state up to these offsets.
+The metadata of each committed offset is a note that contains the IDs of the topics that the offset refers to (KIP-516),
+because Kafka stores offsets under a topic's name. A recreated topic has different records at the same offsets, and a
+recreated changelog does not contain the state up to these offsets.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ T = TypeVar("T")
 _FEEDING: Final = "feeding"
 CHANGELOG: Final = "changelog"
 RESETTING: Final = "dedup-reset-in-progress"
-"""The note on the offsets of a group while `dedup reset` deletes its state."""
+"""The note on a group's committed offsets while `dedup reset` deletes the state of the topology."""
 
 
 async def bounds_of(wire: Wire, partition: TopicPartition) -> LogBounds:
-    """Return a partition's start and high watermark; retries while its leader changes."""
+    """Return a partition's first offset and high watermark. Retries while the partition's leader changes."""
     return await answered(wire, lambda: wire.bounds(partition))
 
 
@@ -53,7 +53,7 @@ async def answered(wire: Wire, ask: Callable[[], Awaitable[T]]) -> T:
 
 
 async def first_offset(wire: Wire, feeding: TopicPartition, start: Start) -> int:
-    """Return the offset for ``start``; a time in ms means the offset of the first record at or after that time."""
+    """Return the offset that ``start`` specifies. A time in ms specifies the first record at or after that time."""
     bounds = await bounds_of(wire, feeding)
     match start:
         case "earliest":
@@ -68,7 +68,7 @@ async def first_offset(wire: Wire, feeding: TopicPartition, start: Start) -> int
 
 
 async def first_record(wire: Wire, partition: TopicPartition, begin: int, end: int) -> FetchedRecord | None:
-    """Return the first record in a range of offsets; None if it holds only markers and aborted records."""
+    """Return the first record in a range of offsets, or None if the range has only markers and aborted records."""
     while begin < end:
         ask = partial(wire.fetch, partition, begin, max_bytes=_FETCH_BYTES, wait_ms=PAUSE_MS)
         fetched = await answered(wire, ask)
@@ -79,17 +79,18 @@ async def first_record(wire: Wire, partition: TopicPartition, begin: int, end: i
 
 
 async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> int | None:
-    """Return the offset of `committed_position`, without the leader epoch and the note."""
+    """Return the same offset as `committed_position`, but without its leader epoch and its note."""
     position = await committed_position(wire, group, source, stable=stable)
     return None if position is None else position.offset
 
 
 async def committed_position(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> Position | None:
-    """Return the group's current committed offset; retries while its coordinator is unavailable.
+    """Return the group's committed offset with its leader epoch and its note.
 
-    With ``stable``, it also retries while an open transaction may change the offset (KIP-447). The owner of a
-    partition never waits long, because it has ended the open transactions of its transactional ID. An observer may wait
-    until the transaction of a dead worker times out.
+    The function retries while the group's coordinator is unavailable. If ``stable`` is True, it also retries while an
+    open transaction may change the offset (KIP-447). The owner of a partition never waits long, because it has ended
+    the open transactions of its transactional ID. An observer may wait until the transaction of a dead worker times
+    out.
     """
     while True:
         answer = await answered(wire, lambda: wire.committed_offset(group, source, stable=stable))
@@ -104,7 +105,10 @@ async def committed_position(wire: Wire, group: str, source: TopicPartition, *, 
 
 
 def offset_note(feeding_id: str, changelog_id: str | None = None) -> str:
-    """Return the note of a task's offset: the ID of its feeding topic and, if it keeps state, of its changelog."""
+    """Return the note on a task's committed offset.
+
+    The note contains the ID of the feeding topic and, if the task keeps state, the ID of the changelog.
+    """
     return f"{_FEEDING}={feeding_id}" + (f" {CHANGELOG}={changelog_id}" if changelog_id is not None else "")
 
 

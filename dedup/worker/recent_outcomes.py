@@ -1,6 +1,6 @@
 """Keeps samples of a task's latest duplicates, conflicts, late records, and dead letters, for display.
 
-A few samples of each kind are kept per batch, and they are shown after their transaction is committed. A sample
+A few samples of each kind are kept per batch, and are shown only after their transaction has been committed. A sample
 contains the position, ID, and reason, but never the payload.
 """
 
@@ -19,7 +19,7 @@ from dedup.worker_view import Kind, Noted
 
 MOST_OF_A_BATCH: Final = 5
 MOST_KEPT: Final = 20
-"""Number of samples that are kept of each kind."""
+"""The maximum number of samples of each kind that are kept."""
 _SECONDS_FROM_MS: Final = 10_000
 _MINUTES_FROM_MS: Final = 600_000
 
@@ -49,7 +49,7 @@ class Recent:
             self._open.extend(_cases(rows, outcome, now_ms))
 
     def freeze(self) -> list[_Case]:
-        """Return the samples of the transaction that is about to be committed; later samples belong to the next one."""
+        """Return the samples of the transaction to be committed; later samples belong to the next transaction."""
         frozen, self._open = self._open, []
         return frozen
 
@@ -63,7 +63,7 @@ class Recent:
         self._open.clear()
 
     def shown(self, source_topics: Sequence[str], *, ids: bool) -> Iterator[Noted]:
-        """Yield the committed samples as text, the oldest of each kind first; ``ids`` says whether to show IDs."""
+        """Yield the committed samples for display, the oldest of each kind first; ``ids`` says whether to show IDs."""
         for cases in self._committed.values():
             for case in cases:
                 text = id_text(case.key) if ids and case.key is not None else None
@@ -91,7 +91,7 @@ def _cases(rows: Rows, outcome: Outcome, now_ms: int) -> list[_Case]:
 
 
 def _about(duration_ms: int) -> str:
-    """Return a duration as text, rounded to seconds from ten seconds up and to minutes from ten minutes up."""
+    """Format a duration; it is rounded to seconds from ten seconds up and to minutes from ten minutes up."""
     unit_ms = 1 if duration_ms < _SECONDS_FROM_MS else 1_000 if duration_ms < _MINUTES_FROM_MS else 60_000
     return format_duration(round(duration_ms / unit_ms) * unit_ms)
 

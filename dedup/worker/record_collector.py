@@ -1,7 +1,7 @@
 """Turns outcomes into record batches in the broker's own format, and decides each record's topic and headers.
 
-This module also keeps the brokers' refusals in the open transaction (`Refusals`) and the known limits of topics
-(`Limits`).
+This module also keeps track of what brokers have refused in the open transaction (`Refusals`) and of the size limits of
+topics (`Limits`).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from dedup.worker.clock import SteadyClock
 
 log: Final = logging.getLogger(__name__)
 _TIME_RANGE: Final = re.compile(r"timestamp should be within \[(-?\d{1,19}), (-?\d{1,19})\]")
-"""Matches the error message with which brokers since Kafka 3.6 refuse a timestamp (KIP-937)."""
+"""Matches the error message of brokers that refuse a timestamp, as of Kafka 3.6 (KIP-937)."""
 Misfits = dict[tuple[str, int], str]
-"""Maps a topic and a feeding offset to the reason why that topic does not accept the record."""
+"""Maps a topic and a feeding offset to the reason why the topic does not accept the record at that offset."""
 TRUSTED_MS: Final = 60_000
 SOURCE: Final = "dedup-source"
 TIMESTAMP: Final = "dedup-timestamp"
@@ -54,26 +54,32 @@ _FIRST_SOURCE: Final = "dedup-first-source"
 IDLE: Final = "dedup-idle"
 DIGEST: Final = "dedup-digest"
 ID: Final = "dedup-id"
-"""Header with the tracking ID on records of `dedup ingest` and `IdempotentWriter` that do not contain it otherwise."""
+"""The header that contains the tracking ID if `dedup ingest` or `IdempotentWriter` writes a record without the ID
+elsewhere.
+"""
 REPLAYED: Final = "dedup-replayed"
-"""Header on records that `dedup replay` has sent; it contains the source position at which they were first judged."""
+"""The header of a record that `dedup replay` has sent; it contains the source position where the record was first
+judged.
+"""
 SLACK_BYTES: Final = 65_536
-"""Late and dead-letter topics accept records that are larger than the source's by this, for the added headers."""
+"""Late and dead-letter topics accept records that are larger than the source's by this number of bytes, to leave room
+for the added headers.
+"""
 _LATE_ADDED: Final = 2
 """Number of headers that `RecordCollector` adds to a late record (source position and timestamp)."""
 _DEAD_ADDED: Final = 4
 """Number of headers that `RecordCollector` adds to a dead letter, which also has a reason and a detail."""
 
 
-# What is sent in place of a refused record when the transaction is judged again:
+# This table shows what is sent in place of a refused record when the records of the transaction are judged again:
 #
 #     refused by                                    in its place
 #     output, duplicates, conflicts, repartition    a dead letter, whole
 #     late topic, for its size                      a digest, in the same topic; then a dead letter
 #     dead-letter topic, for its size               a digest, in the same topic; then nothing: the worker stops
 #
-# If the broker does not say which records of a batch it refuses, the next attempt cuts the batch in two. Each attempt
-# covers all batches of the transaction, so the number of attempts grows with the logarithm of a batch's size.
+# If the broker does not say which records of a batch it refuses, the next attempt splits the batch in two. Each attempt
+# covers all batches of the transaction, so the number of attempts grows only with the logarithm of a batch's size.
 
 
 class SideTopics(NamedTuple):
@@ -85,21 +91,22 @@ class SideTopics(NamedTuple):
 
 @dataclass(slots=True)
 class Refusals:
-    """The brokers' refusals since the last commit."""
+    """What brokers have refused since the last commit, and the replacements that this requires."""
 
     rows: Misfits = field(default_factory=dict)
-    """Records that a topic does not accept. The verdict decides whether a record would be sent to this topic."""
+    """Records that a topic does not accept. Whether a record would be sent to that topic depends on its verdict."""
     digests: set[tuple[str, int]] = field(default_factory=set)
-    """Topics and feeding offsets of late records and dead letters of which only a digest is sent."""
+    """The topics and feeding offsets of the late records and dead letters that are replaced by a digest."""
     cuts: dict[TopicPartition, set[int]] = field(default_factory=dict)
-    """Feeding offsets at which one batch ends and the next one begins."""
+    """Maps each target partition to the feeding offsets where one record batch ends and the next one begins."""
     times_ms: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Maps each topic to the smallest and greatest timestamp that its broker says it accepts."""
+    """Maps each topic to the smallest and greatest timestamps that the broker accepts, according to its error message.
+    """
 
     def learn(self, refusal: RecordRefused, side_topics: SideTopics) -> int | None:
         """Record the refusal of a batch; return the offset of a record that no topic accepts, or None.
 
-        Raises ``refusal`` if it concerns only records that dedup created, because these cannot be replaced.
+        Raises ``refusal`` if it concerns only records that dedup created, because such records cannot be replaced.
         """
         topic = refusal.topic
         rows = [row for row in refusal.rows if row != OWN_ROW]
@@ -127,7 +134,7 @@ class Refusals:
         return None
 
     def untimely(self, topic: str, timestamp_ms: int) -> str | None:
-        """Return the reason why the broker will refuse a timestamp; None if it accepts it or has not stated a range."""
+        """Return why the broker will refuse a timestamp, or None if the broker accepts it or has not stated a range."""
         allowed = self.times_ms.get(topic)
         if allowed is None or allowed[0] <= timestamp_ms <= allowed[1]:
             return None
@@ -147,7 +154,7 @@ def faults_of(batch: FeedBatch, refused: Mapping[int, str]) -> dict[int, Fault]:
 
 
 class Limits:
-    """The size limits of the topics that a worker writes to, shared by its tasks.
+    """The size limits of the topics that a worker writes to. All tasks of the worker share this object.
 
     A limit is trusted for a minute, so that an increase of `max.message.bytes` is noticed without a restart. When a
     limit is older than a minute, a record that is too large is sent anyway, and the limit is read again only if the
@@ -161,12 +168,12 @@ class Limits:
         self._read_ms: Final = dict.fromkeys(known, clock.now_ms())
 
     def most_bytes(self, topic: str) -> int:
-        """Return the size before compression up to which the broker never refuses a batch of several records."""
+        """Return the largest uncompressed size at which the broker is certain to accept a batch of several records."""
         known = self._known.get(topic)
         return BATCH_BYTES if known is None else known.surely_fits_bytes
 
     def refuses(self, batch: RecordBatch, compression: str) -> str | None:
-        """Return why the broker will refuse a batch of one record; None if it will not, or if that is unknown."""
+        """Return the reason why the broker will refuse a batch of one record, or None if no reason is known."""
         topic = batch.target.topic
         limit = self._known.get(topic)
         if limit is None or len(batch.rows) > 1 or batch.builder.size() <= limit.surely_fits_bytes:
@@ -204,7 +211,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The target topic of each verdict; None means that nothing is written."""
+    """The target topic of each verdict; None means that no record with that verdict is written."""
 
     source_topics: tuple[str, ...]
     output: Route | None
@@ -215,9 +222,10 @@ class Routes:
     conflicts: Route | None = None
     output_headers: bool = False
     keep_partition: bool = True
-    """True if the output keeps the source's partition number; otherwise, the record's key or ID determines it."""
+    """True if an output record gets its source's partition number; otherwise, its key or ID determines the partition.
+    """
     time_is_record: bool = True
-    """True if the event time is the record's timestamp; in that case, the output record gets the clamped time."""
+    """True if the event time is the record's timestamp; in that case, the output record gets the clamped event time."""
     compression: str = "snappy"
 
 
@@ -240,8 +248,8 @@ class RecordCollector:
     ) -> list[RecordBatch]:
         """Return the batches for output, duplicates, conflicts, late records, and dead letters, all in log order.
 
-        Records that their topic does not accept are left out of the batches and added to ``misfits``. A late record or
-        dead letter that is too large is replaced by its digest.
+        Records that their target topic does not accept are added to ``misfits`` instead. A late record or dead letter
+        that is too large is replaced by its digest.
         """
         routes = self.routes
         outgoing: list[tuple[TopicPartition, Iterable[Line]]] = []
@@ -265,14 +273,14 @@ class RecordCollector:
     def fitting(
         self, target: TopicPartition, lines: Iterable[Line], refusals: Refusals, misfits: Misfits
     ) -> list[RecordBatch]:
-        """Return the lines as batches; lines that the topic does not accept are left out and added to ``misfits``."""
+        """Return the lines (records to send) as batches; those that the topic does not accept go to ``misfits``."""
         if refusals.rows or target.topic in refusals.times_ms:
             lines = list(_taken_there(lines, target.topic, refusals, misfits))
         batches = []
         for made in self._filled(target, lines, refusals):
             why = self.limits.refuses(made, self.routes.compression)
             if why is None or made.rows[0] == OWN_ROW:
-                batches.append(made)  # dedup's own records never become dead letters: the broker refuses them
+                batches.append(made)  # dedup's own record cannot become a dead letter, so the broker must refuse it
             else:
                 misfits[target.topic, made.rows[0]] = why
         return batches
@@ -280,7 +288,7 @@ class RecordCollector:
     def _side_batches(
         self, target: TopicPartition, lines: Iterable[Line], refusals: Refusals, added: int
     ) -> list[RecordBatch]:
-        """Return late records or dead letters as batches, with a digest in place of a record that does not fit."""
+        """Return late records or dead letters as batches; a record that does not fit is replaced by its digest."""
         if refusals.digests:
             known = refusals.digests
             lines = [_digest(line, added) if (target.topic, line[0]) in known else line for line in lines]
@@ -382,7 +390,7 @@ class RecordCollector:
 
 
 def _taken_there(lines: Iterable[Line], topic: str, refusals: Refusals, misfits: Misfits) -> Iterator[Line]:
-    """Yield the lines that the topic is not known to refuse; add the others to ``misfits``."""
+    """Yield the lines that the topic is not known to refuse, and add all other lines to ``misfits``."""
     for line in lines:
         why = refusals.rows.get((topic, line[0])) or refusals.untimely(topic, line[1])
         if why is None:
@@ -392,9 +400,9 @@ def _taken_there(lines: Iterable[Line], topic: str, refusals: Refusals, misfits:
 
 
 def _digest(line: Line, added: int) -> Line:
-    """Return a digest to send in place of a record that is too large; its source position identifies the original.
+    """Return a digest to send in place of a record that is too large; a header with the source position identifies it.
 
-    Only the last ``added`` headers, which dedup added, are kept, because the source's headers may be large.
+    Only the last ``added`` headers, which dedup added, are kept, because the source record's own headers may be large.
     """
     row, timestamp_ms, _, value, headers = line
     digest = blake2b(value or b"", digest_size=32).hexdigest()

@@ -1,4 +1,4 @@
-"""Performs a `repartition` task, which sends each source record, without judging it, to the partition of its ID."""
+"""Does the work of a `repartition` task: it sends each source record, unjudged, to the partition of the record's ID."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RepartitionPlan:
     partitions: int
     extractor: Extractor
     topic: int
-    """Position of the feeding topic in ``source.topics``."""
+    """The index of the feeding topic in ``source.topics``."""
     start: Start
 
 
@@ -44,23 +44,24 @@ class RepartitionTask(TaskWork):
         numbers: TaskNumbers,
         refuse_lost: Callable[[], Awaitable[None]],
     ) -> None:
-        """``refuse_lost`` raises StateIncompatible if the feeding partition was read before."""
+        """``refuse_lost`` raises StateIncompatible if a partition without a committed offset was read before."""
         super().__init__(wire, collector, clock, numbers)
         self._plan: Final = plan
         self._refuse_lost: Final = refuse_lost
 
     async def restore(self, committed: int | None) -> int:
-        """Return the committed offset, or the offset for `start` if there is none; there is no state to restore."""
+        """Return the committed offset or, if there is none, the offset that `start` specifies. No state is restored."""
         if committed is not None:
             return committed
         await self._refuse_lost()
         return await first_offset(self._wire, self._plan.feeding, self._plan.start)
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
-        """Return the records as batches for the partitions of their IDs, with their source positions in headers."""
+        """Return the records as batches for the partitions of their IDs, and add their source positions as headers."""
         plan = self._plan
         extracted = plan.extractor(batch.keys, batch.values, batch.headers, batch.timestamps_ms)
-        # A record without an ID needs a verdict, too, so a dedup task makes it a dead letter or follows the policy.
+        # A record without an ID also needs a verdict, so it is sent to a `dedup` task, which makes it a dead letter or
+        # applies the policy for such records.
         fallback = batch.feeding.partition % plan.partitions
         with_id = [row for row, key in enumerate(extracted.ids) if key is not None]
         chosen = [fallback] * len(batch)
@@ -92,7 +93,7 @@ class RepartitionTask(TaskWork):
     def _dead_letters(
         self, batch: FeedBatch, extracted: Extracted, refusals: Refusals, refused: Mapping[int, str]
     ) -> list[RecordBatch]:
-        """Return dead letters for records that the repartition topic does not accept; no dedup task reads them."""
+        """Return dead letters for records that the repartition topic does not accept and no `dedup` task will read."""
         dead = [(row, DeadLetter(fault.code, fault.detail)) for row, fault in faults_of(batch, refused).items()]
         self._judged.verdicts["dead_letter"] += len(dead)
         self._judged.dead_reasons.update(letter.code for _, letter in dead)
@@ -102,7 +103,7 @@ class RepartitionTask(TaskWork):
         return self.collector.publish(batch, rows, outcome, refusals, {})  # none is left out
 
     def idle(self) -> list[RecordBatch]:
-        """Return a marker for each repartition partition, which says that this feed has no records for now."""
+        """For each partition of the repartition topic, return a marker that says that this feed has no new records."""
         topic, partition = self._plan.feeding
         now_ms = self._clock.now_ms()
         headers: list[Header] = [(IDLE, f"{topic}/{partition}".encode()), (TIMESTAMP, str(now_ms).encode())]

@@ -1,7 +1,7 @@
 """Implements `dedup reset`, which deletes the offsets, changelog, repartition topic, and local state of a topology.
 
 After a reset, the topology starts as if it were new. An interrupted reset can be run again. Before anything is deleted,
-the group's offsets are marked, and a worker that finds the mark refuses to start until a reset has finished.
+a note is added to the group's offsets, and a worker that finds this note refuses to start until a reset has finished.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def local_state(topology: Topology, state_dir: Path) -> tuple[Path, ...]:
 
 
 def delete_local_state(partitions: Sequence[Path]) -> None:
-    """Delete the stores, and each directory that becomes empty. Raises StateIncompatible if a store is in use."""
+    """Delete the stores and each parent directory that becomes empty. Raises StateIncompatible if a store is in use."""
     for path in partitions:
         delete_store(path)
-        with contextlib.suppress(OSError):  # the directory still holds another partition or a file of somebody else
+        with contextlib.suppress(OSError):  # the directory still contains another partition or a foreign file
             path.parent.rmdir()
 
 
@@ -75,7 +75,7 @@ class Reset:
     admin: Admin
 
     async def look(self) -> Doomed:
-        """Return what a reset would delete; raises DedupError while the group has members."""
+        """Return what a reset would delete. Raises DedupError if the group still has members."""
         members = await Group(self.wire, self.topology.name).members()
         if members:
             names = ", ".join(f"{member.worker_id} at {member.host}" for member in members)
@@ -89,7 +89,7 @@ class Reset:
         return Doomed(self.topology.name, tuple(sorted(have)), partitions, places)
 
     async def run(self, doomed: Doomed, to: Start | None) -> dict[TopicPartition, int]:
-        """Delete everything and recreate the topics. Return the offsets that were set; empty if ``to`` is None."""
+        """Delete everything and recreate the topics. Return the offsets that were set, or none if ``to`` is None."""
         topology = self.topology
         await self.look()  # a worker may have joined in the meantime
         have = await self.admin.topics(topic_names(topology))
@@ -98,7 +98,7 @@ class Reset:
         sources = [place for name in topology.source.topics for place in have[name].places]
         offsets = {} if to is None else {feeding: await first_offset(self.wire, feeding, to) for feeding in sources}
         await self._fence(sources, have)
-        # The mark is set after all workers were fenced, so none of them can overwrite it.
+        # The note is written after all workers have been fenced, so none of them can overwrite it.
         group = Group(self.wire, topology.name)
         await group.delete()
         await group.set_offsets(dict.fromkeys(sources, 0), note=RESETTING, for_ever=True)
@@ -129,9 +129,9 @@ class Reset:
         return [(storage, partition) for partition in kept]
 
     async def _leave_mark(self, left: Mapping[str, Topic], offsets: Mapping[TopicPartition, int]) -> None:
-        """Record the current ends of the topics that are written, because `dedup verify` checks only later records.
+        """Record the current ends of the topics that are written to, because `dedup verify` checks only later records.
 
-        Call this while no changelog exists, so that the mark is older than any new state.
+        Call this function while no changelog exists, so that the recorded ends are older than any new state.
         """
         written = [place for name in self.topology.written_topics if name in left for place in left[name].places]
         ends = await ends_of(self.wire, written)
@@ -140,7 +140,7 @@ class Reset:
         await mark.set_offsets({**ends, **offsets}, for_ever=True)
 
     async def _fence(self, sources: list[TopicPartition], have: Mapping[str, Topic]) -> None:
-        """Fence all workers and end their open transactions, so that no suspended worker writes to the new topics."""
+        """Fence all workers and end their transactions, so that a suspended worker cannot write to the new topics."""
         topology = self.topology
         feeding = have.get(topology.feeding_topics[0])
         count = 0 if feeding is None else feeding.partitions
@@ -155,7 +155,10 @@ class Reset:
         return Session(self.wire, transactional_id, self.topology.name, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS)
 
     async def _until(self, there: int, names: Sequence[str], what: str) -> None:
-        """Wait until the given number of topics exists; a broker responds before all brokers know about a change."""
+        """Wait until the given number of topics exists.
+
+        A broker may respond before all other brokers know of a change.
+        """
         deadline_s = asyncio.get_running_loop().time() + _KNOWN_WITHIN_S
         while len(await self.admin.topics(names)) != there:
             if asyncio.get_running_loop().time() > deadline_s:
@@ -163,14 +166,14 @@ class Reset:
             await asyncio.sleep(LOOK_S)
 
     async def _begin_at(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Write each partition's offset and task record in one transaction, like a task that has judged nothing.
+        """Write each partition's offset and task record in one transaction, as a task that has judged nothing would do.
 
-        Offsets alone would look like an emptied changelog, which no worker accepts.
+        Offsets without task records would look as if the changelog had been emptied, which no worker accepts.
         """
         topology = self.topology
         cluster = Cluster(await self.admin.topics(topic_names(topology)))
         fingerprint = topology.state_fingerprint(cluster.source_partitions(topology))
-        # The first partition is written last, because a worker looks for the reset mark there.
+        # The first partition is written last, because a worker looks there for the note that a reset is in progress.
         for feeding, offset in sorted(offsets.items(), reverse=True):
             width_ms, topic_id = topology.window.segment_ms, cluster.topics[feeding.topic].topic_id
             record = TaskRecord(fingerprint, BEFORE_ALL_TIME, (), offset, width_ms, feeding_topic_id=topic_id)
@@ -182,14 +185,14 @@ class Reset:
     async def _write(
         self, session: Session, changelog: TopicPartition, line: Line, offsets: Mapping[TopicPartition, int]
     ) -> None:
-        """Commit one record and the offsets. The commit is idempotent, so it is retried if the outcome is unknown."""
+        """Commit one record and the offsets. The commit is idempotent, so it is retried if its outcome is unknown."""
         for attempt in range(MOST_ATTEMPTS):
             try:
                 await session.open()
                 session.add(fill(changelog, [line], compression="none"))
                 await session.commit({place: Position(offset) for place, offset in offsets.items()})
             except CommitUnknown:
-                # The leader of a topic created a moment ago may not know it yet.
+                # The leader of a partition that was just created may not know this partition yet.
                 if attempt + 1 == MOST_ATTEMPTS:
                     raise
                 await self.wire.refresh()

@@ -1,15 +1,16 @@
-"""Restores a store from its own position up to the true end of the changelog, in batches, and maintains standbys.
+"""Restores a store, in batches, from its own position to the true end of the changelog, and maintains standbys.
 
-The true end is the high watermark, read after InitProducerId. By that time, all earlier transactions of the task's
-transactional ID have ended. An open transaction of another transactional ID can hide records only until its timeout.
-Committed records are read until the *position* reaches the end, because the last offsets may be transaction markers or
-compacted away.
+The true end is the high watermark as read after InitProducerId. By that time, all earlier transactions of the task's
+transactional ID have ended. An open transaction of another transactional ID can hide records only until it times out.
+Committed records are read until the *position* reaches the end, because the last offsets may belong to transaction
+markers or to records that were compacted away.
 
-This module also refuses to restore if state, changelog, topology, and offsets do not match, and logs the effect of a
-changed guard period or grace. Of these two settings, state contains only the width of its segments, which is half the
-sum of guard period and grace. A change that keeps the sum is not noticed here and needs no restore.
+This module also refuses to restore if state, changelog, topology, and offsets do not match each other, and logs the
+effect of a changed guard period or grace. The state does not contain the guard period or the grace itself, but the
+width of its segments, which is half of their sum. A change that leaves the sum the same is not noticed here and
+requires no restore.
 
-A standby is a store of another worker's partition that is kept up to date from the changelog.
+A standby is a copy of the store of another worker's partition that is kept up to date from the changelog.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ from dedup.worker.topics import Cluster
 
 log: Final = logging.getLogger(__name__)
 _WIDTHS: Final = 2
-"""Number of segment widths in guard period plus grace."""
+"""The sum of guard period and grace, as a number of segment widths."""
 FETCH_BYTES: Final = 8 << 20
 WAIT_MS: Final = 500
 _LOOK_BACK: Final = 256
-"""The last offsets of the changelog that are searched first for a task record; if there is none, the range grows."""
+"""The number of offsets at the changelog's end that are searched first for a task record; without one, the range grows.
+"""
 _LOOK_BYTES: Final = 1 << 20
 Progress = Callable[[int, int], None]
-"""Called with the number of restored offsets and the total number of offsets to restore."""
+"""A callback that receives the number of restored offsets and the total number of offsets to restore."""
 
 
 def changed(record: TaskRecord | None, window: Window) -> bool:
@@ -64,8 +66,8 @@ def why_restored(changelog: TopicPartition, record: TaskRecord, window: Window) 
 def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window) -> str:
     """Describe the effect of a changed guard period or grace; ``record`` is the changelog's newest task record.
 
-    Dropped sightings do not come back, so a longer sum of guard period and grace takes full effect only after stream
-    time has advanced by the difference.
+    Sightings that were dropped do not come back, so a greater sum of guard period and grace takes full effect only
+    after stream time has advanced by the difference.
     """
     before_ms = _WIDTHS * record.segment_ms
     now, guard, grace = map(format_duration, (window.retention_ms, window.guard_ms, window.grace_ms))
@@ -104,7 +106,7 @@ class Restored:
     """The changelog's first offset."""
     end: int
     record: TaskRecord | None = None
-    """The newest task record that was read, unchanged; None if there was none."""
+    """The newest task record that was read, as it was written, or None if there was none."""
 
 
 async def restore(
@@ -118,12 +120,13 @@ async def restore(
 ) -> Restored:
     """Apply all committed changelog records from the store's position to the true end.
 
-    ``accept`` receives the task records of the store and of the changelog before their sightings are applied, and may
-    raise an exception. Raises StateIncompatible, with the store unchanged, if the store was written with another
-    changelog or the changelog holds an unfinished seed.
+    ``accept`` is called with the task records of the store and of the changelog before the sightings that belong to
+    them are applied, and may raise an exception. Raises StateIncompatible, and leaves the store unchanged, if the store
+    was written with another changelog or the changelog contains an unfinished seed.
     """
     bounds = await fitted(wire, changelog, store, window, accept)
-    # Without a task record, nothing was committed, except possibly part of a seed, whose mark must be read again.
+    # If the store has no task record, it contains nothing that a task has committed, but possibly part of a seed, whose
+    # mark must be read again.
     position = bounds.start if store.task_record is None else max(store.position, bounds.start)
     begin, records = position, 0
     newest: TaskRecord | None = None
@@ -156,7 +159,7 @@ async def restore(
 
 
 async def _last_task_record(wire: Wire, changelog: TopicPartition) -> TaskRecord | None:
-    """Return the newest committed task record of a changelog partition; None if there is none."""
+    """Return the newest committed task record of a changelog partition, or None if there is none."""
     bounds = await bounds_of(wire, changelog)
     begin, step = bounds.end, _LOOK_BACK
     found: TaskRecord | None = None
@@ -177,9 +180,10 @@ async def fitted(
 ) -> LogBounds:
     """Ensure that the store can be restored from its changelog, and return the changelog's bounds.
 
-    State in segments of a different width, written under a different guard period, is deleted and read again from the
-    changelog. Raises StateIncompatible, with nothing changed, if changelog and store do not match or the changelog no
-    longer holds all records that must be read. Also raises any exception that ``accept`` raises; see `restore`.
+    If the segments of the store have a different width, because the guard period or grace has changed, the state is
+    deleted and read again from the changelog. Raises StateIncompatible and changes nothing if the changelog and the
+    store do not match each other or the changelog no longer contains all records that must be read. Also raises any
+    exception that ``accept`` raises; see `restore`.
     """
     record = store.task_record
     if record is not None:
@@ -203,8 +207,8 @@ async def fitted(
 async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBounds, held: TaskRecord | None) -> None:
     """Raise StateIncompatible if the changelog lacks records at its start that its last task record requires.
 
-    Also raises it if the changelog has no task record but the local state has one (``held``), because owners never
-    delete the last one.
+    The same error is raised if the changelog has no task record although the local state has one (``held``), because
+    owners never delete the last task record.
     """
     record = await _last_task_record(wire, changelog)
     if record is None and held is not None:
@@ -228,10 +232,10 @@ async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBo
 async def truncated_to(
     wire: Wire, changelog: TopicPartition, position: int, held: TaskRecord | None, refused: StateIncompatible
 ) -> int:
-    """Return the changelog's start after its owner has deleted records beyond ``position`` that no live segment needs.
+    """Return the changelog's first offset, after the partition's owner has deleted unneeded records past ``position``.
 
-    Raises ``refused``, the error of a fetch, if the log still holds the position. Raises StateIncompatible if somebody
-    else has deleted records that live segments need.
+    Raises ``refused``, which is the error of a fetch, if the log still contains the position. Raises StateIncompatible
+    if somebody else has deleted records that live segments need.
     """
     bounds = await bounds_of(wire, changelog)
     if bounds.start <= position:
@@ -263,7 +267,7 @@ def refuse_other_feeding(record: TaskRecord, topic_id: str, feeding: TopicPartit
 
 
 def apply_changelog(store: Store, window: Window, found: Collected, next_offset: int) -> None:
-    """Apply the changelog records of one fetch in a single atomic write, in segments of the window's width."""
+    """Apply the changelog records of one fetch in a single atomic write, and use segments of the window's width."""
     writes: Writes = found.writes
     if _other_grid(writes, window):
         # The sightings were written under another guard period, so they move to segments of the current width.
@@ -281,7 +285,7 @@ def apply_changelog(store: Store, window: Window, found: Collected, next_offset:
 
 
 def _other_grid(writes: Writes, window: Window) -> bool:
-    """Return whether a sighting is in a different segment from the one for the current guard period."""
+    """Return whether any sighting is in a different segment than the one that the current window requires."""
     width_ms = window.segment_ms
     return any(
         segment % width_ms or not all_within(part.values(), segment, segment + width_ms)
@@ -290,14 +294,15 @@ def _other_grid(writes: Writes, window: Window) -> bool:
 
 
 # If the group's offsets are deleted, a `dedup` task continues from its task record, but a `repartition` task has no
-# state. It would begin at `start`, and every record would get a second verdict. The changelog's task records show which
-# source partitions were read. A worker checks all partitions when it starts, and a task checks its own partition when
-# it starts, because a group can be deleted while its only worker is frozen for longer than its session timeout.
+# state. Without a check, it would begin at `start`, and every record would get a second verdict. The changelog's task
+# records show which source partitions were read. A worker therefore checks all source partitions when it starts. Each
+# task checks its own partition again when it starts, because a group can be deleted while its only worker is frozen for
+# longer than the session timeout.
 
 
 @dataclass(slots=True)
 class LostOffsets:
-    """Refuses source partitions from which records were read, but for which the group no longer has an offset."""
+    """Raises an error for source partitions that were read although the group no longer has an offset for them."""
 
     topology: Topology
     cluster: Cluster
@@ -318,9 +323,9 @@ class LostOffsets:
             raise self._refusal(lost)
 
     async def refuse(self, feed: Feed) -> None:
-        """Raise StateIncompatible if a source partition was read; its owner has fenced all others and found no offset.
+        """Raise StateIncompatible if a source partition was read before; its new owner has found no committed offset.
 
-        Tasks that ask at the same time share the answer.
+        The owner must have fenced all earlier owners. Tasks that ask at the same time share the answer.
         """
         if self.look is None or self.look.done():
             self.look = asyncio.create_task(self._read_feeds(), name="look for lost offsets")
@@ -352,7 +357,7 @@ class LostOffsets:
 
 IDLE_MS: Final = 100
 _STEP_BYTES: Final = 256 << 10
-"""Changelog bytes per step; the worker's own records wait while a step is applied."""
+"""The number of changelog bytes that a standby applies per step; the worker's own records wait during a step."""
 SHARE: Final = 1.0
 """How long all standbys together pause after a step, as a multiple of the time that the step took."""
 

@@ -20,12 +20,13 @@ LOOK_S: Final = 0.1
 FIRST_BACK_OFF_S: Final = 0.5
 _LONGEST_BACK_OFF_S: Final = 30.0
 _CALM_S: Final = 60.0
-"""A worker that ran for this long is restarted after the shortest back-off."""
+"""A worker that dies after running for at least this long is restarted with the shortest back-off."""
 FINAL: Final = frozenset({2, 3})
-"""Exit codes after which a restart would not help (a usage error, incompatible state)."""
+"""Exit codes after which a restart would not help (a usage error or incompatible state)."""
 NO_BROKER: Final = 5
-"""The exit code if no broker can be reached. It ends the fleet if the worker never ran for `_CALM_S`, because the
-address or the password is probably wrong. Otherwise, the worker is restarted, because brokers recover.
+"""The exit code if no broker can be reached. If the worker never ran for `_CALM_S`, this exit code ends the fleet,
+because the address or the password is probably wrong. Otherwise, the worker is restarted, because the brokers may
+recover.
 """
 
 
@@ -56,7 +57,7 @@ class FleetPlan:
     onto_existing_output: bool = False
 
     def command(self, number: int) -> list[str]:
-        """Return the command line of one worker, with its own worker ID, state directory, and web pages."""
+        """Return the command line of one worker, including its own worker ID, state directory, and web pages."""
         line = [sys.executable, "-m", "dedup.cli.main", "run", str(self.topology), "--quiet"]
         if self.config is not None:
             line += ["--config", str(self.config)]
@@ -109,7 +110,10 @@ def supervise(plan: FleetPlan) -> int:
 
 
 def _look_after(child: Child, line: list[str], now_s: float) -> int:
-    """Restart a dead worker after its back-off. Return an exit code that ends the fleet, or 0."""
+    """Restart a dead worker after its back-off.
+
+    Return an exit code that ends the fleet, or 0 if the fleet continues.
+    """
     if child.finished:
         return 0
     if child.start_at_s is not None:

@@ -1,6 +1,6 @@
 """Implements a task, which has one feeding partition, transactional ID, store, and changelog partition.
 
-A task exists for one assignment. Correctness requires the order of steps in `start`: fence the previous owner
+A task exists for one assignment. Correctness depends on the order of the steps in `start`: fence the previous owner
 (InitProducerId), read the committed offset, restore the store to the true end of the changelog, and only then return
 the offset to read from. After that, each batch is processed in the same way:
 
@@ -10,7 +10,7 @@ the offset to read from. After that, each batch is processed in the same way:
 While a commit is in flight, the next batches are judged on top of the frozen generation, and their results wait to be
 sent. The store never contains an uncommitted sighting. After a crash before EndTxn, the broker aborts the transaction.
 After a later crash, the next owner restores the sightings from the changelog. If a task is closed, is fenced, or does
-not know the outcome of its commit, it is discarded and a new one is built.
+not know the outcome of its commit, it is discarded and a new task is built.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dedup.worker.record_collector import RecordCollector, Refusals
 
 log: Final = logging.getLogger(__name__)
 _MOST_WAITING: Final = 16_000
-"""Number of records that a task judges while a commit is in flight before it waits for the commit."""
+"""The number of records that a task may judge during a commit before it waits for the commit to end."""
 
 
 class TaskState(enum.Enum):
@@ -70,14 +70,16 @@ class TaskId:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """A transaction's captured state, to be applied once the transaction is known to be committed."""
+    """The captured results of a transaction, which are applied once the transaction is known to be committed."""
 
     batches: list[RecordBatch]
     """The last record batches of the transaction, which contain the task record."""
     apply: Callable[[Mapping[TopicPartition, int]], None]
     """Applies the generation to the store, given the offset after the last record written to each partition."""
     confirm: Callable[[int], None] = lambda _: None
-    """Raises ClockBehind if a verdict is wrong, given the time in ms at which a broker appended these records."""
+    """Receives the time in ms at which a broker appended these records, and raises ClockBehind if the time proves a
+    verdict wrong.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +92,12 @@ class Committing:
     note: str = ""
     """Metadata of the committed offset; see `offset_note`."""
     pin_start: bool = False
-    """True if the starting position is committed at once, because `latest` would be another one after a crash."""
+    """True if the starting position is committed at once, because `latest` would be a different position after a crash.
+    """
 
 
 class TaskWork(abc.ABC):
-    """The processing of records by one kind of task, which reads and keeps state but commits nothing."""
+    """Processes records for one kind of task: it reads and keeps the state but commits nothing."""
 
     def __init__(self, wire: Wire, collector: RecordCollector, clock: SteadyClock, numbers: TaskNumbers) -> None:
         self._wire: Final = wire
@@ -105,7 +108,7 @@ class TaskWork(abc.ABC):
         """The counters of the open transaction, which are dropped if its records are judged again."""
         self.recent: Final = Recent()
         self.store: Store | None = None
-        """The store with the applied state; None before `restore`, and for work that keeps no state."""
+        """The store with the applied state, or None before `restore` and for work that keeps no state."""
 
     @abc.abstractmethod
     async def restore(self, committed: int | None) -> int:
@@ -113,14 +116,20 @@ class TaskWork(abc.ABC):
 
     @abc.abstractmethod
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
-        """Judge the next batch, and return the record batches to send. New sightings wait to be applied."""
+        """Judge the next batch, and return the record batches to send.
+
+        New sightings are kept until they are applied.
+        """
 
     async def overtaken(self) -> bool:
-        """Return whether another owner has written state since this task's last commit; called in a new epoch."""
+        """Return whether another owner has written state since this task's last commit.
+
+        Call this method only in a new epoch.
+        """
         return False
 
     def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # for work that keeps state
-        """Capture everything judged so far; later batches belong to a new generation."""
+        """Capture the results of all batches judged so far; later batches belong to a new generation."""
         judged, self._judged = self._judged, TaskNumbers()
         noted = self.recent.freeze()
 
@@ -131,7 +140,7 @@ class TaskWork(abc.ABC):
         return Frozen([], apply)
 
     def idle(self) -> list[RecordBatch]:
-        """Return markers that say that this feed has no records for now; empty if no task needs such markers."""
+        """Return markers that say that this feed has no new records, or an empty list if no task needs such markers."""
         return []
 
     def discard(self) -> None:
@@ -168,20 +177,21 @@ class Task:
         self.next_offset = 0
         """The feeding offset after the last judged record."""
         self._leader_epoch = -1
-        """Leader epoch of the record before the next offset; -1 if unknown."""
+        """The leader epoch of the record before the next offset, or -1 if it is unknown."""
         self._committed: int | None = None
-        """The group's offset as this task last read or wrote it."""
+        """The group's committed offset, as this task last read or wrote it."""
         self._expected = 0
         """The offset at which the next batch from the transport must begin."""
         self._held: list[FeedBatch] = []
         """Batches that were judged but are not known to be committed; they are judged again if a record is refused."""
         self._waiting: list[list[RecordBatch]] = []
-        """The record batches to send for each batch that was judged while a commit is in flight."""
+        """For each batch that was judged while a commit is in flight, the record batches that wait to be sent."""
         self._waiting_records = 0
         self._commit_lock: Final = asyncio.Lock()
         self._sendable: Final = asyncio.Event()
         self._open_for_batches: Final = asyncio.Event()
-        """Cleared from a refusal until the next commit: no batch may be added to those that are judged again."""
+        """Cleared from a refusal until the next commit, so that no batch is added to those that are being judged again.
+        """
         self._open_for_batches.set()
 
     @property
@@ -191,7 +201,7 @@ class Task:
 
     @property
     def position(self) -> Position:
-        """`next_offset` and the leader epoch of the record before it."""
+        """The `next_offset` of the task, together with the leader epoch of the record before that offset."""
         return Position(self.next_offset, self._leader_epoch, self._committing.note)
 
     @property
@@ -219,7 +229,8 @@ class Task:
         # The topics are checked after the previous owner was fenced and before any state is trusted. This process may
         # have been frozen during a reset, so its disk may hold the state of another changelog.
         await self._committing.confirm()
-        # aiokafka reads the offset too early: before the rebalance callback, when the previous owner is not fenced yet.
+        # The offset is not taken from aiokafka, which reads it too early: before the rebalance callback, when the
+        # previous owner is not fenced yet.
         found = await committed_position(self._wire, self._committing.group, self.task_id.feeding)
         if found is not None:
             refuse_other_topics(found.note, self._committing.note, self.task_id.feeding)
@@ -261,7 +272,8 @@ class Task:
             if self._sendable.is_set():
                 self._send_waiting()
         except BaseException:
-            # Part of the batch may be buffered or sent, and the commit loop must not commit it before the worker stops.
+            # Part of the batch may already be buffered or sent, and the commit loop must not commit it before the
+            # worker stops.
             self._close_now()
             raise
 
@@ -284,7 +296,7 @@ class Task:
         self.dirty.set()
 
     def say_idle(self) -> bool:
-        """Write this feed's idle markers in a transaction. If a transaction is already open, only return False."""
+        """Write this feed's idle markers in a transaction and return True, or return False if a transaction is open."""
         if not self.all_committed:
             return False
         self._session.add(self.work.idle())
@@ -317,8 +329,8 @@ class Task:
                 self._open_for_batches.set()
 
     async def _commit_once(self) -> None:
-        # These are captured together, before any await, because the sends, the applied state, and the offset must
-        # agree.
+        # These are captured together, before any await, because the sent records, the applied state, and the offset
+        # must match each other.
         position = self.position
         offset = position.offset
         captured = len(self._held)
@@ -348,7 +360,7 @@ class Task:
             self._sendable.set()
 
     async def _commit_confirmed(self, position: Position, frozen: Frozen) -> Mapping[TopicPartition, int]:
-        """Commit if the topics have not changed, which is checked after the last fetch and before EndTxn."""
+        """Check, after the last fetch and before EndTxn, that the topics have not changed, and commit."""
         written = asyncio.ensure_future(self._session.prepare({self.task_id.feeding: position}))
         confirmed = asyncio.ensure_future(self._committing.confirm())
         try:
@@ -369,7 +381,7 @@ class Task:
         return self.state is TaskState.RUNNING
 
     async def _judge_again(self, refused: Sequence[RecordRefused]) -> None:
-        """Judge all records since the last commit again, with replacements for refused records."""
+        """Judge all records since the last commit again, and send replacements for refused records."""
         self.numbers.aborted += 1
         self._open_for_batches.clear()
         self._sendable.clear()
@@ -382,14 +394,15 @@ class Task:
                 await self.work.collector.limits.look_again(TopicPartition(topic, partition))
             self._judge_held_again()
         except BaseException:
-            # A drain may be waiting to commit, and it must not commit an offset without the state that belongs to it.
+            # A call to `close` may be waiting to commit, but it must not commit an offset without the state that
+            # belongs to it.
             self._close_now()
             raise
         finally:
             self._sendable.set()
 
     def _learn(self, refused: Sequence[RecordRefused]) -> None:
-        """Remember refusals; raises RecordRefused if nothing is left to send in place of a refused record."""
+        """Remember refusals. Raises RecordRefused if there is nothing left to send in place of a refused record."""
         more = f", and {len(refused) - 1} more batches" if len(refused) > 1 else ""
         text = "%s: %s%s. Records from offset %s on are judged again, with replacements for refused records."
         log.warning(text, self.task_id, refused[0], more, self._committed)
@@ -418,7 +431,7 @@ class Task:
         self._send_waiting()
 
     async def _refuse_if_overtaken(self) -> None:
-        """Raise TaskMigrated if another owner has committed, because a zombie may receive a refusal late."""
+        """Raise TaskMigrated if another owner has committed, because a zombie may receive a late refusal."""
         committed = await committed_offset(self._wire, self._committing.group, self.task_id.feeding)
         if committed != self._committed or await self.work.overtaken():
             raise TaskMigrated(
@@ -434,7 +447,10 @@ class Task:
             self.work.close()
 
     async def close(self, *, drain: bool) -> None:
-        """Close the task, and release its session and store. With ``drain``, commit everything judged so far first."""
+        """Close the task, and release its session and store.
+
+        If ``drain`` is True, first commit everything judged so far.
+        """
         try:
             if drain and self.state is TaskState.RUNNING:
                 await self.commit()

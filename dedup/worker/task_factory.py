@@ -1,4 +1,4 @@
-"""Builds tasks with their stores, sessions, and work from a topology, the settings, and the cluster.
+"""Builds tasks, including their stores, sessions, and work, from a topology, the settings, and the cluster.
 
 This module is independent of Faust, because the Spark stream also uses it.
 """
@@ -46,17 +46,20 @@ class TaskFactory:
     clock: SteadyClock
     memory: RocksMemory
     pool: StorePool | None = None
-    """Keeps released stores open for their next owner. None closes them: the next owner may be another process."""
+    """Keeps released stores open for their next owner. If this is None, released stores are closed, because the next
+    owner may be another process.
+    """
     bootstrap: Bootstrap = field(init=False, default_factory=Bootstrap)
     lost_offsets: LostOffsets = field(init=False)
     logged: set[Hashable] = field(init=False, default_factory=set)
     check: TopicCheck = field(init=False)
-    """Checks that no topic that is read was deleted, recreated, or given more partitions since `cluster` was read."""
+    """Checks that no topic that tasks read was deleted, recreated, or given more partitions after `cluster` was read.
+    """
     limits: Limits = field(init=False)
     """The size limits of topics, shared by all tasks so that all of them learn from a refusal."""
 
     def __post_init__(self) -> None:
-        """Raise SettingsError if no installed package can read the checkpoint URL, before a checkpoint is needed."""
+        """Raise SettingsError, before a checkpoint is needed, if no installed package can read the checkpoint URL."""
         names = {*self.topology.source.topics, *self.topology.feeding_topics, self.topology.changelog_topic}
         topics = {name: self.cluster.topics[name] for name in names}
         expected = {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()}
@@ -80,14 +83,17 @@ class TaskFactory:
         )
 
     def keeping(self, partition: int) -> Keeping:
-        """Return how a task or a standby gets the partition's store, from a checkpoint if there is no local state."""
+        """Return how a task or a standby opens and releases the partition's store.
+
+        If there is no local state, a checkpoint is used.
+        """
         url, pool = self.settings.state.checkpoint, self.pool
         prepare = None if url is None else partial(self.bootstrap.prepare, url, self.wire, self.wanted(partition))
         opening = partial(self.open_store, partition)
         return Keeping(opening, prepare) if pool is None else Keeping(opening, prepare, partial(pool.put, partition))
 
     def open_store(self, partition: int) -> Store:
-        """Return a partition's store, which was kept open, is on disk, or is new and empty.
+        """Return a partition's store: the one that was kept open, the one on disk, or a new, empty one.
 
         Raises TaskCorrupted or StateIncompatible.
         """

@@ -22,12 +22,14 @@ CANCEL_AGAIN_S: Final = 0.5
 _TASK_INTERVAL_S: Final = 0.0075
 """Commit interval per busy task. A transaction costs 0.7-1.5 ms of CPU, so commits take at most a fifth of a core."""
 _LONGEST_INTERVAL_S: Final = 1.0
-"""Maximum commit interval. Readers wait for an open transaction, and the broker aborts it after the timeout."""
+"""The maximum commit interval. Readers wait while a transaction is open, and the broker aborts it after its timeout."""
 _LEAST_REST: Final = 0.5
-"""Share of the interval that is reserved for judging, regardless of how long the last commit took."""
+"""Share of the commit interval that is reserved for judging, regardless of how long the last commit took."""
 _MOST_RESTORES: Final = 2
 FIRST_PAUSE_S: Final = 0.2
-"""Pause before a task is rebuilt after a commit without a response; doubles with each attempt until one succeeds."""
+"""The pause, in seconds, before a task is rebuilt because its commit got no response. The pause doubles with each
+attempt until a commit succeeds.
+"""
 LONGEST_PAUSE_S: Final = 10.0
 Build = Callable[[TopicPartition], Task]
 
@@ -35,8 +37,8 @@ Build = Callable[[TopicPartition], Task]
 async def ended(loops: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel these asyncio tasks and wait until all of them have ended.
 
-    Each task is canceled repeatedly, because an aiokafka client that is closing can lose a cancellation: it awaits a
-    task that it has canceled itself, and mistakes our cancellation for that task's.
+    Each task is canceled repeatedly, because an aiokafka client that is closing can lose a cancellation: the client
+    awaits a task that it has canceled itself, and mistakes our cancellation for the cancellation of that task.
     """
     left = {loop for loop in loops if not loop.done()}
     while left:
@@ -58,19 +60,19 @@ class Membership(Protocol):
         """Ask the group for a new assignment."""
 
     async def is_member(self) -> bool | None:
-        """Return whether this worker is still a member of the group; None if the coordinator does not respond."""
+        """Return whether this worker is still a member of the group, or None if the coordinator does not respond."""
 
 
 @dataclass(slots=True)
 class Outage:
-    """Counts how often a partition's task was rebuilt since its last commit."""
+    """Counts how often a partition's task has been rebuilt since the last commit."""
 
     tries: int = 0
     since_s: float = 0.0
     """Monotonic time of the first failure since the last commit."""
 
     def next_pause_s(self, now_s: float) -> float:
-        """Count an attempt to rebuild the task, and return how long to wait before it."""
+        """Count an attempt to rebuild the task, and return how long to wait before this attempt."""
         if not self.tries:
             self.since_s = now_s
         self.tries += 1
@@ -78,7 +80,7 @@ class Outage:
 
 
 class TaskManager:
-    """Maps feeding partitions to tasks, and runs the loops that start and commit them."""
+    """Maps feeding partitions to tasks, and runs the loops that start the tasks and make them commit."""
 
     def __init__(
         self,
@@ -95,7 +97,8 @@ class TaskManager:
         self._tasks: dict[TopicPartition, Task] = {}
         self._loops: dict[TopicPartition, asyncio.Task[None]] = {}
         self._lives: dict[TopicPartition, int] = {}
-        """Maps each partition to the reading that its task judges; batches of other readings are dropped."""
+        """Maps each partition to the number that `Membership.begin` returned; only batches with this number are judged.
+        """
         self._member: Final = member
         self._damaged: Final[Counter[TopicPartition]] = Counter()
         self.fenced = 0
@@ -105,7 +108,7 @@ class TaskManager:
         self.opened: Final = asyncio.Event()
         """Set while there is an assignment, even an empty one."""
         self.failure: Final[asyncio.Future[BaseException]] = asyncio.get_running_loop().create_future()
-        """Completed with the reason when the worker must stop."""
+        """Completed with the error when an error must stop the worker."""
 
     @property
     def running(self) -> Mapping[TopicPartition, Task]:
@@ -125,8 +128,8 @@ class TaskManager:
         """Pass each batch to its task, in order; this is the body of each Faust agent."""
         async for batch in batches:
             await self.process(batch)
-            # Judging never yields to the event loop. Without this, responses for a commit in flight would wait for the
-            # whole queue.
+            # Judging never yields to the event loop. Without this sleep, responses for a commit in flight would wait
+            # until the whole queue was processed.
             await asyncio.sleep(0)
 
     async def process(self, batch: FeedBatch) -> None:
@@ -251,7 +254,10 @@ class TaskManager:
             self.failure.set_result(error)
 
     async def close_all(self, *, drain: bool) -> None:
-        """Close every task; with ``drain``, first commit its judged records. A failed commit closes the task, too."""
+        """Close every task; if ``drain`` is True, first commit its judged records.
+
+        A task is closed even if its commit fails.
+        """
         drain = drain and not self.failure.done()
         self.opened.clear()
         self._lives.clear()

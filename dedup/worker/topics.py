@@ -36,7 +36,7 @@ _FLAG: Final = "--onto-existing-output"
 
 
 class Retention(NamedTuple):
-    """How long a topic keeps records, by their timestamps, and the source topic that requires it, in a sentence."""
+    """How long a topic keeps records (by timestamp), and a sentence about the source topic that requires this."""
 
     ms: float
     """Infinite if the topic keeps records forever."""
@@ -57,13 +57,13 @@ class Retention(NamedTuple):
 
 
 def _retention_ms_of(configs: Mapping[str, str]) -> float:
-    """Return how long a topic keeps records, by their timestamps."""
+    """Return how long a topic with these configs keeps records, as measured by their timestamps."""
     kept_ms = int(configs.get("retention.ms", _BROKERS_DEFAULT_MS))
     return kept_ms if kept_ms >= 0 and "delete" in configs.get("cleanup.policy", "delete") else math.inf
 
 
 def _source_retention(source: Topic) -> Retention:
-    """Return how long the records of a source topic count: for ever if it is compacted."""
+    """Return how long records of a source topic must be kept, which is forever if the topic is compacted."""
     if "compact" in source.configs.get("cleanup.policy", ""):
         return Retention(math.inf, f"source topic {source.name!r} is compacted")
     kept_ms = _retention_ms_of(source.configs)
@@ -76,7 +76,7 @@ def _longest_retention(sources: Iterable[Topic]) -> Retention:
 
 
 def losing(topology: Topology, have: Mapping[str, Topic], wanted: Sequence[WantedTopic]) -> Iterator[tuple[str, str]]:
-    """Yield each topic that would delete records too early, with a sentence that describes the problem.
+    """Yield each topic that would delete records too early, and a sentence that describes the problem.
 
     ``wanted`` contains the topics as they would be created. Existing topics are checked with their actual configs.
     Every source topic must exist.
@@ -128,11 +128,11 @@ class Cluster:
 
     @property
     def limits(self) -> dict[str, Limit]:
-        """The limits of each topic whose configs the worker is permitted to read."""
+        """The size limits of each topic whose configs the worker is permitted to read."""
         return {name: topic.limit for name, topic in self.topics.items() if topic.limit is not None}
 
     def route(self, name: str | None) -> Route | None:
-        """Return the route to a topic; None if ``name`` is None."""
+        """Return the route to a topic, or None if ``name`` is None."""
         return None if name is None else Route(name, self.topics[name].partitions)
 
 
@@ -163,7 +163,7 @@ def topic_names(topology: Topology) -> list[str]:
 
 
 def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -> list[WantedTopic]:
-    """Return the topics to create; raises StateIncompatible if a source topic is missing."""
+    """Return the topics to create. Raises StateIncompatible if a source topic is missing."""
     absent = [name for name in topology.source.topics if name not in have]
     if absent:
         raise StateIncompatible(
@@ -184,8 +184,8 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
     unhurried = Retention(max(longest.ms, _BROKERS_DEFAULT_MS)).configs()
     side = {**base, **large, **unhurried, "message.timestamp.type": "LogAppendTime"}
     whole = {**base, **Retention(math.inf).configs()}
-    # With LogAppendTime, the broker sets the timestamp. With a worker's timestamp, the broker would refuse every record
-    # of a worker whose clock is an hour ahead (KIP-937).
+    # With LogAppendTime, the broker sets the timestamp. If workers set it, the broker would refuse every record from a
+    # worker whose clock is an hour ahead (KIP-937).
     kept = {**whole, "cleanup.policy": "compact,delete", "message.timestamp.type": "LogAppendTime"}
     output = None if topology.output is None else topology.output.topic
     configs: dict[str | None, tuple[int, dict[str, str]]] = {
@@ -204,7 +204,7 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
 
 
 def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
-    """Raise StateIncompatible if partition counts do not match."""
+    """Raise StateIncompatible if the partition counts of the topics do not match each other."""
     feeding, changelog = have[topology.feeding_topics[0]], have[topology.changelog_topic]
     checks = [(changelog, "changelog", "IDs would be looked up where they were not seen")]
     if topology.direct and topology.output is not None:
@@ -319,10 +319,11 @@ def _differences(found: Topic, wanted: WantedTopic) -> Iterator[Difference]:
 
 
 async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) -> list[str]:
-    """Create the topics of the plan; return their names.
+    """Create the topics of the plan, and return their names.
 
-    Raises StateIncompatible, with nothing created, if the changelog or the repartition topic is missing but the group
-    has read records. Also raises it, after creating the topics, if partition counts do not match.
+    Raises StateIncompatible, before any topic is created, if the changelog or the repartition topic is missing but the
+    group has read records. The same error is raised after the topics have been created if partition counts do not
+    match.
     """
     missing = {topic.name for topic in plan.make}
     if not missing.isdisjoint(state_topics(topology)) and not await group_is_new(topology, wire, admin):
@@ -385,22 +386,23 @@ def _sources(topology: Topology, have: Mapping[str, Topic]) -> Iterator[Finding]
 
 
 # A renamed topology, or a second one with the same output, begins at `start` without state and would forward records
-# that the output already holds. Only the output reveals this: the new name has neither offsets nor state.
+# that the output already holds. Only the output reveals this, because the new name has neither offsets nor state.
 #
-# The order of the checks prevents races. The first one looks for records in the output below its last stable offset,
-# because an open transaction may belong to this fleet. The second one looks whether this fleet has written anything:
-# every transaction of a task writes to the changelog before it ends, so if the first check has seen records of this
-# fleet, the second one sees a changelog end above zero. The same holds for a fleet that was seeded, or reset to a
-# position. A `dedup reset` without a position leaves a mark with the output's ends, which accounts for records below
-# them. So does the user's consent, so that workers that start later do not need it, and `dedup verify` knows which
-# records another topology has written.
+# The order of the two checks prevents races. The first check looks for records in the output below its last stable
+# offset, because an open transaction may belong to this fleet. The second check finds out whether this fleet has
+# written anything: every transaction of a task writes to the changelog before it ends, so if the first check has seen
+# records of this fleet, the second check sees a changelog end above zero. The same is true of a fleet that was seeded
+# or was reset to a position. A `dedup reset` without a position leaves a mark with the output's ends, which accounts
+# for all records below these ends. The user's consent also leaves such a mark, so that workers that start later do not
+# need the consent and `dedup verify` knows which records another topology has written.
 
 
 async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, *, meant: bool) -> None:
     """Check that a new group may write to the output; ``meant`` says that the user wants to write to existing output.
 
-    Raises StateIncompatible, with nothing changed, if the output holds committed records that neither this topology has
-    written nor a mark accounts for. With ``meant``, the function writes a mark that accounts for these records instead.
+    Raises StateIncompatible and changes nothing if the output contains committed records that this topology has not
+    written and that no mark accounts for. If ``meant`` is True, the function instead writes a mark that accounts for
+    these records.
     """
     if topology.output is None:
         return

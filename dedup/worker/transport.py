@@ -2,7 +2,8 @@
 
 Each Faust message is a whole `FeedBatch`, so Faust's overhead per message arises only once per batch. aiokafka
 maintains the group membership in the app's event loop (Faust's stock driver runs it in a separate thread). Tasks, not
-Faust, handle offsets, transactions, sends, and restores, so every hook of Faust for these is `refused`.
+Faust, handle offsets, transactions, sends, and restores, so every Faust hook for these operations raises an error (see
+`refused`).
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ log: Final = logging.getLogger(__name__)
 BATCH_RECORDS: Final = 4000
 _POLL_MS: Final = 200
 _GATHER_SHARE: Final = 4
-"""Collecting a larger batch takes at most the commit interval divided by this number."""
+"""The fetcher may wait for the commit interval divided by this number to collect a larger batch."""
 _MOST_GATHER_MS: Final = 25
 _HEARTBEATS: Final = 5
 """Minimum number of heartbeats within a session timeout."""
 _MOST_HEARTBEAT_MS: Final = 500
 _REBALANCE_IN_PROGRESS: Final = 27
-"""Error code of a heartbeat if the group rebalances; the member still owns its partitions until it rejoins."""
+"""The error code of a heartbeat during a rebalance; the member still owns its partitions until it rejoins."""
 _NOT_READ: Final = -1
-"""The number of a reading that did not begin."""
+"""Returned in place of a reading's number if the reading did not begin."""
 
 
 def refused(what: str) -> Callable[..., NoReturn]:
-    """Return a method that refuses what Faust would do beside the tasks."""
+    """Return a method that raises an error, in place of a Faust method that would bypass the tasks."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise InvariantBroken(
@@ -63,7 +64,7 @@ def refused(what: str) -> Callable[..., NoReturn]:
 
 
 class BatchSchema(faust.Schema[Any, Any]):
-    """Messages are already `FeedBatch` values; there is nothing to decode."""
+    """A schema that decodes nothing, because messages are already `FeedBatch` values."""
 
     def compile(self, app: AppT, **_: Any) -> Callable[..., Any]:
         """Return a decoder that returns the batch unchanged."""
@@ -88,7 +89,7 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
         await self._consumer.on_partitions_revoked({TP(tp.topic, tp.partition) for tp in revoked})
 
     async def on_partitions_assigned(self, assigned: Iterable[Any]) -> None:
-        """Pause all partitions first, because each one is read only after its task has set the position."""
+        """Pause all partitions first, because each one may be read only after its task has set the position."""
         consumer = self._consumer
         consumer.client.pause(*assigned)
         consumer.app.consumer_generation_id = consumer.client._coordinator.generation  # noqa: SLF001  # Faust's own driver reads it there
@@ -99,7 +100,7 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
 
 
 class DedupApp(faust.App):
-    """A Faust app that also holds the tasks of a worker; `dedup.worker.app.create_app` builds one."""
+    """A Faust app that also holds the tasks of a worker; `dedup.worker.app.create_app` builds it."""
 
     settings: Settings
     wire: KafkaWire
@@ -114,7 +115,7 @@ class DedupApp(faust.App):
 
     @property
     def member(self) -> Consumer:
-        """The consumer, with the type of dedup's own transport."""
+        """The consumer, typed as the class of dedup's own transport."""
         return cast("Consumer", self.consumer)
 
     @property
@@ -147,8 +148,8 @@ class Consumer(FaustConsumer):
             group_instance_id=app.settings.worker_id,
             partition_assignment_strategy=[app.assignor],
             enable_auto_commit=False,
-            # This affects only aiokafka's own positions. Its partitions stay paused; the fetcher reads, and never
-            # resets.
+            # This option affects only aiokafka's own positions, which are not used: its partitions stay paused, and the
+            # fetcher, which reads the records, never resets its positions.
             auto_offset_reset="earliest",
             max_poll_interval_ms=3_600_000,
             fetch_max_wait_ms=_POLL_MS,
@@ -161,7 +162,7 @@ class Consumer(FaustConsumer):
         self.fetcher = FeedFetcher(app.wire, app.factory.check, wait_ms=_POLL_MS, gather_ms=gather_ms)
 
     async def on_stop(self) -> None:
-        """Leave the group, after all tasks were closed."""
+        """Leave the group after all tasks have been closed."""
         await super().on_stop()
         await self._leave()
         await self.client.stop()
@@ -195,7 +196,7 @@ class Consumer(FaustConsumer):
         self.fetcher.halt(feeding)
 
     async def is_member(self) -> bool | None:
-        """Return whether this worker is still a member of the group; None if the coordinator does not respond.
+        """Return whether this worker is still a member of the group, or None if the coordinator does not respond.
 
         A worker that was frozen can find this out only by asking the coordinator.
         """
@@ -215,7 +216,7 @@ class Consumer(FaustConsumer):
         return self._passed.get(tp, -1) >= end and self._delivered.get(tp) == judged
 
     def lost_membership(self) -> DedupError | None:
-        """Return an error if the group membership was lost permanently, and None otherwise."""
+        """Return an error if the group membership was lost permanently, or None otherwise."""
         coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka reports it only in getmany
         routine = getattr(coordinator, "_coordination_task", None)
         pending = getattr(coordinator, "_pending_exception", None)
@@ -235,7 +236,8 @@ class Consumer(FaustConsumer):
         if not self.flow_active:
             await self.can_resume_flow.wait()
         generation = self.app.consumer_generation_id
-        # aiokafka considers a member alive as long as it polls. All of its partitions are paused.
+        # aiokafka considers a member alive as long as it polls. The poll returns no records, because all partitions are
+        # paused.
         await self.client.getmany(timeout_ms=0)
         try:
             found = await self.fetcher.poll([TopicPartition(*tp) for tp in self._get_active_partitions()])
@@ -307,7 +309,7 @@ class Consumer(FaustConsumer):
 
 
 class Producer(FaustProducer):
-    """Refuses every send, because it would not be part of the task's transaction."""
+    """Refuses every send, because a send by Faust would not be part of the task's transaction."""
 
     send = send_and_wait = send_soon = refused("a send by Faust, such as topic.send() or a write to the table,")
 

@@ -1,4 +1,4 @@
-"""Runs a worker process, which prepares topics, starts the app, and stops on a signal, a failure, or when it is done.
+"""Runs a worker process, which prepares topics, starts the app, and stops on a signal, on a failure, or when done.
 
 The process also serves web pages, performs maintenance, and watches for idle feeds and dead letters.
 """
@@ -120,8 +120,8 @@ class IdleFeeds:
     """Tracks how long each repartition task has had no lag, and marks idle feeds.
 
     With a repartition topic, stream time is the minimum over the feeds, so a source partition without new records would
-    hold it back forever. The task of an idle source partition therefore writes idle markers to the repartition topic,
-    in its own transaction, so that a replay makes the same decisions.
+    hold stream time back forever. The task of an idle source partition therefore writes idle markers to the repartition
+    topic, in its own transaction, so that a replay makes the same decisions.
     """
 
     idle_after_ms: int
@@ -130,7 +130,10 @@ class IdleFeeds:
     quiet: dict[TopicPartition, _Quiet] = field(init=False, default_factory=dict)
 
     def look(self, tasks: Mapping[TopicPartition, Task], now_ms: int) -> None:
-        """Mark each feed that has had no lag for long enough as idle, but not again before its next record."""
+        """Mark each feed as idle once it has had no lag for long enough.
+
+        A feed is marked again only after another record.
+        """
         for feeding in self.quiet.keys() - tasks.keys():
             del self.quiet[feeding]
         for feeding, task in tasks.items():
@@ -152,20 +155,23 @@ class IdleFeeds:
 class Finish:
     """Checks for `--exit-when-done` whether the group has finished all records that existed at the start.
 
-    The check also covers the partitions of other workers, by the group's committed offsets. No worker may exit while
-    another one still has work, because partitions may still move between workers. The worker polls `reached`.
+    The check also covers the partitions of other workers, for which it uses the group's committed offsets. No worker
+    may exit while another worker still has work, because partitions may still move between workers. The worker polls
+    `reached`.
     """
 
     app: DedupApp
     ends: dict[TopicPartition, int]
-    """The end of each source partition at the start, and later of the repartition topic's partitions."""
+    """The end that each source partition had at the start; the ends of the repartition topic's partitions are added
+    later.
+    """
     repartitioned: bool = False
     """Whether the ends of the repartition topic are known."""
     others_at_s: float = 0.0
     waits: bool = False
 
     async def reached(self) -> bool:
-        """Return whether both sub-topologies, or the only one, have committed all records below the ends."""
+        """Return whether all sub-topologies have committed all records below the ends."""
         try:
             async with asyncio.timeout(_ASK_WITHIN_S):
                 return await self._reached()
@@ -177,7 +183,7 @@ class Finish:
             if self.repartitioned or "repartition" not in self.app.sub_topologies:
                 return True
             # All source partitions are done, so the repartition topic has its final end. A rebalance may still assign
-            # source partitions to this worker, so their ends are still checked, too.
+            # source partitions to this worker, so the ends of source partitions are still checked.
             (topic,) = self.app.sub_topologies["dedup"]
             hop = [TopicPartition(topic, number) for number in range(self.app.member.topic_partitions(topic) or 0)]
             self.ends |= await ends_of(self.app.wire, hop)
@@ -234,7 +240,7 @@ class Pages(Protocol):
 
     @property
     def advertised(self) -> str | None:
-        """The address at which other workers reach the pages; None if the pages are not served."""
+        """The address at which other workers reach the pages, or None if the pages are not served."""
 
 
 MakePages = Callable[[Introspection], AbstractAsyncContextManager[Pages]]
@@ -245,8 +251,8 @@ class Maintenance:
     """Deletes records that no restore needs, and limits the size of the state; `run` works until it is canceled.
 
     Changelog records can be deleted safely at any moment, even by an owner that is about to be fenced. A record below
-    the first offsets of all live segments belongs to segments that are already dropped. Stream time never decreases, so
-    no later owner of the partition needs these segments. If the position of a store was deleted, its restore begins at
+    the first offsets of all live segments belongs to a segment that was already dropped. Stream time never decreases,
+    so no later owner of the partition needs this segment. If the position of a store was deleted, its restore begins at
     the log's start. In the repartition topic, only records that are below a known commit and older than `KEEP_MS` are
     deleted, because `dedup verify` replays that topic.
     """
@@ -258,10 +264,10 @@ class Maintenance:
     """Maps each partition to the offset below which records were last deleted."""
     warned: bool = field(init=False, default=False)
     truncated: set[TopicPartition] = field(init=False, default_factory=set)
-    """Changelogs that were truncated by somebody else; each is logged once."""
+    """Changelog partitions that somebody else has truncated; each of them is logged only once."""
 
     async def run(self) -> None:
-        """Do the periodic work until canceled; make the worker fail if state is too large."""
+        """Do the periodic work until canceled; stop the worker with an error if its state is too large."""
         while True:
             await asyncio.sleep(MAINTENANCE_EVERY_S)
             try:
@@ -314,7 +320,7 @@ class Maintenance:
             log.info("%s: records below %d are deleted", partition, offset)
 
     def _log_if_truncated(self, dedup_task: DedupTask, begin: int) -> None:
-        """Log an error once if the changelog lacks records that live segments need; dedup never deletes those."""
+        """Log an error once if the changelog lacks records that live segments need; dedup never deletes these."""
         record = dedup_task.store.task_record if dedup_task.store is not None else None
         if record is None or not record.counts_on_more(begin) or dedup_task.plan.changelog in self.truncated:
             return
@@ -352,7 +358,7 @@ async def background_loops(app: DedupApp, topology: Topology, introspection: Int
 
 
 async def _look_for_dead_letters(app: DedupApp, clock: SteadyClock) -> None:
-    """Log a message when nearly all records start to become dead letters, and another one when this ends."""
+    """Log when nearly all records start to become dead letters, and log again when this ends."""
     share = DeadShare()
     share.look((), clock.now_ms())
     while True:
@@ -374,7 +380,7 @@ async def _look_for_idle_feeds(app: DedupApp, feeds: IdleFeeds, clock: SteadyClo
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of one run. By default, a worker runs until it is stopped, without pages."""
+    """Options of one run. By default, a worker runs until it is stopped and serves no pages."""
 
     exit_when_done: bool = False
     on_tick: Callable[[DedupApp], None] | None = None
