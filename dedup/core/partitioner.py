@@ -1,4 +1,4 @@
-"""Implements Kafka's default partitioner for a column of keys: murmur2 with the seed of Kafka's `Utils.murmur2`.
+"""Implements Kafka's default partitioner for a column of keys, with murmur2 and the seed of Kafka's `Utils.murmur2`.
 
 Java's default partitioner, librdkafka's `murmur2_random`, and aiokafka use the same hash to put equal keys into the
 same partition.
