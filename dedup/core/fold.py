@@ -24,9 +24,7 @@ from dedup.errors import DedupError
 
 Sightings = tuple[Sighting, ...]
 Lookup = Callable[[Sequence[bytes], int], Mapping[bytes, Sightings]]
-"""Maps each of the given IDs that was seen before to its sightings; the second argument is the batch's smallest event
-time.
-"""
+"""Returns the sightings of the given IDs that were seen before; the integer is the batch's smallest event time."""
 
 
 class OnMissing(enum.Enum):
