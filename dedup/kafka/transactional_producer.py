@@ -289,8 +289,8 @@ class Session:
 
         When a broker receives the first batch for a partition, it asks the coordinator whether the partition was added
         to the transaction. If the offsets reach the same broker in the meantime, the broker asks about the offsets as
-        well and drops the earlier question. The broker then responds to the produce request with NotEnoughReplicas, as if
-        replicas were missing (KIP-890, `AddPartitionsToTxnManager` of Kafka 4.1).
+        well and drops the earlier question. The broker then responds to the produce request with NotEnoughReplicas, as
+        if replicas were missing (KIP-890, `AddPartitionsToTxnManager` of Kafka 4.1).
         """
         while any(batch.target not in self._ends for flight in self._unanswered for batch in flight.batches):
             await self._take_answer()
