@@ -81,7 +81,7 @@ class TaskMigrated(DedupError):
 
 
 class CommitUnknown(TaskMigrated):
-    """A transactional request got no response. Discard the task; its next epoch shows whether the request took effect."""
+    """A transactional request got no response. Discard the task; a new epoch shows whether the request took effect."""
 
 
 class TaskCorrupted(DedupError):

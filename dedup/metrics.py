@@ -104,7 +104,7 @@ class Durations:
         self.counts = self.counts or [0] * (len(self.bounds_s) + 1)
 
     def add(self, seconds: float, times: int = 1) -> None:
-        """Count one duration as often as ``times`` says."""
+        """Count ``times`` durations of the same length."""
         self.counts[bisect_left(self.bounds_s, seconds)] += times
         self.total_s += seconds * times
 

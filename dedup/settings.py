@@ -37,7 +37,7 @@ from dedup.yaml_document import (
 )
 
 _DEFAULT_CONFIG: Final = Path("config/local.yaml")
-"""The file that is read if it exists and no file is given."""
+"""The config file that is read if no other file is given and this file exists."""
 _PREFIX: Final = "DEDUP_"
 
 _NOT_SETTINGS: Final = ("DEDUP_CRASH_", "DEDUP_TEST_", "DEDUP_BENCH_", "DEDUP_DEMO_", "DEDUP_JDBC_")
@@ -112,19 +112,19 @@ class Security(Keys):
     protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     """Security protocol. With SSL, host names are always verified."""
     mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] | None = None
-    """SASL mechanism; required with SASL_PLAINTEXT and SASL_SSL."""
+    """SASL mechanism, which is required with SASL_PLAINTEXT and SASL_SSL."""
     username: str | None = None
     """SASL user."""
     password: _SecretText | None = None
-    """SASL password, or the OAUTHBEARER token: ${env:NAME} or ${file:PATH}."""
+    """SASL password or OAUTHBEARER token, written as ${env:NAME} or ${file:PATH}."""
     ca_file: str | None = None
-    """CA certificates to trust (PEM). Default: the system's certificates."""
+    """File of CA certificates to trust (PEM). Default: the system's certificates."""
     cert_file: str | None = None
-    """Client certificate (PEM), for mutual TLS."""
+    """File of the client certificate (PEM) for mutual TLS."""
     key_file: str | None = None
-    """Private key of the client certificate (PEM)."""
+    """File of the client certificate's private key (PEM)."""
     key_password: _SecretText | None = None
-    """Password of the private key: ${env:NAME} or ${file:PATH}."""
+    """Password of the private key, written as ${env:NAME} or ${file:PATH}."""
 
 
 class StateSection(Keys):
@@ -172,9 +172,9 @@ class Web(Keys):
     port: Annotated[int, within(0, _LAST_PORT)] = 6066
     """Port to listen on. With 0, the system picks a free port."""
     token: _SecretText | None = None
-    """Token that callers must send: ${env:NAME} or ${file:PATH}."""
+    """Token that callers must send, written as ${env:NAME} or ${file:PATH}."""
     advertise: Annotated[str, _PAGE_RULE] | None = None
-    """URL at which other workers and users reach these pages. Default: web.host and web.port."""
+    """URL that other workers and users need to reach these pages. Default: a URL with web.host and web.port."""
 
 
 class LogSettings(Keys):
@@ -252,7 +252,7 @@ _TEXTS: Final = frozenset(at for at, annotation in _KEYS.items() if _takes(annot
 def load_settings(path: Path | None, overrides: Sequence[str], environ: Mapping[str, str]) -> Settings:
     """Return the settings of a config file, overridden by the environment and then by the command line.
 
-    Without a path, `config/local.yaml` is read if it exists. Raises SettingsError, which lists every problem.
+    If ``path`` is None, `config/local.yaml` is read if it exists. Raises SettingsError, which lists every problem.
     """
     if path is None and _DEFAULT_CONFIG.is_file():
         path = _DEFAULT_CONFIG

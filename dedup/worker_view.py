@@ -8,7 +8,7 @@ from typing import Final, Literal, Self
 from dedup.metrics import TaskNumbers
 
 Kind = Literal["duplicate", "conflict", "late", "dead_letter"]
-"""The kinds of records of which the latest ones are kept for inspection."""
+"""The kinds of records whose latest examples are kept for inspection."""
 _MOST_SHOWN_BYTES: Final = 4096
 
 
@@ -63,7 +63,7 @@ class SeenId:
     live: bool
     """Whether the sighting still counts, because stream time has not passed its retention."""
     went: str | None
-    """The output topic and, if it is known, the partition, or None for an observe-only topology."""
+    """The output topic, followed by the partition if it is known, or None for an observe-only topology."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class LookedUp:
     candidates: tuple[int, ...]
     """The partitions that the ID may be in."""
     feeding_topics: tuple[str, ...]
-    """The feeding topics, to which the partitions belong."""
+    """The topics that dedup tasks read, to which all these partitions belong."""
 
 
 @dataclass(frozen=True, slots=True)

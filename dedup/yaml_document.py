@@ -72,7 +72,7 @@ class Document:
     value: Any = None
     """The top-level value: None, a bool, int, float, or str, or a list or string-keyed dict of such values."""
     problems: list[Problem] = field(default_factory=list)
-    """The YAML errors in the file. In spite of these errors, ``value`` holds everything that could be read."""
+    """The YAML errors in the file. Despite these errors, ``value`` holds everything that could be read."""
     _values: dict[At, str] = field(default_factory=dict)
     _keys: dict[At, str] = field(default_factory=dict)
     _written: dict[At, str] = field(default_factory=dict)
@@ -259,7 +259,7 @@ class Keys(BaseModel):
 def accepting(
     accepts: Callable[[Any], object], text: str, *, kind: Callable[[Callable[[Any], Any]], Any] = AfterValidator
 ) -> Any:  # noqa: ANN401 - a validator of this kind
-    """Return a validator that rejects other values with the error ``text``, in which ``{}`` stands for the value."""
+    """Return a validator that rejects values unless ``accepts`` is true; ``{}`` in ``text`` stands for the value."""
 
     def check(value: Any) -> Any:  # noqa: ANN401 - any value in the file
         if not accepts(value):
@@ -297,7 +297,7 @@ def _nearest(word: str, known: Sequence[str]) -> str:
 
 
 def dotted(at: At) -> str:
-    """Return a path in a notation such as ``source.topics[0]``."""
+    """Return a path as a string such as ``source.topics[0]``."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in at).lstrip(".")
 
 

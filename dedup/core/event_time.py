@@ -44,7 +44,7 @@ class BadTime(NotJudged):
 
 @dataclass(frozen=True, slots=True)
 class RecordTime:
-    """The event time is the record's own timestamp."""
+    """The event time is the record's timestamp."""
 
 
 @dataclass(frozen=True, slots=True)

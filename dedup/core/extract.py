@@ -115,7 +115,7 @@ def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
 
 
 def _occur_in_places(joined: bytes, names: tuple[_Name, ...], count: int) -> bool:
-    """Tell whether each name occurs at most once per value at each depth at which a path contains it.
+    """Tell whether each name occurs at most once per value at every depth where a path contains the name.
 
     The values must not contain backslashes, so that every quote begins or ends a string.
     """
@@ -211,7 +211,7 @@ def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns 
     if any(char in '"\\/' or char < " " for name in names for char in name):  # JSON has short escapes for these
         return None
     time_types: tuple[Any, ...] = (None,) if time is None else _TIME_TYPES[time.unit]
-    if time is not None and time.path in ids:  # a part of an ID is text or an integer
+    if time is not None and time.path in ids:  # a part of an ID is a string or an integer
         time_types = time_types[:1]
     return JsonColumns(
         decoders=tuple(msgspec.json.Decoder(tree.struct(time_type)) for time_type in time_types),

@@ -47,7 +47,7 @@ _FINGERPRINT_BYTES: Final = 8
 
 
 class FaultKind(Enum):
-    """Why a record cannot be judged, as a kind of fault. The topology says what happens to records of each kind."""
+    """A kind of fault that prevents a record from being judged. The topology says what happens to such records."""
 
     MISSING_ID = "missing_id"
     UNREADABLE = "unreadable"

@@ -188,7 +188,7 @@ def judged_at_once(
 
 
 def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceiling_ms: int) -> Outcome:
-    """Judge a batch in log order, so that the sightings of earlier records count for later ones; return the outcome.
+    """Judge a batch in log order, so that the sightings of earlier records count for later records.
 
     ``ceiling_ms`` is the greatest event time that is accepted. Raises RecordFailed if the policy `fail` applies.
     """
@@ -236,7 +236,7 @@ def judge(
     stream_times: list[int],
     skipped: set[int],
 ) -> None:
-    """Judge each row that is not skipped at its own stream time, and add the verdicts to the outcome.
+    """Judge each row that is not in ``skipped`` by its own stream time, and add the verdicts to the outcome.
 
     The function updates `known`, except for the IDs of `outcome.singles`. Engines use the function if they group rows
     by ID and already know the stream time of each row. Raises RecordFailed if the policy `fail` applies to a record.
@@ -285,7 +285,7 @@ def _accepted_times(rows: Rows, rules: Rules, skipped: set[int], outcome: Outcom
 def _stream_times(
     rows: Rows, times_ms: list[int], skipped: set[int], before: StreamTime
 ) -> tuple[list[int], StreamTime]:
-    """Return stream time at every row, and stream time after the batch. Rows with faults do not change it."""
+    """Return stream time at every row, and stream time after the batch. Rows with faults do not change stream time."""
     if len(before.feeds) > 1 or rows.idle_rows:
         feeds = rows.feeds if len(rows.feeds) == len(times_ms) else [rows.feeds[0]] * len(times_ms)
         return before.after(
@@ -301,7 +301,7 @@ def _stream_times(
 
 
 class _Judging:
-    """One pass over a batch, which adds the batch's own sightings to `known`."""
+    """One pass over a batch. It adds the sightings of the batch's records to `known`."""
 
     def __init__(self, rows: Rows, rules: Rules, outcome: Outcome, known: dict[bytes, Sightings]) -> None:
         self._rows: Final = rows

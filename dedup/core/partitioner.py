@@ -22,7 +22,7 @@ _Hashes = npt.NDArray[np.uint32]
 
 
 def partitions(keys: Sequence[bytes], count: int) -> list[int]:
-    """Return the partition, out of ``count``, into which Kafka's default partitioner puts each key."""
+    """Return the partition that Kafka's default partitioner chooses for each key in a topic of ``count`` partitions."""
     by_length: defaultdict[int, list[int]] = defaultdict(list)
     for at, key in enumerate(keys):
         by_length[len(key)].append(at)

@@ -19,7 +19,7 @@ from dedup.core.tracking_id import KEPT_BYTES, Normalizing, normalizer, state_ke
 
 _UUID_CHARS: Final = 36
 _ROW: Final = _UUID_CHARS + 1
-"""Length of a UUID with the line feed after it."""
+"""Length of a UUID and the line feed after it."""
 _HYPHENS: Final = (8, 13, 18, 23)
 _REMEMBERED: Final = 1 << 16
 """Maximum number of parts of composite IDs that are cached per column."""

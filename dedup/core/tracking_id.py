@@ -1,4 +1,4 @@
-"""Defines the rules for the tracking ID, the frozen encoding of IDs as canonical bytes, and the conversion to text.
+"""Defines the rules for the tracking ID, encodes IDs as canonical bytes in a frozen format, and displays IDs.
 
 Equal IDs have equal canonical bytes, which consist of a tag and a value:
 

@@ -58,7 +58,7 @@ _NEEDED: Final[tuple[type[Any], ...]] = (
 
 
 class Rights:
-    """Reports the caller's rights. Use it with ``async with``. Every method may raise BrokerUnavailable."""
+    """Reports the caller's rights. Use an instance with ``async with``. Every method may raise BrokerUnavailable."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
@@ -99,7 +99,7 @@ class Rights:
         """Return the operations that the caller may perform on each topic, or None for a topic that does not exist.
 
         If the caller may not describe a topic, the result contains all operations that do not imply Describe, because
-        the broker does not report which of them are allowed.
+        the broker does not report which of these are allowed.
         """
         request = MetadataRequest_v10.of(sorted(set(names)), rights=True)
         answer = await self._ask(self._client.get_random_node(), request)

@@ -40,7 +40,9 @@ MOST_DOUBTS: Final = 3
 """The log certainly lacks a position after this many consecutive responses have said so."""
 _FEED_LANE: Final = "feed"
 _FLOW_BYTES: Final = 512 << 10
-"""While records arrive, a broker waits briefly for this many bytes, because a small batch takes as long as a large one.
+"""While records are arriving, a broker waits briefly for this many bytes.
+
+Without this wait, batches would be small, and a small batch takes nearly as much time as a large one.
 """
 
 
@@ -104,7 +106,7 @@ class TopicCheck:
         """
         if self._next is None:
             self._next = asyncio.create_task(self._ask_after(self._asking), name="topic check")
-            # If no caller is waiting for this exception, nobody needs to see it: the next request raises it again.
+            # If no caller is waiting for this exception, it need not be reported: the next request raises it again.
             self._next.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         # The request is shielded, so that a caller that stops waiting does not cancel it for the other callers.
         await asyncio.shield(self._next)
@@ -188,7 +190,7 @@ class Reading:
     leader_epoch: int
     """Leader epoch of the record before the position, or -1 if it is unknown."""
     life: int
-    """The number that identifies this reading."""
+    """The number that identifies this reading of the partition."""
     over: bool = False
     """True if this reading has ended. Records that were fetched by an ended reading must not be judged."""
     doubts: int = 0
@@ -283,8 +285,8 @@ class FeedFetcher:
             await asyncio.sleep(self._wait_ms / 1000)
             return []
         done, _ = await asyncio.wait(self._flights.values(), return_when=asyncio.FIRST_COMPLETED)
-        # All responses are collected here, because the assignment may end during the refresh below, which also ends all
-        # requests.
+        # All responses are collected here, because the assignment may end during the refresh below, and all requests
+        # end with the assignment.
         landed = [self._flights.pop(node) for node, flight in list(self._flights.items()) if flight in done]
         found: list[Answer] = []
         for flight in landed:

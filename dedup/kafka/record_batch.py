@@ -1,9 +1,9 @@
-"""Builds record batches in the broker's own format (message format v2, KIP-98), and reads them as columns.
+"""Builds record batches in the broker's format (message format v2, KIP-98), and reads record batches as columns.
 
 aiokafka's compiled builder builds the record batches. A batch that is ready to send lacks only the producer's identity.
-From a fetch response, only the committed records are returned, as columns. Brokers accept header names that are not
-UTF-8, but aiokafka's decoder rejects a batch that contains such a name. This module decodes such batches with its own
-code, which follows Kafka's protocol guide.
+A fetch response is read into columns, which contain only the committed records. Brokers accept header names that are
+not UTF-8, but aiokafka's decoder rejects a batch that contains such a name. This module decodes such batches with its
+own code, which follows Kafka's protocol guide.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Limit:
     """The limits of a topic, according to its configs."""
 
     batch_bytes: int
-    """Maximum size of a batch, both as sent and as stored (`max.message.bytes`)."""
+    """Maximum size of a record batch, both as sent and as stored (`max.message.bytes`)."""
     stored: str = "producer"
     """Compression of a stored batch (`compression.type`); `producer` means that a batch is stored as it was sent."""
 
@@ -78,7 +78,7 @@ class Limit:
 
     @cached_property
     def surely_fits_bytes(self) -> int:
-        """The largest uncompressed size at which every batch fits, even if compression makes it slightly larger."""
+        """The largest uncompressed size at which every batch fits, even if compression makes the batch larger."""
         return max(0, self.batch_bytes - self.batch_bytes // 128 - 128)
 
 
@@ -146,7 +146,7 @@ def fill(
     while first is not None:
         builder = DefaultRecordBatchBuilder(**options)
         append, rows = builder.append, [first[0]]
-        # The first record of a batch is always added, regardless of its size.
+        # The first record of a batch is always added, regardless of the record's size.
         append(0, *first[1:])
         batches.append(RecordBatch(target, builder, rows, first))
         for count, (row, timestamp_ms, key, value, headers) in enumerate(left, 1):
@@ -343,7 +343,7 @@ class FeedBatch:
     values: list[bytes | None]
     headers: Sequence[Sequence[Header]]
     follows: int
-    """The offset at which the previous batch ended. A gap means that a batch was lost."""
+    """The offset at which the previous batch ended. A gap between two batches means that a batch was lost."""
     odd_names: frozenset[int] = frozenset()
     """Offsets of records that become dead letters because they have a header name that is not UTF-8."""
     leader_epoch: int = -1
@@ -387,7 +387,7 @@ def _rows_of(batch: B, rows: slice) -> B:
 
 
 def gather(rows: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return a fast function that selects these rows, of which there must be at least one, from a column."""
+    """Return a fast function that selects these rows from a column. ``rows`` must not be empty."""
     if len(rows) == 1:
         (row,) = rows
         return lambda column: (column[row],)  # itemgetter would not return a sequence
@@ -420,7 +420,7 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
 def columns_of(
     source: TopicPartition, raw: bytes, aborted: Sequence[tuple[int, int]], position: int
 ) -> tuple[Columns, int]:
-    """Return the committed records at or after a position, and the position at which to continue reading."""
+    """Return the committed records at or after a position, and the next position to read."""
     found = Columns()
     batches = CommittedBatches(source, raw, aborted, position)
     for batch in batches.batches():
@@ -448,7 +448,7 @@ def _offsets(records: Sequence[Any]) -> Iterable[int]:
 
 
 def leader_epochs(raw: bytes) -> tuple[int, int]:
-    """Return the leader epochs of the first and the last complete batch, which are -1 for formats without epochs."""
+    """Return the leader epochs of the first and the last complete batch. Old formats without epochs give -1."""
     first = last = NO_EPOCH
     at = 0
     while at + _BATCH_HEAD.size <= len(raw):

@@ -133,9 +133,9 @@ class DescribeGroupRightsRequest_v3(_OneVersion, DescribeGroupsRequest_v3):
 
 
 class MetadataRequest_v10(_OneVersion, RequestStruct):
-    """Requests the metadata of topics, including IDs, which distinguish a topic from an earlier one of the same name.
+    """Requests the metadata of topics, including topic IDs (KIP-516).
 
-    KIP-516 has introduced topic IDs.
+    A topic ID distinguishes a topic from an earlier topic with the same name.
     """
 
     FLEXIBLE_VERSION = True
@@ -204,8 +204,8 @@ class OffsetFetchRequest_v7(_OneVersion, RequestStruct):
     """Requests a group's committed offsets, even if a transaction may still change them.
 
     With `require_stable` (KIP-447), the response is an error while an open transaction may change an offset. Without
-    `require_stable`, the response may contain outdated offsets, because brokers before Kafka 4 respond to the next
-    InitProducerId that the transaction has ended shortly before they apply the transaction's offsets.
+    `require_stable`, the response may contain outdated offsets, because brokers before Kafka 4 may respond to the next
+    InitProducerId shortly before they apply the offsets of the ended transaction.
     """
 
     FLEXIBLE_VERSION = True
@@ -272,7 +272,7 @@ class FetchedPartition(NamedTuple):
     """The producer ID and the first offset of each aborted transaction in ``records``."""
     records: bytes
     parts_at: int | None
-    """The first offset at which the broker's log differs from the records that were read before, or None."""
+    """The first offset where the broker's log differs from the records that were read before, or None if it agrees."""
 
 
 class FetchRequest_v13(_OneVersion, RequestStruct):

@@ -42,8 +42,7 @@ _BROKERS_RETENTION: Final = -1
 BROKER_DEFAULT: Final = -1
 """As a replication factor or partition count, this number stands for the brokers' default (KIP-464)."""
 FOR_EVER_MS: Final = 100 * 365 * 86_400_000
-"""A retention of 100 years. The largest number would overflow, because the broker adds a retention to the current time.
-"""
+"""A retention of 100 years. Brokers add the retention to the current time, so the largest integer would overflow."""
 _MADE_BY_THE_BROKER: Final = re.compile(r"-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 
 
@@ -83,7 +82,7 @@ class WantedTopic:
 
 
 class Admin:
-    """Administers topics. Use it with ``async with``, which raises BrokerUnavailable if no broker responds."""
+    """Administers topics. Use an instance with ``async with``, which raises BrokerUnavailable if no broker responds."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection

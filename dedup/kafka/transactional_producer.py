@@ -48,7 +48,7 @@ OK: Final = 0
 # Error codes after which a request is repeated: the coordinator is loading, is not available, has moved, or is still
 # ending the previous transaction.
 AGAIN: Final = COORDINATOR_MOVED | {51}
-# The coordinator's broker does not know the partition yet; only AddPartitions returns this error.
+# Only AddPartitions returns error 3, while the coordinator's broker does not know the partition yet.
 AGAIN_ANNOUNCING: Final = AGAIN | {3}
 # Invalid epoch, fenced, ID mapping lost, wrong transaction state, sequence out of order, unknown producer.
 FENCED: Final = frozenset({45, 47, 48, 49, 59, 90})
@@ -246,7 +246,7 @@ class Session:
         return ends
 
     async def prepare(self, offsets: Mapping[TopicPartition, Position]) -> Mapping[TopicPartition, int]:
-        """Write everything that was added and the offsets, without making it visible; return the result of `settle`.
+        """Write everything that was added and the offsets, but keep all of it invisible; return the result of `settle`.
 
         Raises the same errors as `settle`, such as TaskMigrated if another owner has fenced this session, and
         CommitUnknown if a response is missing.

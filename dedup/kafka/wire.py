@@ -53,7 +53,7 @@ class Fetched:
 
     @property
     def records(self) -> list[FetchedRecord]:
-        """The records as objects, which are created on each call."""
+        """The records as objects. Each call creates new objects."""
         return list(map(FetchedRecord, self.offsets, self.timestamps_ms, self.keys, self.values))
 
 
@@ -162,7 +162,7 @@ class Wire(Protocol):
         """Read committed records at or after an offset, and wait for up to ``wait_ms`` until records arrive."""
 
     def pin(self, topic_ids: Mapping[str, str]) -> None:
-        """Make `fetch` read these topics by ID from now on, so that it never reads a recreated topic."""
+        """Make `fetch` read these topics by ID from now on, so that `fetch` never reads a recreated topic."""
 
     async def pause(self, delay_ms: int) -> None:
         """Wait for ``delay_ms`` before a request is repeated."""

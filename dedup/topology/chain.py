@@ -101,7 +101,7 @@ def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
 
 
 def _paths(files: Sequence[Named], topic: str, text: str, passed: list[str], weak: frozenset[str]) -> list[str]:
-    """Return one line per path that starts at a topic. ``text`` and ``passed`` describe the stages before the topic."""
+    """Return one line per chain through a topic. ``text`` and ``passed`` contain the stages before the topic."""
     after = [(file, topology) for file, topology in _readers_of(files, topic) if file not in passed]
     if not after:
         bad = [file for file in passed if file in weak]

@@ -1,4 +1,4 @@
-"""Describes a topology's agents, topics, table, and verdicts as text, as data, and as a drawing (Graphviz or SVG).
+"""Describes a topology's agents, topics, table, and verdicts in words, as data, and as a drawing (Graphviz or SVG).
 
 For `dedup apply --acls`, the module also lists the minimum permissions that a worker's principal needs. In Kafka's
 authorizer, Read, Write, and Delete imply Describe. Since KIP-679, an idempotent producer needs no IdempotentWrite
@@ -40,7 +40,7 @@ Kind = Literal["topic", "agent", "table"]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A box of the drawing, with a unique name."""
+    """A box in a topology's drawing, which is identified by its name."""
 
     name: str
     kind: Kind
@@ -49,7 +49,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An arrow of the drawing, with the names of the boxes that it connects and the kind of records that it shows."""
+    """An arrow in a topology's drawing, with the names of the boxes that it connects and the kind of records it shows."""
 
     start: str
     end: str

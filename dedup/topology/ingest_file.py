@@ -1,4 +1,4 @@
-"""Parses an ingest file into checked values; `schema` defines the structure of the file."""
+"""Parses an ingest file into checked values. The module `schema` defines the structure of the file."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class SinkSpec:
 
 @dataclass(frozen=True)
 class Topology:
-    """One deduplication job, with its source, rules, and topics."""
+    """The source, rules, and topics of one deduplication job."""
 
     name: str
     source: SourceSpec
@@ -111,7 +111,7 @@ class Topology:
     duplicates: str | None = None
     conflicts: str | None = None
     conflicts_counted: bool = False
-    """True if the file has the key `conflicts`, with or without a topic. Payloads are then compared."""
+    """True if the topology file has the key `conflicts`, with or without a topic. Payloads are then compared."""
     fingerprint_exclude: tuple[Path, ...] = ()
     """Members that are ignored when payloads are compared."""
     on_conflict: OnConflict = OnConflict.DUPLICATE
@@ -178,7 +178,7 @@ class Topology:
 
     @property
     def conflicts_go_to(self) -> str | None:
-        """The topic for conflicts or, if there is none, for duplicates; None if conflicts are only counted."""
+        """The topic for conflicts, which defaults to the topic for duplicates, or None if conflicts are only counted."""
         return self.duplicates if self.conflicts is None else self.conflicts
 
     @property

@@ -1,7 +1,7 @@
 """Parses a topology file into a `Topology`, or raises one error that reports every problem and its position.
 
-The schema checks each key alone. Rules that involve several keys, such as that no topic has two roles, are checked in
-the file as written, so that problems of both kinds are reported together.
+The schema checks each key alone. Rules that involve several keys (for example, no topic may have two roles) are checked
+in the file as written, so that problems of both kinds are reported together.
 """
 
 from __future__ import annotations

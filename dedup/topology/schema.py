@@ -208,7 +208,7 @@ class SinkFile(Keys):
     table: _Table
     """Name of the table, or schema.table. The table is created if it does not exist."""
     columns: dict[_SinkColumn, _PlainOrMapping[_Path, ColumnFile]] | None = None
-    """Path of the member in each column, or {field, type}. Default: the columns key and value, as bytes."""
+    """Maps each column to the path of a member, or to {field, type}. Default: the columns key and value, as bytes."""
     topic: _Topic | None = None
     """Topic to read. Default: the output topic."""
     on_reuse: Literal["update", "append"] = "update"
@@ -218,7 +218,7 @@ class SinkFile(Keys):
 
 
 class SourceFile(Keys):
-    """The topics that a topology reads, and how it reads them."""
+    """The topics that a topology reads, and how they are read."""
 
     topics: Annotated[list[_Topic], some("topic")] = Field(json_schema_extra={"minItems": 1})
     """Topics to read. Several topics are always repartitioned."""
@@ -254,7 +254,7 @@ class TrackingIdFile(Keys):
     fields: _Paths | None = None
     """Paths of several JSON members that together, in this order, are the ID, such as tenant and order number."""
     content: _PlainOrMapping[_True, ContentFile] | None = None
-    """If true, the ID is the raw bytes of the value; {exclude: [...]} means its JSON content without these members."""
+    """With true, the ID is the value's raw bytes; with {exclude: [...]}, its JSON content without these members."""
     normalize: list[Normalizing] = Field(default_factory=list)
     """Normalization steps that are applied to IDs, in this order, before the IDs are compared."""
     missing: Literal["dead_letter", "forward", "fail"] = "dead_letter"
@@ -361,7 +361,7 @@ class FilesSource(Keys):
 
 
 class TableSource(_ExactlyOne):
-    """A table to which rows are only added, each with a greater number than the rows before it."""
+    """A table to which rows are only added, each with a greater number than all earlier rows."""
 
     one_of = ("table", "query")
 
