@@ -49,7 +49,7 @@ class RecordTime:
 
 @dataclass(frozen=True, slots=True)
 class FieldTime:
-    """The event time is a member of the JSON value, either an RFC 3339 string or a number of time units."""
+    """The event time is a member of the JSON value, either an RFC 3339 string or a number with a fixed unit."""
 
     path: Path
     unit: TimeUnit
@@ -146,7 +146,7 @@ def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
 def _layout_holds(lines: bytes, count: int, zone: int, *, utc: bool) -> bool:
     """Tell whether every line has digits and separators at the positions that the layout requires.
 
-    The function checks that the separators are at these positions, and then removes all separators. If a line has a
+    The function checks that all required positions have separators, and then removes every separator. If a line has a
     separator anywhere else, too few digits remain.
     """
     marks = {4: b"-", 7: b"-", 10: b"T", 13: b":", 16: b":"}

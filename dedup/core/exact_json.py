@@ -35,7 +35,7 @@ _OPENINGS: Final = b'{["'
 
 @dataclass(frozen=True, slots=True)
 class _Foreign:
-    """A format other than JSON in UTF-8."""
+    """A data format other than UTF-8 JSON that a value may have."""
 
     name: str
     """A stable name in snake_case for use as a metric label. There are only a few such names."""
@@ -227,7 +227,7 @@ def excluded(paths: tuple[Path, ...]) -> Excluded:
 
 
 def canonical_json(value: JsonValue, exclude: Excluded) -> bytes:
-    """Return the canonical content, which is equal for two values if and only if their contents are equal.
+    """Return the canonical content, which does not depend on white space, escapes, or the order of members.
 
     Members are sorted by name at every level, there is no white space, and strings are escaped only where JSON requires
     it. Integers stay as written (``-0`` becomes ``0``), and other numbers have the form of `Number.decimal_text`.

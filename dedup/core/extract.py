@@ -270,7 +270,7 @@ class _Node:
 
 
 def _joined(values: Sequence[bytes | None]) -> bytes | None:
-    """Return the values joined by line feeds, or None if a value may be no object or may exceed `MAX_DEPTH`."""
+    """Return the values joined by line feeds, or None if any of them might be no object or exceed `MAX_DEPTH`."""
     try:
         joined = b"\n".join(values)  # type: ignore[arg-type]
     except TypeError:  # a null value
@@ -386,7 +386,7 @@ class Extracted:
     times_ms: list[int]
     """Event times, with 0 for each row in `faults`."""
     fingerprints: list[bytes] | None
-    """Fingerprints, which have eight bytes or are empty for rows in `faults`, or None if they were not requested."""
+    """The fingerprint of each row, which is empty for rows in `faults`, or None if fingerprints were not requested."""
     faults: dict[int, Fault]
 
 

@@ -63,7 +63,7 @@ class RecordFailed(DedupError):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The parts of a topology on which a verdict depends."""
+    """The parts of a topology that affect verdicts."""
 
     window: Window
     missing: OnMissing = OnMissing.DEAD_LETTER
@@ -81,7 +81,7 @@ class Rows:
     sources: Sequence[int]
     """The records' offsets in their source partitions."""
     feeds: Sequence[Feed]
-    """One entry per record, or a single entry if the whole batch has one feed."""
+    """The feed of each record, or a single entry if all records of the batch have the same feed."""
     idle_rows: frozenset[int] = frozenset()
     """The rows that are idle markers instead of records."""
 
@@ -108,7 +108,7 @@ class Outcome:
 
     unique: list[int] = field(default_factory=list)
     exempt: dict[int, str] = field(default_factory=dict)
-    """Rows that a policy forwards, each with the reason for `dedup-verdict`; conflicts are also in `unique`."""
+    """Rows that a policy forwards, each with the reason to put into `dedup-verdict`. `unique` also has the conflicts."""
     duplicates: list[tuple[int, Sighting]] = field(default_factory=list)
     """Rows that repeat a sighting but are not in `conflicts`, each with the sighting as it was before the row."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
@@ -310,7 +310,7 @@ class _Judging:
         self._outcome: Final = outcome
         self._known: Final = known
         self._fresh: Final[dict[bytes, int]] = {}
-        """Maps each ID that has occurred once, and only in this batch, to its row, because few need a `Sighting`."""
+        """Maps each ID that has occurred only once, in this batch, to its row. Few such IDs ever need a `Sighting`."""
 
     def run(self, stream_times: list[int], skipped: set[int]) -> None:
         """Judge every row that is not skipped.

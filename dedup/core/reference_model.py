@@ -30,7 +30,7 @@ _ONE_FEED: Final[tuple[Feed, ...]] = ((0, 0),)
 
 @dataclass(frozen=True, slots=True)
 class ModelRules:
-    """The parts of a topology on which a verdict depends."""
+    """The parts of a topology that affect verdicts."""
 
     guard_ms: int
     grace_ms: int

@@ -49,7 +49,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An arrow in a topology's drawing, with the names of the boxes that it connects and the kind of records it shows."""
+    """An arrow in a topology's drawing, with the names of the two boxes that it connects and the kind of records."""
 
     start: str
     end: str

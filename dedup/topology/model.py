@@ -178,7 +178,7 @@ class Topology:
 
     @property
     def conflicts_go_to(self) -> str | None:
-        """The topic for conflicts, which defaults to the topic for duplicates, or None if conflicts are only counted."""
+        """The topic for conflicts, which may be the topic for duplicates, or None if conflicts are only counted."""
         return self.duplicates if self.conflicts is None else self.conflicts
 
     @property
