@@ -1,7 +1,7 @@
 """Finds a record's event time and converts it to milliseconds since 1970 UTC.
 
-Fractions of a millisecond are rounded down. A negative time is returned unchanged; `fold` decides what happens to the
-record.
+Fractions of a millisecond are rounded down. A negative time is returned unchanged, and `fold` decides what happens to a
+record with such a time.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Outcome:
 
     unique: list[int] = field(default_factory=list)
     exempt: dict[int, str] = field(default_factory=dict)
-    """Rows that a policy forwards, each with the reason to put into `dedup-verdict`. `unique` also has the conflicts."""
+    """Rows that a policy forwards, each with the reason for `dedup-verdict`. `unique` also has the conflicts."""
     duplicates: list[tuple[int, Sighting]] = field(default_factory=list)
     """Rows that repeat a sighting but are not in `conflicts`, each with the sighting as it was before the row."""
     repeats: list[tuple[int, int]] = field(default_factory=list)

@@ -53,7 +53,7 @@ class ModelRecord(NamedTuple):
     ceiling_ms: int | None = None
     """The greatest event time that was accepted when this record was judged, or None if there was no limit."""
     idle: bool = False
-    """True if this is an idle marker, which says that the feed has no more records for now, instead of a record."""
+    """True if this is no record but an idle marker, which says that the feed has no more records for now."""
 
 
 class ModelVerdict(NamedTuple):

@@ -22,7 +22,7 @@ _ROW: Final = _UUID_CHARS + 1
 """Length of a UUID and the line feed after it."""
 _HYPHENS: Final = (8, 13, 18, 23)
 _REMEMBERED: Final = 1 << 16
-"""Maximum number of parts of composite IDs that are cached per column."""
+"""The maximum number of parts of composite IDs that the cache holds for one column."""
 
 
 def scalar_keys(column: list[str] | list[int] | list[str | int]) -> list[bytes] | None:
@@ -69,7 +69,7 @@ def bytes_keys(values: Sequence[bytes]) -> list[bytes] | None:
 
 
 class PartMemo(dict[str | int, bytes]):
-    """A cache of length-prefixed canonical parts for one column of a composite ID, whose values often repeat.
+    """A cache for one column of a composite ID, which maps each value to its canonical bytes, prefixed by their length.
 
     The keys of the cache are only strings and integers, because Python treats True and 1.0 as the key 1. Looking up an
     empty string raises _EmptyPart.

@@ -12,9 +12,9 @@ Equal IDs have equal canonical bytes, which consist of a tag and a value:
     09 composite       per part: its canonical length (LEB128), its canonical bytes
     0a content         canonical JSON text (exact_json.canonical_json)
 
-If an ID has at most 32 canonical bytes, these bytes are the state key. Otherwise, the state key is ``00`` and the
-BLAKE2b-256 digest of the canonical bytes, 33 bytes in total. A digest therefore never equals an ID that is stored
-directly, and nobody can suppress another event by choosing an ID that collides with it.
+If an ID has at most 32 canonical bytes, these bytes are the state key. Otherwise, the state key consists of
+``00`` and the BLAKE2b-256 digest of the canonical bytes and has 33 bytes. A digest therefore never equals an ID that is
+stored directly, and nobody can suppress an event by choosing an ID that collides with the ID of that event.
 
 A header ``a`` (bytes) and a field ``"a"`` (text) have different state keys. Only a UUID has the same state key in a
 header and in a field. This cannot make two events equal, because a topology has only one rule for the tracking ID.
@@ -58,7 +58,7 @@ _BLANKS: Final = (
     "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
     "\u2028\u2029\u202f\u205f\u3000"
 )
-"""The characters that `trim` removes, listed because a runtime's definition of white space may change."""
+"""The characters that `trim` removes. They are listed because a runtime's definition of white space may change."""
 
 _UUID_TEXT: Final = compile_pattern(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UUID_BYTES: Final = compile_pattern(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")

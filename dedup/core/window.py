@@ -38,7 +38,7 @@ class Source(NamedTuple):
     offset: int
 
     def place(self, topics: Sequence[str]) -> str:
-        """Return the position as topic/partition/offset; ``topics`` are the topology's source topics."""
+        """Return the position as topic/partition/offset. The topology's source topics are given as ``topics``."""
         return f"{topics[self.topic]}/{self.partition}/{self.offset}"
 
 
@@ -90,7 +90,7 @@ class Window:
 
     @property
     def segment_ms(self) -> int:
-        """The width of a segment. Two segments cover the retention, so at most four segments are live."""
+        """The length of a segment. Two segments cover the retention, so at most four segments are in use."""
         return max(1, -(-self.retention_ms // 2))
 
     def segment_of(self, last_ms: int) -> int:

@@ -37,7 +37,7 @@ _REQUEST_BYTES: Final = 16 << 20
 _OUT_OF_RANGE: Final = 1
 _AGAIN_PAUSE_MS: Final = 100
 MOST_DOUBTS: Final = 3
-"""The log certainly lacks a position after this many consecutive responses have said so."""
+"""If this many consecutive responses say that the log does not contain a position, they are believed."""
 _FEED_LANE: Final = "feed"
 _FLOW_BYTES: Final = 512 << 10
 """While records are arriving, a broker waits briefly for this many bytes.
@@ -178,7 +178,7 @@ class FeedEnd(NamedTuple):
     high_watermark: int
     last_stable_offset: int
     seen_s: float
-    """The time of the leader's response, by the event loop's clock."""
+    """The time of the leader's response, according to the event loop's clock."""
 
 
 @dataclass(slots=True, eq=False)
@@ -356,7 +356,7 @@ class FeedFetcher:
                 failed.append((source, reading, part))
                 continue
             if part.parts_at is not None:
-                # The log no longer contains the epoch, for example after compaction, but it continues past the
+                # The log no longer contains the epoch, for example after compaction, but the log continues past the
                 # position.
                 reading.leader_epoch = NO_EPOCH
             reading.doubts = 0

@@ -273,7 +273,7 @@ class Output(Keys):
 
 
 class ConflictsFile(Keys):
-    """How conflicts are recognized, which are duplicates whose payload differs, and where they are sent."""
+    """How conflicts (duplicates whose payload differs) are recognized, and where they are sent."""
 
     topic: _Topic | None = None
     """Topic for conflicts, which are always counted. Default: the topic for duplicates."""
@@ -298,7 +298,7 @@ class TopologyFile(Keys):
     name: Annotated[str, _NAME_RULE, _text_like(f"^{_NAME.pattern}$")]
     """Name of the consumer group, and prefix of the names of transactional IDs and topics."""
     source: SourceFile
-    """The source of records."""
+    """The topics that are read, and how they are read."""
     tracking_id: TrackingIdFile
     """The rule for the tracking ID, which identifies the logical event."""
     guard_period: _PositiveDuration
@@ -326,7 +326,7 @@ class TopologyFile(Keys):
     on_conflict: Literal["duplicate", "forward", "fail"] = "duplicate"
     """What happens to a duplicate whose payload differs."""
     late: Annotated[str, _TOPIC_RULE] | None = None
-    """Topic for late records, or forward or drop. Default: the topic <output topic>.late."""
+    """Topic for late records, or one of the words forward and drop. Default: the topic <output topic>.late."""
     dead_letter: _Topic | None = None
     """Topic for dead letters. Default: <output topic>.dead-letter."""
     state: StateSpec = StateSpec()
@@ -349,7 +349,7 @@ class FilesSource(Keys):
     changed: Literal["stop", "start_over"] = "stop"
     """What happens if a file is truncated or replaced after a part of the file was read."""
     last_line: Literal["wait", "take"] = "wait"
-    """Whether to wait if the last line has no line feed, or to take the line because files arrive complete."""
+    """wait reads the last line only after its line feed; take also reads it without, for files that arrive complete."""
 
     @model_validator(mode="after")
     def _columns_of_csv(self) -> FilesSource:
@@ -443,19 +443,19 @@ class IngestFile(Keys):
     name: Annotated[str, _NAME_RULE]
     """Prefix of the transactional ID and of the name of the topic for source offsets."""
     source: IngestSourceFile
-    """The source of records."""
+    """The files or the table from which records are read."""
     output: IngestOutputFile
     """The topic that records are sent to."""
     tracking_id: IngestIdFile | None = None
-    """The members to use as the record's key. Default: the header dedup-id holds the position in the source."""
+    """The members to use as the record's key. Default: none; the header dedup-id holds the position in the source."""
     event_time: _PlainOrMapping[Literal["now"], FieldTimeFile] = "now"
     """The record's timestamp, which is now (the time when the record is sent) or a member of the value."""
     dead_letter: _Topic | None = None
     """Topic for dead letters. Default: <name>.dead-letter."""
     boundary: _PlainOrMapping[Literal["interval", "poll"], Marker] = Field(
         default="interval",
-        description="Where a transaction ends: after the commit interval, after each read (poll: 1 MiB of a file, "
-        "5,000 rows), or after each record that the source itself marks as the last.",
+        description="When a transaction ends: after the commit interval (interval), after each read of 1 MiB of a file "
+        "or 5,000 rows (poll), or after each record that the source itself marks as the last one.",
     )
 
     @model_validator(mode="before")
