@@ -201,9 +201,9 @@ class Settings(Keys):
     commit_interval: Annotated[str, _between("1ms", "60s"), _DURATION] = "100ms"
     """How long a transaction stays open before the worker commits it."""
     transaction_timeout: Annotated[str, _between("1s", "15m"), _DURATION] = "30s"
-    """Time after which the brokers abort the transaction of a worker that no longer responds."""
+    """Time after which the brokers abort the transaction of a worker that has stopped responding."""
     session_timeout: Annotated[str, _between("1s", "30m"), _DURATION] = "10s"
-    """Time after which the partitions of a worker that no longer responds move to other workers."""
+    """Time after which the partitions of a worker that has stopped responding move to other workers."""
     worker_id: Annotated[str, _WORKER_ID_RULE] | None = None
     """ID of the static group member. Default: an ID that is stored in state_dir."""
     topics: TopicDefaults = TopicDefaults()

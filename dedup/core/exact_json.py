@@ -38,7 +38,7 @@ class _Foreign:
     """A data format other than UTF-8 JSON that a value may have."""
 
     name: str
-    """A stable name in snake_case for use as a metric label. There are only a few such names."""
+    """A stable name in snake_case, which is also a metric label, so there must be only a few such names."""
     words: str
     """The end of a sentence that starts with "it begins with": the first bytes of the value and their meaning."""
 

@@ -1,4 +1,4 @@
-"""Checks which operations a principal may perform and which requests a broker supports, without disturbing any worker.
+"""Checks a principal's permissions and the request versions that a broker supports, without disturbing any worker.
 
 Brokers report which operations a caller may perform on topics and groups (KIP-430), but not on transactional IDs. The
 only way to test the right to use a transactional ID is to send an `InitProducerId` request. The request names an ID

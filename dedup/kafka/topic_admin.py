@@ -103,7 +103,7 @@ class Admin:
         await self._client.close()
 
     async def topics(self, names: Iterable[str]) -> dict[str, Topic]:
-        """Return the named topics that exist, with their IDs and the configs in `READ_CONFIGS`."""
+        """Return the named topics that exist, including their IDs and the configs that `READ_CONFIGS` lists."""
         request = MetadataRequest_v10.of(sorted(set(names)))
         try:
             answer = await self._client._send_request(request)  # noqa: SLF001  # the client has no request for topic IDs

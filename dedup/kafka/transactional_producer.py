@@ -237,7 +237,7 @@ class Session:
         return self._ends
 
     async def commit(self, offsets: Mapping[TopicPartition, Position]) -> Mapping[TopicPartition, int]:
-        """Commit everything added since the last commit and the offsets, and return the result of `settle`.
+        """Commit the offsets and everything that was added since the last commit, and return the result of `settle`.
 
         Raises the same errors as `prepare` and `end`.
         """
@@ -246,7 +246,7 @@ class Session:
         return ends
 
     async def prepare(self, offsets: Mapping[TopicPartition, Position]) -> Mapping[TopicPartition, int]:
-        """Write everything that was added and the offsets, but keep all of it invisible; return the result of `settle`.
+        """Write the offsets and everything that was added, but do not commit yet; return the result of `settle`.
 
         Raises the same errors as `settle`, such as TaskMigrated if another owner has fenced this session, and
         CommitUnknown if a response is missing.
