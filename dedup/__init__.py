@@ -1,7 +1,7 @@
 """Exactly-once deduplication for Kafka topics.
 
 `IdempotentWriter` and `IdempotentReader` are for applications that produce to a deduplicated topic or consume from it.
-Both are imported on first access, which keeps `import dedup` fast.
+Each class is imported when it is first accessed, which keeps `import dedup` fast.
 """
 
 from __future__ import annotations

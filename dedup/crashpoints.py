@@ -1,7 +1,7 @@
-"""Defines named points in the code at which a test can kill the process.
+"""Defines named crash points in the code, where a test can kill the process.
 
-``DEDUP_CRASH_AT=point:n`` kills the process when it reaches that point for the n-th time. Outside tests, the variable
-is not set, and reaching a point calls a built-in function that does nothing.
+The environment variable ``DEDUP_CRASH_AT=point:n`` kills the process when it reaches that point for the n-th time.
+Outside tests, the variable is not set, and the call at each crash point does nothing.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _arrivals: Final = itertools.count(1)
 
 
 def _die_at(point: Point) -> None:
-    """Kill the process with SIGKILL if this is the n-th arrival at the point that ``DEDUP_CRASH_AT`` names."""
+    """Kill the process with SIGKILL when it reaches the point in ``DEDUP_CRASH_AT`` for the n-th time."""
     if point == _point and next(_arrivals) == _nth:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 reached: Callable[[Point], object] = _die_at if _point else bool
-"""The function that the code calls when it reaches a point."""
+"""The function that the code calls at each crash point."""

@@ -1,4 +1,4 @@
-"""Defines the errors of this package, with one class for each action to take.
+"""Defines the errors of this package, with one class for each action that the error calls for.
 
 The text of an error says what happened, where, and what to do next.
 """
@@ -18,7 +18,7 @@ class DedupError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake in a file, with its position and what to write instead."""
+    """The position of one mistake in a file, and a message that says what to write instead."""
 
     place: str
     """``file:line:column``, or only the file's name if the position is unknown."""
@@ -29,7 +29,7 @@ class Problem:
 
 
 class AuthorMistake(DedupError):
-    """A file or the command line has mistakes: correct them. One error reports all of them."""
+    """A file or the command line has mistakes, which the user must correct. One error reports all mistakes."""
 
     exit_code = 2
 
@@ -47,7 +47,7 @@ class SettingsError(AuthorMistake):
 
 
 class StateIncompatible(DedupError):
-    """State, changelog, and topology do not match; nothing was changed. The message names what accepts the change."""
+    """State, changelog, and topology do not match, and nothing was changed. The message says how to proceed."""
 
     exit_code = 3
 
@@ -71,48 +71,49 @@ class DatabaseUnavailable(DedupError):
 
 
 class CheckpointUnusable(DedupError):
-    """A checkpoint or its storage is damaged or unreachable: continue from the changelog, which holds everything."""
+    """A checkpoint or its storage is damaged or unreachable, so use the changelog, which holds the complete state."""
 
     exit_code = 5
 
 
 class TaskMigrated(DedupError):
-    """Another worker owns the partition now (KIP-98 fencing): discard the task and rejoin."""
+    """Another worker now owns the partition (KIP-98 fencing), so discard the task and rejoin the group."""
 
 
 class CommitUnknown(TaskMigrated):
-    """A transactional request got no response: the same, and a new epoch finds out whether it took effect."""
+    """A transactional request got no response. Discard the task; a new epoch shows whether the request took effect."""
 
 
 class TaskCorrupted(DedupError):
-    """The local store of one partition cannot be trusted: delete it and restore it from the changelog."""
+    """The local store of one partition cannot be trusted, so delete the store and restore it from the changelog."""
 
 
 @dataclass(eq=False, repr=False)
 class RecordRefused(DedupError):
-    """The broker will never accept one or more records of a batch: make them dead letters."""
+    """The broker will never accept one or more records of a batch, so turn these records into dead letters."""
 
     text: str
     _: KW_ONLY
     topic: str
     partition: int
     rows: tuple[int, ...]
-    """Feeding offsets of the refused records, or of the whole batch if the broker names none. An offset of -1 stands
-    for a record that dedup itself made.
+    """Feeding offsets of the refused records, or of all records of the batch if the broker names none.
+
+    An offset of -1 stands for a record that dedup itself created.
     """
     reasons: Mapping[int, str] = field(default_factory=dict)
-    """The broker's message for each refused record, if the broker names the records (KIP-467)."""
+    """The broker's message about each refused record, if the broker names the records (KIP-467)."""
     too_large: bool = False
     also: list[RecordRefused] = field(default_factory=list, init=False)
-    """Other refused batches of the same transaction."""
+    """The errors for other refused batches of the same transaction."""
 
     def __post_init__(self) -> None:
         super().__init__(self.text)
 
 
 class ClockBehind(DedupError):
-    """A record was judged as in the future because this clock is behind the broker's: judge the transaction again."""
+    """A record seemed to be in the future because this clock is behind the broker's, so judge the transaction again."""
 
 
 class InvariantBroken(DedupError):
-    """Something impossible happened, a bug in dedup: stop, because continuing could lose data."""
+    """Something happened that is impossible without a bug in dedup, so stop, because continuing could lose data."""

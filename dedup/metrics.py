@@ -1,7 +1,7 @@
-"""Defines the metrics of a running worker, the counters of each task, and snapshots of both for display.
+"""Defines the metrics of a running worker, the counters of each task, and snapshots of tasks and workers for display.
 
-All objects in this module are plain values. The worker does the counting, and `web` renders Prometheus text and pages
-from the snapshots.
+All objects in this module are plain values. The worker updates the counters, and `web` renders Prometheus metrics and
+pages from the snapshots.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Final, Literal
 Verdict = Literal["unique", "duplicate", "late", "dead_letter", "exempt", "repartitioned"]
 
 SPAN_MS: Final = 60_000
-"""The span of time whose records an alert is about."""
+"""The period that an alert covers."""
 _LEAST_RECORDS: Final = 100
 _LEAST_SHARE: Final = 0.95
 _NOT_JUDGED: Final = frozenset({"repartitioned"})
-"""Verdicts of repartition tasks, which are not counted because dedup tasks judge the records."""
+"""What repartition tasks report instead of a verdict. It is not counted, because dedup tasks judge the records."""
 _TASK_LABELS: Final = ("sub_topology", "topic", "partition")
 Place = tuple[str, str, int]
 """Identifies a task by its sub-topology, feeding topic, and partition."""
@@ -38,7 +38,9 @@ class Metric:
 
 METRICS: Final[tuple[Metric, ...]] = (
     Metric("dedup_records_total", "counter", "Records judged, by verdict.", (*_TASK_LABELS, "verdict")),
-    Metric("dedup_conflicts_total", "counter", "Duplicates whose payload differs from that of the first record."),
+    Metric(
+        "dedup_conflicts_total", "counter", "Duplicates whose payload differs from that of every sighting in range."
+    ),
     Metric("dedup_dead_letters_total", "counter", "Dead letters, by reason.", (*_TASK_LABELS, "reason")),
     Metric(
         "dedup_other_formats_total",
@@ -46,8 +48,16 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Dead letters whose first bytes suggest a format other than JSON.",
         (*_TASK_LABELS, "format"),
     ),
-    Metric("dedup_replayed_total", "counter", "Records read again and skipped because they were already judged."),
-    Metric("dedup_misplaced_ids_total", "counter", "Sampled records whose ID hashes to another partition."),
+    Metric(
+        "dedup_replayed_total",
+        "counter",
+        "Records that were read again and skipped because they had already been judged.",
+    ),
+    Metric(
+        "dedup_misplaced_ids_total",
+        "counter",
+        "Sampled records whose ID hashes to a different partition than the one that holds the record.",
+    ),
     Metric("dedup_transactions_total", "counter", "Transactions, by result.", (*_TASK_LABELS, "result")),
     Metric("dedup_commit_seconds", "histogram", "Time from the start of a commit to its confirmation by the broker."),
     Metric("dedup_end_to_end_seconds", "histogram", "Time from a record's timestamp to the commit of its verdict."),
@@ -62,18 +72,18 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "dedup_lag_records",
         "gauge",
-        "Offsets of the feeding partition from the committed offset to the end; 0 if they hold no records.",
+        "Offsets of the feeding partition from the committed offset to the end, or 0 if they hold no records.",
     ),
-    Metric("dedup_lag_seconds", "gauge", "Age of the last committed record while there is lag; 0 without lag."),
+    Metric("dedup_lag_seconds", "gauge", "Age of the last committed record while there is lag, or 0 without lag."),
     Metric("dedup_last_stable_offset_lag", "gauge", "Offsets of the feeding partition that an open transaction hides."),
-    Metric("dedup_seconds_since_commit", "gauge", "Age of the last commit."),
+    Metric("dedup_seconds_since_commit", "gauge", "Seconds since the last commit."),
     Metric("dedup_standby_lag_records", "gauge", "Changelog offsets that a standby has not applied.", ("partition",)),
-    Metric("dedup_fenced_total", "counter", "Tasks discarded because another owner fenced them.", ()),
+    Metric("dedup_fenced_total", "counter", "Tasks that were discarded because another owner fenced them.", ()),
     Metric("dedup_corrupted_total", "counter", "Local stores that were corrupted, deleted, and restored.", ()),
     Metric(
         "dedup_checkpoints_unusable_total",
         "counter",
-        "Unusable checkpoints; the worker read the changelog instead.",
+        "Checkpoints that were unusable, so that the worker read the changelog instead.",
         (),
     ),
 )
@@ -87,15 +97,14 @@ class Durations:
 
     bounds_s: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
-    """Number of durations in each bucket, not cumulative; an additional bucket holds everything above the last bound.
-    """
+    """Number of durations in each bucket alone, not cumulative. The last bucket counts durations above all bounds."""
     total_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * (len(self.bounds_s) + 1)
 
     def add(self, seconds: float, times: int = 1) -> None:
-        """Count the same duration ``times`` times."""
+        """Count ``times`` durations of the same length."""
         self.counts[bisect_left(self.bounds_s, seconds)] += times
         self.total_s += seconds * times
 
@@ -107,12 +116,12 @@ class Durations:
 
 @dataclass(slots=True)
 class TaskNumbers:
-    """The counters of one task, which are updated only after a whole batch."""
+    """The counters of one task, which are updated after each batch and never within a batch."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     dead_reasons: Counter[str] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
-    """Dead letters that are not JSON, by the format that they seem to have."""
+    """Number of dead letters that are not JSON, by the format that they seem to have."""
     conflicts: int = 0
     replayed: int = 0
     sampled: int = 0
@@ -123,14 +132,14 @@ class TaskNumbers:
     end_to_end: Durations = field(default_factory=lambda: Durations(END_TO_END_BUCKETS_S))
     last_commit_s: float = field(default_factory=time.monotonic)
     stream_time_ms: int | None = None
-    """None before the first judged record, and for a repartition task."""
+    """Stream time, or None before the first judged record and for a repartition task."""
     restore_remaining: int = 0
     restore_total: int = 0
     """Total number of changelog offsets that this restore has to read."""
     restored: int = 0
-    """Changelog records read before this task ran."""
+    """Number of changelog records that were read before this task started to run."""
     committed_offset: int | None = None
-    """The offset of this task's own last commit; None before its first commit."""
+    """The offset that this task committed last, or None before its first commit."""
     committed_time_ms: int | None = None
     """Timestamp of the last record below ``committed_offset``."""
 
@@ -141,12 +150,12 @@ class TaskNumbers:
         self.last_commit_s = time.monotonic()
 
     def reached(self, stream_time_ms: int) -> None:
-        """Set the stream time; a task with several feeds has none until each feed has a stream time or is idle."""
+        """Set the stream time. With several feeds, there is none until each feed has a judged record or is idle."""
         # Before the first judged record, stream time is BEFORE_ALL_TIME; no event time is negative.
         self.stream_time_ms = None if stream_time_ms < 0 else stream_time_ms
 
     def settled(self, oldest_ms: int, newest_ms: int, records: int) -> None:
-        """Count a batch whose verdicts are committed; the age of the oldest record is used for every record."""
+        """Count a batch whose verdicts are committed, and use the age of the oldest record for every record."""
         self.committed_time_ms = newest_ms
         self.end_to_end.add(max(0.0, time.time() - oldest_ms / 1000), records)
 
@@ -158,7 +167,7 @@ class TaskNumbers:
         self.conflicts += judged.conflicts
 
     def add_counters(self, other: TaskNumbers) -> None:
-        """Add the numbers that never decrease, which are counters and histograms but not gauges."""
+        """Add another task's counters and histograms, which never decrease, but not its gauges."""
         self.add_verdicts(other)
         self.replayed += other.replayed
         self.sampled += other.sampled
@@ -171,7 +180,7 @@ class TaskNumbers:
 
 @dataclass(frozen=True, slots=True)
 class TaskSeen:
-    """Snapshot of a task."""
+    """The state and the metrics of a task at one moment."""
 
     sub_topology: str
     topic: str
@@ -179,24 +188,24 @@ class TaskSeen:
     state: str
     numbers: TaskNumbers
     lag_records: int | None
-    """The lag as `dedup status` counts it; None until the partition's leader has responded once."""
+    """The lag as `dedup status` counts it, or None until the partition's leader has responded for the first time."""
     unstable_records: int | None
     """Number of offsets of the feeding partition that an open transaction hides from `read_committed` readers."""
     state_ids: int = 0
     state_bytes: int = 0
     state_max_bytes: int | None = None
-    """The topology's limit in bytes; None if the topology sets no limit."""
+    """The topology's limit for the state in bytes, or None if the topology sets no limit."""
 
     @property
     def lag_seconds(self) -> float:
-        """Age of the last committed record in seconds while there is lag; 0 without lag."""
+        """Age of the last committed record in seconds while there is lag, or 0 without lag."""
         if not self.lag_records or self.numbers.committed_time_ms is None:
             return 0.0
         return max(0.0, time.time() - self.numbers.committed_time_ms / 1000)
 
     @property
     def seconds_since_commit(self) -> float:
-        """Seconds since the last commit; before the first commit, seconds since the task was created."""
+        """Seconds since the last commit or, before the first commit, since the task was created."""
         return time.monotonic() - self.numbers.last_commit_s
 
 
@@ -208,7 +217,8 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "refused_by_broker": "Compare max.message.bytes of the topics with the size of the records.",
     "id_missing": "Compare `tracking_id` with what the producers send.",
 }
-"""Maps a reason for dead letters to what to check first if nearly all records have that reason."""
+"""For each reason for dead letters, says what to check first if nearly all records become dead letters for this reason.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +228,9 @@ class DeadLetterAlert:
     judged: int
     dead: int
     reason: str
-    """The most frequent reason."""
+    """The most frequent reason for these dead letters."""
     count: int
-    """Dead letters of that reason."""
+    """Number of dead letters with this reason."""
 
     @property
     def text(self) -> str:
@@ -236,23 +246,23 @@ class DeadLetterAlert:
 class DeadShare:
     """Raises an alert if nearly all records of the last minute are dead letters, which suggests a common cause.
 
-    An alert begins only after enough records. An alert ends after the first minute that has a lower share of dead
-    letters or no records, so that a slow topic does not start and end alerts repeatedly.
+    An alert begins only if enough records were judged in that minute. The alert ends after the first minute with a
+    lower share of dead letters or without records, so that a slow topic does not start and end alerts repeatedly.
     """
 
     def __init__(self) -> None:
         self.alert: DeadLetterAlert | None = None
         self._looks: Final[deque[tuple[int, int, Counter[str]]]] = deque()
-        """The time, the number of judged records, and the dead letters by reason, added up over all tasks."""
+        """For each call of `look`, its time, the number of judged records, and the dead letters by reason."""
 
     def look(self, numbers: Iterable[TaskNumbers], now_ms: int) -> bool:
-        """Record the tasks' current counters; return whether an alert has begun or ended."""
+        """Record the tasks' current counters, and return whether an alert has begun or ended."""
         judged, reasons = 0, Counter[str]()
         for each in numbers:
             judged += sum(count for verdict, count in each.verdicts.items() if verdict not in _NOT_JUDGED)
             reasons.update(each.dead_reasons)
         if self._looks and judged < self._looks[-1][1]:
-            return False  # in a rebalance: the counters of closed tasks are about to be added
+            return False  # during a rebalance, the counters of closed tasks are about to be added
         if self._looks and now_ms < self._looks[-1][0]:
             self._looks.clear()
         self._looks.append((now_ms, judged, reasons))
@@ -274,7 +284,7 @@ class DeadShare:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSeen:
-    """Snapshot of a worker, from which its pages are made."""
+    """The state of a worker at one moment, from which its pages are rendered."""
 
     topology: str
     worker_id: str
@@ -283,7 +293,7 @@ class WorkerSeen:
     fenced: int
     corrupted: int
     not_ready: str | None
-    """Why the worker is not ready; None if it is."""
+    """The reason why the worker is not ready, or None if it is ready."""
     checkpoints_unusable: int = 0
     alert: DeadLetterAlert | None = None
     ended: Mapping[Place, TaskNumbers] = field(default_factory=dict)

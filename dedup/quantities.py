@@ -1,6 +1,6 @@
 """Parses and formats durations and byte sizes such as ``24h``, ``100ms``, and ``20GiB``, and formats times in UTC.
 
-A number without a unit is rejected.
+A duration or byte size without a unit is rejected.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SIZE_PATTERN: Final = r"^[0-9]{1,19}(B|KiB|MiB|GiB|TiB)$"
 
 
 def parse_duration(text: str) -> int:
-    """Return a duration such as ``15m`` in milliseconds. Raises ValueError with a message for the user."""
-    # A bare 24 probably means hours, a bare 500 milliseconds.
+    """Parse a duration such as ``15m``, and return milliseconds. Raises ValueError with a message for the user."""
+    # Without a unit, 24 probably means hours, and 500 probably means milliseconds.
     likely, other = ("ms", "s") if len(text) > 2 else ("h", "m")  # noqa: PLR2004 - two digits
     value_ms = _quantity(text, _MS, likely, other)
     if value_ms > _LONGEST_MS:
@@ -31,7 +31,7 @@ def parse_duration(text: str) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Return a size such as ``20GiB`` in bytes. Raises ValueError with a message for the user."""
+    """Parse a size such as ``20GiB``, and return bytes. Raises ValueError with a message for the user."""
     value_bytes = _quantity(text, _BYTES, "GiB", "MiB")
     if value_bytes > _LARGEST_BYTES:
         raise ValueError(f'"{text}" is more than a disk holds; write at most "1048576TiB"')
@@ -39,12 +39,12 @@ def parse_size(text: str) -> int:
 
 
 def format_duration(value_ms: int) -> str:
-    """Return a duration in the largest unit that gives a whole number, such as ``15m``."""
+    """Return a duration as a whole number of the largest possible unit, such as ``15m``."""
     return _in_largest_unit(value_ms, _MS) if value_ms else "0s"
 
 
 def format_size(value_bytes: int) -> str:
-    """Return a size in the largest unit that gives a whole number, such as ``20GiB``."""
+    """Return a size as a whole number of the largest possible unit, such as ``20GiB``."""
     return _in_largest_unit(value_bytes, _BYTES) if value_bytes else "0B"
 
 
@@ -54,7 +54,7 @@ def _in_largest_unit(value: int, units: dict[str, int]) -> str:
 
 
 def instant(time_ms: int) -> str:
-    """Return a time in UTC as RFC 3339, with milliseconds only if they are not 0."""
+    """Return a time as an RFC 3339 string in UTC, which contains milliseconds only if they are not 0."""
     if not 0 <= time_ms <= _YEAR_9999_MS:
         return f"{time_ms} ms"
     moment = datetime.fromtimestamp(time_ms // 1000, UTC)

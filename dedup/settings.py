@@ -1,9 +1,9 @@
-"""Defines the settings of a worker, which mirror the config file, and loads them.
+"""Defines the settings of a worker, which have the structure of the config file, and loads them.
 
-`load_settings` merges defaults, the config file, the environment, and `--set`; later sources override earlier ones.
-``DEDUP_WEB__PORT=0`` means ``web.port: 0``. A config file contains no secrets, only references such as ``${env:NAME}``
-or ``${file:PATH}``, and no repr, error, or log shows a secret. The published JSON Schema is generated from the models,
-and editors show their descriptions.
+`load_settings` merges defaults, the config file, the environment, and `--set`, in which later sources override earlier
+ones. ``DEDUP_WEB__PORT=0`` means ``web.port: 0``. A config file must not contain secrets, only references to secrets
+such as ``${env:NAME}`` or ``${file:PATH}``. No repr, error, or log line shows a secret. The published JSON Schema is
+generated from the models in this module, and editors show the descriptions in it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dedup.yaml_document import (
 )
 
 _DEFAULT_CONFIG: Final = Path("config/local.yaml")
-"""The file that is read if it exists and no file is given."""
+"""The config file that is read if no other file is given and this file exists."""
 _PREFIX: Final = "DEDUP_"
 
 _NOT_SETTINGS: Final = ("DEDUP_CRASH_", "DEDUP_TEST_", "DEDUP_BENCH_", "DEDUP_DEMO_", "DEDUP_JDBC_")
@@ -55,7 +55,7 @@ _REFERENCE_PATTERN: Final = r"^\$\{(env|file):[^}]+\}$"
 
 
 def _listed(value: Any) -> Any:  # noqa: ANN401 - any value in the file
-    """Accept ``a:9092,b:9092`` as a list, as Kafka's own tools do."""
+    """Accept a string such as ``a:9092,b:9092`` as a list, as Kafka's own tools do."""
     listed = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     return tuple(listed) if isinstance(listed, list) else listed
 
@@ -97,7 +97,7 @@ _Broker = Annotated[str, _BROKER_RULE, WithJsonSchema({"type": "string", "patter
 
 
 class Secret(SecretStr):
-    """A string that no repr or log shows and that cannot be pickled."""
+    """A string that no repr and no log line shows, and that cannot be pickled."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a secret must not be pickled")
@@ -112,19 +112,19 @@ class Security(Keys):
     protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     """Security protocol. With SSL, host names are always verified."""
     mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] | None = None
-    """SASL mechanism; required with SASL_PLAINTEXT and SASL_SSL."""
+    """SASL mechanism, which is required with SASL_PLAINTEXT and SASL_SSL."""
     username: str | None = None
     """SASL user."""
     password: _SecretText | None = None
-    """SASL password, or the OAUTHBEARER token: ${env:NAME} or ${file:PATH}."""
+    """SASL password or OAUTHBEARER token, written as ${env:NAME} or ${file:PATH}."""
     ca_file: str | None = None
-    """CA certificates to trust (PEM). Default: the system's certificates."""
+    """File of CA certificates to trust (PEM). Default: the system's certificates."""
     cert_file: str | None = None
-    """Client certificate (PEM), for mutual TLS."""
+    """File of the client certificate (PEM) for mutual TLS."""
     key_file: str | None = None
-    """Private key of the client certificate (PEM)."""
+    """File of the client certificate's private key (PEM)."""
     key_password: _SecretText | None = None
-    """Password of the private key: ${env:NAME} or ${file:PATH}."""
+    """Password of the private key, written as ${env:NAME} or ${file:PATH}."""
 
 
 class StateSection(Keys):
@@ -133,7 +133,7 @@ class StateSection(Keys):
     checkpoint: Annotated[str, AfterValidator(_place)] | None = Field(
         default=None,
         description="Directory or URL with checkpoints (`dedup checkpoint`). A worker without local state starts from "
-        "them and reads only the rest from the changelog.",
+        "a checkpoint and reads only the rest of the state from the changelog.",
     )
 
 
@@ -141,20 +141,20 @@ class TopicDefaults(Keys):
     """How dedup creates topics."""
 
     create: bool = True
-    """Whether `run` creates missing topics; `apply` always does."""
+    """Whether `dedup run` creates missing topics. `dedup apply` always creates them."""
     replication_factor: Annotated[int, within(1, 32_767)] | None = None
-    """Default: the brokers' default."""
+    """Replication factor of created topics. Default: the brokers' default."""
     min_insync_replicas: Annotated[int, within(1, 32_767)] | None = None
-    """Default: the brokers' default."""
+    """Value of min.insync.replicas for created topics. Default: the brokers' default."""
     retention: Annotated[str, _between("1s", "36500d"), _DURATION] | None = Field(
         default=None,
         description="Retention of the output, duplicates, and conflicts topics. Default: the longest retention of the "
         "source topics, or unlimited if one of them is compacted.",
     )
     partitions: Annotated[int, within(1, 100_000)] | None = None
-    """Partitions of the repartition topic. Default: those of the largest source topic."""
+    """Number of partitions of the repartition topic. Default: that of the source topic with the most partitions."""
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "snappy"
-    """Compression of written records. lz4 uses a lot of CPU in the worker."""
+    """Compression of the records that a worker writes. lz4 uses a lot of the worker's CPU time."""
 
     @property
     def retention_ms(self) -> int | None:
@@ -168,22 +168,22 @@ class Web(Keys):
     enabled: bool = True
     """Whether the worker serves web pages."""
     host: str = "127.0.0.1"
-    """Address to listen on; any address other than loopback requires web.token."""
+    """Address to listen on. Any address other than a loopback address requires web.token."""
     port: Annotated[int, within(0, _LAST_PORT)] = 6066
-    """Port to listen on; 0 picks a free one."""
+    """Port to listen on. With 0, the system picks a free port."""
     token: _SecretText | None = None
-    """Token that callers must send: ${env:NAME} or ${file:PATH}."""
+    """Token that callers must send, written as ${env:NAME} or ${file:PATH}."""
     advertise: Annotated[str, _PAGE_RULE] | None = None
-    """URL at which other workers and users reach these pages. Default: web.host and web.port."""
+    """URL that other workers and users need to reach these pages. Default: a URL with web.host and web.port."""
 
 
 class LogSettings(Keys):
     """Format and level of the log."""
 
     format: Literal["text", "json"] = "text"
-    """Log format: text for people, json for machines."""
+    """Log format, which is text for people or json for machines."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """The lowest level that is logged."""
+    """The lowest level of the log lines that are written."""
 
 
 class Settings(Keys):
@@ -195,15 +195,15 @@ class Settings(Keys):
     security: Security = Security()
     """Protocol, credentials, and certificates for connections to the brokers."""
     state_dir: Annotated[Path, BeforeValidator(_directory), WithJsonSchema({"type": "string"})] = Path("state")
-    """Directory of local state; each worker needs its own."""
+    """Directory of local state. Each worker needs its own directory."""
     state: StateSection = StateSection()
     """Sources of state other than the changelog."""
     commit_interval: Annotated[str, _between("1ms", "60s"), _DURATION] = "100ms"
     """How long a transaction stays open before the worker commits it."""
     transaction_timeout: Annotated[str, _between("1s", "15m"), _DURATION] = "30s"
-    """Time after which the brokers abort the transaction of a worker that no longer responds."""
+    """Time after which the brokers abort the transaction of a worker that has stopped responding."""
     session_timeout: Annotated[str, _between("1s", "30m"), _DURATION] = "10s"
-    """Time after which the partitions of a worker that no longer responds move to other workers."""
+    """Time after which the partitions of a worker that has stopped responding move to other workers."""
     worker_id: Annotated[str, _WORKER_ID_RULE] | None = None
     """ID of the static group member. Default: an ID that is stored in state_dir."""
     topics: TopicDefaults = TopicDefaults()
@@ -230,7 +230,7 @@ class Settings(Keys):
 
 
 def _takes(annotation: Any, *types: type) -> bool:  # noqa: ANN401 - any type there is
-    """Tell whether a key takes a single value of one of these types; limits on the value are ignored."""
+    """Tell whether a key takes a single value of one of these types, regardless of limits on the value."""
     if annotation in types:
         return True
     return get_origin(annotation) is not tuple and any(_takes(part, *types) for part in get_args(annotation))
@@ -243,16 +243,16 @@ _KEYS: Final = {
     for name, key in model.model_fields.items()
     if (*holder, name) not in _MODELS
 }
-"""The keys that take a plain value, and their types."""
+"""Maps the path of each key that takes a plain value to the type of the value."""
 _SECRETS: Final = frozenset(at for at, annotation in _KEYS.items() if _takes(annotation, Secret))
 _TEXTS: Final = frozenset(at for at, annotation in _KEYS.items() if _takes(annotation, str, Path, Secret))
-"""The keys that take text. Their values are kept as written, because ``0042`` may be a name."""
+"""The paths of keys that take a string. Their values are kept as written, because ``0042`` may be a name."""
 
 
 def load_settings(path: Path | None, overrides: Sequence[str], environ: Mapping[str, str]) -> Settings:
     """Return the settings of a config file, overridden by the environment and then by the command line.
 
-    Without a path, `config/local.yaml` is read if it exists. Raises SettingsError, which lists every problem.
+    If ``path`` is None, `config/local.yaml` is read if it exists. Raises SettingsError, which lists every problem.
     """
     if path is None and _DEFAULT_CONFIG.is_file():
         path = _DEFAULT_CONFIG
@@ -286,7 +286,7 @@ def settings_schema() -> dict[str, Any]:
 
 
 def _plain_secrets(document: Document) -> Iterator[Problem]:
-    """Report each secret that is written in the file, and mask it so that no other message can show it."""
+    """Report each secret that is written in the file, and mask the secret, so that no other message can show it."""
     for at in sorted(_SECRETS):
         written = document.written(at)
         if written is not None and not _REFERENCE.fullmatch(written):
@@ -307,7 +307,7 @@ def _from_environment(document: Document, environ: Mapping[str, str]) -> Iterato
         if at is None:
             yield Problem(variable, f"no setting has this variable{did_you_mean(variable, known)}")
         elif at in _SECRETS:
-            # A password may look like a reference. Refer to the variable instead, so that its value is not resolved.
+            # The value of a password may look like a reference, so store a reference to the variable instead.
             document.put(at, "${env:" + variable + "}", variable)
         else:
             _put(document, at, environ[variable], variable)
@@ -331,15 +331,15 @@ def _from_command_line(document: Document, overrides: Sequence[str]) -> Iterator
 
 
 def _put(document: Document, at: At, text: str, place: str) -> None:
-    """Set a key to a value in YAML syntax. A key that takes text gets the text unchanged."""
+    """Set a key to a value that is written in YAML. A key that takes a string gets ``text`` unchanged."""
     parsed = read(text, name=place)
-    # Text such as "host: a" would be a mapping in YAML; it is meant as text.
+    # A value such as "host: a" would be a mapping in YAML, but it is meant as a string.
     plain = at not in _TEXTS and not parsed.problems and isinstance(parsed.value, bool | int | list)
     document.put(at, parsed.value if plain else text, place)
 
 
 def _resolve(document: Document, environ: Mapping[str, str]) -> dict[str, str]:
-    """Replace every reference with its value, report those without one, and return the reference of each value."""
+    """Replace references with their values, report references without a value, and map each value to its reference."""
     references: dict[str, str] = {}
 
     def value_of(match: re.Match[str], at: At) -> str:
@@ -369,7 +369,7 @@ def _resolve(document: Document, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_references(text: str, place: str, environ: Mapping[str, str]) -> str:
-    """Return a text with every reference replaced by its value. Raises SettingsError if a reference has no value."""
+    """Return a string with every reference replaced by its value. Raises SettingsError if a reference has no value."""
     try:
         return _REFERENCE.sub(lambda match: _referred(match[1], match[2], environ), text)
     except ValueError as error:
@@ -398,7 +398,7 @@ def _referred(kind: str, name: str, environ: Mapping[str, str]) -> str:
 
 
 def _worded(problem: Problem, resolved: Mapping[str, str]) -> Problem:
-    """Return a problem with values replaced by their references, and with a remedy if the brokers are missing."""
+    """Replace values in a problem's message by their references, and add a remedy if the brokers are missing."""
     text = problem.text
     for value, reference in resolved.items():
         if value:
@@ -446,7 +446,7 @@ def _unused(document: Document, keys: Sequence[str], protocol: str, needed: str)
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address is reachable only from this machine; an IPv6 address may be in brackets."""
+    """Tell whether an address is reachable only from this machine. An IPv6 address may be in brackets."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Defines what a worker shows in addition to metrics, as values that `worker` creates and `web` renders as pages."""
+"""Defines what a worker reports about itself besides metrics, as values that `worker` creates and `web` displays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final, Literal, Self
 from dedup.metrics import TaskNumbers
 
 Kind = Literal["duplicate", "conflict", "late", "dead_letter"]
-"""The verdicts whose latest cases are kept for inspection."""
+"""The kinds of records whose latest examples are kept for inspection."""
 _MOST_SHOWN_BYTES: Final = 4096
 
 
@@ -20,21 +20,21 @@ class Noted:
     source: str
     """Position of the record, as topic/partition/offset."""
     id: str | None
-    """The ID in the form that `dedup lookup` accepts; None if the record has no ID or only its digest is known."""
+    """The ID in the form that `dedup lookup` accepts, or None if there is no ID or only the ID's digest is known."""
     event_time_ms: int | None
-    """None if the record has no event time that could be judged."""
+    """The event time in milliseconds, or None if the record has no event time that could be judged."""
     judged_ms: int
-    """Time of the verdict by the worker's clock."""
+    """The time when the record was judged, according to the worker's clock."""
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A group member in the last assignment; each member announces where it can be queried (as in KIP-67)."""
+    """A group member as of the last assignment, in which each member announces the URL of its pages (as in KIP-67)."""
 
     worker: str
     url: str | None
-    """URL of the member's pages; None if the member serves none."""
+    """URL of the member's pages, or None if the member serves no pages."""
     partitions: tuple[tuple[str, int], ...]
     """The feeding topic and partition of each of the member's tasks."""
     here: bool
@@ -46,7 +46,7 @@ class TaskPulse:
     """The metrics of one task that are cheap to read every second."""
 
     numbers: TaskNumbers
-    """The task's live counters, not a copy; a rebuilt task has new ones."""
+    """The task's live counters, not a copy. A task that is built again has new counters."""
     lag_records: int | None
 
 
@@ -59,11 +59,11 @@ class SeenId:
     last_ms: int
     guarded_until_ms: int
     source: str
-    """Position of the record that was forwarded, as topic/partition/offset."""
+    """Position of the forwarded record in its source, as topic/partition/offset."""
     live: bool
     """Whether the sighting still counts, because stream time has not passed its retention."""
     went: str | None
-    """The output topic, with the partition if it is known; None for an observe-only topology."""
+    """The output topic, followed by the partition if it is known, or None for an observe-only topology."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +75,18 @@ class LookedUp:
     id: str
     sightings: tuple[SeenId, ...]
     asked: tuple[int, ...]
-    """The partitions that were searched, which are those of this worker."""
+    """The partitions that were searched, which are the partitions of this worker."""
     partitions: int
-    """Total number of partitions; if fewer were searched, another worker may know the ID. 0 while the worker has no
-    assignment.
+    """Total number of partitions, or 0 while the worker has no assignment.
+
+    If fewer partitions were searched, another worker may know the ID.
     """
     belongs_to: int | None
-    """The ID's partition, if dedup itself placed it (repartitioned); None if the producers did."""
+    """The ID's partition if dedup repartitions the records, or None if the producers choose the partition."""
     candidates: tuple[int, ...]
     """The partitions that the ID may be in."""
     feeding_topics: tuple[str, ...]
-    """The topics of these partitions."""
+    """The topics that dedup tasks read, to which all these partitions belong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +97,13 @@ class ShownRecord:
     timestamp_ms: int
     key: str | None
     value: str | None
-    """The first 4,096 bytes of the value at most; bytes that are not UTF-8 are replaced."""
+    """At most the first 4,096 bytes of the value, with bytes that are not UTF-8 replaced."""
     value_bytes: int
-    """Length of the whole value."""
+    """Length of the whole value in bytes."""
 
     @classmethod
     def of(cls, place: str, timestamp_ms: int, key: bytes | None, value: bytes | None) -> Self:
-        """Return the record with its key and value as text."""
+        """Return the record with its key and value as strings."""
         return cls(place, timestamp_ms, _text(key), _text(value), len(value or b""))
 
 

@@ -1,7 +1,7 @@
-"""Reads YAML text into plain values, and validates them with errors that give the line and column of each value.
+"""Parses YAML into plain values, and validates the values with errors that give the line and column of each problem.
 
 The values are built from the parser's events, not by ruamel's constructor. Tags, aliases, and merge keys are rejected,
-which rules out "billion laughs" attacks. A repeated key, which a constructor would silently drop, is reported.
+which rules out "billion laughs" attacks. Repeated keys, which a constructor might silently drop, are reported.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _WANTED: Final[Mapping[str, str]] = {
     "model_attributes_type": "must be a mapping of keys to values",
     "dict_type": "must be a mapping of keys to values",
 }
-"""Maps each pydantic error type to what the file should contain instead."""
+"""Maps a pydantic error type to a message that says what the file should contain instead."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 At = tuple[str | int, ...]
-"""Path to a value, as the keys and list positions from the top-level value."""
+"""The path to a value, as the keys and list positions that lead from the top-level value to it."""
 
 
 def text_of(path: Path, mistake: type[AuthorMistake] = TopologyError, remedy: str = "name a topology file") -> str:
-    """Return the text of a file. Raises ``mistake`` if the file cannot be read."""
+    """Return the content of a text file. Raises ``mistake`` if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -65,19 +65,19 @@ def text_of(path: Path, mistake: type[AuthorMistake] = TopologyError, remedy: st
 
 @dataclass(slots=True)
 class Document:
-    """The values of a YAML text, with the position of each."""
+    """The values in a YAML file, and the position of each value."""
 
     name: str
     value: Any = None
-    """None, bool, int, float, str, and lists and string-keyed dicts of them."""
+    """The top-level value: None, a bool, int, float, or str, or a list or string-keyed dict of such values."""
     problems: list[Problem] = field(default_factory=list)
-    """The YAML errors in the text; ``value`` holds everything that could be read."""
+    """The YAML errors in the file. Despite these errors, ``value`` holds everything that could be read."""
     _values: dict[At, str] = field(default_factory=dict)
     _keys: dict[At, str] = field(default_factory=dict)
     _written: dict[At, str] = field(default_factory=dict)
 
     def place(self, at: At) -> str:
-        """Return ``file:line:column`` of a value, or of the innermost enclosing value that exists in the text."""
+        """Return ``file:line:column`` of a value, or of the innermost enclosing value that exists in the file."""
         for end in range(len(at), -1, -1):
             found = self._values.get(at[:end])
             if found is not None:
@@ -89,11 +89,11 @@ class Document:
         return self._keys.get(at) or self.place(at)
 
     def written(self, at: At) -> str | None:
-        """Return a scalar exactly as it is written; None if it is absent or not a scalar."""
+        """Return a scalar exactly as it is written, or None if the value is absent or not a scalar."""
         return self._written.get(at)
 
     def get(self, at: At) -> Any:  # noqa: ANN401 - any plain value
-        """Return the value at a path; None if there is none."""
+        """Return the value at a path, or None if there is no value."""
         value = self.value
         for step in at:
             match value, step:
@@ -106,7 +106,7 @@ class Document:
         return value
 
     def has(self, at: At) -> bool:
-        """Tell whether the text has a value at this path."""
+        """Tell whether the document has a value at this path."""
         return at in self._values
 
     def put(self, at: At, value: Any, place: str) -> None:  # noqa: ANN401 - any plain value
@@ -134,9 +134,9 @@ class Document:
 
 
 def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
-    """Return the values of a YAML text, and its YAML errors as ``problems``.
+    """Parse YAML into a document, whose ``problems`` contain the YAML errors.
 
-    An integer at a path in ``texts`` remains a string as written, because the name ``0042`` is not the number 42.
+    At the paths in ``texts``, an integer remains a string as written, because the name ``0042`` is not the number 42.
     """
     document = Document(name)
     if len(text.encode(errors="replace")) > _MOST_BYTES:
@@ -155,12 +155,12 @@ def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
         problem = Problem(name, f"is not YAML: {' '.join(str(error).split())}")
     else:
         return document
-    # Report only this problem. Nothing after it was read, so every later key would be reported as missing.
+    # Report only this problem. Nothing after the problem was read, so every later key would be reported as missing.
     return Document(name, problems=[problem])
 
 
 class _Reading:
-    """One pass over the parser's events; `_MOST_DEPTH` limits the recursion."""
+    """One recursive pass over the parser's events, whose depth is limited by `_MOST_DEPTH`."""
 
     def __init__(self, document: Document, texts: Collection[At], events: Iterator[Any]) -> None:
         self._document: Final = document
@@ -236,7 +236,7 @@ def _place(name: str, mark: Any) -> str:  # noqa: ANN401 - ruamel's mark
 
 
 def _scalar(event: Any) -> Any:  # noqa: ANN401 - any plain scalar
-    """Return the value of a scalar under the YAML 1.2 core schema; quoted scalars and timestamps stay strings."""
+    """Return the value of a scalar by the YAML 1.2 core schema, in which quoted scalars and timestamps are strings."""
     text: str = event.value
     if not event.implicit[0]:
         return text
@@ -248,7 +248,7 @@ def _scalar(event: Any) -> Any:  # noqa: ANN401 - any plain scalar
 
 
 class Keys(BaseModel):
-    """A mapping that rejects unknown keys and converts no values. The text below a key is its description."""
+    """A mapping that rejects unknown keys and converts no values. The docstring of a key is the key's description."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True
@@ -258,7 +258,7 @@ class Keys(BaseModel):
 def accepting(
     accepts: Callable[[Any], object], text: str, *, kind: Callable[[Callable[[Any], Any]], Any] = AfterValidator
 ) -> Any:  # noqa: ANN401 - a validator of this kind
-    """Return a validator that accepts some values; in the text of its error, ``{}`` stands for the refused value."""
+    """Return a validator that rejects values unless ``accepts`` is true; ``{}`` in ``text`` stands for the value."""
 
     def check(value: Any) -> Any:  # noqa: ANN401 - any value in the file
         if not accepts(value):
@@ -274,7 +274,7 @@ def some(what: str) -> Any:  # noqa: ANN401 - a validator
 
 
 def matching(pattern: re.Pattern[str], remedy: str) -> Any:  # noqa: ANN401 - a validator
-    """Return a validator that accepts matching strings; for others, the error contains the string and the remedy."""
+    """Return a validator that rejects strings that do not match, with an error that contains the remedy."""
     return accepting(pattern.fullmatch, f'"{{}}" {remedy}')
 
 
@@ -296,12 +296,12 @@ def _nearest(word: str, known: Sequence[str]) -> str:
 
 
 def dotted(at: At) -> str:
-    """Return a path as text such as ``source.topics[0]``."""
+    """Return a path as a string such as ``source.topics[0]``."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in at).lstrip(".")
 
 
 def models_of(model: type[BaseModel], holder: At = ()) -> dict[At, type[BaseModel]]:
-    """Map the path of each mapping, without list positions, to its model."""
+    """Map the path of each mapping in a model, without list positions, to the model of this mapping."""
     found = {holder: model}
     for name, key in model.model_fields.items():
         for inner in _models_in(key.annotation):
@@ -317,7 +317,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:  # noqa: ANN401 - 
 
 
 def validated(document: Document, model: type[_Model]) -> tuple[_Model | None, list[Problem]]:
-    """Return the document as an instance of the model, or None and the problems with their positions."""
+    """Return the document as an instance of the model, or None if it is invalid, and all problems."""
     try:
         return model.model_validate(document.value), []
     except ValidationError as error:
@@ -334,7 +334,7 @@ def _told(error: ValidationError, document: Document, model: type[BaseModel]) ->
     for found in error.errors(include_url=False, include_input=False):
         at = _in_document(found["loc"], document)
         if at and document.get(at) is None:
-            # `read` has already reported this empty value.
+            # `read` has already reported that this value is empty.
             continue
         label = f"{dotted(at)}: " if at else ""
         written = document.written(at)
@@ -359,7 +359,7 @@ def _told(error: ValidationError, document: Document, model: type[BaseModel]) ->
 
 
 def in_order(problems: list[Problem]) -> list[Problem]:
-    """Return the problems in the order of their positions, without repetitions."""
+    """Return the problems in the order of their positions, and each problem only once."""
 
     def position(problem: Problem) -> tuple[int, int]:
         parts = problem.place.rsplit(":", 2)
@@ -370,7 +370,7 @@ def in_order(problems: list[Problem]) -> list[Problem]:
 
 
 def _in_document(loc: Sequence[str | int], document: Document) -> At:
-    """Return a pydantic location as a path without names of union branches; a missing key gets its parent's path."""
+    """Convert a pydantic location to a path, without names of union branches. A missing key gets its parent's path."""
     at: At = ()
     for step in loc:
         if document.has((*at, step)):

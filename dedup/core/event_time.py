@@ -1,7 +1,7 @@
 """Finds a record's event time and converts it to milliseconds since 1970 UTC.
 
-Fractions of a millisecond are rounded down. A negative time is returned unchanged; `fold` decides what happens to the
-record.
+Fractions of a millisecond are rounded down. A negative time is returned unchanged, and `fold` decides what happens to a
+record with such a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIN_MS: Final = -(1 << 63)
 MAX_MS: Final = (1 << 63) - 1
 
 _POWER: Final = {"s": 3, "ms": 0, "us": -3}
-"""The power of ten by which a number in a unit is multiplied to get milliseconds."""
+"""For each unit, the exponent of the power of ten that converts a number to milliseconds."""
 
 _MONTH_DAYS: Final = np.array([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31])
 _FRACTION_AT: Final = 19
@@ -44,12 +44,12 @@ class BadTime(NotJudged):
 
 @dataclass(frozen=True, slots=True)
 class RecordTime:
-    """The event time is the record's own timestamp."""
+    """The event time is the record's timestamp."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldTime:
-    """The event time is a member of the JSON value: RFC 3339 text, or a number in a unit."""
+    """The event time is a member of the JSON value, either an RFC 3339 string or a number with a fixed unit."""
 
     path: Path
     unit: TimeUnit
@@ -59,7 +59,7 @@ EventTime = RecordTime | FieldTime
 
 
 def time_ms_of(found: JsonValue | Absent, time: FieldTime) -> int:
-    """Return the event time in a field. Raises BadTime for a field that is missing, ill-typed, or out of range."""
+    """Return the event time from a field. Raises BadTime if it is missing, of the wrong type, or out of range."""
     place = format_path(time.path)
     if found is ABSENT:
         raise BadTime("time_missing", f"no event time at {place}")
@@ -84,10 +84,10 @@ def time_ms_of(found: JsonValue | Absent, time: FieldTime) -> int:
 
 
 def rfc3339_ms(text: str) -> int | None:
-    """Return the time of an RFC 3339 string; None for any other string.
+    """Return the time of an RFC 3339 string, or None for any other string.
 
-    The format is strict, with ``T`` between date and time, an offset, and a day that exists. A leap second is allowed
-    only at 23:59:60 UTC and counts as the first second of the next minute. Digits beyond milliseconds are cut off.
+    The string must have ``T`` between date and time, an offset, and a day that exists. A leap second is allowed only at
+    23:59:60 UTC and counts as the first second of the next minute. Digits beyond milliseconds are cut off.
     """
     match = _RFC3339.fullmatch(text)
     if match is None:
@@ -109,10 +109,10 @@ def rfc3339_ms(text: str) -> int | None:
 
 
 def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
-    """Return the times of many strings with the same layout; None if any row needs `rfc3339_ms`.
+    """Return the times of many strings with the same layout, or None if any row needs `rfc3339_ms`.
 
-    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)`` in capitals, with the same length in every row and without leap
-    seconds.
+    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)``, with capital letters, the same length in every row, and no
+    leap seconds.
     """
     lines = ("\n".join(texts) + "\n").encode("utf-8", "surrogatepass")
     utc = texts[0].endswith("Z")
@@ -146,8 +146,8 @@ def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
 def _layout_holds(lines: bytes, count: int, zone: int, *, utc: bool) -> bool:
     """Tell whether every line has digits and separators at the positions that the layout requires.
 
-    The function checks the separators at their positions and then removes all separators. A separator at any other
-    position leaves too few digits.
+    The function checks that all required positions have separators, and then removes every separator. If a line has a
+    separator anywhere else, too few digits remain.
     """
     marks = {4: b"-", 7: b"-", 10: b"T", 13: b":", 16: b":"}
     if zone > _FRACTION_AT:
@@ -173,8 +173,8 @@ def _two(digits: npt.NDArray[np.uint8], at: int) -> _Integers:
 
 
 def _days(year: _Count, month: _Count, day: _Count) -> _Count:
-    """Return the days since 1970-01-01, also for columns (Hinnant, days_from_civil)."""
-    shifted = year - (month <= 2)  # noqa: PLR2004 - the year begins in March, so that leap days end it
+    """Return the number of days since 1970-01-01 for one date or for columns (Hinnant's days_from_civil)."""
+    shifted = year - (month <= 2)  # noqa: PLR2004 - years begin in March here, so that leap days come last
     era = shifted // 400
     of_era = shifted - era * 400
     of_year = (153 * ((month + 9) % 12) + 2) // 5 + day - 1
@@ -183,8 +183,8 @@ def _days(year: _Count, month: _Count, day: _Count) -> _Count:
 
 
 def _number_ms(number: Number, power: int) -> int | None:
-    """Return floor(number * 10**power); None if the result does not fit in 64 bits or the exponent is too long."""
-    if power == 0 and number.is_integer and len(number.text) <= 18:  # noqa: PLR2004 - surely within 64 bits
+    """Return floor(number * 10**power), or None if the result exceeds 64 bits or the exponent has too many digits."""
+    if power == 0 and number.is_integer and len(number.text) <= 18:  # noqa: PLR2004 - certainly within 64 bits
         return int(number.text)
     try:
         sign, digits, exponent = number.parts()
@@ -197,7 +197,7 @@ def _number_ms(number: Number, power: int) -> int | None:
     if exponent >= 0:
         size, rest = int(digits) * 10**exponent, False
     else:
-        # The digits have no trailing zero, so the rest that is cut off is not zero.
+        # The digits have no trailing zeros, so the digits that are cut off are not all zeros.
         size, rest = int(digits[: max(0, whole_digits)] or "0"), True
     time_ms = -size - rest if sign else size
     return time_ms if MIN_MS <= time_ms <= MAX_MS else None

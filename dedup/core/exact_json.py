@@ -1,11 +1,10 @@
-"""Decodes JSON exactly, one value at a time, according to RFC 8259, with lookup by path and canonical content.
+"""Decodes JSON values one by one according to RFC 8259, finds values by path, and computes canonical content.
 
-This module is slow and exact, and keeps every number as it is written. The column extractor (extract.py) is fast: it
+This module is slow and exact, and keeps every number as written. The column extractor (extract.py) is fast: it
 processes only the rows for which it is certain to agree with this module, and leaves all other rows to this module.
 
-A value that is not JSON is compared with the first bytes of other formats. The result is a guess, which may be wrong
-for random bytes, so it never affects what happens to a record. The guess only tells the reader of a dead letter where
-to look first.
+If a value is not JSON, its first bytes are compared with the signatures of other formats. The format found in this way
+is a guess and never affects what happens to a record. It only tells the reader of a dead letter where to look first.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ from typing import ClassVar, Final, NoReturn
 from dedup.core.json_path import Path, format_path
 
 MAX_DEPTH: Final = 512
-"""Maximum nesting depth of containers. Deeper values are refused before any recursion."""
+"""Maximum nesting depth of containers. More deeply nested values are refused before any recursion."""
 
 _EXPONENT_DIGITS: Final = 18
-"""A number with more exponent digits is refused if its value is needed, as RFC 8259, section 6, allows."""
+"""A number whose exponent has more digits is refused if its value is needed, which RFC 8259, section 6, allows."""
 
 _BRACKETS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 _BLANK: Final = " \t\n\r"
 _FRAME_BYTES: Final = 5
-"""Length of the Schema Registry framing, which is byte 0 and then the schema ID, big-endian."""
+"""Length of the Schema Registry framing, which consists of a zero byte and the schema ID in big-endian order."""
 _OPENINGS: Final = b'{["'
-"""Possible first bytes of JSON texts in records."""
+"""The usual first bytes of JSON values in records."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Foreign:
-    """A format that is not JSON in UTF-8."""
+    """A data format other than UTF-8 JSON that a value may have."""
 
     name: str
-    """A stable name in snake_case for use as a metric label. There are only a few such names."""
+    """A stable name in snake_case, which is also a metric label, so there must be only a few such names."""
     words: str
-    """The first bytes of the value and their meaning, as the end of a sentence that starts with "it begins with"."""
+    """The end of a sentence that starts with "it begins with": the first bytes of the value and their meaning."""
 
 
 _MAGIC: Final[tuple[tuple[bytes, _Foreign], ...]] = (
@@ -68,7 +67,7 @@ _MAGIC: Final[tuple[tuple[bytes, _Foreign], ...]] = (
 
 
 def foreign_format(value: bytes) -> _Foreign | None:
-    """Return the format that a value seems to have instead of JSON; None if its first bytes match no known format."""
+    """Return the format that a value seems to have instead of JSON, or None if it begins like no known format."""
     for magic, found in _MAGIC:
         if value.startswith(magic):
             return found
@@ -83,16 +82,16 @@ def foreign_format(value: bytes) -> _Foreign | None:
 
 
 class NotJudged(Exception):
-    """A record cannot be judged. The error has a stable code, and a sentence that contains no payload."""
+    """A record cannot be judged. The error has a stable code, and a sentence that reveals nothing of the payload."""
 
     kind: ClassVar[str]
-    """The value of the `FaultKind` of such records."""
+    """The value of `FaultKind` for records with this error."""
 
     def __init__(self, code: str, detail: str, *, format_name: str = "") -> None:
         self.code: Final = code
         self.detail: Final = detail
         self.format_name: Final = format_name
-        """The format that a value seems to have instead of JSON; empty if unknown."""
+        """The format that a value seems to have instead of JSON, or an empty string if it is unknown."""
         super().__init__(detail)
 
 
@@ -104,23 +103,22 @@ class Unreadable(NotJudged):
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number of any size as it is written in the document, without rounding."""
+    """A number of any size, kept as written in the JSON value and never rounded."""
 
     text: str
 
     @property
     def is_integer(self) -> bool:
-        """True if the number is written without a fraction and an exponent; ``1`` and ``1.0`` differ."""
+        """True if the number is written without a fraction or an exponent; ``1`` is an integer, but ``1.0`` is not."""
         text = self.text
         return "." not in text and "e" not in text and "E" not in text
 
     def integer_text(self) -> str:
-        """Return the digits of an integer after its sign, if any; ``-0`` becomes ``0``."""
+        """Return an integer as written, except that ``-0`` becomes ``0``."""
         return "0" if self.text == "-0" else self.text
 
     def parts(self) -> tuple[str, str, int]:
-        """Return the sign ("" or "-"), the digits without leading and trailing zeros, and the exponent of the power of
-        ten.
+        """Return the sign ("" or "-"), the digits without leading and trailing zeros, and the decimal exponent.
 
         The result for zero is ("", "0", 0). Raises Unreadable if the exponent has more than 18 digits.
         """
@@ -166,7 +164,7 @@ ABSENT: Final = Absent()
 
 
 def decode(value: bytes) -> JsonValue:
-    """Return the decoded value exactly as it is written. Raises Unreadable unless the value is JSON (RFC 8259)."""
+    """Return the decoded value, with every number as written. Raises Unreadable if it is not JSON (RFC 8259)."""
     try:
         text = value.decode()
     except UnicodeDecodeError as error:
@@ -188,7 +186,7 @@ def decode(value: bytes) -> JsonValue:
 
 
 def _no_json(value: bytes, code: str, detail: str) -> Unreadable:
-    """Return the error for a value that is not JSON, with the format that it seems to have."""
+    """Return the error for a value that is not JSON, including the format that the value seems to have."""
     found = foreign_format(value)
     if found is None:
         return Unreadable(code, detail)
@@ -229,7 +227,7 @@ def excluded(paths: tuple[Path, ...]) -> Excluded:
 
 
 def canonical_json(value: JsonValue, exclude: Excluded) -> bytes:
-    """Return the canonical content, which is equal for two values if and only if their contents are equal.
+    """Return the canonical content, which does not depend on white space, escapes, or the order of members.
 
     Members are sorted by name at every level, there is no white space, and strings are escaped only where JSON requires
     it. Integers stay as written (``-0`` becomes ``0``), and other numbers have the form of `Number.decimal_text`.
@@ -246,7 +244,7 @@ _NOTHING: Final[Excluded] = {}
 
 
 def _written(value: JsonValue, without: Excluded) -> str:
-    # This function recurses once per level, like the decoder. `MAX_DEPTH` limits both.
+    # Like the decoder, this function recurses once per level, so `MAX_DEPTH` limits the recursion of both.
     if not isinstance(value, Members | list):
         return _scalar(value)
     pairs: Iterable[tuple[str | int, JsonValue]] = enumerate(value)
@@ -280,7 +278,7 @@ def _exponent(power: str) -> int:
 
 
 def _depth(text: str) -> int:
-    """Return the nesting depth up to the first syntax error or beyond. Strings are skipped as in the decoder."""
+    """Return at least the nesting depth before the first syntax error. Like the decoder, ignore brackets in strings."""
     depth = deepest = 0
     for match in _BRACKETS.finditer(text):
         found = match[0]

@@ -1,28 +1,29 @@
-"""Extracts the tracking IDs, event times, and fingerprints of a batch as columns, which is the fast path.
+"""Extracts the tracking IDs, event times, and fingerprints of a batch as columns (the fast path).
 
 A batch is either processed as a whole in C or divided into halves, which are processed in the same way. `extract_one`
-processes the rows that remain at the end, one by one. The fast path must therefore know when it certainly agrees with
-this slow path:
+(the slow path) processes the remaining rows one by one. The fast path uses a result only if the slow path would
+certainly give the same one, which these rules ensure:
 
-* One call of msgspec decodes all values, joined by line feeds, into structs with only the named members. It cannot
-  confuse rows. Every value begins with ``{`` and ends with ``}``. The sequence ``}`` LF ``{`` can occur neither in a
-  string (a raw line feed is not JSON) nor inside a container (a comma is missing), so it always separates two values.
-  If the decoder returns as many values as there are rows, there are no other boundaries.
-* msgspec skips other members and accepts invalid UTF-8 in them, so the joined bytes are checked to be UTF-8.
-* If a member is repeated, msgspec uses the last one, so each quoted name must occur exactly once per row and per place
-  that the struct has for it. Every row has each name at least once, unless a name is spelled with an escape, and such
-  rows are left to the slow path.
-* A short value cannot be nested deeply. In a long value, the brackets are counted.
-* Only strings and 64-bit integers are accepted. The decoder raises an error for any other value, such as a number with
-  a fraction, true, null, or a missing member, and the row is left to the slow path, like every fault.
+* One call of msgspec decodes all values, joined by line feeds, into structs that contain only the members with IDs and
+  times. Every value begins with ``{`` and ends with ``}``. The sequence ``}`` LF ``{`` can occur neither in a string (a
+  raw line feed is not JSON) nor inside a container (a comma is missing), so it always separates two values. If the
+  decoder returns as many structs as there are rows, each struct therefore belongs to exactly one row.
+* msgspec skips all other members and accepts invalid UTF-8 in them, so the fast path checks that the joined bytes are
+  valid UTF-8.
+* If a member is repeated, msgspec uses the last one, so each quoted name must occur exactly once per row for each path
+  that contains it. The decoder ensures that no row lacks a name. Rows that spell a name with an escape are left to the
+  slow path.
+* A short value cannot be nested too deeply. In a long value, the opening brackets are counted.
+* Only strings and 64-bit integers are accepted as IDs. The decoder raises an error for any other value, such as a
+  number with a fraction, true, null, or a missing member, and the slow path then processes the row.
 
-`content_of` also uses the fast path for canonical content if the result is certain to be exact. The decoder keeps
+`content_of` also computes canonical content on the fast path if the result is certain to be exact. The decoder keeps
 numbers with a fraction as written, and the encoder sorts members at every level. Only repeated members need a check,
-because the decoder uses the last one. In a value without backslashes, every string and name has two quotes, so a
-dropped member reduces the number of quotes.
+because the decoder drops all but the last one. In a value without backslashes, every string and name has two quotes,
+so a dropped member reduces the number of quotes.
 
 The checks of `JsonColumns` count how often member names occur in joined values that are known to be well-formed. A
-check may fail for valid values, for example if a string in a value looks like a member name, but it never passes for a
+check may fail for valid values, for example if a string in a value looks like a member name, but no check passes for a
 value with a repeated member.
 """
 
@@ -71,7 +72,7 @@ __all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_ex
 
 _WORD_BYTES: Final = 4
 _MARGIN_BYTES: Final = 2
-"""A member name is always followed by at least a colon and a brace."""
+"""The minimum number of bytes after a member name: a colon and a closing brace."""
 
 _Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
 _Seconds = Annotated[int, msgspec.Meta(ge=-(MAX_MS // 1000), le=MAX_MS // 1000)]
@@ -82,10 +83,10 @@ _TIME_TYPES: Final[dict[TimeUnit, tuple[Any, ...]]] = {
     "s": (_Seconds, msgspec.Raw),
     "rfc3339": (str,),
 }
-"""The types to decode a time with, by unit. For seconds, whole numbers are tried before numbers with a fraction."""
+"""For each unit, the types that the decoder tries for a time; for seconds, it tries whole numbers before fractions."""
 
 _SHORT_BYTES: Final = 2 * MAX_DEPTH
-"""A value of at most this length cannot exceed MAX_DEPTH, because each level has two brackets."""
+"""A value of at most this many bytes cannot be nested deeper than MAX_DEPTH, because each level has two brackets."""
 
 _DECODE_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -94,9 +95,9 @@ class _Name(NamedTuple):
     """A member name on the path to an ID or an event time."""
 
     quoted: bytes
-    """The name as it appears in values if no character is escaped."""
+    """The name in quotes, as it appears in a value if none of its characters is escaped."""
     depths: tuple[int, ...]
-    """The nesting depths of the name, with one entry per place in the paths."""
+    """The nesting depths at which the paths contain the name, with one entry per occurrence."""
 
 
 def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
@@ -114,16 +115,16 @@ def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
 
 
 def _occur_in_places(joined: bytes, names: tuple[_Name, ...], count: int) -> bool:
-    """Tell whether each name occurs at most once per value at the depths of its paths. Other depths do not count.
+    """Tell whether each name occurs at most once per value at every depth where a path contains the name.
 
-    The text must have no backslashes, so that every quote begins or ends a string.
+    The values must not contain backslashes, so that every quote begins or ends a string.
     """
     text = np.frombuffer(joined, np.uint8)
     quotes = text == ord('"')
     # The parity of the number of quotes so far is 1 from the first quote of a string, and 0 from its last quote.
     inside = np.cumsum(quotes, dtype=np.uint8) & 1
     outside = inside == 0
-    # `[` and `{`, `]` and `}` differ in one bit.
+    # `[` and `{` differ in one bit, and so do `]` and `}`.
     folded = text | 0x20
     steps = ((folded == ord("{")) & outside).view(np.int8) - ((folded == ord("}")) & outside).view(np.int8)
     depths = np.cumsum(steps, dtype=np.int32)
@@ -137,12 +138,12 @@ def _occur_in_places(joined: bytes, names: tuple[_Name, ...], count: int) -> boo
 
 
 def _members_at(text: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], quoted: bytes) -> int:
-    """Count the strings that begin at these positions, equal the name, and may be the name of a member."""
+    """Count the strings at these positions that equal the quoted name and may be the name of a member."""
     starts = starts[starts < len(text) - len(quoted) - _MARGIN_BYTES]
     for at, char in enumerate(quoted):
         starts = starts[text[starts + at] == char]
     behind = text[starts + len(quoted)]
-    # A string before a comma or before the end of its container is a value. White space in between is not skipped.
+    # A string directly before a comma or a closing bracket is a value. A string before white space counts as a name.
     is_value = (behind == ord(",")) | (behind == ord("}")) | (behind == ord("]"))
     return int(np.count_nonzero(~is_value))
 
@@ -157,10 +158,10 @@ class JsonColumns:
     unit: TimeUnit
     names: tuple[_Name, ...]
     escapes: tuple[bytes, ...]
-    """Escapes that no value may contain, because they could spell a name differently."""
+    """Escape sequences that no value may contain, because a member name could be spelled with them."""
 
     def decode(self, values: Sequence[bytes | None]) -> tuple[list[list[str | int]], list[int] | None] | None:
-        """Return a column for each ID path, and the times; None unless the result is certain for every row."""
+        """Return a column for each ID path and the column of times, or None if the result is uncertain for any row."""
         joined = _joined(values)
         if joined is None:
             return None
@@ -169,14 +170,14 @@ class JsonColumns:
                 joined.decode()
             except UnicodeDecodeError:
                 return None
-        # Searching for one byte is 50 times as fast as for two.
+        # Searching for one byte is 50 times as fast as searching for two.
         if b"\\" in joined and any(escape in joined for escape in self.escapes):
             return None
         rows = self._rows(joined)
         count = len(values)
         if rows is None or len(rows) != count:
             return None
-        # No named member may be repeated. Every row is known to have each member at least once.
+        # No member that contains an ID or a time may be repeated. Every row is known to have each of these members.
         once = all(_occurs_at_most(joined, name.quoted, len(name.depths) * count) for name in self.names)
         if not once and (b"\\" in joined or not _occur_in_places(joined, self.names, count)):
             return None
@@ -196,10 +197,10 @@ class JsonColumns:
 
 
 def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns | None:
-    r"""Return the decoder for these paths; None if only the slow path can read values at these paths.
+    r"""Return the decoder for these paths, or None if only the slow path can read the values at these paths.
 
-    Only the slow path can read array positions, a path below another path, and names that JSON can spell in several
-    ways even without ``\u``.
+    Only the slow path supports array positions, a path that begins with another of the paths, and names that JSON can
+    spell in several ways even without ``\u``.
     """
     paths = [*ids, time.path] if time is not None else list(ids)
     tree = _Node({}, None)
@@ -207,10 +208,10 @@ def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns 
         if not tree.grow(path, is_time=time is not None and path == time.path):
             return None
     names = tree.names()
-    if any(char in '"\\/' or char < " " for name in names for char in name):  # these have a short escape
+    if any(char in '"\\/' or char < " " for name in names for char in name):  # JSON has short escapes for these
         return None
     time_types: tuple[Any, ...] = (None,) if time is None else _TIME_TYPES[time.unit]
-    if time is not None and time.path in ids:  # a part of an ID is text or an integer
+    if time is not None and time.path in ids:  # a part of an ID is a string or an integer
         time_types = time_types[:1]
     return JsonColumns(
         decoders=tuple(msgspec.json.Decoder(tree.struct(time_type)) for time_type in time_types),
@@ -269,7 +270,7 @@ class _Node:
 
 
 def _joined(values: Sequence[bytes | None]) -> bytes | None:
-    """Return the values joined by line feeds; None unless each, if it is JSON, is an object of depth 512 or less."""
+    """Return the values joined by line feeds, or None if any of them might be no object or exceed `MAX_DEPTH`."""
     try:
         joined = b"\n".join(values)  # type: ignore[arg-type]
     except TypeError:  # a null value
@@ -287,7 +288,7 @@ def _joined(values: Sequence[bytes | None]) -> bytes | None:
 
 
 def may_be_deep(value: bytes) -> bool:
-    """Tell whether a value may be nested more than `MAX_DEPTH` deep. False is certain."""
+    """Return False only if a value is certainly not nested more than `MAX_DEPTH` deep."""
     return len(value) > _SHORT_BYTES and value.count(b"{") + value.count(b"[") > MAX_DEPTH
 
 
@@ -311,7 +312,7 @@ def _times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
 
 
 def _seconds_ms(column: list[msgspec.Raw]) -> list[int] | None:
-    """Convert numbers of seconds to milliseconds; None if a number has a sign or an exponent, or is not a number."""
+    """Return numbers of seconds in milliseconds, or None if a value has a sign or an exponent or is not a number."""
     times_ms: list[int] = []
     for raw in column:
         whole, point, fraction = bytes(raw).partition(b".")
@@ -322,9 +323,9 @@ def _seconds_ms(column: list[msgspec.Raw]) -> list[int] | None:
 
 
 _FEW: Final = 4
-"""The number of rows up to which another attempt in columns is not worthwhile."""
+"""The largest number of rows for which another attempt on the fast path is not worthwhile."""
 _REFUSALS: Final = (*_DECODE_REFUSALS, OverflowError, Unreadable)
-"""Exceptions of the fast path, after which the slow path processes the rows."""
+"""Exceptions that make the fast path leave the rows to the slow path."""
 
 
 def content_of(value: bytes, exclude: tuple[Path, ...]) -> bytes:
@@ -381,11 +382,11 @@ class Extracted:
     """The extracted columns of one batch, with one entry per record."""
 
     ids: list[bytes | None]
-    """State keys of at most 33 bytes; None for rows in `faults`."""
+    """State keys of at most 33 bytes, with None for each row in `faults`."""
     times_ms: list[int]
-    """Event times; 0 for rows in `faults`."""
+    """Event times, with 0 for each row in `faults`."""
     fingerprints: list[bytes] | None
-    """Fingerprints of eight bytes each, empty for rows in `faults`; None unless requested."""
+    """The fingerprint of each row, which is empty for rows in `faults`, or None if fingerprints were not requested."""
     faults: dict[int, Fault]
 
 
@@ -559,6 +560,6 @@ class Extractor:
 
 
 def _only(headers: Headers, name: str) -> bytes | None:
-    """Return the value of a header that occurs exactly once; None otherwise."""
+    """Return the value of the header if the header occurs exactly once, or None otherwise."""
     values = [value for header, value in headers if header == name]
     return values[0] if len(values) == 1 else None

@@ -47,7 +47,7 @@ _FINGERPRINT_BYTES: Final = 8
 
 
 class FaultKind(Enum):
-    """The kind of reason why a record cannot be judged. The topology says what happens to records of each kind."""
+    """A kind of fault that prevents a record from being judged. The topology says what happens to such records."""
 
     MISSING_ID = "missing_id"
     UNREADABLE = "unreadable"
@@ -63,9 +63,9 @@ class Fault:
     code: str
     """A stable code in snake_case, for the header ``dedup-reason``."""
     detail: str
-    """A sentence that contains nothing from the payload except a path and a schema ID."""
+    """A sentence that contains nothing from the payload except possibly a path and a schema ID."""
     format_name: str = ""
-    """The format that a value other than JSON seems to have; empty if unknown."""
+    """The format that a value other than JSON seems to have, or an empty string if it is unknown."""
 
 
 ODD_HEADER_NAME: Final = Fault(
@@ -84,12 +84,12 @@ class One:
     """The state key, at most 33 bytes."""
     time_ms: int
     fingerprint: bytes
-    """Fingerprint of eight bytes; empty unless requested."""
+    """Fingerprint of eight bytes, or no bytes if fingerprints were not requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The values to extract from records, and the format of the records; made by `compile_extractor`."""
+    """Says which values to extract from records, and which format the records have."""
 
     tracking_id: TrackingId
     event_time: EventTime = field(default_factory=RecordTime)
@@ -179,7 +179,7 @@ def _of_bytes(value: bytes | None, tracking_id: TrackingId, place: str) -> bytes
 
 
 def normalize_bytes(value: bytes, normalize: Callable[[str], str]) -> bytes:
-    """Return UTF-8 bytes with their text normalized. Bytes that are not UTF-8 stay unchanged."""
+    """Decode UTF-8, and return the normalized string as UTF-8. Bytes that are not UTF-8 stay unchanged."""
     with suppress(UnicodeDecodeError):
         return normalize(value.decode()).encode()
     return value

@@ -1,12 +1,12 @@
 """Judges a batch as columns, and returns the verdicts of its records and their new sightings.
 
-`fold` processes every record, so it does only what the rule needs. `reference_model` implements the same rule in a slow
-way, and property tests check that both give the same verdicts.
+Every record passes through `fold`, so the function does only what the deduplication rule needs. `reference_model`
+implements the same rule in a slow way, and property tests check that both give the same verdicts.
 
-Most batches are judged as a whole (`judged_at_once`). The records of a batch that is judged as a whole are close
-together in event time, no record is near a bound of the window, and the known sightings of the IDs are well within the
-guard period. A record of such a batch is a duplicate if its ID is known or occurs earlier in the batch, and unique
-otherwise, so dict lookups in C are enough to judge the batch. Other batches are judged record by record.
+Most batches are judged as a whole (`judged_at_once`). This is possible if the records of a batch are close together in
+event time, no record is near a bound of the window, and the known sightings of the IDs are well within the guard
+period. A record of such a batch is a duplicate if its ID is known or occurs earlier in the batch, and unique otherwise,
+so dict lookups in C are enough to judge the batch. Other batches are judged record by record.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dedup.errors import DedupError
 
 Sightings = tuple[Sighting, ...]
 Lookup = Callable[[Sequence[bytes], int], Mapping[bytes, Sightings]]
-"""Returns the known sightings of IDs that have any, given the IDs and the smallest event time of the batch."""
+"""Returns the sightings of the given IDs that were seen before; the integer is the batch's smallest event time."""
 
 
 class OnMissing(enum.Enum):
@@ -58,12 +58,12 @@ class OnConflict(enum.Enum):
 
 
 class RecordFailed(DedupError):
-    """A policy `fail` applies to a record, so the worker stops before the record and commits nothing of it."""
+    """A policy `fail` applies to a record, so the worker stops without committing the record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The parts of a topology on which a verdict depends."""
+    """The parts of a topology that affect verdicts."""
 
     window: Window
     missing: OnMissing = OnMissing.DEAD_LETTER
@@ -81,7 +81,7 @@ class Rows:
     sources: Sequence[int]
     """The records' offsets in their source partitions."""
     feeds: Sequence[Feed]
-    """One entry per record, or a single entry if the whole batch has one feed."""
+    """The feed of each record, or a single entry if all records of the batch have the same feed."""
     idle_rows: frozenset[int] = frozenset()
     """The rows that are idle markers instead of records."""
 
@@ -93,7 +93,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """The reason why a record cannot be judged, as a code and a sentence."""
+    """The reason why a record cannot be judged, given as a code and a sentence."""
 
     code: str
     detail: str
@@ -104,28 +104,28 @@ _BEFORE_ALL: Final = StreamTime.before(())
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of `fold`, which contains the rows by verdict and their new sightings."""
+    """The result of `fold`, which contains the rows of each verdict, and the new sightings."""
 
     unique: list[int] = field(default_factory=list)
     exempt: dict[int, str] = field(default_factory=dict)
-    """Rows that a policy forwards, each with the reason for `dedup-verdict`; conflicts are also in `unique`."""
+    """Rows that a policy forwards, each with the reason for `dedup-verdict`. `unique` also has the conflicts."""
     duplicates: list[tuple[int, Sighting]] = field(default_factory=list)
-    """Rows that repeat a sighting, each with the sighting before the row was judged, without rows in `conflicts`."""
+    """Rows that repeat a sighting but are not in `conflicts`, each with the sighting as it was before the row."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
-    """Duplicates of a row in this batch, each with the row that it repeats. `all_duplicates` returns both kinds."""
+    """Rows that repeat an earlier row of this batch, each with that row. They are not also in `duplicates`."""
     conflicts: list[tuple[int, Sighting]] = field(default_factory=list)
     """Duplicates whose payload differs from that of every sighting in range."""
     late: list[tuple[int, Late]] = field(default_factory=list)
     dead: list[tuple[int, DeadLetter]] = field(default_factory=list)
     clamped: dict[int, int] = field(default_factory=dict)
-    """Rows whose event time was replaced, each with the time by which the row was judged."""
+    """Rows whose event time was replaced because it was too far ahead, each with the time that replaced it."""
     singles: list[int] = field(default_factory=list)
-    """Rows whose sighting, which is at their own event time, is the only one of their ID in its segment."""
+    """Rows whose own sighting, which has their event time, is the only sighting of their ID in its segment."""
     rewritten: dict[tuple[int, bytes], Sightings] = field(default_factory=dict)
-    """Maps (segment, ID) to all sightings there, if more than one row or an older sighting is involved."""
+    """Maps a segment and an ID to all sightings of the ID in the segment, unless `singles` contains the only one."""
     stream_time: StreamTime = _BEFORE_ALL
     judged_times_ms: list[int] = field(default_factory=list)
-    """The event time by which each row was judged."""
+    """The event time that was used to judge each row."""
 
     def all_duplicates(self, rows: Rows) -> list[tuple[int, Sighting]]:
         """Return the duplicates that are not conflicts, in log order, each with the sighting that it repeats."""
@@ -157,10 +157,10 @@ def judged_at_once(
     window: Window,
     stream_time_ms: int,
 ) -> tuple[list[int], list[tuple[int, Sighting]], list[tuple[int, int]]] | None:
-    """Return the unique, duplicates, and repeats of an `Outcome`; None if the batch must be judged record by record.
+    """Return `unique`, `duplicates`, and `repeats` of an `Outcome`, or None if the records must be judged one by one.
 
-    The result is the same as if the records were judged one by one. ``known`` contains the sightings of exactly these
-    IDs, and ``stream_time_ms`` is stream time after the batch. The window must not use extension.
+    The result is the same as if the records were judged one by one. ``known`` contains only sightings of these IDs, and
+    ``stream_time_ms`` is stream time after the batch. The window must not use extension.
     """
     least_ms, greatest_ms = min(times_ms), max(times_ms)
     if least_ms < stream_time_ms - window.grace_ms or greatest_ms - least_ms >= window.guard_ms:
@@ -188,9 +188,9 @@ def judged_at_once(
 
 
 def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceiling_ms: int) -> Outcome:
-    """Return the verdicts of a batch, which is judged in log order: each record sees the sightings of earlier records.
+    """Judge a batch in log order, so that the sightings of earlier records count for later records.
 
-    ``ceiling_ms`` is the greatest event time that is accepted. Raises RecordFailed if a policy says `fail`.
+    ``ceiling_ms`` is the greatest event time that is accepted. Raises RecordFailed if the policy `fail` applies.
     """
     outcome, skipped = screen(rows, rules, ceiling_ms=ceiling_ms)
     times_ms = outcome.judged_times_ms
@@ -218,9 +218,9 @@ def _is_plain(rules: Rules) -> bool:
 
 
 def screen(rows: Rows, rules: Rules, *, ceiling_ms: int) -> tuple[Outcome, set[int]]:
-    """Return an outcome with only the faults and impossible times of a batch, and the rows that must not be judged.
+    """Return an outcome that contains only the faults and impossible times of a batch, and the rows not to be judged.
 
-    Raises RecordFailed if a policy says `fail`.
+    Raises RecordFailed if the policy `fail` applies to a record.
     """
     outcome = Outcome()
     skipped = _faults(rows, rules, outcome)
@@ -236,16 +236,16 @@ def judge(
     stream_times: list[int],
     skipped: set[int],
 ) -> None:
-    """Judge each row that is not skipped at its own stream time, and add the verdicts to the outcome.
+    """Judge each row that is not in ``skipped`` by its own stream time, and add the verdicts to the outcome.
 
-    The function updates `known`, except for the IDs of `outcome.singles`. The function is for engines that group rows
-    by ID and already know the stream time of each row. Raises RecordFailed if a policy says `fail`.
+    The function updates `known`, except for the IDs of `outcome.singles`. Engines use the function if they group rows
+    by ID and already know the stream time of each row. Raises RecordFailed if the policy `fail` applies to a record.
     """
     _Judging(rows, rules, outcome, known).run(stream_times, skipped)
 
 
 def _faults(rows: Rows, rules: Rules, outcome: Outcome) -> set[int]:
-    """Add rows without an ID or a time to the outcome, and return the rows that must not be judged."""
+    """Add rows without an ID or an event time to the outcome, and return the rows that must not be judged."""
     skipped = set(rows.idle_rows)
     for row, fault in sorted(rows.extracted.faults.items()):
         if row in rows.idle_rows:
@@ -285,7 +285,7 @@ def _accepted_times(rows: Rows, rules: Rules, skipped: set[int], outcome: Outcom
 def _stream_times(
     rows: Rows, times_ms: list[int], skipped: set[int], before: StreamTime
 ) -> tuple[list[int], StreamTime]:
-    """Return stream time at every row, and after the batch. Rows that are not judged repeat the previous value."""
+    """Return stream time at every row, and stream time after the batch. Rows with faults do not change stream time."""
     if len(before.feeds) > 1 or rows.idle_rows:
         feeds = rows.feeds if len(rows.feeds) == len(times_ms) else [rows.feeds[0]] * len(times_ms)
         return before.after(
@@ -301,7 +301,7 @@ def _stream_times(
 
 
 class _Judging:
-    """One pass over a batch, which adds the batch's own sightings to `known`."""
+    """One pass over a batch. It adds the sightings of the batch's records to `known`."""
 
     def __init__(self, rows: Rows, rules: Rules, outcome: Outcome, known: dict[bytes, Sightings]) -> None:
         self._rows: Final = rows
@@ -310,12 +310,12 @@ class _Judging:
         self._outcome: Final = outcome
         self._known: Final = known
         self._fresh: Final[dict[bytes, int]] = {}
-        """Maps each ID that has occurred once, and only in this batch, to its row. Few of them need a Sighting."""
+        """Maps each ID that has occurred only once, in this batch, to its row. Few such IDs ever need a `Sighting`."""
 
     def run(self, stream_times: list[int], skipped: set[int]) -> None:
         """Judge every row that is not skipped.
 
-        The loop itself judges the most frequent cases, by the rule of `Window.decide` for a single interval.
+        The loop itself judges the most frequent cases, and applies the rule of `Window.decide` to a single interval.
         """
         known, fresh = self._known, self._fresh
         window, times_ms, outcome = self._window, self._outcome.judged_times_ms, self._outcome

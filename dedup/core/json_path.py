@@ -1,4 +1,4 @@
-"""Parses and formats paths into a JSON value as topology files write them, such as ``a.b[0].c`` or ``a["b.c"]``."""
+"""Parses and formats paths within a JSON value, which topology files write as ``a.b[0].c`` or ``a["b.c"]``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from typing import Final
 
 Path = tuple[str | int, ...]
-"""Member names and array positions, outermost first; never empty."""
+"""A path, which contains at least one member name or array position, outermost first."""
 
 _NAME: Final = re.compile(r'[^.\[\]"\s]+')
 _INDEX: Final = re.compile(r"\[(0|[1-9][0-9]{0,8})\]")
@@ -16,7 +16,7 @@ _QUOTED: Final = re.compile(r'\[("(?:[^"\\]|\\.)*")\]')
 
 
 def parse_path(text: str) -> Path:
-    """Return the steps of a path. Raises ValueError with a message that says what to write instead."""
+    """Parse a path. Raises ValueError with a message that says what to write instead if the path is not valid."""
     if not text:
         raise ValueError('the path is empty; write a member name, such as "order.id"')
     steps: list[str | int] = []
@@ -29,7 +29,7 @@ def parse_path(text: str) -> Path:
 
 @cache
 def format_path(path: Path) -> str:
-    """Return the text that `parse_path` turns into this path."""
+    """Return the string that `parse_path` parses into this path."""
     parts: list[str] = []
     for step in path:
         match step:

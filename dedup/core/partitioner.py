@@ -1,4 +1,4 @@
-"""Implements Kafka's default partitioner for a column of keys: murmur2 with the seed of Kafka's `Utils.murmur2`.
+"""Implements Kafka's default partitioner for a column of keys, with murmur2 and the seed of Kafka's `Utils.murmur2`.
 
 Java's default partitioner, librdkafka's `murmur2_random`, and aiokafka use the same hash to put equal keys into the
 same partition.
@@ -22,7 +22,7 @@ _Hashes = npt.NDArray[np.uint32]
 
 
 def partitions(keys: Sequence[bytes], count: int) -> list[int]:
-    """Return the partition, out of ``count``, into which Kafka's default partitioner puts each key."""
+    """Return the partition that Kafka's default partitioner chooses for each key in a topic of ``count`` partitions."""
     by_length: defaultdict[int, list[int]] = defaultdict(list)
     for at, key in enumerate(keys):
         by_length[len(key)].append(at)

@@ -1,9 +1,9 @@
-"""Defines the exact model, which implements the rule of deduplication in the slow, obvious way.
+"""Defines the exact model, which implements the deduplication rule in the slow, obvious way.
 
-Tests and ``dedup verify`` compare all other implementations with the exact model, including other engines. The model
-shares only the value types ``Source`` and ``Sighting`` with the fast code. The model implements the rule of the
-semantics page a second time, with plain loops. The model receives records one at a time, in the order of one task's
-log, and never reads a clock.
+Tests and ``dedup verify`` compare all other implementations, including other engines, with the exact model. The model
+shares only the value types ``Source`` and ``Sighting`` with the fast code. It implements the rule of the semantics page
+a second time, with plain loops. The model receives records one at a time, in the order of one task's log, and never
+reads a clock.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Final, Literal, NamedTuple
 from dedup.core.window import BEFORE_ALL_TIME, Sighting, Source
 
 Feed = tuple[int, int]
-"""Position of the topic in ``source.topics``, and the partition."""
+"""A source partition, as the position of its topic in ``source.topics`` and the partition number."""
 
 ModelFault = Literal["missing_id", "unreadable", "tombstone", "bad_time"]
 
 Kind = Literal["unique", "duplicate", "late", "dead_letter", "exempt", "marker", "fail"]
 """``exempt`` means that a policy forwards the record without judging it, because it has no ID or a null value.
-``marker`` is an idle marker instead of a record. ``fail`` means that the worker stops at the record, so it is always
-the last verdict.
+``marker`` stands for an idle marker instead of a record. ``fail`` means that the worker stops at the record, so
+``fail`` is always the last verdict.
 """
 
 _ONE_FEED: Final[tuple[Feed, ...]] = ((0, 0),)
@@ -30,7 +30,7 @@ _ONE_FEED: Final[tuple[Feed, ...]] = ((0, 0),)
 
 @dataclass(frozen=True, slots=True)
 class ModelRules:
-    """The parts of a topology on which a verdict depends."""
+    """The parts of a topology that affect verdicts."""
 
     guard_ms: int
     grace_ms: int
@@ -43,7 +43,7 @@ class ModelRules:
 
 
 class ModelRecord(NamedTuple):
-    """One record of a task's log, reduced to what the rule needs."""
+    """One record of a task's log, reduced to what the deduplication rule needs."""
 
     id: bytes | None
     time_ms: int
@@ -51,9 +51,9 @@ class ModelRecord(NamedTuple):
     fingerprint: bytes = b""
     fault: ModelFault | None = None
     ceiling_ms: int | None = None
-    """The greatest event time that was accepted when this record was judged; None if there is no limit."""
+    """The greatest event time that was accepted when this record was judged, or None if there was no limit."""
     idle: bool = False
-    """True for an idle marker instead of a record, which says that the feed has no more records for now."""
+    """True if this is no record but an idle marker, which says that the feed has no more records for now."""
 
 
 class ModelVerdict(NamedTuple):
@@ -61,11 +61,11 @@ class ModelVerdict(NamedTuple):
 
     kind: Kind
     time_ms: int
-    """The event time by which the record was judged, which is the ceiling if a future time was clamped."""
+    """The event time that was used for the verdict, which is ``ceiling_ms`` if a future time was clamped."""
     stream_time_ms: int
     """Stream time after this record."""
     of: Sighting | None = None
-    """The sighting that a duplicate repeats, as it was before, or that a forwarded conflict contradicts."""
+    """The sighting that a duplicate repeats or a forwarded conflict contradicts, as it was before this record."""
     conflict: bool = False
     reason: str = ""
     """The reason code of a dead letter, an exemption, or a failure."""
@@ -82,7 +82,7 @@ class ReferenceModel:
         self.sightings: Final[dict[bytes, list[Sighting]]] = {}
 
     def judge(self, record: ModelRecord) -> ModelVerdict:
-        """Return the verdict for the next record, and add it to the state. Raises ValueError for an undeclared feed."""
+        """Return the verdict on the next record, and update the state. Raises ValueError for an undeclared feed."""
         feed = (record.source.topic, record.source.partition)
         if feed not in self.greatest:
             raise ValueError(f"feed {feed} is not one of {sorted(self.greatest)}; declare every source partition")
@@ -104,7 +104,7 @@ class ReferenceModel:
         return self._decide(record.id, time_ms, record)
 
     def forget(self) -> None:
-        """Drop every sighting that is too old to count, which changes no later verdict."""
+        """Drop every sighting that is too old to count. This changes no later verdict."""
         oldest_ms = self.stream_time_ms - self.rules.guard_ms - self.rules.grace_ms
         for tracking_id in list(self.sightings):
             kept = [seen for seen in self.sightings[tracking_id] if seen.last_ms >= oldest_ms]
@@ -114,7 +114,7 @@ class ReferenceModel:
                 del self.sightings[tracking_id]
 
     def _advance(self) -> None:
-        """Set stream time to the smallest of the greatest times of feeds that are not idle; it never decreases."""
+        """Advance stream time to the smallest of the greatest event times of all feeds that are not idle."""
         awake = [greatest_ms for feed, greatest_ms in self.greatest.items() if not self.idle[feed]]
         candidate_ms = min(awake) if awake else max(self.greatest.values())
         self.stream_time_ms = max(self.stream_time_ms, candidate_ms)
@@ -156,7 +156,7 @@ class ReferenceModel:
         return ModelVerdict("unique", time_ms, self.stream_time_ms, contradicted, conflict=conflict)
 
     def _in_range(self, known: list[Sighting], time_ms: int) -> list[Sighting]:
-        """Return the sightings within the guard period. A record exactly one guard period away is a new event."""
+        """Return the sightings less than one guard period away from ``time_ms``."""
         guard_ms = self.rules.guard_ms
         oldest_ms = self.stream_time_ms - guard_ms - self.rules.grace_ms
         found = []
@@ -183,7 +183,7 @@ class ReferenceModel:
         return best
 
     def _extended_ms(self, seen: Sighting, time_ms: int) -> int:
-        """Return the end of a sighting after a duplicate extends it, up to the cap counted from its start."""
+        """Return the end of a sighting that a duplicate extends. The cap counts from the start of the sighting."""
         cap_ms = seen.first_ms + self.rules.extend_at_most_ms
         if time_ms <= seen.last_ms or seen.last_ms >= cap_ms:
             return seen.last_ms
@@ -191,7 +191,7 @@ class ReferenceModel:
 
 
 def model(records: Iterable[ModelRecord], rules: ModelRules, feeds: Iterable[Feed] = _ONE_FEED) -> list[ModelVerdict]:
-    """Return the verdicts on the records, in order. The list ends early at a ``fail``."""
+    """Return the verdicts on the records, in order. After a ``fail``, the remaining records get no verdicts."""
     state = ReferenceModel(rules, feeds)
     verdicts = []
     for record in records:

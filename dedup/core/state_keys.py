@@ -1,6 +1,6 @@
-"""Computes the state keys of whole columns, with the encoding of tracking_id.py but in C for many IDs together.
+"""Computes the state keys of whole columns of IDs in C, with the same encoding as tracking_id.py.
 
-Each function returns None if a row needs the slow path, and never returns a wrong key.
+A function returns None if any row needs the slow path, and never returns a wrong key.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dedup.core.tracking_id import KEPT_BYTES, Normalizing, normalizer, state_ke
 
 _UUID_CHARS: Final = 36
 _ROW: Final = _UUID_CHARS + 1
-"""Length of a UUID with the line feed after it."""
+"""Length of a UUID and the line feed after it."""
 _HYPHENS: Final = (8, 13, 18, 23)
 _REMEMBERED: Final = 1 << 16
-"""Maximum number of parts of composite IDs that are cached per column."""
+"""The maximum number of parts of composite IDs that the cache holds for one column."""
 
 
 def scalar_keys(column: list[str] | list[int] | list[str | int]) -> list[bytes] | None:
-    """Return the state keys of strings and 64-bit integers in a column; None if a string is empty."""
+    """Return the state keys of a column of strings and 64-bit integers, or None instead if any string is empty."""
     kinds = set(map(type, column))
     if kinds == {str}:
         return text_keys(column)  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ def scalar_keys(column: list[str] | list[int] | list[str | int]) -> list[bytes] 
 
 
 def text_keys(texts: list[str]) -> list[bytes] | None:
-    """Return the state keys of strings that UTF-8 can encode; None if a string is empty."""
+    """Return the state keys of strings that UTF-8 can encode, or None instead of the list if any string is empty."""
     joined = "\n".join(texts)
     count = len(texts)
     if len(joined) + 1 == _ROW * count and joined.isascii():
@@ -54,7 +54,7 @@ def text_keys(texts: list[str]) -> list[bytes] | None:
 
 
 def bytes_keys(values: Sequence[bytes]) -> list[bytes] | None:
-    """Return the state keys of IDs in record keys, headers, or raw values; None if an ID is empty."""
+    """Return the state keys of IDs from record keys, headers, or raw values, or None instead if any ID is empty."""
     count = len(values)
     lengths = set(map(len, values))
     if lengths == {_UUID_CHARS}:
@@ -69,10 +69,10 @@ def bytes_keys(values: Sequence[bytes]) -> list[bytes] | None:
 
 
 class PartMemo(dict[str | int, bytes]):
-    """A cache of length-prefixed canonical parts for one column of a composite ID, where values often repeat.
+    """A cache for one column of a composite ID, which maps each value to its canonical bytes, prefixed by their length.
 
-    The cache contains only strings and integers, because Python would find true and 1.0 under the key 1. Raises
-    _EmptyPart for an empty string.
+    The keys of the cache are only strings and integers, because Python treats True and 1.0 as the key 1. Looking up an
+    empty string raises _EmptyPart.
     """
 
     __slots__ = ("_normalize",)
@@ -96,7 +96,7 @@ class _EmptyPart(Exception):
 
 
 def composite_keys(columns: Sequence[list[str | int]], memos: Sequence[PartMemo]) -> list[bytes] | None:
-    """Return the state keys of composite IDs, given a column for each part; None if a part is empty."""
+    """Return the state keys of composite IDs from a column for each part, or None instead if any part is empty."""
     parts = [map(memo.__getitem__, column) for memo, column in zip(memos, columns, strict=True)]
     try:
         return _kept(map(b"".join, zip(repeat(encoding.COMPOSITE), *parts, strict=False)))
@@ -105,7 +105,7 @@ def composite_keys(columns: Sequence[list[str | int]], memos: Sequence[PartMemo]
 
 
 def _integer_keys(column: list[int]) -> list[bytes]:
-    """Return the state keys of 64-bit integers, which are their canonical bytes, at most nine per integer."""
+    """Return the state keys of 64-bit integers, which equal their canonical bytes and have at most nine bytes each."""
     numbers = np.array(column, np.int64)
     sizes = numbers ^ (numbers >> 63)
     width = int(sizes.max()).bit_length() // 8 + 1
@@ -129,11 +129,11 @@ def _kept(canonical: Iterable[bytes]) -> list[bytes]:
 
 
 def _uuid_keys(lines: bytes, count: int) -> list[bytes] | None:
-    """Return the state keys of lines that are all canonical UUID text; None if a line is not.
+    """Return the state keys of lines that contain canonical UUIDs, or None instead if any line contains no such UUID.
 
-    The function checks line feeds and hyphens at their positions and then removes them everywhere. If a line had more
-    line feeds or hyphens, too few digits would remain. The conversion back must give the same text, which excludes
-    capitals and white space.
+    The function checks that line feeds and hyphens are at the required positions, and then removes all line feeds and
+    hyphens. If a line had more line feeds or hyphens, too few digits would remain. Converting the digits back must give
+    the same text, which rules out capitals and white space.
     """
     if lines[_UUID_CHARS::_ROW] != b"\n" * (count - 1):
         return None
@@ -156,6 +156,6 @@ def _uuid_keys(lines: bytes, count: int) -> list[bytes] | None:
 
 
 def _rows(keys: npt.NDArray[np.uint8]) -> list[bytes]:
-    # Unlike numpy's own bytes type, a void keeps trailing zero bytes.
+    # Unlike numpy's bytes type, its void type keeps trailing zero bytes.
     rows: list[bytes] = keys.view(f"V{keys.shape[1]}").ravel().tolist()
     return rows

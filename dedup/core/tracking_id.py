@@ -1,23 +1,23 @@
-"""Defines the rules for the tracking ID, the frozen encoding of IDs as canonical bytes, and the conversion to text.
+"""Defines the rules for the tracking ID, encodes IDs as canonical bytes in a frozen format, and displays IDs.
 
 Equal IDs have equal canonical bytes, which consist of a tag and a value:
 
     01 text            UTF-8
     02 bytes           a record's key, a header's value, a raw value
     03 UUID            16 bytes, for canonical lower-case UUID text wherever it comes from
-    04 integer         within 64 bits: two's complement, big-endian, as few bytes as hold it
+    04 integer         within 64 bits: two's complement, big-endian, as few bytes as possible
     05 big integer     beyond 64 bits: its decimal digits, any number of them
     06 decimal         a number with a fraction or an exponent: ``<sign><digits>e<exponent>``, no trailing zeros
     07 true, 08 false
     09 composite       per part: its canonical length (LEB128), its canonical bytes
     0a content         canonical JSON text (exact_json.canonical_json)
 
-If an ID has at most 32 canonical bytes, these bytes are the state key. Otherwise, the state key is ``00`` and the
-BLAKE2b-256 digest of the canonical bytes, 33 bytes in total. A digest therefore never equals an ID that is stored
-directly, and nobody can suppress another event by choosing an ID that collides with it.
+If an ID has at most 32 canonical bytes, these bytes are the state key. Otherwise, the state key consists of
+``00`` and the BLAKE2b-256 digest of the canonical bytes and has 33 bytes. A digest therefore never equals an ID that is
+stored directly, and nobody can suppress an event by choosing an ID that collides with the ID of that event.
 
 A header ``a`` (bytes) and a field ``"a"`` (text) have different state keys. Only a UUID has the same state key in a
-header and in a field, which cannot make two events equal, because a topology has only one rule.
+header and in a field. This cannot make two events equal, because a topology has only one rule for the tracking ID.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from uuid import UUID as Uuid  # noqa: N811  # the tag has the name
 from dedup.core.json_path import Path
 
 ENCODING_VERSION: Final = 1
-"""The version of the encoding, which is part of the state fingerprint. State with another version cannot be used."""
+"""The version of the encoding, which is part of the state fingerprint, so state of other versions cannot be used."""
 
 Normalizing = Literal["trim", "lower", "nfc"]
 
@@ -52,13 +52,13 @@ CONTENT: Final = b"\x0a"
 DIGEST: Final = b"\x00"
 
 KEPT_BYTES: Final = 32
-"""The greatest length of canonical bytes that are the state key without a digest."""
+"""The greatest length of canonical bytes that serve as the state key; longer ones are replaced by their digest."""
 
 _BLANKS: Final = (
     "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
     "\u2028\u2029\u202f\u205f\u3000"
 )
-"""The characters that `trim` removes, listed because a runtime's definition of white space may change."""
+"""The characters that `trim` removes. They are listed because a runtime's definition of white space may change."""
 
 _UUID_TEXT: Final = compile_pattern(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UUID_BYTES: Final = compile_pattern(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -71,40 +71,40 @@ _MORE: Final = 1 << _LENGTH_BITS
 
 @dataclass(frozen=True, slots=True)
 class KeyRule:
-    """The rule that the record's key is the ID."""
+    """The rule by which the record's key is the ID."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderRule:
-    """The rule that the value of one header is the ID. A record that has the header twice is refused."""
+    """The rule by which the value of one header is the ID. A record with several such headers is a dead letter."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """The rule that one member of the JSON value is the ID."""
+    """The rule by which one member of the JSON value is the ID."""
 
     path: Path
 
 
 @dataclass(frozen=True, slots=True)
 class FieldsRule:
-    """The rule that several members of the JSON value together, in this order, are the ID."""
+    """The rule by which several members of the JSON value, in this order, together form the ID."""
 
     paths: tuple[Path, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ContentRule:
-    """The rule that the canonical content of the JSON value, without the excluded paths, is the ID."""
+    """The rule by which the canonical content of the JSON value, without the excluded paths, is the ID."""
 
     exclude: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RawContentRule:
-    """The rule that the unchanged bytes of the value are the ID."""
+    """The rule by which the unchanged bytes of the value are the ID."""
 
 
 Rule = KeyRule | HeaderRule | FieldRule | FieldsRule | ContentRule | RawContentRule
@@ -116,7 +116,7 @@ class TrackingId:
 
     rule: Rule
     normalize: tuple[Normalizing, ...] = ()
-    """Steps that are applied in this order, to strings in the value and to keys and headers that are UTF-8."""
+    """Normalization steps, which are applied in this order to strings in the value and to UTF-8 keys and headers."""
 
 
 def state_key(canonical: bytes) -> bytes:
@@ -179,7 +179,7 @@ _STEPS: Final[Mapping[Normalizing, Callable[[str], str]]] = {
 
 @cache
 def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
-    """Return a function that applies these steps to a string; None if there are no steps."""
+    """Return a function that applies these normalization steps to a string, or None if there are no steps."""
     functions = [_STEPS[step] for step in steps]
     if not functions:
         return None
@@ -193,10 +193,10 @@ def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
 
 
 def id_text(key: bytes) -> str | None:
-    """Return the ID in the form that `dedup lookup` accepts; None for a digest, which cannot be reversed.
+    """Return the ID in the form that `dedup lookup` accepts, or None for a digest, which cannot be reversed.
 
-    Bytes that are not UTF-8 become replacement characters, and `dedup lookup` does not find such an ID by the returned
-    text.
+    Bytes that are not UTF-8 become replacement characters, so `dedup lookup` cannot find such an ID by the returned
+    string.
     """
     tag, body = key[:1], key[1:]
     if tag == COMPOSITE:

@@ -1,8 +1,8 @@
-"""Checks what a principal may do and what a broker supports, without disturbing running workers.
+"""Checks a principal's permissions and the request versions that a broker supports, without disturbing any worker.
 
 Brokers report which operations a caller may perform on topics and groups (KIP-430), but not on transactional IDs. The
-only way to test a transactional ID is to send an `InitProducerId` request. The ID in the request is one that no task
-uses, so the request fences no worker.
+only way to test the right to use a transactional ID is to send an `InitProducerId` request. The request names an ID
+that no task uses, so it fences no worker.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _NEEDED: Final[tuple[type[Any], ...]] = (
 
 
 class Rights:
-    """Reports the caller's rights. Use it with ``async with``. Every method may raise BrokerUnavailable."""
+    """Reports the caller's rights. Use an instance with ``async with``. Every method may raise BrokerUnavailable."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
         self._client: Final = AIOKafkaClient(**connection.client_options())
 
     async def __aenter__(self) -> Self:
-        """Connect to a broker. Raises BrokerUnavailable if none responds."""
+        """Connect to a broker. Raises BrokerUnavailable if no broker responds."""
         try:
             await self._client.bootstrap()
         except KafkaError as error:
@@ -83,7 +83,7 @@ class Rights:
         return tuple(sorted(named))
 
     async def lacking(self) -> dict[str, list[str]]:
-        """Return, for each broker, the requests of which it supports no version that dedup sends.
+        """Return, for each broker, the requests that the broker does not support in any version that dedup sends.
 
         Raises BrokerUnavailable if a broker does not respond.
         """
@@ -96,9 +96,10 @@ class Rights:
         return found
 
     async def on_topics(self, names: Iterable[str]) -> dict[str, frozenset[str] | None]:
-        """Return the operations that are allowed on each topic; None for a topic that does not exist.
+        """Return the operations that the caller may perform on each topic, or None for a topic that does not exist.
 
-        If the caller may not describe a topic, only operations that do not imply Describe can be allowed.
+        If the caller may not describe a topic, the result contains all operations that do not imply Describe, because
+        the broker does not report which of these are allowed.
         """
         request = MetadataRequest_v10.of(sorted(set(names)), rights=True)
         answer = await self._ask(self._client.get_random_node(), request)
@@ -111,7 +112,7 @@ class Rights:
         return found
 
     async def on_group(self, name: str) -> frozenset[str]:
-        """Return the operations that are allowed on a group."""
+        """Return the operations that the caller may perform on a group."""
         node = await self._coordinator(CoordinationType.GROUP, name)
         if node is None:
             return frozenset()
@@ -128,7 +129,7 @@ class Rights:
         return int(answer.error_code)
 
     async def _coordinator(self, kind: int, key: str) -> int | None:
-        """Return the node ID of a coordinator; None if the caller is not authorized to look it up."""
+        """Return the node ID of a coordinator, or None if the caller is not authorized to look it up."""
         deadline_s = asyncio.get_running_loop().time() + self._connection.request_timeout_ms / 1000
         while True:
             try:
@@ -164,7 +165,7 @@ async def _lacking(connection: Connection, host: str, port: int) -> list[str]:
     lacks = []
     for needed in _NEEDED:
         least, most = offered.get(needed.API_KEY, (0, -1))
-        structures = getattr(needed, "_CLASSES", (needed,))  # each is one version
+        structures = getattr(needed, "_CLASSES", (needed,))  # each structure is one version
         if not any(least <= known.API_VERSION <= most for known in structures):
             lacks.append(needed.__name__)
     return lacks

@@ -1,7 +1,7 @@
-"""Implements `Wire` with aiokafka's client: one request per method, and a fetch that all readers share.
+"""Implements `Wire` with aiokafka's client: each method sends one request, and all readers share one way to fetch.
 
-The module uses aiokafka's client, protocol structures, and record batches, but not aiokafka's producer, because this
-producer silently repeats EndTxn, commits in spite of a rejected record, and has no deadlines
+The module uses aiokafka's client, protocol structures, and record batches, but not aiokafka's producer, which silently
+repeats EndTxn, commits a transaction even if a record was rejected, and has no deadlines
 (docs/decisions/0002-own-transactions.md).
 """
 
@@ -63,19 +63,19 @@ _LATEST: Final = -1
 _TOPIC_RESOURCE: Final = 2
 _LOOK_AGAIN_S: Final = 0.05
 _RESTORE_LANE: Final = "restore"
-"""A restore uses a separate connection, because a broker processes the requests of a connection one by one."""
+"""The connection that is used only for restores, because a broker processes the requests of a connection one by one."""
 _METADATA_LANE: Final = "metadata"
 _METADATA_WITHIN_S: Final = 2.0
 """Time limit for a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
 _DIVERGING_EPOCH: Final = 0
-"""Tag of the field in a fetch response that says from where on the broker's log differs from what was read."""
+"""Tag of the fetch response's field that says where the broker's log begins to differ from what was read."""
 _EPOCH_END: Final = Struct(">iq")
-"""The content of that field: the epoch, and the offset at which it ends."""
+"""The binary format of a diverging epoch: the leader epoch, and the offset at which it ends in the broker's log."""
 
 
 @functools.lru_cache(maxsize=16)
 def _topics_in(body: bytes) -> Mapping[str, TopicNow | int]:
-    """Return each topic in a metadata response or, if there was an error, its error code."""
+    """Map each topic in a metadata response to its state, or to its error code if it has one."""
     answer = UnparsedMetadataRequest_v10.parsed(body)
     return {
         name: code or TopicNow(topic_id, len(partitions)) for code, name, topic_id, _, partitions, *_ in answer.topics
@@ -102,12 +102,12 @@ class KafkaWire:
         self._client: AIOKafkaClient
         self._coordinators: dict[tuple[int, str], int] = {}
         self._topic_ids: dict[str, str] = {}
-        """The IDs of pinned topics by name."""
+        """Maps the name of each pinned topic to its ID."""
         self._seen_ids: dict[str, str] = {}
-        """The IDs of the other topics, as of their last fetch."""
+        """Maps the names of other topics to their IDs at the time of the last fetch."""
 
     async def start(self) -> None:
-        """Connect. Raises BrokerUnavailable if no broker responds within the connection's time limit.
+        """Connect to the cluster. Raises BrokerUnavailable if no broker responds within the connection's time limit.
 
         Permanent errors, such as a wrong password or an untrusted certificate, are raised immediately.
         """
@@ -178,7 +178,7 @@ class KafkaWire:
     async def _write_produce(
         self, node: int, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
     ) -> asyncio.Future[Any]:
-        """Write a request to the connection's buffer before returning, so that a caller's requests keep their order."""
+        """Write a request to the connection's buffer before returning, so that a caller's requests stay in order."""
         topics = grouped((topic, (partition, payload)) for (topic, partition), payload in batches)
         request = ProduceRequest(transactional_id, _ACKS_ALL, self.connection.request_timeout_ms, topics)
         if not await self._client.ready(node, group=ConnectionGroup.DEFAULT):
@@ -220,7 +220,7 @@ class KafkaWire:
     async def commit_offsets(
         self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, Position]
     ) -> int:
-        """See `Wire`. If several partitions have errors, the method returns the first error."""
+        """See `Wire`. If several partitions have errors, the method returns the error code of the first one."""
         topics = grouped((topic, (partition, *position)) for (topic, partition), position in offsets.items())
         request = TxnOffsetCommitRequest_v2(transactional_id, group, identity.producer_id, identity.epoch, topics)
         return (await self._ask_coordinator(CoordinationType.GROUP, group, request, _in_errors))[0]
@@ -256,9 +256,9 @@ class KafkaWire:
         return None
 
     async def ask_group(self, group: str, request: Any, codes: Codes = _own_code) -> tuple[int, Any]:  # noqa: ANN401  # untyped protocol structures
-        """Send a request to a group's coordinator; return the first error code in the response, and the response.
+        """Send a request to a group's coordinator, and return the first error code in the response and the response.
 
-        ``codes`` returns the error codes in a response. Raises NoAnswer if there is no response.
+        The function ``codes`` returns all error codes in a response. Raises NoAnswer if there is no response.
         """
         return await self._ask_coordinator(CoordinationType.GROUP, group, request, codes)
 
@@ -308,7 +308,7 @@ class KafkaWire:
     async def fetch_raw(
         self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int, lane: str
     ) -> FetchedPartition:
-        """Return what `fetch` decodes, as the broker sent it. Raises the errors of `fetch`."""
+        """Fetch the same data as `fetch`, but return it without decoding it. Raises the same errors as `fetch`."""
         node = await self.leader(source)
         pinned = self._topic_ids.get(source.topic)
         topic_id = pinned or self._seen_ids.get(source.topic)
@@ -346,8 +346,8 @@ class KafkaWire:
     ) -> tuple[int, list[FetchedPartition]]:
         """Fetch committed records from one broker, which fills its response in the order of ``wanted``.
 
-        Returns the error code of the whole response, and the partitions in the response. Raises NoAnswer if there is
-        none.
+        Returns the error code of the whole response, and the partitions in the response. Raises NoAnswer if there is no
+        response.
         """
         rows: list[tuple[str, list[Any]]] = grouped(
             (topic_id, (partition, NO_EPOCH, position, leader_epoch, -1, most, {}))
@@ -407,9 +407,9 @@ class KafkaWire:
         return (found[0] if found else 0), answer
 
     async def _coordinator(self, kind: int, key: str) -> int:
-        """Return the node ID of a coordinator; retries while the cluster has none.
+        """Return the node ID of a coordinator, and repeat the lookup while the cluster has no such coordinator.
 
-        Retrying is safe, because no request was sent to the coordinator yet.
+        Repeating the lookup is safe, because no request has been sent to the coordinator yet.
         """
         known = self._coordinators.get((kind, key))
         if known is not None:
@@ -438,7 +438,7 @@ class KafkaWire:
         await self._client.force_metadata_update()
 
     async def send(self, node: int, request: Any, group: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Send one request over the connection that belongs to the connection group.
+        """Send one request to a broker over its connection for the given connection group.
 
         Raises NoAnswer if there is no response, and BrokerUnavailable if the broker's release is too old.
         """
@@ -453,6 +453,6 @@ class KafkaWire:
 
 
 def _close_if_silent(connection: Any, answer: asyncio.Future[Any]) -> None:  # noqa: ANN401  # untyped client
-    """Close a connection on which no response arrived in time, because every new epoch would reuse the connection."""
+    """Close a connection if a response was not received in time, because every new epoch would reuse the connection."""
     if not answer.cancelled() and isinstance(answer.exception(), TimeoutError):
         connection.close(reason=CloseReason.CONNECTION_TIMEOUT)

@@ -1,9 +1,9 @@
-"""Connects to a cluster: converts the settings to options of aiokafka's clients, and explains failed connections.
+"""Converts the settings to options of aiokafka's clients, and explains why a connection to a broker has failed.
 
 A broker may be unreachable because of the host name, the network, TLS, or authentication. aiokafka reports most of
 these problems as "unable to bootstrap". Therefore, each broker is tested over a separate connection. If the resulting
-error is not specific enough, a TLS handshake and an ApiVersions request show which protocol the listener uses. There
-is a message for each problem.
+error is not specific enough, a TLS handshake and an ApiVersions request show which protocol the listener uses. Each
+problem has its own message.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Connection:
     client_id: str = "dedup"
     request_timeout_ms: int = 10_000
     patience_ms: int = 30_000
-    """How long a process waits for a broker when it starts, before it fails."""
+    """How long a starting process waits for a broker before it fails."""
 
     @classmethod
     def of(cls, settings: Settings, *, client_id: str = "dedup") -> Connection:
@@ -87,7 +87,7 @@ class Connection:
 
 
 PROBE_WITHIN_S: Final = 5.0
-# ApiVersions v0 with correlation ID 0 and no client ID, the only request to which every listener responds before
+# ApiVersions v0 with correlation ID 0 and no client ID. No other request gets a response from every listener before
 # authentication.
 _API_VERSIONS: Final = bytes.fromhex("0000000a0012000000000000ffff")
 _HOST_CODES: Final = frozenset({62, 64})
@@ -95,7 +95,7 @@ _EXPIRED_CODES: Final = frozenset({9, 10})
 
 
 class Trouble(enum.Enum):
-    """The reason why a broker cannot be used. The value is what a report says, with places for settings."""
+    """The reason why a broker cannot be used. The value is the text of a report, with placeholders for settings."""
 
     NAME = "the host name is not known here. Correct `brokers`, or the name server"
     UNREACHABLE = "nothing can be reached there. Start the broker, correct `brokers`, or open the firewall"
@@ -188,7 +188,7 @@ async def _examined(connection: Connection, broker: str) -> Diagnosis | None:
 
 
 async def _named(connection: Connection, host: str, port: int, error: BaseException) -> tuple[Trouble, str]:
-    """Return the meaning of an error, with the broker's own message if it adds information."""
+    """Return the problem that an error indicates, and the broker's own message if the message adds information."""
     match error:
         case socket.gaierror():
             return Trouble.NAME, f" ({error.strerror})"
@@ -203,7 +203,7 @@ async def _named(connection: Connection, host: str, port: int, error: BaseExcept
         case ConnectionRefusedError() | ConnectionAbortedError():
             return Trouble.UNREACHABLE, " (connection refused)"
         case _:
-            pass  # the error is not specific: the probes below find the cause
+            pass  # the error is not specific, so the probes below find the cause
     if connection.security.protocol.endswith("SSL"):
         return await _of_tls(connection, host, port)
     if await _handshake(host, port, _trusting_all()) is None:
@@ -218,7 +218,7 @@ async def _of_tls(connection: Connection, host: str, port: int) -> tuple[Trouble
     failed = await _handshake(host, port, context)
     match failed:
         case None:
-            # With TLS 1.3, a read is needed to find out that the client certificate was refused.
+            # With TLS 1.3, the client learns only from a read that the broker has refused its certificate.
             if await _answers(host, port, context):
                 return Trouble.SASL_WANTED, ""
             return Trouble.CLIENT_CERTIFICATE, ""
@@ -244,7 +244,7 @@ def _of_certificate(error: ssl.SSLCertVerificationError) -> Trouble:
 async def _opened(
     host: str, port: int, context: ssl.SSLContext | None = None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Connect for a short time, over TLS if a context is given."""
+    """Connect to a listener for a short time, over TLS if a context is given."""
     async with asyncio.timeout(PROBE_WITHIN_S):
         reader, writer = await asyncio.open_connection(host, port, ssl=context)
         try:
@@ -262,7 +262,7 @@ async def _of_network(host: str, port: int) -> tuple[Trouble, str]:
 
 
 def _trusting_all() -> ssl.SSLContext:
-    """Return a context for finding out whether the listener uses TLS. No data is sent with this context."""
+    """Return a TLS context that only tests whether a listener uses TLS. No data is sent with this context."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -270,7 +270,7 @@ def _trusting_all() -> ssl.SSLContext:
 
 
 async def _handshake(host: str, port: int, context: ssl.SSLContext) -> OSError | None:
-    """Try a TLS handshake; return None if it succeeds, otherwise the error that ended it."""
+    """Try a TLS handshake. Return None if the handshake succeeds, or the error that ended it."""
     try:
         async with _opened(host, port, context) as (_, writer):
             pass

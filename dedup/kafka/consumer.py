@@ -1,6 +1,6 @@
-"""Reads feeding partitions as columns, and checks that their topics have not changed in the meantime.
+"""Reads feeding partitions as columns, and checks that their topics are still the same.
 
-For each broker, one fetch is in flight while the records of the previous fetch are judged. aiokafka's consumer
+For each broker, one fetch is in flight while the records of the previous fetch are being judged. aiokafka's consumer
 maintains the group membership. aiokafka's fetcher is not used, because it creates an object with twelve fields for
 every record, which takes a quarter of the event loop's time.
 """
@@ -26,21 +26,24 @@ if TYPE_CHECKING:
 
 UNAUTHORIZED: Final = 29
 _LEAST_GAP_S: Final = 0.01
-"""The pause between a response and the next request. Tasks that commit during the pause share the next request."""
+"""The minimum pause between two requests for metadata. Tasks that commit during the pause share the next request."""
 PAUSE_MS: Final = 100
 MOST_PAUSES: Final = 200
-"""Number of attempts without a response, about 20 s, after which a check fails and the transaction is abandoned."""
+"""A check fails after this many attempts without a response (about 20 s), and the transaction is then abandoned."""
 _MOST_ABSENT: Final = 20
-"""Number of responses without a topic after which it counts as deleted, as a broker may know no topics at its start."""
+"""A topic counts as deleted after it is missing from this many responses; a starting broker may not know any topics."""
 _PARTITION_BYTES: Final = 1 << 20
 _REQUEST_BYTES: Final = 16 << 20
 _OUT_OF_RANGE: Final = 1
 _AGAIN_PAUSE_MS: Final = 100
 MOST_DOUBTS: Final = 3
-"""Number of consecutive responses without the position after which the log certainly does not contain it."""
+"""If this many consecutive responses say that the log does not contain a position, they are believed."""
 _FEED_LANE: Final = "feed"
 _FLOW_BYTES: Final = 512 << 10
-"""While records arrive, a broker waits briefly for this many bytes, because small batches cost nearly as much time."""
+"""While records are arriving, a broker waits briefly for this many bytes.
+
+Without this wait, batches would be small, and a small batch takes nearly as much time as a large one.
+"""
 
 
 class TopicCheck:
@@ -48,26 +51,29 @@ class TopicCheck:
 
     A worker reads by topic ID, so it never reads records of a recreated topic. A worker must also not commit its
     results if partitions were added, because a producer that knows the new partitions may send an ID to a different
-    partition, old or new. Therefore, every transaction checks, after its last fetch and before its end, that the topics
-    are unchanged. Tasks that commit at the same time share one request.
+    partition, old or new. Therefore, every task checks, after the last fetch of a transaction and before its commit,
+    that the topics are unchanged. Tasks that commit at the same time share one request.
 
     The request is sent to one broker, which receives changes from the controller's log. The check does not notice a
-    producer that uses a partition count that this broker does not know yet. Kafka has no request that would reveal
-    this.
+    producer that already uses new partitions that this broker does not know yet. Kafka has no request that would reveal
+    such partitions.
     """
 
     def __init__(self, wire: Wire, expected: Mapping[str, TopicNow]) -> None:
         self._wire: Final = wire
         self._expected: Final = dict(expected)
         self._names: Final = tuple(sorted(expected))
-        """Topics are always requested in the same order, so that equal responses have equal bytes."""
+        """The topic names in the order in which they are always requested, so that equal responses have equal bytes."""
         self._asking: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
-        """A request that is not sent yet, so its response will be newer than all calls that wait for it."""
+        """A check that has not been sent yet. Its response will be newer than all calls that are waiting for it."""
 
     @classmethod
     async def of(cls, wire: Wire, *names: str) -> Self:
-        """Return a check that topics do not change from now on. Raises BrokerUnavailable if one cannot be described."""
+        """Return a check that these topics do not change from now on.
+
+        Raises BrokerUnavailable if no broker describes one of the topics.
+        """
         expected: dict[str, TopicNow] = {}
         for name in names:
             for _ in range(MOST_PAUSES):
@@ -93,16 +99,16 @@ class TopicCheck:
         await self._ask(most_silent=1)
 
     async def confirm(self) -> None:
-        """Confirm, with a request sent after the call, that every topic still has the same ID and number of partitions.
+        """Confirm with a new request that every topic still has the same ID and the same number of partitions.
 
         Raises StateIncompatible if a topic has changed, BrokerUnavailable if the worker is not authorized to describe
         the topics, and CommitUnknown if no broker responds for about 20 s.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._ask_after(self._asking), name="topic check")
-            # An exception for which no caller waits counts as retrieved; the next request raises it again.
+            # If no caller is waiting for this exception, it need not be reported: the next request raises it again.
             self._next.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
-        # The request is shielded, because a caller that stops waiting must not cancel the request for the others.
+        # The request is shielded, so that a caller that stops waiting does not cancel it for the other callers.
         await asyncio.shield(self._next)
 
     async def _ask_after(self, before: asyncio.Task[None] | None) -> None:
@@ -140,7 +146,7 @@ class TopicCheck:
         return False
 
     def _settled(self, name: str, found: TopicNow | int) -> bool:
-        """Return True if the topic is unchanged, False if the request must be repeated."""
+        """Return True if the topic is unchanged, or False if the request must be repeated."""
         expected = self._expected[name]
         match found:
             case TopicNow(topic_id, _) if topic_id != expected.topic_id:
@@ -172,23 +178,23 @@ class FeedEnd(NamedTuple):
     high_watermark: int
     last_stable_offset: int
     seen_s: float
-    """The time of the leader's response, by the event loop's clock."""
+    """The time of the leader's response, according to the event loop's clock."""
 
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """The state of reading a partition, from one `begin` to the next."""
+    """The state of one reading of a partition, which lasts from one call of `FeedFetcher.begin` to the next."""
 
     position: int
     """The next offset to fetch."""
     leader_epoch: int
-    """Leader epoch of the record before the position; -1 if unknown."""
+    """Leader epoch of the record before the position, or -1 if it is unknown."""
     life: int
-    """The number that identifies this reading."""
+    """The number that identifies this reading of the partition."""
     over: bool = False
-    """True if this reading has ended. Records that an ended reading has fetched must not be judged."""
+    """True if this reading has ended. Records that were fetched by an ended reading must not be judged."""
     doubts: int = 0
-    """Number of consecutive responses that said that the log does not contain the position."""
+    """Number of consecutive responses according to which the log does not contain the position."""
 
 
 class Answer(NamedTuple):
@@ -196,19 +202,19 @@ class Answer(NamedTuple):
 
     source: TopicPartition
     columns: Columns
-    """The committed records; empty if the response contained only markers and aborted records."""
+    """The committed records, which may be none if the response contained only markers and aborted records."""
     begun: int
-    """The requested offset, at which the previous response ended."""
+    """The requested offset, which is where the previous response ended."""
     next_offset: int
     """The offset after the records and after any markers and aborted records that follow them."""
     reading: Reading
-    """The reading to which the response belongs."""
+    """The reading that requested these records."""
     leader_epoch: int
-    """Leader epoch of all records in the response; -1 if they differ."""
+    """Leader epoch of all records in the response, or -1 if their leader epochs differ."""
 
 
 class FeedFetcher:
-    """Reads the feeding partitions of one worker, by topic ID."""
+    """Reads the feeding partitions of one worker, and identifies their topics by topic ID."""
 
     def __init__(self, wire: KafkaWire, check: TopicCheck, *, wait_ms: int, gather_ms: int = 0) -> None:
         self._wire: Final = wire
@@ -216,9 +222,9 @@ class FeedFetcher:
         """Checks whether a topic that a broker does not know was deleted or recreated."""
         self._topic_ids: Final = check.topic_ids
         self._wait_ms: Final = wait_ms
-        """Maximum time that a broker may wait for the first record."""
+        """Maximum time that a broker may wait for the first record before it responds."""
         self._gather_ms: Final = gather_ms
-        """Maximum time that a broker may wait for more data while records arrive."""
+        """Maximum time that a broker may wait for more data while records are arriving."""
         self._flowing: Final[set[int]] = set()
         """The node IDs of the brokers whose last response contained records."""
         self._readings: dict[TopicPartition, Reading] = {}
@@ -231,10 +237,10 @@ class FeedFetcher:
         self._turn = 0
 
     def begin(self, source: TopicPartition, offset: int, *, leader_epoch: int = NO_EPOCH) -> int:
-        """Start to read a partition at an offset, and return the number that identifies this reading.
+        """Start reading a partition at an offset, and return the number that identifies this reading.
 
-        ``leader_epoch`` is the epoch of the record before the offset, as committed with the offset. Responses that
-        belong to an older reading of the partition are discarded.
+        ``leader_epoch`` is the leader epoch of the record before the offset, which is committed with the offset.
+        Responses that belong to an older reading of the partition are discarded.
         """
         self.halt(source)
         self._lives += 1
@@ -260,27 +266,27 @@ class FeedFetcher:
         self.life += 1
 
     def end(self, source: TopicPartition) -> FeedEnd | None:
-        """Return the end of the partition according to its leader's last response; None before the first response."""
+        """Return the end of the partition as of its leader's last response, or None if there was no response yet."""
         return self._ends.get(source)
 
     def position(self, source: TopicPartition) -> int | None:
-        """Return the next offset to fetch; records below it may not have been returned by `poll` yet."""
+        """Return the next offset to fetch. `poll` may not have returned all records below this offset yet."""
         reading = self._readings.get(source)
         return None if reading is None else reading.position
 
     async def poll(self, wanted: Collection[TopicPartition]) -> list[Answer]:
-        """Return the records of the wanted partitions from the next response; empty if no response arrives in time.
+        """Return the records of the wanted partitions, or an empty list if no response arrives in time.
 
-        Raises StateIncompatible if the log no longer holds a position, if it holds other records there, or if the topic
-        was deleted or recreated.
+        Raises StateIncompatible if the log no longer contains a position, if it contains other records at a position,
+        or if the topic was deleted or recreated.
         """
         await self._launch(wanted)
         if not self._flights:
             await asyncio.sleep(self._wait_ms / 1000)
             return []
         done, _ = await asyncio.wait(self._flights.values(), return_when=asyncio.FIRST_COMPLETED)
-        # All responses are taken here, because the assignment, and all requests with it, may end during the refresh
-        # below.
+        # All responses are collected here, because the assignment may end during the refresh below, and all requests
+        # end with the assignment.
         landed = [self._flights.pop(node) for node, flight in list(self._flights.items()) if flight in done]
         found: list[Answer] = []
         for flight in landed:
@@ -307,14 +313,14 @@ class FeedFetcher:
             return  # the assignment ended while leaders were looked up
         self._turn += 1
         for node, led in by_leader.items():
-            # A broker fills a response in the order of the request, so the partitions take turns at being first.
+            # A broker fills a response in the order of the request, so the partitions take turns being first.
             first = self._turn % len(led)
             sources = [source for source in led[first:] + led[:first] if source in self._readings]
             if node not in self._flights and sources:
                 self._flights[node] = asyncio.create_task(self._fetch(node, sources), name=f"fetch from {node}")
 
     def _look_beside(self) -> None:
-        """Check the topics in the background. Raises StateIncompatible if an earlier check found a change."""
+        """Check the topics in the background. Raises StateIncompatible if an earlier check has found a change."""
         looking = self._looking
         if looking is None:
             self._looking = asyncio.create_task(self._check.look(), name="look for changed topics")
@@ -350,7 +356,7 @@ class FeedFetcher:
                 failed.append((source, reading, part))
                 continue
             if part.parts_at is not None:
-                # The log no longer contains the epoch, for example after compaction, but it continues past the
+                # The log no longer contains the epoch, for example after compaction, but the log continues past the
                 # position.
                 reading.leader_epoch = NO_EPOCH
             reading.doubts = 0
@@ -369,7 +375,7 @@ class FeedFetcher:
         if part.parts_at is not None or code == _OUT_OF_RANGE:
             reading.doubts += 1
             if reading.doubts < MOST_DOUBTS and not self._wire.one_broker:
-                # A broker that was frozen may still assume that it is the leader, so its successor is asked, too.
+                # A broker that was frozen may still assume that it is the leader, so its successor is also asked.
                 await self._wire.refresh()
                 await self._wire.pause(_AGAIN_PAUSE_MS)
                 return
@@ -399,7 +405,7 @@ class FeedFetcher:
 
 
 def _taken(source: TopicPartition, reading: Reading, begun: int, part: FetchedPartition) -> Answer:
-    """Return the records of a response, and advance the reading past these records."""
+    """Return the records of one partition in a response, and advance its reading past these records."""
     columns, position = columns_of(source, part.records, part.aborted, begun)
     first, last = leader_epochs(part.records)
     if position > begun:

@@ -1,7 +1,8 @@
 """Lists the producer epochs that wrote a partition's committed batches, to prove that no fenced owner wrote to it.
 
 Only one transactional ID writes to a changelog partition, and each new owner begins a newer epoch (KIP-98), so epochs
-never decrease along the partition. If a batch of an older epoch follows a batch of a newer one, a zombie wrote it.
+never decrease from one batch to the next. If a batch with an older epoch follows one with a newer epoch, a zombie wrote
+the batch with the older epoch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Epochs:
     owners: int
     """Number of different epochs that wrote the batches."""
     behind: tuple[int, ...]
-    """Base offsets of batches that follow a batch of a newer epoch."""
+    """Base offsets of batches that follow a batch with a newer epoch."""
 
 
 def in_order(batches: Iterable[WrittenBatch]) -> Epochs:
@@ -57,7 +58,7 @@ def in_order(batches: Iterable[WrittenBatch]) -> Epochs:
         number += 1
         owners.add((batch.producer_id, batch.epoch))
         if batch.producer_id != current:
-            # The old producer ID has used up its epochs or has expired; the broker never uses it again.
+            # The old producer ID has used up its epochs or has expired. The broker never uses an old producer ID again.
             left.add(current)
             current = batch.producer_id
         if batch.producer_id in left or batch.epoch < newest.get(batch.producer_id, -1):

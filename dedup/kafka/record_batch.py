@@ -1,9 +1,9 @@
-"""Builds record batches in the broker's own format (message format v2, KIP-98), and reads them as columns.
+"""Builds record batches in the broker's format (message format v2, KIP-98), and reads record batches as columns.
 
-aiokafka's compiled builder builds the batches. A batch that was not sent yet lacks only the producer's identity. A
-fetch response is read as columns of its committed records. Brokers accept header names that are not UTF-8, but
-aiokafka's decoder rejects a batch that contains such a name. This module decodes these batches with its own code, which
-follows Kafka's protocol guide.
+aiokafka's compiled builder builds the record batches. A batch that is ready to send lacks only the producer's identity.
+A fetch response is read into columns, which contain only the committed records. Brokers accept header names that are
+not UTF-8, but aiokafka's decoder rejects a batch that contains such a name. This module decodes such batches with its
+own code, which follows Kafka's protocol guide.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.record.util import decode_varint_py, encode_varint
 
 BATCH_BYTES: Final = 500_000
-"""Maximum size of a batch before compression, which is below the broker's default `message.max.bytes` of 1 MB."""
+"""Maximum uncompressed size of a batch, which is below the broker's default `message.max.bytes` of 1 MB."""
 COMPRESSION: Final[Mapping[str, int]] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 MAGIC: Final = 2
 NO_EPOCH: Final = -1
-"""The value for a leader epoch that is not known (KIP-320)."""
+"""The value that stands for an unknown leader epoch (KIP-320)."""
 _NO_LIMIT: Final = 1 << 62
 OWN_ROW: Final = -1
-"""The value for the feeding offset of a record that dedup itself created, without an input record."""
+"""The feeding offset of a record that dedup itself created without an input record."""
 _BITS: Final = 7
-"""How many bits of the number each byte of a varint contains."""
+"""The number of bits that each byte of a varint adds to the number."""
 _WIDER_FROM: Final = (0, 1 << 6, 1 << 13, 1 << 20)
-"""The smallest numbers that need one, two, three, and four bytes as a varint; one bit is the sign."""
+"""The smallest numbers that need one, two, three, and four bytes as a varint, in which one bit is the sign."""
 _MOST: Final = _WIDER_FROM[-1]
 
 Header = tuple[str, bytes | None]
@@ -66,25 +66,25 @@ class Limit:
     """The limits of a topic, according to its configs."""
 
     batch_bytes: int
-    """Maximum size of a batch, both as sent and as stored (`max.message.bytes`)."""
+    """Maximum size of a record batch, both as sent and as stored (`max.message.bytes`)."""
     stored: str = "producer"
     """Compression of a stored batch (`compression.type`); `producer` means that a batch is stored as it was sent."""
 
     @classmethod
     def of(cls, configs: Mapping[str, str]) -> Limit | None:
-        """Return the limits of a topic with these configs; None if the configs do not contain them."""
+        """Return the limits of a topic with these configs, or None if `max.message.bytes` is not among them."""
         most = configs.get("max.message.bytes")
         return None if most is None else cls(int(most), configs.get("compression.type", "producer"))
 
     @cached_property
     def surely_fits_bytes(self) -> int:
-        """The size before compression up to which any batch fits, even if compression makes it slightly larger."""
+        """The largest uncompressed size at which every batch fits, even if compression makes the batch larger."""
         return max(0, self.batch_bytes - self.batch_bytes // 128 - 128)
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerIdentity:
-    """The result of `InitProducerId`. A newer epoch of the same ID fences this one (KIP-98)."""
+    """The result of `InitProducerId`. A newer epoch of the same producer ID fences older epochs (KIP-98)."""
 
     producer_id: int
     epoch: int
@@ -92,15 +92,15 @@ class ProducerIdentity:
 
 @dataclass(slots=True)
 class RecordBatch:
-    """Records for one partition, in a batch that is complete except for the producer's identity."""
+    """A batch of records for one partition, which is complete except for the producer's identity."""
 
     target: TopicPartition
     builder: Any
-    """One of aiokafka's builders."""
+    """The aiokafka builder that holds the records."""
     rows: list[int] = field(default_factory=list)
     """The feeding offset from which each record was created, or `OWN_ROW`."""
     first: Line | None = None
-    """The line from which the first record was created; set only by `fill`."""
+    """The line from which the first record was created. Only `fill` sets it."""
 
     @property
     def count(self) -> int:
@@ -134,9 +134,9 @@ def fill(
     most_rows: int | None = None,
     most_bytes: int = BATCH_BYTES,
 ) -> list[RecordBatch]:
-    """Return the lines as batches, in order. Each batch has at most ``most_rows`` records.
+    """Return the lines as record batches, in order. Each batch has at most ``most_rows`` records.
 
-    The size of a batch of several records before compression is at most ``most_bytes`` and at most `BATCH_BYTES`.
+    If a batch has several records, its uncompressed size is at most ``most_bytes`` and at most `BATCH_BYTES`.
     """
     options = builder_options(compression, most_bytes)
     most = most_rows or _NO_LIMIT
@@ -146,7 +146,7 @@ def fill(
     while first is not None:
         builder = DefaultRecordBatchBuilder(**options)
         append, rows = builder.append, [first[0]]
-        # The first record of a batch is always added, regardless of its size.
+        # The first record of a batch is always added, regardless of the record's size.
         append(0, *first[1:])
         batches.append(RecordBatch(target, builder, rows, first))
         for count, (row, timestamp_ms, key, value, headers) in enumerate(left, 1):
@@ -160,7 +160,7 @@ def fill(
 
 
 class _Laid(_DefaultRecordBatchBuilderPy):  # type: ignore[misc]  # untyped base
-    """aiokafka's Python builder, used for compression, header, and checksum of records that are already encoded."""
+    """aiokafka's Python builder, which here compresses encoded records and adds the batch header and checksum."""
 
     def take(self, records: bytes, count: int, timestamp_ms: int) -> None:
         self._buffer += records
@@ -178,11 +178,11 @@ def equal_records(
     compression: str,
     most_bytes: int = BATCH_BYTES,
 ) -> RecordBatch | None:
-    """Return a batch of records with these keys and values; ``prefix`` is added to each key.
+    """Return a batch of records with these keys and values; ``prefix`` is put before each key.
 
-    The records equal those that `fill` builds. `equal_records` is faster than `fill`, which needs a tenth of a
-    microsecond for each record, because each record is a row of a byte table in which only a few columns differ.
-    Returns None if the lengths of the keys or values differ, or if one batch cannot hold all records.
+    The records equal those that `fill` builds. `equal_records` is faster than `fill`, which takes a tenth of a
+    microsecond per record, because here each record is a row of a byte table in which only a few columns differ. The
+    function returns None if the keys or the values differ in length, or if one batch cannot hold all records.
     """
     key_sizes, value_sizes = set(map(len, keys)), set(map(len, values))
     if len(key_sizes) != 1 or len(value_sizes) != 1:
@@ -240,10 +240,10 @@ def _varint(number: int) -> bytes:
 
 
 def oversize(batch: RecordBatch, limit: Limit, compression: str) -> int | None:
-    """Return the size of a one-record batch that the topic would reject; None if the topic accepts it.
+    """Return the size of a one-record batch if the topic would reject the batch, or None if the topic accepts it.
 
-    The size is computed in the same way as by the broker: for the whole batch as sent and, if the topic stores a
-    different compression, as stored. A batch of several records always fits if `fill` was given the limit.
+    Like the broker, the function measures the whole batch as sent and, if the topic stores batches with a different
+    compression, also as stored. A batch of several records always fits if `fill` was given the limit.
     """
     first = batch.first
     if first is None or batch.count > 1 or batch.builder.size() <= limit.surely_fits_bytes:
@@ -265,12 +265,12 @@ def _built_bytes(line: Line, compression: str) -> int:
 _BATCH_START: Final = Struct(">qi")
 """The base offset of a batch, and the number of bytes that follow these two fields."""
 _BATCH_HEAD: Final = Struct(">8xiib")
-"""The length, leader epoch, and format of a batch, which follow its base offset."""
+"""The length, leader epoch, and format version of a batch, which follow its base offset."""
 _OFFSET, _TIMESTAMP, _KEY, _VALUE, _HEADERS = map(attrgetter, ("offset", "timestamp", "key", "value", "headers"))
 
 
 class _AnyText(bytearray):
-    """The content of a batch, in which header names that are not UTF-8 can be decoded, too."""
+    """The content of a batch, which also decodes header names that are not UTF-8."""
 
     def __getitem__(self, at: Any) -> Any:  # noqa: ANN401  # an index or a slice
         found = super().__getitem__(at)
@@ -281,10 +281,11 @@ class _AnyText(bytearray):
 
 
 def records_of(raw: bytes, base_offset: int) -> tuple[list[Any], set[int]]:
-    r"""Return aiokafka's records of the batch that begins at ``base_offset``; ``raw`` is all batches of a response.
+    r"""Return the records of the batch that begins at ``base_offset``, as aiokafka's objects.
 
-    In a header name that is not UTF-8, each invalid byte becomes four characters such as ``\xff``. Also returns the
-    offsets of records with such a name. Raises CorruptRecordException if the batch is missing or incomplete.
+    ``raw`` contains all batches of a response. In a header name that is not UTF-8, each invalid byte becomes four
+    characters such as ``\xff``. The function also returns the offsets of records with such a name. Raises
+    CorruptRecordException if the batch is missing or incomplete.
     """
     at = 0
     while at + _BATCH_START.size <= len(raw):
@@ -342,11 +343,11 @@ class FeedBatch:
     values: list[bytes | None]
     headers: Sequence[Sequence[Header]]
     follows: int
-    """The offset at which the previous batch ended. A gap means that a batch was lost."""
+    """The offset at which the previous batch ended. A gap between two batches means that a batch was lost."""
     odd_names: frozenset[int] = frozenset()
-    """Offsets of records with a header name that is not UTF-8, which become dead letters."""
+    """Offsets of records that become dead letters because they have a header name that is not UTF-8."""
     leader_epoch: int = -1
-    """Leader epoch of the last record (KIP-320); -1 if unknown."""
+    """Leader epoch of the last record (KIP-320), or -1 if it is unknown."""
     life: int = 0
     """The number of the reading that fetched the batch. A partition may be read again from an earlier offset."""
 
@@ -359,7 +360,7 @@ class FeedBatch:
     def of(
         cls, feeding: TopicPartition, columns: Columns, *, follows: int, leader_epoch: int = -1, life: int = 0
     ) -> FeedBatch:
-        """Return a batch of fetched columns, which must hold consecutive records of one partition."""
+        """Return a batch that consists of fetched columns, which must contain consecutive records of one partition."""
         given = {name: getattr(columns, name) for name in (*_COLUMNS, "odd_names")}
         return cls(feeding, follows=follows, leader_epoch=leader_epoch, life=life, **given)
 
@@ -367,7 +368,7 @@ class FeedBatch:
         return len(self.offsets)
 
     def from_offset(self, offset: int) -> FeedBatch:
-        """Return a batch of the records at or after an offset."""
+        """Return a batch with only the records at or after an offset."""
         if self.offsets[0] >= offset:
             return self
         return _rows_of(self, slice(sum(1 for own in self.offsets if own < offset), None))
@@ -386,7 +387,7 @@ def _rows_of(batch: B, rows: slice) -> B:
 
 
 def gather(rows: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return a fast function that selects these rows from a column; there must be at least one row."""
+    """Return a fast function that selects these rows from a column. ``rows`` must not be empty."""
     if len(rows) == 1:
         (row,) = rows
         return lambda column: (column[row],)  # itemgetter would not return a sequence
@@ -401,7 +402,7 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
         super().__init__(source, MemoryRecords(raw), aborted, position, None, None, crcs, isolation)
 
     def batches(self) -> Iterator[Any]:
-        """Yield the batches with committed data. `next_fetch_offset` advances past all other batches, too."""
+        """Yield the batches that contain committed records. `next_fetch_offset` also advances past other batches."""
         while self._records.has_next():
             batch = self._records.next_batch()
             if not batch.validate_crc():
@@ -419,7 +420,7 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
 def columns_of(
     source: TopicPartition, raw: bytes, aborted: Sequence[tuple[int, int]], position: int
 ) -> tuple[Columns, int]:
-    """Return the committed records at or after a position, and the next position to read from."""
+    """Return the committed records at or after a position, and the next position to read."""
     found = Columns()
     batches = CommittedBatches(source, raw, aborted, position)
     for batch in batches.batches():
@@ -439,7 +440,7 @@ def columns_of(
 
 
 def _offsets(records: Sequence[Any]) -> Iterable[int]:
-    """Return the ascending offsets of records, without a look at each unless compaction has left gaps."""
+    """Return the ascending offsets of records, which are read from each record only if compaction has left gaps."""
     if not records:
         return ()
     first, last = records[0].offset, records[-1].offset
@@ -447,7 +448,7 @@ def _offsets(records: Sequence[Any]) -> Iterable[int]:
 
 
 def leader_epochs(raw: bytes) -> tuple[int, int]:
-    """Return the leader epochs of the first and the last complete batch; -1 for old formats without leader epochs."""
+    """Return the leader epochs of the first and the last complete batch. Old formats without epochs give -1."""
     first = last = NO_EPOCH
     at = 0
     while at + _BATCH_HEAD.size <= len(raw):

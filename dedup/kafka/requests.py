@@ -1,9 +1,9 @@
 # ruff: noqa: N801  # aiokafka names versions this way
 # mypy: disallow-subclassing-any=False
-"""Defines versions of Kafka's requests that aiokafka does not have, according to Kafka's protocol guide.
+"""Defines the versions of Kafka's requests that aiokafka lacks, according to Kafka's protocol guide.
 
-`dedup.kafka.client` creates the requests and reads the responses. A broker that does not support one of these versions
-is refused. Kafka 3.1 and later releases support all these versions.
+`dedup.kafka.client` creates the requests and reads the responses. A broker must support all these versions, as Kafka
+3.1 and later releases do.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CONSUMER: Final = -1
 NO_SESSION: Final = 0
 UNKNOWN_TOPIC: Final = 3
 OTHER_TOPIC: Final = frozenset({100, 103})
-"""Error codes of a fetch: unknown topic ID and inconsistent topic ID."""
+"""The error codes in a fetch response that mean an unknown topic ID and an inconsistent topic ID."""
 READ_CONFIGS: Final = (
     "max.message.bytes",
     "retention.ms",
@@ -63,7 +63,7 @@ _NO_ID: Final = "00" * _ID_BYTES
 
 
 class _TopicId(AbstractType[Any]):
-    """A topic ID, 32 hex digits (KIP-516)."""
+    """A topic ID (KIP-516), represented as 32 hexadecimal digits."""
 
     encode = staticmethod(bytes.fromhex)
 
@@ -73,7 +73,7 @@ class _TopicId(AbstractType[Any]):
 
 
 def _fields(**types: object) -> Schema:
-    """Return the fields of a flexible version of a message (KIP-482), which tagged fields end."""
+    """Return the fields of a message in a flexible version (KIP-482), in which tagged fields come last."""
     return Schema(*types.items(), ("tags", TaggedFields))
 
 
@@ -82,7 +82,7 @@ def _array(**types: object) -> CompactArray:
 
 
 class _OneVersion:
-    """Makes clients send exactly this version or nothing; aiokafka's `Request` would choose one of several."""
+    """Makes clients send a request only in this version; aiokafka's `Request` would choose one of several versions."""
 
     ANSWER: ClassVar[Schema]
     """The fields of the response."""
@@ -95,7 +95,7 @@ class _OneVersion:
         super().__init_subclass__()
 
     def prepare(self, versions: Mapping[int, tuple[int, int]]) -> Self:
-        """Return the structure; raises IncompatibleBrokerVersion if the broker does not support its version."""
+        """Return this request. Raises IncompatibleBrokerVersion if the broker does not support this version."""
         structure: Any = self
         least, most = versions.get(structure.API_KEY, (0, -1))
         if not least <= structure.API_VERSION <= most:
@@ -104,7 +104,7 @@ class _OneVersion:
 
 
 def grouped(pairs: Iterable[tuple[str, T]]) -> list[tuple[str, list[T]]]:
-    """Return each topic once with everything that is paired with it, as requests need it."""
+    """Group pairs by topic, and return each topic with a list of everything that was paired with it."""
     found: defaultdict[str, list[T]] = defaultdict(list)
     for topic, each in pairs:
         found[topic].append(each)
@@ -112,7 +112,7 @@ def grouped(pairs: Iterable[tuple[str, T]]) -> list[tuple[str, list[T]]]:
 
 
 class ProduceRequest(_OneVersion, ProduceRequest_v8):
-    """Writes batches; the response names the records because of which a batch was refused (KIP-467)."""
+    """Writes batches. The response names the records that caused the broker to refuse a batch (KIP-467)."""
 
 
 class CreateTopicsRequest_v4(_OneVersion, RequestStruct):
@@ -124,13 +124,19 @@ class CreateTopicsRequest_v4(_OneVersion, RequestStruct):
 
 
 class DescribeGroupRightsRequest_v3(_OneVersion, DescribeGroupsRequest_v3):
-    """Describes groups, with the caller's permitted operations (KIP-430). aiokafka decodes the v3 response as v2."""
+    """Describes groups and the operations that the caller may perform on them (KIP-430).
+
+    aiokafka would decode the v3 response as v2.
+    """
 
     RESPONSE_TYPE = DescribeGroupsResponse_v3
 
 
 class MetadataRequest_v10(_OneVersion, RequestStruct):
-    """Requests topics by name, with IDs that distinguish a topic from an earlier one with the same name (KIP-516)."""
+    """Requests the metadata of topics, including topic IDs (KIP-516).
+
+    A topic ID distinguishes a topic from an earlier topic with the same name.
+    """
 
     FLEXIBLE_VERSION = True
     API_KEY, API_VERSION = 3, 10
@@ -166,12 +172,15 @@ class MetadataRequest_v10(_OneVersion, RequestStruct):
 
     @classmethod
     def of(cls, names: Iterable[str], *, rights: bool = False) -> Self:
-        """Request these topics without creating them, with the caller's permitted operations if ``rights`` is set."""
+        """Return a request for the metadata of these topics, which does not create missing topics.
+
+        If ``rights`` is set, the response includes the operations that the caller is authorized to perform.
+        """
         return cls([(_NO_ID, name, {}) for name in names], False, False, rights, {})  # noqa: FBT003  # positional fields
 
 
 class _Unparsed(AbstractType[Any]):
-    """The rest of a response, as bytes."""
+    """The rest of a response, which is not decoded."""
 
     encode = bytes
 
@@ -181,22 +190,22 @@ class _Unparsed(AbstractType[Any]):
 
 
 class UnparsedMetadataRequest_v10(MetadataRequest_v10):
-    """`MetadataRequest_v10`, whose response stays bytes. Each commit requests the metadata, which rarely changes."""
+    """`MetadataRequest_v10` with an undecoded response, because each commit requests metadata, which rarely changes."""
 
     ANSWER = Schema(("throttle_time_ms", Int32), ("body", _Unparsed))
 
     @classmethod
     def parsed(cls, body: bytes) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Return the response to `MetadataRequest_v10` that has this body."""
+        """Decode the body of a response to `MetadataRequest_v10`."""
         return MetadataRequest_v10.RESPONSE_TYPE.decode(Int32.encode(0) + body)
 
 
 class OffsetFetchRequest_v7(_OneVersion, RequestStruct):
-    """Requests a group's committed offsets, which may be about to change.
+    """Requests a group's committed offsets, even if a transaction may still change them.
 
-    With `require_stable` (KIP-447), the response is an error while a transaction may change an offset. Without
-    `require_stable`, the response may contain outdated offsets, because brokers before Kafka 4 apply a transaction's
-    offsets shortly after they have told the next InitProducerId that the transaction has ended.
+    With `require_stable` (KIP-447), the response is an error while an open transaction may change an offset. Without
+    `require_stable`, the response may contain outdated offsets, because brokers before Kafka 4 may respond to the next
+    InitProducerId shortly before they apply the offsets of the ended transaction.
     """
 
     FLEXIBLE_VERSION = True
@@ -213,7 +222,7 @@ class OffsetFetchRequest_v7(_OneVersion, RequestStruct):
 
 
 class TxnOffsetCommitRequest_v2(_OneVersion, RequestStruct):
-    """Commits a group's offsets as part of a transaction, with leader epochs (KIP-320), which v0 does not contain."""
+    """Commits a group's offsets and their leader epochs (KIP-320) in a transaction. Version 0 has no leader epochs."""
 
     API_KEY, API_VERSION = 28, 2
     SCHEMA = Schema(
@@ -239,15 +248,15 @@ class TxnOffsetCommitRequest_v2(_OneVersion, RequestStruct):
 
 
 class FetchFrom(NamedTuple):
-    """A partition to read in a fetch request."""
+    """The part of a fetch request that belongs to one partition."""
 
     topic_id: str
-    """32 hex digits."""
+    """The topic's ID, as 32 hexadecimal digits."""
     partition: int
     position: int
     """The first offset to read."""
     leader_epoch: int
-    """Leader epoch of the record before the position; -1 if unknown."""
+    """Leader epoch of the record before the position, or -1 if it is unknown."""
     most_bytes: int
 
 
@@ -260,19 +269,18 @@ class FetchedPartition(NamedTuple):
     high_watermark: int
     last_stable_offset: int
     aborted: Sequence[tuple[int, int]]
-    """Producer ID and first offset of each aborted transaction in ``records``."""
+    """The producer ID and the first offset of each aborted transaction in ``records``."""
     records: bytes
     parts_at: int | None
-    """The offset from which the broker's log differs from the records that were read before; None if nowhere."""
+    """The first offset where the broker's log differs from the records that were read before, or None if it agrees."""
 
 
 class FetchRequest_v13(_OneVersion, RequestStruct):
-    """Requests records by topic ID (KIP-516), with the leader epoch of the record before each position (KIP-320).
+    """Requests records by topic ID (KIP-516) and the leader epoch of the record before each position (KIP-320).
 
-    A fetch by name would continue in a recreated topic with the same name. A fetch by offset alone would continue in a
-    log that was truncated and filled again. Because of the topic ID, the broker responds with UNKNOWN_TOPIC_ID if the
-    topic was recreated. Because of the leader epoch, the broker responds with the offset at which its log diverges if
-    the log was truncated.
+    A fetch by topic name would continue in a recreated topic with the same name. A fetch by offset alone would continue
+    in a log that was truncated and filled again. A fetch by topic ID gets UNKNOWN_TOPIC_ID if the topic was recreated.
+    A fetch with a leader epoch gets the offset at which the broker's log diverges if the log was truncated.
     """
 
     FLEXIBLE_VERSION = True

@@ -1,7 +1,7 @@
 """Describes, creates, and deletes topics, and manages consumer groups without joining them.
 
-This module checks every error code in a response, because aiokafka's admin client does not raise an error if the
-creation of a topic fails.
+This module checks every error code in a response, because aiokafka's admin client does not raise an error if, for
+example, a topic cannot be created.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ PAUSE_MS: Final = 100
 DEADLINE_MS: Final = 30_000
 _BROKERS_RETENTION: Final = -1
 BROKER_DEFAULT: Final = -1
-"""The replication factor or partition count that means the brokers' default (KIP-464)."""
+"""As a replication factor or partition count, this number stands for the brokers' default (KIP-464)."""
 FOR_EVER_MS: Final = 100 * 365 * 86_400_000
-"""A retention of 100 years. The broker adds it to the current time, so the largest possible number would overflow."""
+"""A retention of 100 years. Brokers add the retention to the current time, so the largest integer would overflow."""
 _MADE_BY_THE_BROKER: Final = re.compile(r"-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 
 
@@ -67,7 +67,7 @@ class Topic:
 
     @property
     def limit(self) -> Limit | None:
-        """The topic's limits; None if there is no permission to read its configs."""
+        """The topic's limits, or None if the principal may not read its configs."""
         return Limit.of(self.configs)
 
 
@@ -82,7 +82,7 @@ class WantedTopic:
 
 
 class Admin:
-    """Administers topics. Use it with ``async with``, which raises BrokerUnavailable if no broker responds."""
+    """Administers topics. Use an instance with ``async with``, which raises BrokerUnavailable if no broker responds."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
@@ -103,10 +103,10 @@ class Admin:
         await self._client.close()
 
     async def topics(self, names: Iterable[str]) -> dict[str, Topic]:
-        """Return the named topics that exist, with their IDs and the configs in `READ_CONFIGS`."""
+        """Return the named topics that exist, including their IDs and the configs that `READ_CONFIGS` lists."""
         request = MetadataRequest_v10.of(sorted(set(names)))
         try:
-            answer = await self._client._send_request(request)  # noqa: SLF001  # it has no request for topic IDs
+            answer = await self._client._send_request(request)  # noqa: SLF001  # the client has no request for topic IDs
         except KafkaError as error:
             raise BrokerUnavailable(f"the broker did not describe topics: {error!r}") from error
         found: dict[str, tuple[str, int]] = {}
@@ -119,7 +119,7 @@ class Admin:
         return {name: Topic(name, *described, configs.get(name, {})) for name, described in found.items()}
 
     async def settled(self, names: Iterable[str]) -> dict[str, Topic]:
-        """Wait until all named topics are known, because a new topic appears after a short delay, and return them.
+        """Wait until the broker knows all named topics, and return them. A new topic appears after a short delay.
 
         Raises BrokerUnavailable if a topic does not appear within the connection's time limit.
         """
@@ -148,8 +148,8 @@ class Admin:
             raise BrokerUnavailable(f"the broker did not describe the configs of topics: {error!r}") from error
         for answer in answers:
             for code, _, _, name, entries in answer.resources:
-                # Without permission to describe the configs, defaults are assumed; the broker refuses records that are
-                # too large.
+                # If the principal may not describe the configs, defaults are assumed; the broker then refuses records
+                # that are too large.
                 if code == 0:
                     found[name] = {entry[0]: entry[1] for entry in entries if entry[1] is not None}
         return found
@@ -177,7 +177,7 @@ class Admin:
         return made
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Delete topics; ignore those that do not exist. Raises BrokerUnavailable if the broker refuses a deletion."""
+        """Delete the named topics that exist. Raises BrokerUnavailable if the broker refuses to delete a topic."""
         if not names:
             return
         answer = await self._client.delete_topics(list(names))
@@ -226,7 +226,7 @@ class GroupMember:
     """A member of a consumer group."""
 
     worker_id: str
-    """The static ID, or the client ID if the member has no static ID."""
+    """The member's static ID, or its client ID if it has no static ID."""
     host: str
     partitions: tuple[TopicPartition, ...]
 
@@ -242,7 +242,7 @@ class Group:
         self._name: Final = name
 
     async def members(self) -> list[GroupMember]:
-        """Return the members with their assignments; the list is empty if the group does not exist."""
+        """Return the members with their assignments, or an empty list if the group does not exist."""
         request = DescribeGroupsRequest([self._name])
         answer = await self._insist("describing", request, lambda answer: [answer.groups[0][0]])
         members = answer.groups[0][5]
@@ -254,7 +254,7 @@ class Group:
             raise self._refused("deleting", _NON_EMPTY)
 
     async def delete_unless_joined(self) -> bool:
-        """Delete the group and its offsets unless it has members; return whether it no longer exists."""
+        """Delete the group and its offsets unless the group has members. Return whether the group no longer exists."""
         request = DeleteGroupsRequest([self._name])
         fine = {_NON_EMPTY, _NOT_FOUND}
         answer = await self._insist("deleting", request, lambda answer: [answer.results[0][1]], fine)
@@ -263,10 +263,10 @@ class Group:
     async def set_offsets(
         self, offsets: Mapping[TopicPartition, int], *, note: str = "", for_ever: bool = False
     ) -> None:
-        """Set the offsets of a group that has no members, each with ``note`` as its metadata.
+        """Set the offsets of a group that has no members, and store ``note`` as the metadata of each offset.
 
-        With ``for_ever``, `offsets.retention.minutes` does not apply to these offsets, because an OffsetCommit request
-        of version 2 to 4 sets its own retention, which brokers still respect (KIP-211).
+        If ``for_ever`` is set, `offsets.retention.minutes` does not apply to these offsets, because an OffsetCommit
+        request of version 2 to 4 sets its own retention, which brokers still respect (KIP-211).
         """
         topics = grouped((topic, (partition, offset, note)) for (topic, partition), offset in offsets.items())
         kept_ms = FOR_EVER_MS if for_ever else _BROKERS_RETENTION

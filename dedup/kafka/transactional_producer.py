@@ -1,7 +1,7 @@
 """Implements transactional sessions: all records and offsets that a task writes become visible together or not at all.
 
-The partition determines the transactional ID of a session. `open` sends InitProducerId; the broker then fences older
-epochs of the ID, ends a transaction that they left open, and writes its markers (KIP-98). Within an epoch, these
+The partition determines the transactional ID of a session. `open` sends InitProducerId, which makes the broker fence
+older epochs of the ID, end a transaction that they left open, and write its markers (KIP-98). Within an epoch, these
 requests are sent:
 
     add(batches)       AddPartitions for partitions not announced yet, Produce, then AddOffsets once per transaction;
@@ -10,16 +10,16 @@ requests are sent:
 
 AddPartitions, AddOffsets, TxnOffsetCommit, and EndTxn are never sent while an earlier copy may still be in flight.
 These requests are repeated in the same epoch only after a *response* with error 14, 15, or 16 (coordinator loading, not
-available, moved) or 51 (still ending the previous transaction). An error response does not always mean that the request
-had no effect, because a coordinator that responds with 15 may have appended its record. Repeating the request is safe
-because the first request is finished, both requests have the same effect, and the next transaction does not begin until
-the response is OK. After a *missing response*, repeating the request is not safe, because a late EndTxn could commit
-half of the next transaction. If a response is missing, the epoch ends, the session raises `CommitUnknown`, and only a
-new InitProducerId can find out the outcome. A produce request is never repeated, either. Sequence numbers would make
-this safe, but one rule for all requests is simpler.
+available, or moved) or 51 (the previous transaction is still ending). An error response does not always mean that the
+request had no effect, because a coordinator that responds with 15 may have appended its record. Repeating the request
+after a response is safe, because the first request is finished, both requests have the same effect, and the next
+transaction does not begin until the response is OK. After a *missing response*, repeating the request is not safe,
+because a late EndTxn could commit half of the next transaction. If a response is missing, the epoch ends, the session
+raises `CommitUnknown`, and only a new InitProducerId can find out the outcome. Produce requests are never repeated,
+either. Sequence numbers would make repeating them safe, but one rule for all requests is simpler.
 
 To abort a transaction, the session starts a new epoch, because InitProducerId ends the open transaction. The session
-never sends an EndTxn that aborts.
+never sends an EndTxn that aborts a transaction.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from dedup.kafka.wire import (
 )
 
 OK: Final = 0
-# Repeat the request: the coordinator is loading, is not available, has moved, or is still ending the previous
-# transaction.
+# Error codes after which a request is repeated: the coordinator is loading, is not available, has moved, or is still
+# ending the previous transaction.
 AGAIN: Final = COORDINATOR_MOVED | {51}
-# The coordinator's broker does not know the partition yet; only AddPartitions returns this error.
+# Only AddPartitions returns error 3, while the coordinator's broker does not know the partition yet.
 AGAIN_ANNOUNCING: Final = AGAIN | {3}
 # Invalid epoch, fenced, ID mapping lost, wrong transaction state, sequence out of order, unknown producer.
 FENCED: Final = frozenset({45, 47, 48, 49, 59, 90})
 # Message too large, batch too large, invalid timestamp, invalid record.
 REFUSED: Final = frozenset({10, 18, 32, 87})
 TOO_LARGE: Final = frozenset({10, 18})
-# Sequence out of order, unknown producer: these are also the responses to batches after a refused one.
+# Sequence out of order, unknown producer: the broker also responds with these errors to batches after a refused batch.
 OUT_OF_SEQUENCE: Final = frozenset({45, 59})
 UNAUTHORIZED: Final = frozenset({29, 30, 31, 53, 58})
-# Leader moved or unavailable, too few replicas, request timed out at the broker: this epoch is over, but a new one may
-# succeed.
+# Leader moved or unavailable, too few replicas, request timed out at the broker: this epoch is over, but a new epoch
+# may succeed.
 EPOCH_OVER: Final = frozenset({2, 3, 5, 6, 7, 8, 9, 13, 19, 20, 56, 74, 75})
 COMPRESSION: Final = 76
 NOT_ATTEMPTED: Final = 55
@@ -92,7 +92,7 @@ class Session:
         self.transactional_id: Final = transactional_id
         self._wire: Final = wire
         self._group: Final = group
-        """The consumer group whose offsets are part of the transactions; None for a writer that reads no topic."""
+        """The consumer group whose offsets are part of the transactions, or None for a writer that reads no topic."""
         self._timeout_ms: Final = timeout_ms
         self._deadline_ms: Final = deadline_ms
         self._identity = ProducerIdentity(-1, -1)
@@ -109,11 +109,11 @@ class Session:
         self._refused: RecordRefused | None = None
         self._refused_by: set[TopicPartition] = set()
         self.append_time_ms = -1
-        """The latest time at which a broker appended a batch of the open transaction; -1 if no broker reported one."""
+        """The latest time when a broker appended a batch of the open transaction, or -1 if no broker reported it."""
 
     @property
     def epoch(self) -> int:
-        """The current producer epoch; -1 before `open`."""
+        """The current producer epoch, or -1 before `open`."""
         return self._identity.epoch
 
     async def open(self) -> None:
@@ -130,7 +130,7 @@ class Session:
         return code
 
     def add(self, batches: Sequence[RecordBatch]) -> None:
-        """Add batches to the open transaction, or open one. `settle` and `prepare` raise the errors."""
+        """Add batches to the open transaction, or to a new one. Errors are raised later, by `settle` and `prepare`."""
         if self._identity.epoch < 0:
             raise InvariantBroken(f"{self.transactional_id}: batches were added before the session was opened.")
         self._queue.extend(batches)
@@ -158,7 +158,7 @@ class Session:
                 await self._announce_group()
 
     def _next_wave(self) -> list[RecordBatch]:
-        """Take the next batches in order, at most one per partition, because a produce request cannot hold more."""
+        """Take the next batches in order, but at most one per partition, because a produce request cannot hold more."""
         wave: dict[TopicPartition, RecordBatch] = {}
         rest: list[RecordBatch] = []
         for batch in self._queue:
@@ -178,7 +178,7 @@ class Session:
         async def ask() -> int:
             codes = await self._wire.add_partitions(self.transactional_id, self._identity, targets)
             # An error takes precedence over "try again", and "try again" over success, because partitions are announced
-            # only together. OperationNotAttempted only says that another partition of the request failed.
+            # only together. OperationNotAttempted only means that another partition in the request failed.
             return max((code for code in codes.values() if code != NOT_ATTEMPTED), key=_weight)
 
         await self._insist("AddPartitionsToTxn", ask, again=AGAIN_ANNOUNCING)
@@ -215,7 +215,7 @@ class Session:
                 raise self._failed(f"Produce to {batch.target.topic}/{batch.target.partition}", produced.error_code)
 
     def _note_refused(self, refused: RecordRefused, target: TopicPartition) -> None:
-        """Keep the refusal for `settle`, which raises all refusals together after all responses have arrived."""
+        """Store the refusal for `settle`, which raises all refusals together after all responses have arrived."""
         self._refused_by.add(target)
         if self._refused is None:
             self._refused = refused
@@ -225,8 +225,8 @@ class Session:
     async def settle(self) -> Mapping[TopicPartition, int]:
         """Wait until every batch is acknowledged, and return the offset after the last record of each partition.
 
-        After RecordRefused, TaskMigrated, CommitUnknown, or BrokerUnavailable is raised, the transaction cannot be
-        committed.
+        If this method raises RecordRefused, TaskMigrated, CommitUnknown, or BrokerUnavailable, the transaction cannot
+        be committed.
         """
         if self._sender is not None:
             await self._sender
@@ -237,16 +237,16 @@ class Session:
         return self._ends
 
     async def commit(self, offsets: Mapping[TopicPartition, Position]) -> Mapping[TopicPartition, int]:
-        """Commit everything added since the last commit, together with the offsets; return the result of `settle`.
+        """Commit the offsets and everything that was added since the last commit, and return the result of `settle`.
 
-        Raises the errors of `prepare` and `end`.
+        Raises the same errors as `prepare` and `end`.
         """
         ends = await self.prepare(offsets)
         await self.end()
         return ends
 
     async def prepare(self, offsets: Mapping[TopicPartition, Position]) -> Mapping[TopicPartition, int]:
-        """Write everything that was added, and the offsets; return the result of `settle`. Nothing is visible yet.
+        """Write the offsets and everything that was added, but do not commit yet; return the result of `settle`.
 
         Raises the same errors as `settle`, such as TaskMigrated if another owner has fenced this session, and
         CommitUnknown if a response is missing.
@@ -258,7 +258,8 @@ class Session:
         await self._appended_everywhere()
         if self._refused is not None:
             await self.settle()  # raises the refusal, so no offset is sent
-        # The offsets need not wait for the other produce responses, because EndTxn waits for both.
+        # The offsets need not wait for the other produce responses, because EndTxn waits for the offsets and for all
+        # responses.
         sent = asyncio.ensure_future(self._commit_offsets(offsets))
         try:
             ends = await self.settle()
@@ -272,7 +273,10 @@ class Session:
         return ends
 
     async def end(self) -> None:
-        """Make visible what `prepare` has written. Raises TaskMigrated, CommitUnknown, or BrokerUnavailable."""
+        """Make everything that `prepare` has written visible.
+
+        Raises TaskMigrated, CommitUnknown, or BrokerUnavailable.
+        """
         crashpoints.reached("before_end")
         await self._insist(
             "EndTxn", lambda: self._wire.end_transaction(self.transactional_id, self._identity, commit=True)
@@ -284,9 +288,9 @@ class Session:
         """Wait until every partition of the transaction has accepted a batch.
 
         When a broker receives the first batch for a partition, it asks the coordinator whether the partition was added
-        to the transaction. If the offsets reach the same broker in the meantime, the broker asks about them as well and
-        drops the earlier question. The broker then responds to the produce request with NotEnoughReplicas, as if
-        replicas were missing (KIP-890, `AddPartitionsToTxnManager` of Kafka 4.1).
+        to the transaction. If the offsets reach the same broker in the meantime, the broker asks about the offsets as
+        well and drops the earlier question. The broker then responds to the produce request with NotEnoughReplicas, as
+        if replicas were missing (KIP-890, `AddPartitionsToTxnManager` of Kafka 4.1).
         """
         while any(batch.target not in self._ends for flight in self._unanswered for batch in flight.batches):
             await self._take_answer()
@@ -303,7 +307,7 @@ class Session:
         )
 
     async def drop(self) -> None:
-        """Forget the transaction locally. The broker aborts it when an owner calls `open` or after the timeout."""
+        """Forget the transaction locally. The broker aborts it after the timeout or when an owner calls `open`."""
         work: list[asyncio.Future[Any]] = [flight.answer for flight in self._unanswered]
         if self._sender is not None:
             work.append(self._sender)
@@ -315,9 +319,9 @@ class Session:
     async def _insist(
         self, name: str, ask: Callable[[], Awaitable[int]], *, again: frozenset[int] = AGAIN, repeatable: bool = False
     ) -> None:
-        """Send a transactional request, and repeat it after a response that allows it.
+        """Send a transactional request, and repeat the request after a response that allows repeating it.
 
-        Without a response, only a ``repeatable`` request is repeated: InitProducerId, which only starts a newer epoch.
+        If there is no response, only InitProducerId is repeated (``repeatable``), because it only starts a newer epoch.
         """
         waited_ms, pause_ms = 0, PAUSE_MS
         while True:

@@ -1,8 +1,8 @@
 """Defines the requests that the exactly-once protocol needs, as an interface with one method per request.
 
 `client.KafkaWire` implements the interface for real brokers, and the simulator's log implements it for tests. A method
-sends its request once and returns the error code of the response unchanged; `transactional_producer.py` interprets the
-error code. If a request gets no response, the method raises `NoAnswer`, and the effect of the request is unknown.
+sends its request once and returns the error code of the response, which `transactional_producer.py` interprets. If a
+request gets no response, the method raises `NoAnswer`, and it is unknown whether the request took effect.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dedup.kafka.record_batch import Header, Limit, ProducerIdentity, RecordBatc
 __all__ = ["Header", "Limit", "ProducerIdentity", "RecordBatch", "TopicPartition"]  # names of record_batch.py
 
 COORDINATOR_MOVED: Final = frozenset({14, 15, 16})
-"""The coordinator is loading, not available, or has moved, so the request must be repeated."""
+"""Error codes that mean that the coordinator is loading, is unavailable, or has moved, so the request is repeated."""
 
 LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
-"""The partition's leader has moved or is not known, so the request must be sent to another broker."""
+"""Error codes that mean that the partition's leader has moved or is unknown, so another broker must get the request."""
 
 UNSTABLE_OFFSET: Final = 88
-"""An open transaction is about to change the requested offset."""
+"""The error code that means that an open transaction is about to change the requested offset."""
 
 
 class NoAnswer(Exception):
@@ -30,7 +30,7 @@ class NoAnswer(Exception):
 
 
 class FetchedRecord(NamedTuple):
-    """A committed record as a restore sees it."""
+    """A committed record with the fields that a restore needs."""
 
     offset: int
     timestamp_ms: int
@@ -47,13 +47,13 @@ class Fetched:
     keys: list[bytes | None]
     values: list[bytes | None]
     next_offset: int
-    """The offset after all data that was read, including control batches and aborted records."""
+    """The offset after everything that was read, including control batches and aborted records."""
     high_watermark: int
     last_stable_offset: int
 
     @property
     def records(self) -> list[FetchedRecord]:
-        """The records as objects, which are created on each call."""
+        """The records as objects. Each call creates new objects."""
         return list(map(FetchedRecord, self.offsets, self.timestamps_ms, self.keys, self.values))
 
 
@@ -72,25 +72,25 @@ class Produced:
     error_code: int
     base_offset: int
     refused: tuple[tuple[int, str], ...] = ()
-    """Index and reason of each record because of which the broker rejected the batch, if it names them (KIP-467)."""
+    """Index and reason of each record that caused the broker to reject the batch, if the broker names it (KIP-467)."""
     append_time_ms: int = -1
-    """The broker's time when it appended the batch; -1 if the topic keeps the producer's timestamps."""
+    """The time when the broker appended the batch, or -1 if the topic keeps the producer's timestamps."""
 
 
 class TopicNow(NamedTuple):
     """The current state of a topic according to one broker."""
 
     topic_id: str
-    """Kafka's ID of the topic, 32 hex digits. A recreated topic with the same name has a different ID (KIP-516)."""
+    """The topic's ID (KIP-516), as 32 hexadecimal digits. A recreated topic of the same name has a different ID."""
     partitions: int
 
 
 class Position(NamedTuple):
-    """A committed offset of a group, with its leader epoch and note."""
+    """A committed offset of a group, and the leader epoch and note that are stored with the offset."""
 
     offset: int
     leader_epoch: int = -1
-    """Leader epoch of the record before the offset (KIP-320); -1 if unknown."""
+    """Leader epoch of the record before the offset (KIP-320), or -1 if it is unknown."""
     note: str = ""
     """The metadata that Kafka stores with an offset."""
 
@@ -104,7 +104,7 @@ class CommittedOffset:
 
     @property
     def offset(self) -> int | None:
-        """The offset without leader epoch and note; None if no offset is committed."""
+        """The offset without its leader epoch and note, or None if no offset is committed."""
         return None if self.position is None else self.position.offset
 
 
@@ -112,57 +112,57 @@ class Wire(Protocol):
     """A Kafka cluster. Every method that sends a request may raise NoAnswer."""
 
     async def init_producer_id(self, transactional_id: str, timeout_ms: int) -> tuple[int, ProducerIdentity]:
-        """Start a new epoch of the transactional ID: older epochs are fenced, and their open transaction is ended."""
+        """Start a new epoch of the transactional ID, which fences older epochs and ends their open transaction."""
 
     async def add_partitions(
         self, transactional_id: str, identity: ProducerIdentity, partitions: Sequence[TopicPartition]
     ) -> dict[TopicPartition, int]:
-        """Add partitions to the open transaction; return an error code for each partition."""
+        """Add partitions to the open transaction, and return an error code for each partition."""
 
     async def produce(
         self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
     ) -> Awaitable[dict[TopicPartition, Produced]]:
-        """Write one batch to each of several partitions, with acknowledgment by all in-sync replicas.
+        """Write one batch to each of several partitions. All in-sync replicas must acknowledge the batches.
 
-        Returns an awaitable response as soon as the request is sent, so that successive calls are sent in order without
-        waiting for each other's responses.
+        As soon as the request is sent, the method returns an awaitable for the response, so that successive requests
+        are sent in order and none of them waits for an earlier response.
         """
 
     async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
-        """Add a consumer group's offsets to the open transaction; return an error code."""
+        """Add a consumer group's offsets to the open transaction, and return an error code."""
 
     async def commit_offsets(
         self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, Position]
     ) -> int:
-        """Write the group's offsets as part of the transaction; return an error code."""
+        """Write the group's offsets as part of the transaction, and return an error code."""
 
     async def end_transaction(self, transactional_id: str, identity: ProducerIdentity, *, commit: bool) -> int:
-        """Commit or abort the transaction; return an error code."""
+        """Commit or abort the transaction, and return an error code."""
 
     async def committed_offset(self, group: str, source: TopicPartition, *, stable: bool) -> CommittedOffset:
         """Read the group's committed offset from its coordinator.
 
-        With ``stable``, the response is `UNSTABLE_OFFSET` while an open transaction is about to change the offset
-        (KIP-447).
+        If ``stable`` is set, the error code is `UNSTABLE_OFFSET` while an open transaction is about to change the
+        offset (KIP-447).
         """
 
     async def limit(self, target: TopicPartition) -> Limit | None:
-        """Return the current limits of a partition's topic; None if there is no permission to read its configs."""
+        """Return the current limits of a partition's topic, or None if the principal may not read its configs."""
 
     async def bounds(self, source: TopicPartition) -> LogBounds:
         """Read the start and the high watermark of a partition from its leader."""
 
     async def offset_at(self, source: TopicPartition, time_ms: int) -> int | None:
-        """Return the offset of the first record whose timestamp is at or after ``time_ms``; None if there is none."""
+        """Return the first offset whose record has a timestamp of at least ``time_ms``, or None if there is none."""
 
     async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
-        """Return the current state of each topic, or an error code, according to one broker. This creates no topic."""
+        """Return one broker's current view of each topic, or an error code. The request creates no topic."""
 
     async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
-        """Read committed records at or after an offset; wait up to ``wait_ms`` for records to arrive."""
+        """Read committed records at or after an offset, and wait for up to ``wait_ms`` until records arrive."""
 
     def pin(self, topic_ids: Mapping[str, str]) -> None:
-        """Make `fetch` read these topics by ID from now on, so that it never reads a recreated topic."""
+        """Make `fetch` read these topics by ID from now on, so that `fetch` never reads a recreated topic."""
 
     async def pause(self, delay_ms: int) -> None:
         """Wait for ``delay_ms`` before a request is repeated."""

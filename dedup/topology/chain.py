@@ -1,6 +1,7 @@
 """Finds problems in ingest files, and stages that are not exactly-once in a chain of several files.
 
-A chain is source → topic → deduplication → topic → table. The module `lint` finds problems in a single topology.
+A complete chain is source → topic → deduplication → topic → table. The module `lint` finds problems in a single
+topology.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _ID_HEADER: Final = "dedup-id"
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The name of a file, and the stage of a chain that the file describes."""
+    """The name of a file, and the stage that this file describes."""
 
     file: str
     stage: Stage
 
 
 def lint_ingest(ingest: Ingest) -> list[Finding]:
-    """Return the findings about an ingest file."""
+    """Return the findings about an ingest file alone."""
     return list(_lint_source(ingest.source))
 
 
@@ -71,7 +72,7 @@ def _lint_source(source: Source) -> Iterator[Finding]:
 
 
 def lint_chain(files: Sequence[Named]) -> list[tuple[str, Finding]]:
-    """Return the findings that only several files together show, each with the file of its stage."""
+    """Return the findings that involve several files, each with the file of the stage that has the problem."""
     if len(files) < 2:  # noqa: PLR2004  # one file is no chain
         return []
     joints = (
@@ -84,9 +85,9 @@ def lint_chain(files: Sequence[Named]) -> list[tuple[str, Finding]]:
 
 
 def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
-    """Return one line per chain that lists its stages from the source, and says whether each stage is exactly-once.
+    """Return one line per chain, which lists the stages from the source on and says whether all are exactly-once.
 
-    ``weak`` contains the files of the stages that are not exactly-once according to their findings.
+    ``weak`` contains the files whose stages are not exactly-once according to the findings about them.
     """
     lines: list[str] = []
     for file, ingest in _stages(files, Ingest):
@@ -100,7 +101,7 @@ def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
 
 
 def _paths(files: Sequence[Named], topic: str, text: str, passed: list[str], weak: frozenset[str]) -> list[str]:
-    """Return one line per path that starts at a topic. ``text`` and ``passed`` describe the stages before the topic."""
+    """Return one line per chain through a topic. ``text`` and ``passed`` contain the stages before the topic."""
     after = [(file, topology) for file, topology in _readers_of(files, topic) if file not in passed]
     if not after:
         bad = [file for file in passed if file in weak]
@@ -128,7 +129,7 @@ def _readers_of(files: Sequence[Named], topic: str) -> list[tuple[str, Topology]
 
 
 def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
-    """Yield the mismatches between a source and the topology that reads its topic."""
+    """Yield findings about settings of a source that do not match the topology that reads the source's topic."""
     rule = topology.tracking_id.rule
     reads_header = isinstance(rule, HeaderRule) and rule.name == _ID_HEADER
     if reads_header and ingest.tracking_id is not None:
@@ -137,7 +138,7 @@ def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
             f"every record would become a dead letter. Use the same rule in both files."
         )
         yield Finding("error", "no_id_header", text)
-    # The source also writes its tracking ID as the record's key.
+    # The source also writes the tracking ID as the record's key.
     same = ingest.tracking_id is not None and (rule == ingest.tracking_id or isinstance(rule, KeyRule))
     if topology.source.partitioned_by_tracking_id and not same:
         own = "its place in the source" if ingest.tracking_id is None else rule_text(ingest.tracking_id)
@@ -168,7 +169,7 @@ def _loose_ends(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
 
 
 def _taken_twice(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    """Yield findings about equal names, and about sources that share a directory."""
+    """Yield findings about files with equal names, and about sources that read the same directory."""
     names: dict[str, str] = {}
     directories: dict[str, str] = {}
     for file, stage in ((each.file, each.stage) for each in files):
@@ -194,9 +195,9 @@ def _taken_twice(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
 def _shared_topics(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
     """Yield one finding for each pair of topologies that write to the same topics.
 
-    If two topologies share an output, neither detects duplicates of the other's records, and `dedup verify` attributes
-    records of one topology to the other. Only a dead-letter topic may be shared on purpose, to collect all dead letters
-    in one place.
+    If two topologies share an output, neither topology detects duplicates of records that the other has written, and
+    `dedup verify` attributes records of one topology to the other. Only a dead-letter topic may be shared on purpose,
+    to collect all dead letters in one place.
     """
     topologies = _stages(files, Topology)
     for at, (file, topology) in enumerate(topologies):
@@ -204,7 +205,7 @@ def _shared_topics(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
             theirs = set(other.written_topics)
             shared = [name for name in topology.written_topics if name in theirs]
             if not shared or topology.name == other.name:
-                continue  # `_taken_twice` reports equal names, from which equal topics follow
+                continue  # `_taken_twice` reports the equal names, which are the cause of the equal topics
             names = ", ".join(shared)
             if shared == [topology.dead_letter] == [other.dead_letter]:
                 text = (

@@ -1,8 +1,8 @@
-"""Describes a topology's agents, topics, table, and verdicts as text, as data, and as a drawing (Graphviz or SVG).
+"""Describes a topology's agents, topics, table, and verdicts in words, as data, and as a drawing (Graphviz or SVG).
 
-It also lists the minimum permissions that a worker's principal needs, for `dedup apply --acls`. In Kafka's authorizer,
-Read, Write, and Delete imply Describe. Since KIP-679, an idempotent producer needs no other permission. `dedup apply`
-creates topics under another principal, which needs Create.
+For `dedup apply --acls`, the module also lists the minimum permissions that a worker's principal needs. In Kafka's
+authorizer, Read, Write, and Delete imply Describe. Since KIP-679, an idempotent producer needs no IdempotentWrite
+permission. `dedup apply` creates topics as a different principal, which needs Create.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Kind = Literal["topic", "agent", "table"]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A box of the drawing, with a unique name."""
+    """A box in a topology's drawing, which is identified by its name."""
 
     name: str
     kind: Kind
@@ -49,7 +49,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An arrow of the drawing, with the names of its two boxes and the kind of records that it stands for."""
+    """An arrow in a topology's drawing, with the names of the two boxes that it connects and the kind of records."""
 
     start: str
     end: str
@@ -88,7 +88,7 @@ def describe(topology: Topology) -> str:
 
 
 def as_data(topology: Topology) -> dict[str, Any]:
-    """Return the content of `describe` as plain values, with the boxes and arrows of the drawing."""
+    """Return the content of `describe` and the boxes and arrows of the drawing as plain values."""
     nodes, edges = graph(topology)
     return {
         "name": topology.name,
@@ -100,7 +100,7 @@ def as_data(topology: Topology) -> dict[str, Any]:
 
 
 def to_dot(topology: Topology) -> str:
-    """Return the drawing for Graphviz."""
+    """Return the drawing in Graphviz's DOT language."""
     shapes = {"topic": "box", "agent": "ellipse", "table": "cylinder"}
     nodes, edges = graph(topology)
     lines = [f'digraph "{topology.name}" {{', "  rankdir=LR;"]
@@ -229,7 +229,7 @@ _SECTIONS: Final = (
     ("topics", "topics", _topic_facts),
     ("table", "table", _table_facts),
 )
-"""For each section, the title in the text, the key in `as_data`, and the function that returns the facts."""
+"""For each section, the title in `describe`, the key in `as_data`, and the function that yields the facts."""
 
 
 class Resource(enum.Enum):
@@ -242,12 +242,12 @@ class Resource(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """A set of operations that are allowed on one resource, or on all resources with a prefix."""
+    """Operations that are allowed on one resource, or on all resources whose names start with a prefix."""
 
     resource: Resource
     name: str
     operations: tuple[str, ...]
-    """The operations as kafka-acls spells them."""
+    """The names of the operations, as kafka-acls spells them."""
     why: str
     prefixed: bool = False
 

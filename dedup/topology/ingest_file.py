@@ -1,4 +1,4 @@
-"""Parses an ingest file into checked values; `schema` defines the structure of the file."""
+"""Parses an ingest file into checked values. The module `schema` defines the structure of the file."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ class Ingest:
     event_time: EventTime
     dead_letter: str
     boundary: Boundary = "interval"
-    """When a transaction ends."""
+    """The rule that says when a transaction ends."""
 
     @property
     def offsets_topic(self) -> str:
-        """The compacted topic that stores the position up to which the source was read."""
+        """The compacted topic that stores how far the source has been read."""
         return f"{self.name}-source-offsets"
 
 
 def is_ingest(text: str) -> bool:
-    """Tell whether the text of a file is an ingest file, even if it is otherwise invalid."""
+    """Tell whether a file is meant as an ingest file, even if its content is otherwise invalid."""
     return _INGEST_KEY.search(text) is not None
 
 
 def parse_ingest(text: str, *, name: str) -> Ingest:
-    """Return the source that a file describes. Raises TopologyError with every problem in the file."""
+    """Return the source that an ingest file describes. Raises TopologyError with every problem in the file."""
     file = checked_file(text, name, IngestFile, [_one_role_each])
     source = file.source.files or file.source.table
-    assert source is not None  # noqa: S101  # the shape requires one of them
+    assert source is not None  # noqa: S101  # the schema requires one of the two
     rule: FieldRule | FieldsRule | None = None
     if file.tracking_id is not None:
         one, several = file.tracking_id.field, file.tracking_id.fields
@@ -86,7 +86,7 @@ def _one_role_each(document: Document) -> Iterator[Problem]:
 
 
 def settle_sentence(table: TableSource) -> str:
-    """Return the warning about a source with `settle`."""
+    """Return the warning about a source that sets `settle`."""
     settle = format_duration(table.settle_ms)
     return (
         f"settle: {settle} is not exact: a row of {table.named} that becomes visible more than {settle} after a "

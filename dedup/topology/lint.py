@@ -1,6 +1,6 @@
 """Finds settings in a valid topology that are allowed but have a cost or a risk that the author may not expect.
 
-The module `parse` decides whether a file describes a valid topology.
+The module `parse` determines whether a topology is valid.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dedup.quantities import format_duration
 from dedup.topology.model import LateDrop, LateForward, Topology
 
 LARGEST_CHANGELOG_RECORD_BYTES: Final = 900_000
-"""A limit below the broker's default `max.message.bytes`, which leaves space for the record batch's own bytes."""
+"""A size below the broker's default `max.message.bytes`, so that space remains for the record batch's header."""
 _SIGHTING_BYTES: Final = 24
 _FINGERPRINT_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An error, which must be fixed, or a warning about a topology."""
+    """Something about a topology that must be fixed (an error) or that its author should know (a warning)."""
 
     level: Literal["error", "warning"]
     code: str
@@ -44,14 +44,14 @@ def lint(topology: Topology) -> list[Finding]:
 
 
 def worst_record_bytes(topology: Topology) -> int:
-    """Return the largest size of a changelog value: one ID is reused in every guard period of a segment."""
+    """Return the size of the largest changelog value, which results if an ID recurs after every guard period."""
     window = topology.window
     sightings = window.segment_ms // window.guard_ms + 2
     return sightings * (_SIGHTING_BYTES + (_FINGERPRINT_BYTES if topology.fingerprints_wanted else 0))
 
 
 def warning(code: str, text: str, *, weak: bool = False) -> Finding:
-    """Return a warning."""
+    """Return a finding that is a warning."""
     return Finding("warning", code, text, weak)
 
 
@@ -148,7 +148,7 @@ def _tracking_id(topology: Topology) -> Iterator[Finding]:
     if isinstance(rule, ContentRule | RawContentRule):
         if topology.tracking_id.normalize:
             yield warning("normalize_unused", "tracking_id.normalize has no effect on content, only on text.")
-        # An excluded member is not part of the ID, so payloads with equal IDs may differ in it.
+        # An excluded member is not part of the ID, so this member may differ between payloads with equal IDs.
         if topology.fingerprints_wanted and not (isinstance(rule, ContentRule) and rule.exclude):
             text = "conflicts and on_conflict have no effect: records with equal content have equal payloads."
             yield warning("no_conflicts_possible", text)

@@ -1,4 +1,4 @@
-"""Defines a topology as the program uses it, with the checked value of every key of the file, including defaults."""
+"""Defines a topology as the program uses it, with a checked value or the default for every key of the file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dedup.topology.schema import ColumnType, Output, Start, StateSpec
 
 _FINGERPRINT_BYTES: Final = 16
 _WINDOW_RULE: Final = 1
-"""Version of the rule by which stored sightings are interpreted. State of another version cannot be used."""
+"""Version of the rule that says what stored sightings mean. State that has another version cannot be used."""
 
 Format = Literal["json", "bytes"]
 SubTopology = Literal["dedup", "repartition"]
@@ -56,7 +56,7 @@ class LateTo:
 
 @dataclass(frozen=True, slots=True)
 class LateForward:
-    """Late records are sent to the output with the header `dedup-verdict`; duplicates among them are not detected."""
+    """Late records get the header `dedup-verdict` and are sent to the output, which may thus receive duplicates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ Late = LateTo | LateForward | LateDrop
 
 @dataclass(frozen=True, slots=True)
 class SinkColumn:
-    """A column of a sink's table, with the member of the value that it holds and the required type of that member."""
+    """A column of a sink's table, and the path and the required type of the JSON member that the column holds."""
 
     name: str
     path: Path
@@ -81,10 +81,10 @@ class SinkSpec:
     """The table with one row per tracking ID that `dedup sink` fills."""
 
     url: str
-    """The URL as written; a reference such as ``${env:DATABASE_URL}`` is resolved when it is used."""
+    """The URL as written. A reference such as ``${env:DATABASE_URL}`` is replaced by its value when the URL is used."""
     table: str
     columns: tuple[SinkColumn, ...]
-    """If empty, the columns are the record's key and value, as bytes."""
+    """The columns of the table. Without columns, the table holds the record's key and value, as bytes."""
     topic: str
     append: bool
     """True if an ID that is forwarded again after its guard period gets another row."""
@@ -93,7 +93,7 @@ class SinkSpec:
 
 @dataclass(frozen=True)
 class Topology:
-    """One deduplication job, with its source, rules, and topics."""
+    """The source, rules, and topics of one deduplication job."""
 
     name: str
     source: SourceSpec
@@ -111,7 +111,7 @@ class Topology:
     duplicates: str | None = None
     conflicts: str | None = None
     conflicts_counted: bool = False
-    """True if the file has the key `conflicts`, with or without a topic, so that payloads are compared."""
+    """True if the topology file has the key `conflicts`, with or without a topic. Payloads are then compared."""
     fingerprint_exclude: tuple[Path, ...] = ()
     """Members that are ignored when payloads are compared."""
     on_conflict: OnConflict = OnConflict.DUPLICATE
@@ -120,7 +120,7 @@ class Topology:
 
     @property
     def direct(self) -> bool:
-        """True if dedup tasks read the source topic itself, without repartitioning."""
+        """True if dedup tasks read the source topic directly, without repartitioning."""
         return len(self.source.topics) == 1 and self.source.partitioned_by_tracking_id
 
     @property
@@ -130,22 +130,22 @@ class Topology:
 
     @property
     def reset_group(self) -> str:
-        """The group whose offsets record the ends of source topics and written topics at the last `dedup reset`."""
+        """The group with the end offsets that source topics and written topics had at the last `dedup reset`."""
         return f"{self.name}.reset"
 
     @property
     def replay_group(self) -> str:
-        """The group whose offsets record how far `dedup replay` has read the late and dead-letter topics."""
+        """The group whose offsets say how far `dedup replay` has read the topics for late records and dead letters."""
         return f"{self.name}.replay"
 
     @property
     def replay_mark_group(self) -> str:
-        """The group whose offsets, which do not expire, record that there was a replay and where the last one ended."""
+        """The group whose offsets, which never expire, say that there was a replay and where the last replay ended."""
         return f"{self.name}.replay-mark"
 
     @property
     def repartition_topic(self) -> str:
-        """The topic in which equal IDs are in the same partition; it is used unless `direct` is true."""
+        """The topic that holds equal IDs in the same partition. It is not used if `direct` is true."""
         return f"{self.name}.repartition"
 
     @property
@@ -155,7 +155,7 @@ class Topology:
 
     @property
     def outlets(self) -> tuple[tuple[str, str], ...]:
-        """The topics that the dedup tasks write, with the kind of records in each, in the order of the file."""
+        """The topics that dedup tasks write to and the kind of records in each, in the order of the topology file."""
         outlets = (
             (self.output.topic if self.output else None, "unique records"),
             (self.duplicates, "duplicates"),
@@ -173,17 +173,17 @@ class Topology:
 
     @property
     def fingerprints_wanted(self) -> bool:
-        """True if payloads are compared, which costs eight bytes per ID."""
+        """True if payloads are compared, for which the state holds eight more bytes per ID."""
         return self.conflicts_counted or self.on_conflict is not OnConflict.DUPLICATE
 
     @property
     def conflicts_go_to(self) -> str | None:
-        """The topic for conflicts, or without one, the topic for duplicates; None if conflicts are only counted."""
+        """The topic for conflicts, which may be the topic for duplicates, or None if conflicts are only counted."""
         return self.duplicates if self.conflicts is None else self.conflicts
 
     @property
     def needs_value(self) -> bool:
-        """True if the tracking ID or the event time is read from the value, so that a null value is a tombstone."""
+        """True if a record with a null value is a tombstone, because its ID or event time is read from the value."""
         id_in_value = not isinstance(self.tracking_id.rule, KeyRule | HeaderRule)
         return id_in_value or isinstance(self.event_time, FieldTime)
 
@@ -195,22 +195,22 @@ class Topology:
         )
 
     def transactional_id(self, sub_topology: SubTopology, partition: int, source_topic: str | None = None) -> str:
-        """Return the transactional ID of a task. Only repartition tasks have a ``source_topic``."""
+        """Return the transactional ID of a task. The ``source_topic`` is given only for a repartition task."""
         parts = [self.name, sub_topology, source_topic, str(partition)]
         return ".".join(part for part in parts if part is not None)
 
     def state_fingerprint(self, partitions: Mapping[str, int]) -> bytes:
-        """Return 16 bytes that differ between topologies that cannot use each other's state.
+        """Return the state fingerprint, 16 bytes that differ if two topologies cannot use each other's state.
 
         ``partitions`` contains the partition count of every source topic and feeding topic. The fingerprint depends on
-        the rule for the event time and on the comparison of payloads, because sightings that were stored with another
-        event time or without payload fingerprints would lead to wrong verdicts.
+        the rule for the event time and on whether payloads are compared, because sightings that were stored with
+        another event time or without payload fingerprints would lead to wrong verdicts.
         """
         return blake2b(self.state_identity(partitions).encode(), digest_size=_FINGERPRINT_BYTES).digest()
 
     def state_identity(self, partitions: Mapping[str, int]) -> str:
-        """Return the text from which `state_fingerprint` is computed, so that a message can say what differs."""
-        # The text of the event time is part of the state fingerprint, so do not reword it.
+        """Return the string whose hash is the state fingerprint, so that a message can say what differs."""
+        # The string for the event time is part of the state fingerprint, so do not change its wording.
         match self.event_time:
             case FieldTime(path, unit):
                 time = f"{{field: {format_path(path)}, unit: {unit}}}"
@@ -231,7 +231,7 @@ class Topology:
 
 
 def rule_text(rule: Rule) -> str:
-    """Return a rule as in the topology file. The state fingerprint depends on the text, so do not reword it."""
+    """Return a rule as in the topology file. The state fingerprint depends on this string, so do not change it."""
     match rule:
         case KeyRule():
             return "key: true"

@@ -1,7 +1,7 @@
-"""Parses a topology file into a `Topology`, or raises one error that reports every problem with its position.
+"""Parses a topology file into a `Topology`, or raises one error that reports every problem and its position.
 
-The schema checks single keys. Problems that involve several keys, such as a topic with two roles, are checked in the
-file as written, so that both kinds of problems are reported together.
+The schema checks each key alone. Rules that involve several keys (for example, no topic may have two roles) are checked
+in the file as written, so that problems of both kinds are reported together.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def parse(text: str, *, name: str) -> Topology:
 def checked_file(text: str, name: str, model: type[_File], checks: Iterable[_Check]) -> _File:
     """Return a file as an instance of its model. Raises TopologyError with every problem in the file.
 
-    The first key of the model is the version of the file. ``checks`` find problems that involve several keys. Each
-    check gets a document that is a mapping, but whose values are not validated.
+    The first key of the model is the version of the file. ``checks`` find problems that involve several keys. A check
+    gets a document that is certainly a mapping, but the values in this mapping may be invalid.
     """
     begin = f"{next(iter(model.model_fields))}: 1"
     document = read(text, name=name)
@@ -86,7 +86,7 @@ def _topology(file: TopologyFile) -> Topology:
     tracking_id = TrackingId(_rule(file.tracking_id), tuple(file.tracking_id.normalize))
     source = file.source
     declared = source.partitioned_by == "tracking_id"
-    # Normalization may make two keys equal that were different for the producers' partitioner.
+    # Normalization may make two keys equal that the producers' partitioner has treated as different.
     implied = isinstance(tracking_id.rule, KeyRule) and not tracking_id.normalize
     cap_ms = file.extend_at_most or file.guard_period * _EXTENSIONS_OF_GUARD
     grace_ms = file.guard_period if file.grace is None else file.grace
@@ -130,7 +130,7 @@ def _rule(file: TrackingIdFile) -> Rule:
 
 
 def event_time_of(written: str | FieldTimeFile) -> EventTime:
-    """Return the event time that a file names. A plain word means the record's own timestamp."""
+    """Return the rule for the event time. If the file has a plain word, the event time is the record's timestamp."""
     if isinstance(written, str):
         return RecordTime()
     return FieldTime(written.field, written.unit)
@@ -178,7 +178,7 @@ def _bytes_have_no_fields(document: Document) -> Iterator[Problem]:
 
 
 def _one_role_each(document: Document) -> Iterator[Problem]:
-    """Report topics with two roles, because a job that reads and writes a topic would process its own output."""
+    """Report topics with two roles, because a job that reads a topic that it also writes would read its own output."""
     roles: dict[str, str] = {}
     for at, topic, role in _topics(document):
         # Kafka rejects two topics whose names differ only in "." and "_", because their metrics would collide.
@@ -192,7 +192,7 @@ def _one_role_each(document: Document) -> Iterator[Problem]:
             yield Problem(place, f'{label}"{topic}" is also {roles[same]}; every topic has one role')
         else:
             roles[same] = role
-    # A sink may read any topic that holds records, but these topics hold state or the sink's own dead letters.
+    # A sink may read any topic of records, but the following topics hold state or the sink's own dead letters.
     read = document.get(("sink", "topic"))
     role = roles.get(read.replace(".", "_"), "") if isinstance(read, str) else ""
     if role in {_CHANGELOG, _REPARTITION, _SINK_LETTERS}:
@@ -201,7 +201,7 @@ def _one_role_each(document: Document) -> Iterator[Problem]:
 
 
 def _topics(document: Document) -> Iterator[tuple[At, str, str]]:
-    """Yield the path, name, and role of every topic in a file that may be invalid."""
+    """Yield the path, name, and role of every topic in a file. The file may be invalid."""
     sources = document.get(("source", "topics"))
     for row, topic in enumerate(sources if isinstance(sources, list) else ()):
         if isinstance(topic, str):

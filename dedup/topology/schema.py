@@ -1,8 +1,7 @@
 """Defines the schemas of topology files and ingest files, with the values, default, and description of each key.
 
-These pydantic models are also published as JSON Schemas, whose descriptions editors show. `model` and `ingest_file`
-define the values that the program uses instead of the models named ``*File``. The program uses the other models
-directly.
+These pydantic models are also published as JSON Schemas, and editors show the descriptions in them. The program
+converts the models named ``*File`` to the classes of `model` and `ingest_file`, and uses the other models directly.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _RESERVED: Final = frozenset({"tracking_id", "event_time_ms"})
 """The columns that every sink table has."""
 
 Start = Literal["earliest", "latest"] | int
-"""Where a topology without state starts to read. A number is a record's time in milliseconds."""
+"""Where a topology without state starts to read its source. A number is a record timestamp in milliseconds."""
 CsvType = Literal["text", "integer", "number", "boolean"]
 ColumnType = Literal["text", "integer", "number", "boolean", "time", "json"]
 
@@ -55,7 +54,7 @@ ColumnType = Literal["text", "integer", "number", "boolean", "time", "json"]
 
 
 def _number_as_text(value: Any) -> Any:  # noqa: ANN401 - any value in the file
-    """Convert a bare number to text, so that its missing unit is reported."""
+    """Convert a bare number to a string, so that the error message says that a unit is missing."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -91,7 +90,7 @@ def _shape(value: Any) -> str:  # noqa: ANN401 - any value in the file
 
 
 def _text_as(parse: Callable[[str], Any]) -> GetPydanticSchema:
-    """Return a schema that accepts only text, and converts it with ``parse``."""
+    """Return a schema that accepts only a string and converts it with ``parse``."""
     return GetPydanticSchema(lambda _type, _handler: no_info_after_validator_function(parse, str_schema(strict=True)))
 
 
@@ -187,16 +186,16 @@ class FieldTimeFile(Keys):
     field: _Path
     """Path of the member, such as order.placed_at."""
     unit: TimeUnit
-    """rfc3339 is text; s, ms, and us are numbers of seconds, milliseconds, or microseconds."""
+    """rfc3339 means a string; s, ms, and us mean a number of seconds, milliseconds, or microseconds."""
 
 
 class ColumnFile(Keys):
     """One column of a sink's table."""
 
     field: _Path
-    """A member of the JSON value; NULL if it is missing."""
+    """Path of a JSON member. The column is NULL if a record lacks this member."""
     type: ColumnType = "text"
-    """The required kind of value; a record with another kind becomes a dead letter."""
+    """Required type of the member. A record with another type becomes a dead letter."""
 
 
 class SinkFile(Keys):
@@ -205,57 +204,57 @@ class SinkFile(Keys):
     url: _Url
     """sqlite:///FILE, postgresql://USER@HOST/DATABASE, or "${env:NAME}"."""
     table: _Table
-    """The table or schema.table; created if it does not exist."""
+    """Name of the table, or schema.table. The table is created if it does not exist."""
     columns: dict[_SinkColumn, _PlainOrMapping[_Path, ColumnFile]] | None = None
-    """Maps each column to a path, or to {field, type}. Default: key and value, as bytes."""
+    """Maps each column to the path of a member, or to {field, type}. Default: the columns key and value, as bytes."""
     topic: _Topic | None = None
     """Topic to read. Default: the output topic."""
     on_reuse: Literal["update", "append"] = "update"
-    """If an ID is forwarded again after its guard period, update its row or append another."""
+    """Whether to update an ID's row or append another row if the ID is forwarded again after its guard period."""
     dead_letter: _Topic | None = None
     """Topic for records that the table cannot hold. Default: <name>.sink.dead-letter."""
 
 
 class SourceFile(Keys):
-    """The topics that a topology reads, and how it reads them."""
+    """The topics that a topology reads, and how they are read."""
 
     topics: Annotated[list[_Topic], some("topic")] = Field(json_schema_extra={"minItems": 1})
     """Topics to read. Several topics are always repartitioned."""
     format: _Format = "json"
-    """Format of values; bytes are not parsed: the ID is the key, a header, or the whole value."""
+    """Format of values. With bytes, values are not parsed, so the ID is the key, a header, or the whole value."""
     partitioned_by: Literal["tracking_id"] | None = Field(
         default=None,
-        description="Declares that producers put equal IDs into the same partition. Without it, records go through a "
-        "repartition topic.",
+        description="Declares that producers put equal IDs into the same partition. If this key is missing, records go "
+        "through a repartition topic.",
     )
     start: Annotated[Start, _text_as(_start)] = "earliest"
-    """Where a new topology starts: earliest, latest, or a time (RFC 3339)."""
+    """Where a new topology starts to read: earliest, latest, or a time (RFC 3339)."""
 
 
 class ContentFile(Keys):
-    """A tracking ID that is the canonical content of the JSON value."""
+    """A tracking ID that consists of the canonical content of the JSON value."""
 
     exclude: list[_Path]
     """Members that are not part of the ID because they differ each time a record is sent."""
 
 
 class TrackingIdFile(Keys):
-    """The rule for the tracking ID, with exactly one of key, header, field, fields, and content."""
+    """The rule for the tracking ID, which must have exactly one of key, header, field, fields, and content."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in RULES]})
 
     key: _True | None = None
-    """The record's key."""
+    """If true, the ID is the record's key."""
     header: _Header | None = None
-    """The value of this header."""
+    """Name of the header whose value is the ID."""
     field: _Path | None = None
-    """A member of the JSON value: order.id, items[0].id, a["b.c"]."""
+    """Path of the JSON member that is the ID, such as order.id, items[0].id, or a["b.c"]."""
     fields: _Paths | None = None
-    """Several members in this order, such as tenant and order number."""
+    """Paths of several JSON members that together, in this order, are the ID, such as tenant and order number."""
     content: _PlainOrMapping[_True, ContentFile] | None = None
-    """true is the raw bytes of the value; {exclude: [...]} is its JSON content without these members."""
+    """With true, the ID is the value's raw bytes; with {exclude: [...]}, its JSON content without these members."""
     normalize: list[Normalizing] = Field(default_factory=list)
-    """Normalizations that are applied to IDs, in this order, before they are compared."""
+    """Normalization steps that are applied to IDs, in this order, before the IDs are compared."""
     missing: Literal["dead_letter", "forward", "fail"] = "dead_letter"
     """The policy for a record without a usable ID."""
     tombstones: Literal["forward", "dead_letter"] = "forward"
@@ -266,18 +265,18 @@ class Output(Keys):
     """The output for unique records."""
 
     topic: _Topic
-    """Topic for unique records; key, value, headers, and timestamp stay unchanged."""
+    """Topic for unique records, whose key, value, headers, and timestamp stay unchanged."""
     headers: bool = False
-    """Adds the header dedup-source to every record."""
+    """Whether to add the header dedup-source to every record."""
 
 
 class ConflictsFile(Keys):
-    """How duplicates whose payload differs are recognized, and where they are sent."""
+    """How conflicts (duplicates whose payload differs) are recognized, and where they are sent."""
 
     topic: _Topic | None = None
-    """Topic for conflicts. Default: the topic for duplicates. They are always counted."""
+    """Topic for conflicts, which are always counted. Default: the topic for duplicates."""
     exclude: list[_Path] = Field(default_factory=list)
-    """Members ignored when payloads are compared, such as the send time."""
+    """Members that are ignored when payloads are compared, such as the send time."""
 
 
 class StateSpec(Keys):
@@ -286,28 +285,28 @@ class StateSpec(Keys):
     standby_replicas: Annotated[int, within(0, _MOST_STANDBYS)] = 1
     """Number of other workers that keep a warm copy of each partition's state."""
     max_bytes_per_partition: _Size | None = None
-    """Limit for a partition's state. The worker stops before the state exceeds it."""
+    """Limit for a partition's state. The worker stops before the state exceeds this limit."""
 
 
 class TopologyFile(Keys):
     """The schema of a topology file, which describes one deduplication job."""
 
     dedup: _Version
-    """Version of this format."""
+    """Version of this file format."""
     name: Annotated[str, _NAME_RULE, _text_like(f"^{_NAME.pattern}$")]
-    """Consumer group, and prefix of transactional IDs and topics."""
+    """Name of the consumer group, and prefix of the names of transactional IDs and topics."""
     source: SourceFile
-    """The source of records."""
+    """The topics that are read, and how they are read."""
     tracking_id: TrackingIdFile
-    """What identifies the logical event."""
+    """The rule for the tracking ID, which identifies the logical event."""
     guard_period: _PositiveDuration
-    """How long another record with the same ID is a duplicate: 15m, 24h, 7d."""
+    """How long another record with the same ID is a duplicate, such as 15m, 24h, or 7d."""
     grace: _Duration | None = None
     """How far behind stream time a record may be and still be judged. Default: the guard period."""
     extend: bool = False
     """Whether a duplicate extends the guard period of its ID."""
     extend_at_most: _PositiveDuration | None = None
-    """Limit of extend, counted from the first sighting. Default: 7 guard periods."""
+    """How far duplicates may extend a sighting, counted from its start. Default: 7 guard periods."""
     event_time: _PlainOrMapping[Literal["record"], FieldTimeFile] = "record"
     """The record's timestamp, or a member of the value."""
     future: Literal["dead_letter", "clamp"] = "dead_letter"
@@ -317,38 +316,38 @@ class TopologyFile(Keys):
     idle_after: _PositiveDuration = Field(default="1m", validate_default=True)
     """Time after which a source partition without lag no longer holds stream time back."""
     output: Output | None = None
-    """Where unique records go. Without it, the topology only observes."""
+    """Where unique records are sent. If this key is missing, the topology only observes."""
     duplicates: _Topic | None = None
-    """Topic for duplicates. Without it, they are only counted."""
+    """Topic for duplicates. If this key is missing, duplicates are only counted."""
     conflicts: _PlainOrMapping[_Topic, ConflictsFile] | None = None
-    """Topic for duplicates whose payload differs, or {topic: ..., exclude: [...]}."""
+    """Topic for duplicates whose payload differs, or a mapping {topic: ..., exclude: [...]}."""
     on_conflict: Literal["duplicate", "forward", "fail"] = "duplicate"
     """What happens to a duplicate whose payload differs."""
     late: Annotated[str, _TOPIC_RULE] | None = None
-    """What happens to late records: a topic, forward, or drop. Default: <output topic>.late."""
+    """Topic for late records, or one of the words forward and drop. Default: the topic <output topic>.late."""
     dead_letter: _Topic | None = None
     """Topic for dead letters. Default: <output topic>.dead-letter."""
     state: StateSpec = StateSpec()
-    """Settings for state."""
+    """Settings for the state of the tasks."""
     sink: SinkFile | None = None
     """The table that `dedup sink` fills from the output."""
 
 
 class FilesSource(Keys):
-    """Files in one directory that only grow, and that are renamed when they are full."""
+    """Files in one directory that are only appended to, and are renamed when they are full."""
 
     directory: str
-    """Directory of the files, relative to the current directory of the command."""
+    """Directory of the files. A relative path starts at the command's current directory."""
     pattern: _FilePattern = "*.jsonl"
-    """Pattern for the names of the files to read. A file that is renamed is still read to its end."""
+    """Pattern for the names of the files to read. A renamed file is still read to its end."""
     format: Literal["jsonl", "csv"] = "jsonl"
-    """jsonl is one JSON value per line; csv is one row per line, after a line of column names."""
+    """jsonl means one JSON value per line; csv means one row per line, after a line of column names."""
     columns: dict[_Column, CsvType] | None = None
-    """All columns of the CSV files, each with its type in JSON."""
+    """All columns of the CSV files, each with the JSON type of its values."""
     changed: Literal["stop", "start_over"] = "stop"
-    """What happens when a file is truncated or replaced after part of it was read."""
+    """What happens if a file is truncated or replaced after a part of the file was read."""
     last_line: Literal["wait", "take"] = "wait"
-    """If the last line has no line feed: wait for one, or take the line because files arrive complete."""
+    """wait reads the last line only after its line feed; take also reads it without, for files that arrive complete."""
 
     @model_validator(mode="after")
     def _columns_of_csv(self) -> FilesSource:
@@ -360,46 +359,46 @@ class FilesSource(Keys):
 
 
 class TableSource(_ExactlyOne):
-    """A table to which rows are only added, each with a greater number than the rows before it."""
+    """A table to which rows are only added, each with a greater number than all earlier rows."""
 
     one_of = ("table", "query")
 
     url: _Url
     """sqlite:///FILE, postgresql://USER@HOST/DATABASE, or "${env:NAME}"."""
     table: _Table | None = None
-    """The table or schema.table."""
+    """Name of the table, or schema.table."""
     query: _Query | None = None
-    """A SELECT instead of a table. The INSERT that takes a row's number must make it visible."""
+    """A SELECT statement instead of a table. The INSERT that takes a row's number must also make the row visible."""
     column: _Column
-    """Column of increasing integers: an identity, a sequence, an AUTOINCREMENT key."""
+    """Column of increasing integers, such as an identity, serial, or AUTOINCREMENT column."""
     unique: _Column | None = None
     """Second integer column that distinguishes rows with the same number."""
     settle: _PositiveDuration | None = Field(
         default=None,
-        description="Needed if the INSERT itself does not take the number: how long to wait before rows are read. "
-        "This is not exact: a row that becomes visible even later is never read.",
+        description="How long to wait before rows are read; needed if the INSERT itself does not take the row's "
+        "number. This is not exact, because a row that becomes visible even later is never read.",
     )
 
     @property
     def settle_ms(self) -> int:
-        """The longest time from taking a number until its row is visible; 0 if the INSERT itself takes the number."""
+        """The longest time from taking a number until its row is visible, or 0 if the INSERT takes the number."""
         return self.settle or 0
 
     @property
     def named(self) -> str:
-        """The name of the table, or "query" for a query."""
+        """The name of the table, or the word "query" if the source is a query."""
         return self.table or "query"
 
 
 class IngestSourceFile(_ExactlyOne):
-    """The source that records come from, which is files or a table."""
+    """The files or the table from which records are read."""
 
     one_of = ("files", "table")
 
     files: FilesSource | None = None
     """Files in one directory."""
     table: TableSource | None = None
-    """A table of SQLite or PostgreSQL."""
+    """A table in SQLite or PostgreSQL."""
 
 
 class IngestIdFile(_ExactlyOne):
@@ -408,53 +407,53 @@ class IngestIdFile(_ExactlyOne):
     one_of = ("field", "fields")
 
     field: _Path | None = None
-    """A member of the JSON value."""
+    """Path of the JSON member that is the ID."""
     fields: _Paths | None = None
-    """Several members together."""
+    """Paths of several JSON members that together are the ID."""
 
 
 class IngestOutputFile(Keys):
     """The topic that records are sent to."""
 
     topic: _Topic
-    """Topic to write; created if it does not exist."""
+    """Name of the topic, which is created if it does not exist."""
     partitions: (
         Annotated[int, accepting(lambda count: count >= 1, '"{}" is not a number of partitions; write 1 or more')]
         | None
     ) = None
-    """Partitions of a created topic. Default: the brokers' default."""
+    """Number of partitions, if the topic is created. Default: the brokers' default."""
 
 
 class Marker(Keys):
     """How to recognize the last record of a transaction, which is sent like any other record."""
 
     field: _Path
-    """A member of the JSON value."""
+    """Path of the JSON member that marks the last record."""
     equals: str | int | bool
-    """The value of that member in such a record."""
+    """The value of this member in the last record of a transaction."""
 
 
 class IngestFile(Keys):
     """The schema of an ingest file, which describes one exactly-once source."""
 
     ingest: _Version
-    """Version of this format."""
+    """Version of this file format."""
     name: Annotated[str, _NAME_RULE]
-    """Prefix of the transactional ID and of the topic of source offsets."""
+    """Prefix of the transactional ID and of the name of the topic for source offsets."""
     source: IngestSourceFile
-    """The source of records."""
+    """The files or the table from which records are read."""
     output: IngestOutputFile
-    """Where records go."""
+    """The topic that records are sent to."""
     tracking_id: IngestIdFile | None = None
-    """The record's key. Without it, the header dedup-id contains the place in the source."""
+    """The members to use as the record's key. Default: none; the header dedup-id holds the position in the source."""
     event_time: _PlainOrMapping[Literal["now"], FieldTimeFile] = "now"
-    """The record's timestamp: now (the time when it is sent) or a member of the value."""
+    """The record's timestamp, which is now (the time when the record is sent) or a member of the value."""
     dead_letter: _Topic | None = None
     """Topic for dead letters. Default: <name>.dead-letter."""
     boundary: _PlainOrMapping[Literal["interval", "poll"], Marker] = Field(
         default="interval",
-        description="Where a transaction ends: after the commit interval, after each read (poll: 1 MiB of a file, "
-        "5,000 rows), or after each record that the source itself marks as the last.",
+        description="When a transaction ends: after the commit interval (interval), after each read of 1 MiB of a file "
+        "or 5,000 rows (poll), or after each record that the source itself marks as the last one.",
     )
 
     @model_validator(mode="before")
