@@ -1,10 +1,11 @@
-"""Reads the snapshots of an Iceberg table, and appends rows in commits that two jobs cannot both make.
+"""Reads the history of an Iceberg table, and appends rows in such a way that only one of two competing jobs can commit.
 
 Theory of operation. Iceberg has no transaction IDs: it would accept the appends of two jobs, one after the other.
 Therefore, an append is written to a branch that begins at the snapshot that the job has examined, and `main` is then
-fast-forwarded to the branch. Iceberg changes `main` only if it is still at this snapshot (see "Branching and Tagging"
-in Iceberg's documentation). If another job has committed in the meantime, the rows stay invisible, and the append
-begins again, or is refused if the other job is of the same application.
+fast-forwarded to the branch. Iceberg fast-forwards `main` only if `main` is still at the examined snapshot (see
+"Branching and Tagging" in Iceberg's documentation). If a job of another application has committed in the meantime, the
+rows stay invisible, and the append is attempted again. If a job of the same application has committed, the append is
+refused.
 
 The metadata of an append is part of the summary of its snapshot, so rows and metadata become visible together.
 """
@@ -31,7 +32,7 @@ _APPLICATION: Final = "dedup-application"
 _NUMBER: Final = "dedup-number"
 _METADATA: Final = "dedup"
 _ATTEMPTS: Final = 5
-"""An append begins again this many times if other jobs, such as a compaction, commit in the meantime."""
+"""Maximum number of attempts to append while other jobs, such as a compaction, commit in the meantime."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,12 @@ class SnapshotCommit:
 
     @property
     def metadata(self) -> str | None:
-        """What the append gave as its metadata; None for commits of others."""
+        """The metadata that `append` stored, or None if `append` did not make the commit."""
         return self.summary.get(_METADATA)
 
     @property
     def named(self) -> Mapping[str, Any]:
-        """The metadata, if it is a JSON object with the member `dedup`; otherwise empty."""
+        """The metadata if it is a JSON object with the member `dedup`, and otherwise an empty object."""
         return metadata_object(self.metadata)
 
     @property
@@ -62,16 +63,16 @@ class SnapshotCommit:
 
     @property
     def replaces(self) -> bool:
-        """Whether the commit removed all rows that the table had."""
+        """Whether the commit removed all rows that the table contained before."""
         return self.operation in {"overwrite", "delete"} and int(self.summary.get("total-records", -1)) == self.rows
 
     def is_of(self, application: str, number: int) -> bool:
-        """Whether an append of this application with this number made the commit."""
+        """Return whether ``application`` made this commit as its append with this number."""
         return (self.summary.get(_APPLICATION), self.summary.get(_NUMBER)) == (application, str(number))
 
 
 class IcebergLog:
-    """The history of the branch `main` of an Iceberg table, which may not exist yet."""
+    """The history of the branch `main` of an Iceberg table; the table may not exist yet."""
 
     def __init__(self, spark: SparkSession, name: str) -> None:
         self._spark: Final = spark
@@ -119,9 +120,9 @@ class IcebergLog:
     ) -> list[SnapshotCommit]:
         """Append the rows in one commit, and return all commits after version ``after``, including this one.
 
-        ``metadata`` must differ from that of any other append. Raises StateIncompatible if the application has
-        committed after version ``after``, with the text ``taken``, or if the table no longer contains this version, and
-        BrokerUnavailable if other jobs have committed during each of several attempts.
+        ``metadata`` must differ from that of any other append. Raises StateIncompatible with the text ``taken`` if the
+        application has committed after version ``after``, StateIncompatible if the table no longer contains this
+        version, and BrokerUnavailable if other jobs have committed during each of several attempts.
         """
         properties = {_APPLICATION: application, _NUMBER: str(number), _METADATA: metadata}
         for _ in range(_ATTEMPTS):
@@ -148,17 +149,20 @@ class IcebergLog:
         )
 
     def _begin(self, rows: DataFrame) -> None:
-        """Make the table if it does not exist, and its first snapshot, because a branch begins at a snapshot."""
+        """Create the table if necessary, and its first snapshot, because a branch must begin at a snapshot."""
         nothing = rows.limit(0)
         if not self._spark.catalog.tableExists(self.table):
             nothing.writeTo(self.table).using("iceberg").create()
         nothing.writeTo(self.table).append()
 
     def _commit(self, rows: DataFrame, properties: Mapping[str, str], head: SnapshotCommit) -> Exception | None:
-        """Append the rows after ``head``, and return the error if there was one; the history shows what happened."""
+        """Append the rows after ``head``, and return the error, if any; only the history shows whether the append
+        succeeded.
+        """
         table = self._loaded()
         branch = f"{_BRANCH}{uuid.uuid4().hex}"
-        # Branches of appends that were killed. If their job is alive, its append fails, and it reads the table again.
+        # Remove the branches of appends that were killed. If the job of such a branch is still running, its append
+        # fails, and the job reads the table again.
         refs = table.manageSnapshots()
         for name in list(table.refs()):
             if name.startswith(_BRANCH):
