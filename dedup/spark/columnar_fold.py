@@ -163,7 +163,7 @@ def _judge_chunk(
 
 
 def _chunks(starts: Integers, lengths: Integers, marked: list[int]) -> Iterator[tuple[Integers, Integers]]:
-    """Yield the rows of the marked groups in chunks, with the group of each row; combine short groups and divide long
+    """Yield chunks of the rows of marked groups, with the group of each row; combine short groups, and divide long
     groups.
     """
     parts: list[tuple[int, int, int]] = []

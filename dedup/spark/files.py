@@ -240,7 +240,7 @@ def _version(spark: SparkSession, name: str, table_id: str, version: int, of_pat
 
 
 def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None) -> _Input:
-    """Return the files as a table. Raises SettingsError if paths and lines have the same column, such as ``topic=a/``."""
+    """Return the files as a table. Raises SettingsError if paths and lines have a common column, as in ``topic=a/``."""
     reader = spark.read.options(**LOSSLESS)
     if base is not None:
         reader = reader.option("basePath", base)
@@ -307,7 +307,7 @@ def _of_files(table: DataFrame, of_path: list[str]) -> _Input:
     conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
     digest, size_bytes = blake2b(digest_size=16), 0
     for file in sorted(table.inputFiles()):
-        # Names of Delta files are not URL-encoded; those of other tables are.
+        # The names of Delta files are not URL-encoded, but the names of other tables' files are.
         path = jvm.org.apache.hadoop.fs.Path(jvm.java.net.URI(file.replace(" ", "%20")))
         status = path.getFileSystem(conf).getFileStatus(path)
         digest.update(f"{file} {status.getLen()} {status.getModificationTime()}\n".encode())
@@ -381,7 +381,8 @@ def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
 
 
 def _json_row() -> Column:
-    """Return the columns of a record as text, which Spark parses from a line of `json-records` in the column `value`.
+    """Return the columns of a record as strings, which Spark parses from a line of `json-records` in the column
+    `value`.
 
     The job fails if a line lacks the member `value`, because it would become a tombstone, or has an unknown
     (misspelled) member.
@@ -407,7 +408,7 @@ def as_events(table: DataFrame) -> Column:
 
 
 def _exact(column: Column, kind: DataType) -> Column:
-    """Return a column with times as text in Spark's own format, with more digits if milliseconds are not exact."""
+    """Return a column with times as strings in Spark's format, with more digits if milliseconds are not exact."""
     match kind:
         case TimestampType():
             return F.concat(_time(column), F.date_format(column, "XXX"))

@@ -100,7 +100,7 @@ class IcebergLog:
             snapshot = None if parent is None else table.snapshot(parent)
 
     def _loaded(self) -> Any:  # noqa: ANN401 - a table of Iceberg's Java library; Spark has no SQL for its snapshots
-        """Return the table as it is now, or None if it does not exist."""
+        """Return the current state of the table, or None if the table does not exist."""
         if not self._spark.catalog.tableExists(self.table):
             return None
         jvm: Any = self._spark._jvm  # noqa: SLF001

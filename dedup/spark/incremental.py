@@ -85,7 +85,7 @@ class RunState:
     position: Mapping[str, Any] = field(default_factory=dict)
     """The position that the runs have reached in their input; see `incremental_input`."""
     id_types: Mapping[str, str] = field(default_factory=dict)
-    """The types of the columns from which the tracking ID is read, if rows are events."""
+    """The types of the columns that contain the tracking ID, if rows are events."""
     ends: LogEnds = field(default_factory=dict)
     layers: Sequence[Layer] = ()
     """The layers that together contain all sightings of the state, oldest first; see `sightings`."""
@@ -188,7 +188,7 @@ def store_warning(path: str, log_store: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One attempt of a run, with the state from which it continues."""
+    """One attempt of a run, with the state of the previous run."""
 
     source: GrowingInput
     topology: Topology

@@ -224,7 +224,7 @@ class NewVersions:
 
 @dataclass(frozen=True)
 class NewRows:
-    """The rows of a DataFrame, all of which are new.
+    """The rows of a DataFrame, which are all new.
 
     The columns are those of `rows.RECORDS`, or any columns if each row is an event. The rows of the last run are
     recognized by their number and digest, so a run may be repeated.

@@ -184,6 +184,6 @@ def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges) ->
 
 
 def offsets_at(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], time_ms: int) -> dict[int, int]:
-    """Return, by partition, the offset of the first record at or after a time, or the end if there is no such record."""
+    """Return, by partition, the offset of the first record at or after a time, or the end if none exists."""
     found = {partition: reader.offset_for_time(topic, partition, time_ms) for partition in bounds}
     return {partition: bounds[partition].high if at is None else at for partition, at in found.items()}

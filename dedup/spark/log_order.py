@@ -36,7 +36,7 @@ class PartitionBounds:
 
 
 class PlaceRanges(NamedTuple):
-    """The ranges, one for each task, into which the offsets of one Kafka partition are divided."""
+    """The ranges that the offsets of one Kafka partition are divided into, with one range for each task."""
 
     topic: int
     """Position of the topic in ``source.topics``."""

@@ -88,8 +88,8 @@ _MOST_PACKED_BYTES: Final = 16 << 20
 value.
 """
 _IN_MEMORY_BYTES: Final = 256 << 20
-"""A task keeps its packed or buffered rows in memory up to this total size; if the rows are larger, the task writes all
-of them to a file.
+"""Maximum total size of packed or buffered rows that a task keeps in memory; if they are larger, it writes them to a
+file.
 """
 _MOST_RUNS: Final = 10_000
 """Maximum number of offset runs in one Spark task; a task that reads a log in order has one run for each Kafka
@@ -256,7 +256,7 @@ def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
 # these values. The cost then depends on the number of bytes, not on the number of rows. Spark's own hash of `TARGET`
 # determines which reduce task receives a value.
 #
-# Spark passes batches of `maxRecordsPerBatch` rows to Python, whatever the size of the rows, and a batch must stay
+# Spark passes batches of `maxRecordsPerBatch` rows to Python, regardless of the size of the rows, and a batch must stay
 # below 2 GiB. Therefore, each packed value is followed by as many empty rows as are needed to keep a full batch within
 # `BATCH_BYTES`.
 

@@ -1,4 +1,4 @@
-"""Implements `dedup spark seed`, which turns a history into the state from which a fleet starts.
+"""Implements `dedup spark seed`, which turns a history into the initial state of a fleet.
 
 Theory of operation. The history is judged as in a backfill and reduced to the sightings that have not expired. One
 transaction then writes a seed mark in the phase `seeding` to every changelog partition. If the topology repartitions,
@@ -117,7 +117,7 @@ class Seeded:
 
 @dataclass(frozen=True, slots=True)
 class _ClusterState:
-    """The state of a cluster, from which a new seed can begin or an interrupted seed can be finished."""
+    """The state of a cluster on which `dedup spark seed` can begin a seed or finish an interrupted one."""
 
     cluster: Cluster
     begins: Mapping[TopicPartition, int]
@@ -199,7 +199,7 @@ def seed(
 
 
 def _of_topics(spark: SparkSession, settings: Settings, found: _ClusterState) -> History:
-    """Return the records of the source topics before the offsets at which the fleet begins."""
+    """Return the records of the source topics before the offsets where the fleet begins."""
     ranges: dict[str, dict[int, tuple[int, int]]] = {}
     with KafkaReader(settings) as reader:
         bounds = {topic: reader.bounds(topic) for topic in dict.fromkeys(place.topic for place in found.begins)}

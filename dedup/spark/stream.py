@@ -96,7 +96,7 @@ def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A topology whose topics exist on the cluster, with the positions from which a stream can start."""
+    """A topology whose topics exist on the cluster, with the positions where a stream can start."""
 
     topology: Topology
     settings: Settings
@@ -316,7 +316,7 @@ class _Query:
         self._busy: Final = busy
         """A context that is entered while a micro-batch is running."""
         self._failure: DedupError | None = None
-        """The error that failed the query; it is kept here, because Spark passes on only the text of an error."""
+        """The error that stopped the query; it is kept here, because Spark passes on only the text of an error."""
         self._query: StreamingQuery | None = None
 
     def start(self, spark: SparkSession) -> None:

@@ -45,7 +45,7 @@ class _Seen:
     """What the monitor knows about one feeding partition."""
 
     position: int
-    """The offset at which the stream begins to read if the group has no offset yet."""
+    """The offset where the stream begins to read if the group has no offset yet."""
     numbers: TaskNumbers = field(default_factory=TaskNumbers)
     lag_records: int | None = None
     unstable_records: int | None = None

@@ -81,7 +81,7 @@ class Dialect:
     binary: str
     double: str
     binary_collation: str
-    """The collation that compares text by its bytes, as Spark does."""
+    """The collation that compares strings by their bytes, as Spark does."""
     digits: int
     """Maximum number of decimal digits that the database stores exactly."""
     one_writer: bool
@@ -239,9 +239,7 @@ def _is_unfit(kind: t.DataType) -> bool:
 
 
 def _newest(rows: DataFrame) -> DataFrame:
-    """Return the newest row of each tracking ID according to `ORDER`; a hash of the row decides between rows of equal
-    order.
-    """
+    """Return the newest row of each tracking ID according to `ORDER`; a hash decides between rows of equal order."""
     others = [name for name in rows.columns if name != ID]
     by = fn.struct(*ORDER, fn.xxhash64(*others).alias("tie"))
     best = rows.groupBy(ID).agg(fn.max_by(fn.struct(*others), by).alias("best"))
@@ -296,7 +294,7 @@ def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
         raise SettingsError([Problem("--table", text)])
     source = _newest(rows)
     staging = f"{to.table}_dedup_{uuid.uuid4().hex[:8]}"
-    # Text in order columns is compared by its bytes, as in `_newest`.
+    # Strings in order columns are compared by their bytes, as in `_newest`.
     columns = [
         f'"{field.name}" {to.dialect.column(field.dataType)}{to.collated(field) if field.name in ORDER else ""}'
         for field in source.schema.fields

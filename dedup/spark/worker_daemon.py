@@ -60,7 +60,7 @@ def _version_of(archive: str) -> str | None:
 
 
 def _installed(path: list[str]) -> str | None:
-    """Return the text of `version.py` in an installed PySpark, or None if PySpark is not installed."""
+    """Return the content of `version.py` in the installed PySpark, or None if PySpark is not installed."""
     found = PathFinder.find_spec("pyspark", path)
     if found is None or found.origin is None:
         return None
