@@ -390,8 +390,8 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
 ) -> None:
     """Write a history's sightings to a fleet's changelog, so that the fleet continues without a gap or an overlap.
 
-    The fleet must be stopped, its group must have no offsets, and its changelog must be new. If this command was
-    killed, run it again to finish the seed.
+    The fleet must be stopped, its group must have no offsets, and its changelog must be new. To finish a seed after the
+    command was killed, run the same command again.
 
     Examples: dedup spark seed topologies/orders.yaml --until latest
 
@@ -616,7 +616,7 @@ def _table_of(delta: str | None, iceberg: str | None) -> Callable[[SparkSession]
 
 
 def _seconds(option: str, text: str) -> float:
-    """Parse a duration, and return it in seconds. Raises SettingsError for any other string."""
+    """Parse a duration, and return the number of seconds. Raises SettingsError for any other string."""
     try:
         return parse_duration(text) / 1000
     except ValueError as error:

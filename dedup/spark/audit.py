@@ -171,7 +171,7 @@ def _claim(where: Column | str, place: Column, kind: str, text: Column | str, nu
 
 
 def _found(rows: DataFrame, *claims: Column) -> DataFrame:
-    """Return the findings of all ``claims`` (results of `_claim`), computed in one pass over the rows."""
+    """Compute and return the findings of all ``claims`` (results of `_claim`) in one pass over the rows."""
     return rows.select(fn.inline(fn.array_compact(fn.array(*claims))))
 
 
@@ -207,7 +207,7 @@ def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[Data
     ]
     for verdict, topic in sides.topics.items():
         claims += _side_claims(cut, topic, verdict)
-    # Nearly all rows fail this condition, and the claims are false for them.
+    # The claims are false for all rows that do not meet this condition, which are nearly all rows.
     yield _found(rows.where("doubtful OR verdict IN ('late', 'dead_letter') OR times_dead_letter IS NOT NULL"), *claims)
     for verdict in sides.with_stand_ins if cut.topology.direct else ():
         # The result of the Python function is a separate column, because Spark evaluates the function before the claim.
@@ -220,7 +220,7 @@ def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[Data
 
 
 def _side_claims(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
-    """Yield columns with findings on one side topic: records that are wrongly in it, are missing, or name no log
+    """Yield columns with findings on one side topic: wrong records, missing records, and records that name no log
     record.
     """
     here, there, times = _shown("source"), _shown(f"{verdict}.place"), f"coalesce(times_{verdict}, 0)"
@@ -265,11 +265,11 @@ def _of_source(cut: AuditCut, of: Callable[[str], Mapping[int, int]]) -> Column:
 def _pairs(cut: AuditCut, rows: DataFrame) -> DataFrame:
     """Return how often each digest is expected and found in each topic that is compared by digests.
 
-    The result has one row for each `topic`, `scope` (the part of the topic in which the digest may be anywhere), and
-    `digest`. The columns `sure` and `may` count how often the digest is certainly expected and possibly expected,
-    `originals` counts records that are forwarded unless they repeat another record, and `times` counts how often the
-    digest is found. `task` and `at` belong to an expected record, `late_at` to a late record, and `partition` and
-    `offset` to a found record.
+    The result has one row for each `topic`, `scope` (the part of the topic that may contain the digest), and `digest`.
+    The columns `sure` and `may` count how often the digest is certainly expected and possibly expected, `originals`
+    counts records that are forwarded unless they repeat another record, and `times` counts how often the digest is
+    found. `task` and `at` belong to an expected record, `late_at` to a late record, and `partition` and `offset` to a
+    found record.
     """
     topology, zero, headers = cut.topology, fn.lit(0), fn.col("headers")
     settled, live = fn.expr("NOT pending AND NOT doubtful"), rows.where("NOT history")

@@ -170,7 +170,7 @@ class AuditCut:
         }
 
     def _before_the_log(self, history: History) -> DataFrame:
-        """Return a history with coordinates before the log: its own coordinates if it has any, or else coordinates by
+        """Return a history with coordinates before the log: the original coordinates, if any, or else coordinates by
         event time.
 
         Records from the fleet's first offset on are left out, because the audit reads them from the log.
@@ -265,9 +265,9 @@ class Sides(NamedTuple):
     topics: Mapping[str, str]
     """Maps a verdict to its topic."""
     records: DataFrame
-    """One row for each `source`: how often it is in each topic (such as `times_late`), the first record there as a
-    struct (such as `late`), and whether it is a dead letter that only the broker or a worker's clock explains
-    (`refused`).
+    """Each row states for one `source` how often it is in each topic (such as `times_late`), which record there is the
+    first (a struct such as `late`), and whether it is a dead letter that only the broker or a worker's clock can
+    explain (`refused`).
     """
     with_stand_ins: tuple[str, ...]
     """Verdicts whose topics contain a record with a digest in place of the value."""

@@ -89,11 +89,11 @@ def backfill(
 ) -> RunReport:
     """Publish the verdict of every record of the history under ``path``, exactly once, and return the report.
 
-    ``history`` is the result of `files.read_files` or `kafka_source.read_kafka`, or a DataFrame of `rows.RECORDS` with
-    coordinates in every row or in none. The files have the columns of `batch_verdicts.judged`, and are partitioned by
-    verdict. All verdicts are published together, under ``run=<run>``; a run that is already published is not written
-    again. ``now_ms`` is the clock time that decides which event times are in the future (by default, now). In the
-    following cases, the function publishes nothing and raises
+    ``history`` is the result of `files.read_files` or `kafka_source.read_kafka`, or a DataFrame of `rows.RECORDS` in
+    which either all rows or no rows have coordinates. The files have the columns of `batch_verdicts.judged`, and are
+    partitioned by verdict. All verdicts are published together, under ``run=<run>``; a run that is already published is
+    not written again. ``now_ms`` is the clock time that decides which event times are in the future (by default, now).
+    In the following cases, the function publishes nothing and raises
 
     * StateIncompatible if an earlier run with this name had another input or topology, if rows are repeated or belong
       to other topics, or if retention deleted records while they were read,
@@ -279,7 +279,7 @@ def _write_files(verdicts: Judging, attempt: Path, codec: str) -> None:
 
 
 class _VerdictFile:
-    """The Parquet file of one verdict in one attempt, with row groups of a size that suits readers."""
+    """The Parquet file that a task attempt writes for one verdict, with row groups of a size that suits readers."""
 
     def __init__(self, path: Path, schema: pa.Schema, codec: str) -> None:
         self.name: Final = path.name

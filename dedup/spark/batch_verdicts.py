@@ -1,4 +1,4 @@
-"""Judges a complete table of records; each row gets the verdict that a worker and the exact model would give it.
+"""Judges a complete table of records; each row gets the same verdict as from a worker and from the exact model.
 
 Theory of operation. A verdict depends on the sightings of the record's own ID and on stream time. Stream time is a
 property of the log, so the map side computes it first (`map_side`). One shuffle then brings the rows of each ID
@@ -50,8 +50,8 @@ hundred rows.
 """
 
 Order = Literal["offsets", "event_time"]
-"""``offsets`` is for rows with Kafka coordinates, in log order. ``event_time`` is for rows without coordinates, none of
-which is late.
+"""``offsets`` is for rows with Kafka coordinates, in log order. ``event_time`` is for rows without coordinates, which
+are never late.
 """
 
 

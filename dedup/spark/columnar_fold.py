@@ -42,7 +42,7 @@ class SortedRows:
     topics: Integers
     """Position of the topic in ``source.topics``."""
     partitions: Integers
-    """Partition in the source; -1 if a row has no coordinates."""
+    """Partition of the source topic, or -1 if a row has no coordinates."""
     offsets: Integers
     fingerprints: pa.Array | pa.ChunkedArray | None
 

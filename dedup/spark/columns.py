@@ -138,7 +138,7 @@ def content_digests(records: pa.RecordBatch) -> npt.NDArray[np.uint64]:
 
 def _digest(key: bytes | None, value: bytes | None, headers: list[Header], time_ms: int | None) -> bytes:
     parts = [key, value, *(part for name, content in headers for part in (name.encode(), content))]
-    # The lengths are included, because otherwise bytes that move from one part to the next would not change the digest.
+    # The lengths are included, because otherwise, moving bytes from one part to the next would not change the digest.
     lengths = ",".join("-" if part is None else str(len(part)) for part in parts)
     return blake2b(b"".join([f"{time_ms};{lengths};".encode(), *filter(None, parts)]), digest_size=16).digest()
 

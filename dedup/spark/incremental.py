@@ -55,7 +55,7 @@ underscore, and `VACUUM` keeps these directories.
 _MOST_LAYERS: Final = 16
 _FEW_SIGHTINGS: Final = 100_000
 _SIGHTING_BYTES: Final = 16
-"""The number of input bytes that a sighting counts as; it costs a reduce task a quarter of what a record costs."""
+"""The number of input bytes that a sighting counts as; for a reduce task, it is a quarter as expensive as a record."""
 _HARMLESS: Final = frozenset(
     {"OPTIMIZE", "REORG", "VACUUM START", "VACUUM END", "SET TBLPROPERTIES", "UNSET TBLPROPERTIES", "COMPUTE STATS"}
 )
@@ -122,7 +122,7 @@ class IncrementalReport:
     """The number of sightings that are kept for the next run; some of these sightings may have expired."""
     seconds: float
     fresh: bool = True
-    """False if there was no new input, so that nothing was written; ``run`` is then the last run."""
+    """False if nothing was written because there was no new input; ``run`` is then the last run."""
 
 
 def incremental(
@@ -404,7 +404,7 @@ class OutputTable:
         return state
 
     def intent_after(self, last: Attempt, identity: str) -> Intent | None:
-        """Return the intent of a killed run after ``last``, or None if there is none or the topology has changed."""
+        """Return the intent of a killed run after ``last``, or None if none exists or the topology has changed."""
         place = self._at(f"runs/{last.run + 1:08}.json")
         if not self._files.exists(place):
             return None

@@ -240,7 +240,9 @@ class NewRows:
         return self.frame.sparkSession
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return the number and digest of the rows, or None if there are no rows or the last run has judged them."""
+        """Return the number and digest of the rows, or None if there are no rows or the last run has already judged the
+        rows.
+        """
         found = {"rows": self._history().identity}
         return None if self.frame.isEmpty() or position.get("rows") == found["rows"] else found
 
@@ -266,7 +268,7 @@ class NewRows:
 
 
 GrowingInput = NewFiles | NewVersions | NewRows
-"""An input that each run continues to read from the position that the last run left."""
+"""A type of input that each run reads from the position where the last run stopped."""
 
 
 def _changes(action: Mapping[str, Any], kind: Literal["add", "remove"]) -> bool:

@@ -221,7 +221,7 @@ def ends_after(ends: LogEnds, later: Iterable[tuple[tuple[int, int], LogEnd]]) -
 
 
 def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
-    """Restore the source records in a batch of the repartition topic, and return them with the numbers of idle marker
+    """Restore the source records in a batch of the repartition topic, and return the records and the set of idle marker
     rows.
 
     The last two headers of each record contain the original timestamp and coordinates, or show that it is an idle

@@ -11,10 +11,10 @@ To finish a seed after its command was killed, run the same command again. The s
 and the clock time of the seed, so the second run writes the same records. The second run refuses a different history or
 different offsets, because the records of the first run would stay in the changelog.
 
-Opening a partition's session fences the previous owner of the partition. Each attempt writes the whole partition. A
-changelog record that is written twice has the same meaning as one that is written once, so attempts may be repeated,
-killed, or run concurrently. If an upstream task fails, the Python code sees only a normal end of its input. Therefore,
-the last transaction is committed only if the number and the digest of the records match the seed mark.
+Opening a partition's session fences the previous owner of the partition. Each attempt writes the whole partition.
+Writing a changelog record twice has the same effect as writing it once, so attempts may be repeated, killed, or run
+concurrently. If an upstream task fails, the Python code sees only a normal end of its input. Therefore, the last
+transaction is committed only if the number and the digest of the records match the seed mark.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Seeded:
 
 @dataclass(frozen=True, slots=True)
 class _ClusterState:
-    """The state of a cluster on which `dedup spark seed` can begin a seed or finish an interrupted one."""
+    """The state of a cluster that is ready for `dedup spark seed` to begin a seed or to finish an interrupted seed."""
 
     cluster: Cluster
     begins: Mapping[TopicPartition, int]
@@ -156,8 +156,8 @@ def seed(
     """Write a fleet's changelog and offsets as if the fleet had judged the history up to `SeedOptions.until`.
 
     ``history`` is a `History` of files, a DataFrame of `rows.RECORDS`, or None for the source topics from their start.
-    Rows whose offset or timestamp shows that the fleet will read them itself are left out. Raises StateIncompatible and
-    writes no seed if the group has offsets, the changelog is not new, or a different seed was begun.
+    Rows are left out if their offset or timestamp shows that the fleet will read them itself. Raises StateIncompatible
+    and writes no seed if the group has offsets, the changelog is not new, or a different seed was begun.
     """
     began_s = time.monotonic()
     work = partial(on_cluster, settings, f"dedup-{topology.name}-seed")
@@ -457,7 +457,8 @@ class _SeedWriter:
         return {task: await self.write(task, ()) for task in empty}
 
     async def write(self, partition: int, rows: Iterable[Row]) -> bool:
-        """Seed one changelog partition; if it is already seeded, write nothing, and return True.
+        """Seed one changelog partition and return False; if the partition is already seeded, write nothing and return
+        True.
 
         If the method raises PartitionTruncated, TaskMigrated, or CommitUnknown, another attempt writes the partition
         again.

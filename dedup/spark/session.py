@@ -33,7 +33,8 @@ from dedup.topology.model import Topology
 ERRORS_BY_NAME: Final[Mapping[str, type[DedupError]]] = {
     kind.__name__: kind for kind in (StateIncompatible, RecordFailed, InvariantBroken, BrokerUnavailable)
 }
-"""Errors that the driver raises again if an executor raised them, by class name."""
+"""Maps the name of an error class to the class, for errors that the driver raises again after an executor raised them.
+"""
 _RAISED: Final = re.compile(rf"^dedup\.[\w.]+\.({'|'.join(ERRORS_BY_NAME)}): (.*)$", re.MULTILINE)
 _UNREADABLE: Final = re.compile(
     r"(?:FAILED_READ_FILE|CANNOT_READ_FILE|Error while reading file|is not a Parquet file|Could not read footer)"

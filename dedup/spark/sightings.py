@@ -89,8 +89,8 @@ def live(batch: pa.RecordBatch, topology: Topology, ends: LogEnds) -> pa.RecordB
 def merged(new: pa.Table, repeated: pa.Table, known: pa.Table, topology: Topology) -> pa.Table:
     """Return the new sightings, and the known sightings that a duplicate extended.
 
-    ``repeated`` has one row for each duplicate: the sighting that the duplicate repeats, with `last_ms` set to the time
-    to which the duplicate extends the sighting. ``known`` contains the sightings of earlier jobs.
+    ``repeated`` has one row for each duplicate: the sighting that the duplicate repeats, with the `last_ms` that
+    results from this duplicate alone. ``known`` contains the sightings of earlier jobs.
     """
     if not topology.window.extend:
         return new

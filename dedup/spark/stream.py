@@ -401,11 +401,11 @@ class Running:
 
     @property
     def url(self) -> str | None:
-        """The address of the stream's web pages, or None if it serves no pages."""
+        """The address of the stream's web pages, or None if the stream serves no pages."""
         return self._monitor.url
 
     def start(self) -> None:
-        """Start all queries, or only the first if they run one after another."""
+        """Start all queries, or only the first query if the queries run one after another."""
         self._monitor.start()
         try:
             for query in self._first:

@@ -98,7 +98,7 @@ class TableSink:
             return reader.stable_ends(self._topic)
 
     def append(self, *, now_ms: int, until: Mapping[int, int] | None = None) -> Appended | None:
-        """Append the topic's new committed records, and return the sink's commit; return None if there is nothing new.
+        """Append the topic's new committed records, and return the sink's commit, or None if there are no new records.
 
         If ``until`` is given, only records before these offsets are appended. Afterward, the table contains every
         record before the ends of the commit exactly once. Raises StateIncompatible if another sink has written in the
@@ -195,7 +195,9 @@ class TableSink:
         return next(each for each in found if each is not None)
 
     def _refuse_changed_since(self, last: Appended) -> None:
-        """Raise StateIncompatible if the table no longer contains the sink's last commit, or was replaced after it."""
+        """Raise StateIncompatible if the table no longer contains the sink's last commit or was replaced after this
+        commit.
+        """
         entries: list[TableCommit | SnapshotCommit] = list(self._log.commits(last.table_version - 1))
         if last.id not in [each.id for each in map(self._sink_commit, entries) if each is not None]:
             raise StateIncompatible(

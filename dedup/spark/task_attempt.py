@@ -86,7 +86,9 @@ class AttemptPlan:
     settings: PicklableSettings
     cluster: Cluster
     commit_rows: int
-    """A transaction is committed after this many rows, because it must not stay open longer than its timeout."""
+    """A transaction is committed after this many rows, because a transaction must not stay open longer than its
+    timeout.
+    """
 
 
 @dataclass(frozen=True, slots=True)
