@@ -1,6 +1,6 @@
 """Implements `dedup spark run`, `backfill`, `incremental`, `seed`, `audit`, `upsert`, and `sink`.
 
-PySpark is imported when a command runs, because `--help` must be fast and work without it.
+PySpark is imported when a command runs, because `--help` must be fast and must work without PySpark.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 _PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
 
 
-_Master = Annotated[str | None, typer.Option(help="Spark master; by default that of spark-submit, or this machine.")]
+_Master = Annotated[
+    str | None, typer.Option(help="Spark master. Default: the master of spark-submit, or this machine.")
+]
 _Conf = Annotated[list[str] | None, typer.Option("--conf", help="Spark setting: key=value. Repeatable.")]
 _RowsAreEvents = Annotated[
     bool,
@@ -71,13 +73,15 @@ _Delta = Annotated[
 ]
 _Iceberg = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Append the output topic to this Iceberg table, named with its catalog."),
+    typer.Option(metavar="NAME", help="Append the output topic to this Iceberg table; the name includes the catalog."),
 ]
-_Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar or line.")]
+_Quiet = Annotated[bool, typer.Option("--quiet", help="Do not show progress.")]
 _ExitWhenDone = Annotated[
     bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at the start.")
 ]
-_Now = Annotated[str | None, typer.Option(help="Current time, after which event times are in the future.")]
+_Now = Annotated[
+    str | None, typer.Option(help="Time to use as the current time; later event times count as future times.")
+]
 
 InputFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 _HistoryFormat = Annotated[InputFormat, typer.Option("--format", help="Format of --history.")]
@@ -86,7 +90,7 @@ _HistoryFormat = Annotated[InputFormat, typer.Option("--format", help="Format of
 def open_session(
     topology: Topology, master: str | None, conf: list[str] | None, packages: Iterable[Package]
 ) -> SparkSession:
-    """Return a session with the settings in ``--conf key=value``.
+    """Return a Spark session with the settings from ``--conf key=value``.
 
     Raises SettingsError for a setting without a value.
     """
@@ -96,9 +100,9 @@ def open_session(
 
 
 def _packages(conf: list[str] | None, fmt: InputFormat | None, *places: str | None, **wanted: bool) -> list[Package]:
-    """Return the Spark packages in ``wanted``, and those that the input format and the paths in ``places`` need."""
+    """Return the packages in ``wanted``, and the packages that the input format and the paths in ``places`` need."""
     wanted["delta"] = wanted.get("delta", False) or fmt in {"delta", "table"}
-    # Only the session's settings show which catalog a table is in.
+    # Only the settings of the session show whether a catalog is an Iceberg catalog.
     wanted["iceberg"] = wanted.get("iceberg", False) or (
         fmt == "table" and any("=org.apache.iceberg." in each for each in conf or ())
     )
@@ -132,13 +136,13 @@ def _job(
 
 
 def _word_or_time(option: str, text: str, *words: str, example: str | None = None) -> str | int:
-    """Return one of the words, or a time in ms. Raises SettingsError for any other text."""
+    """Parse one of ``words`` or a time, which is returned in ms. Raises SettingsError for any other string."""
     example = example or f"{', '.join(words)}, or a time such as 2024-01-01T00:00:00Z"
     return text if text in words else time_of(option, text, example)
 
 
 def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
-    """Return the offsets in a text such as `topic/partition=offset,...`. Raises SettingsError for any other text."""
+    """Parse offsets from a string such as `topic/partition=offset,...`. Raises SettingsError for any other string."""
     from dedup.kafka.wire import TopicPartition
 
     found = {}
@@ -189,7 +193,8 @@ def run(
     set_up_logging(settings)
     # py4j logs every call from Spark to Python.
     logging.getLogger("py4j").setLevel(logging.WARNING)
-    # A local Spark retries a failed task only if the master says so. Without a retry, a failed task ends the stream.
+    # In local mode, Spark retries a failed task only if the master URL says so. Without a retry, a failed task ends the
+    # stream.
     local = master is None and "PYSPARK_GATEWAY_PORT" not in os.environ
     packages = _packages(conf, None, checkpoint, delta, kafka=True, delta=bool(delta), iceberg=bool(iceberg))
     table = _table_of(delta, iceberg)
@@ -211,7 +216,7 @@ def run(
 
 @contextmanager
 def _stopped_by_signals(*stops: Callable[[], None]) -> Iterator[None]:
-    """Call each of ``stops`` when SIGTERM or SIGINT arrives within the block."""
+    """Call each of ``stops`` when SIGTERM or SIGINT arrives inside the ``with`` block."""
 
     def stop(*_: object) -> None:
         for each in stops:
@@ -243,23 +248,23 @@ class _StreamProgress(VerdictProgress):
 def backfill_command(
     topology: TopologyArgument,
     *,
-    out: Annotated[str, typer.Option(help="Directory, or path of a Delta table, for the verdicts.")],
+    out: Annotated[str, typer.Option(help="Directory or Delta table in which to write the verdicts.")],
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", help="Files, directories, or tables. Default: the topics.")
+        list[str] | None, typer.Option("--input", help="Files, directories, or tables to judge. Default: the topics.")
     ] = None,
     fmt: Annotated[
         InputFormat,
-        typer.Option("--format", help="Format of --input. json means one event per line; table, the name of a table."),
+        typer.Option("--format", help="Format of --input: with json, one event per line; with table, a table's name."),
     ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
     out_format: Annotated[Literal["parquet", "delta"], typer.Option(help="Format of the verdicts.")] = "parquet",
-    run: Annotated[str, typer.Option(help="Name of this run. An existing run is not written again.")] = "backfill",
+    run: Annotated[str, typer.Option(help="Name of this run. A published run is not written again.")] = "backfill",
     start: Annotated[
-        str, typer.Option(help="Where to start in topics: whole (offset 0), earliest (first offset left), or a time.")
+        str, typer.Option(help="Where to start in topics: whole (offset 0), earliest (oldest record), or a time.")
     ] = "whole",
     until: Annotated[str, typer.Option(help="Where to stop in topics: now, or a time.")] = "now",
     repartitioned: Annotated[
-        bool, typer.Option("--repartitioned", help="Read the repartition topic, in the order in which a fleet judges.")
+        bool, typer.Option("--repartitioned", help="Read the repartition topic, which is in a fleet's judging order.")
     ] = False,
     now: _Now = None,
     config: ConfigOption = None,
@@ -269,7 +274,7 @@ def backfill_command(
     as_json: JsonOption = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Judge a history in files, Delta tables, or Kafka topics exactly, and write each record's verdict once.
+    """Judge a history in files, tables, or Kafka topics, and write the verdict of each record exactly once.
 
     Examples: dedup spark backfill topologies/orders.yaml --input archive/ --out verdicts/
 
@@ -313,9 +318,9 @@ def _kafka_history(
 def incremental_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
     inputs: Annotated[
-        list[str], typer.Option("--input", help="Files or directories that get new data, or a Delta table.")
+        list[str], typer.Option("--input", help="Files or directories that receive new data, or a Delta table.")
     ],
-    out: Annotated[str, typer.Option(help="Path of the Delta table of verdicts; the first run creates it.")],
+    out: Annotated[str, typer.Option(help="Path of the Delta table for the verdicts, which the first run creates.")],
     fmt: Annotated[
         InputFormat, typer.Option("--format", help="Format of --input. With json, each line is an event.")
     ] = "parquet",
@@ -326,8 +331,7 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Judge the records that are new in an input since the last run, and append the verdicts to a Delta table exactly
-    once.
+    """Judge the records added to an input since the last run, and append the verdicts to a Delta table exactly once.
 
     Each run reads the new files, or the new versions of a Delta table, and the sightings that the previous run stored
     in the directory --out. To finish a run that was killed, run the command again.
@@ -371,7 +375,8 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
         ),
     ],
     history: Annotated[
-        list[str] | None, typer.Option(help="Files, directories, or tables; the source topics by default.")
+        list[str] | None,
+        typer.Option(help="Files, directories, or tables with the history. Default: the source topics."),
     ] = None,
     fmt: _HistoryFormat = "parquet",
     rows_are_events: _RowsAreEvents = False,
@@ -385,8 +390,8 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
 ) -> None:
     """Write a history's sightings to a fleet's changelog, so that the fleet continues without a gap or an overlap.
 
-    The fleet must be stopped, its group must have no offsets, and its changelog must be new. To finish a seed that was
-    killed, run the command again.
+    The fleet must be stopped, its group must have no offsets, and its changelog must be new. To finish a seed after the
+    command was killed, run the same command again.
 
     Examples: dedup spark seed topologies/orders.yaml --until latest
 
@@ -412,7 +417,7 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
 
 
 def _seed_report(done: Seeded) -> tuple[dict[str, object], list[str]]:
-    """Return what a seed did, as JSON and as lines."""
+    """Return the result of a seed as a JSON object and as lines of text."""
     begins = {f"{topic}/{partition}": offset for (topic, partition), offset in sorted(done.begins.items())}
     lines = done.counts.lines
     for each in done.partitions:
@@ -426,14 +431,14 @@ def _seed_report(done: Seeded) -> tuple[dict[str, object], list[str]]:
 
 def audit_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
-    history: Annotated[
-        list[str] | None, typer.Option(help="Files or tables from which the fleet was seeded, if any.")
-    ] = None,
+    history: Annotated[list[str] | None, typer.Option(help="Files or tables that seeded the fleet, if any.")] = None,
     fmt: _HistoryFormat = "parquet",
     rows_are_events: _RowsAreEvents = False,
     begins: Annotated[
         str | None,
-        typer.Option("--from", metavar="OFFSETS", help="Where the fleet began, if the topics do not show it."),
+        typer.Option(
+            "--from", metavar="OFFSETS", help="Offsets where the fleet began, if the topics do not show them."
+        ),
     ] = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
@@ -448,7 +453,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
 ) -> None:
     """Prove from all records in the topics that nothing was lost or duplicated.
 
-    The exit code is 4 if anything violates the guarantee.
+    The exit code is 4 if anything violates the exactly-once guarantee.
 
     Examples: dedup spark audit topologies/orders.yaml --report reports/orders.html
 
@@ -478,17 +483,17 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
     delta: Annotated[str | None, typer.Option(metavar="PATH", help="Path of a Delta table.")] = None,
     jdbc: Annotated[
-        str | None, typer.Option(metavar="URL", help="Database: jdbc:postgresql://HOST/DB or jdbc:sqlite:FILE.")
+        str | None, typer.Option(metavar="URL", help="Database URL: jdbc:postgresql://HOST/DB or jdbc:sqlite:FILE.")
     ] = None,
-    table: Annotated[str | None, typer.Option(help="Table in the database.")] = None,
-    user: Annotated[str | None, typer.Option(help=f"Database user; the password is read from {_PASSWORD}.")] = None,
+    table: Annotated[str | None, typer.Option(help="Name of the table in the database.")] = None,
+    user: Annotated[str | None, typer.Option(help=f"Database user; set {_PASSWORD} to the password.")] = None,
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", help="Files, directories, or tables; the output topic by default.")
+        list[str] | None, typer.Option("--input", help="Files, directories, or tables. Default: the output topic.")
     ] = None,
     fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --input.")] = "parquet",
     schema: Annotated[
         str | None,
-        typer.Option(metavar="DDL", help="Columns to fill from the JSON value; key and value as bytes by default."),
+        typer.Option(metavar="DDL", help="Columns to fill from the JSON value. Default: key and value as bytes."),
     ] = None,
     order: Annotated[
         str, typer.Option(metavar="event_time|offset|COLUMN", help="The value that decides which record is newest.")
@@ -562,10 +567,10 @@ def sink_command(
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Append a topology's output topic to a Delta or Iceberg table, each committed record exactly once.
+    """Append each committed record of a topology's output topic to a Delta or Iceberg table exactly once.
 
-    A fleet or `dedup spark run` may write to the topic at the same time. The history of the table contains the position
-    in the topic.
+    A fleet or `dedup spark run` may write to the topic at the same time. The table's history contains the position that
+    the sink has reached in the topic.
 
     Examples: dedup spark sink topologies/orders.yaml --delta tables/orders
 
@@ -599,7 +604,7 @@ def sink_command(
 
 
 def _table_of(delta: str | None, iceberg: str | None) -> Callable[[SparkSession], DeltaLog | IcebergLog] | None:
-    """Return what opens the table that the options name, or None if they name none. Raises SettingsError for two."""
+    """Return a function that opens the table in the options, or None if there is none. Raises SettingsError for two."""
     from dedup.spark.delta_log import DeltaLog
     from dedup.spark.iceberg_log import IcebergLog
 
@@ -611,7 +616,7 @@ def _table_of(delta: str | None, iceberg: str | None) -> Callable[[SparkSession]
 
 
 def _seconds(option: str, text: str) -> float:
-    """Return a duration in seconds. Raises SettingsError for any other text."""
+    """Parse a duration, and return the number of seconds. Raises SettingsError for any other string."""
     try:
         return parse_duration(text) / 1000
     except ValueError as error:

@@ -1,9 +1,9 @@
 """Deduplication on Spark.
 
 `dedup` and `unique` deduplicate a DataFrame, and `read_run` reads the verdicts that a backfill published. The commands
-are in `dedup.cli.spark`.
+`dedup spark ...` are implemented in `dedup.cli.spark`.
 
-These functions are imported on first access, because executors need only parts of this package.
+`dedup`, `unique`, and `read_run` are imported on first access, because executors need only parts of this package.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Implements `dedup spark audit`: the checks of `dedup verify` on Spark, including the history of a seeded fleet.
+"""Implements `dedup spark audit`, which runs the checks of `dedup verify` on Spark and includes the history of a seeded
+fleet.
 
-Theory of operation. All topics are read up to one cut: the driver first reads the group's offsets, and then the ends of
-the topics. The log is judged by `batch_verdicts.judged`, which the tests compare with the exact model row by row, and
-each record is joined with the late records and dead letters that name it as their source (`audit_expected`). The
-records of the output and side topics are compared with the expected records by digests. One shuffle brings the expected
-and the found digests together. A record that is found less often than expected is lost, a record that is found more
-often is duplicated, and a record that is found but not expected is a phantom. A record whose verdict the log cannot
-prove is counted as not provable, never as passed.
+Theory of operation. All topics are read up to fixed offsets, the *cut*: the driver first reads the group's offsets, and
+then the ends of the topics. The log is judged by `batch_verdicts.judged`, which the tests compare with the exact model
+row by row, and each record is joined with the late records and dead letters that name it as their source
+(`audit_expected`). The records of the output and side topics are compared with the expected records by digests. One
+shuffle brings the expected and the found digests together. A record that is found less often than expected is lost, a
+record that is found more often is duplicated, and a record that is found but not expected is a phantom. A record whose
+verdict the log cannot prove is counted as not provable, never as passed.
 
-Findings are rows with kind, place, text, and number; their kind is in `verify.report.MEANINGS`, or is `not_provable`.
+A finding is a row with a kind, place, text, and number; the kind is `not_provable` or one of `verify.report.MEANINGS`.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ def audit(
 ) -> Report:
     """Audit all records in the topics without writing anything, and return the report.
 
-    ``history`` contains the files from which the fleet was seeded, if any. ``begins`` contains the offsets at which the
-    fleet began, and is needed if neither the topology's `start` nor a seed determines them. Raises StateIncompatible if
-    there is nothing to audit or retention deletes records in the meantime, SettingsError if it is not known where the
-    fleet began, and BrokerUnavailable if no broker responds.
+    ``history`` contains the files that seeded the fleet, if any. ``begins`` contains the offsets where the fleet began,
+    and is needed if neither the topology's `start` nor a seed determines them. Raises StateIncompatible if there is
+    nothing to audit or retention deletes records in the meantime, SettingsError if it is not known where the fleet
+    began, and BrokerUnavailable if no broker responds.
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "audit on Spark", int(began_s * 1000))
@@ -125,7 +126,7 @@ def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:
 
 
 def _count_ended(report: Report, cut: AuditCut, sides: Sides, pairs: DataFrame) -> None:
-    """Count in which topics the records of each fully judged partition ended, and report counts that do not add up."""
+    """For each fully judged partition, count where its records ended, and report counts that do not add up."""
     topology, output = cut.topology, cut.topology.output
     if topology.direct and output is not None and cut.partitions[output.topic] and cut.complete(output.topic):
         committed = by_key(cut.committed[cut.log_topic], fn.col("partition"))
@@ -160,9 +161,9 @@ def _note(report: Report, findings: DataFrame) -> None:
 
 
 def _claim(where: Column | str, place: Column, kind: str, text: Column | str, number: str = "1") -> Column:
-    """Return a finding, as a struct, for each row for which ``where`` is true, and null for all other rows.
+    """Return a finding as a struct for each row that meets the condition ``where``, and null for all other rows.
 
-    ``where`` and ``number`` may be SQL.
+    ``where`` may be SQL, and ``number`` is SQL.
     """
     values = {"kind": fn.lit(kind), "place": place, "text": fn.lit(text), "number": fn.expr(number).cast("long")}
     claimed = fn.struct(*(column.alias(name) for name, column in values.items()))
@@ -170,12 +171,12 @@ def _claim(where: Column | str, place: Column, kind: str, text: Column | str, nu
 
 
 def _found(rows: DataFrame, *claims: Column) -> DataFrame:
-    """Return the findings of all ``claims`` (results of `_claim`), computed in one pass over the rows."""
+    """Compute and return the findings of all ``claims`` (results of `_claim`) in one pass over the rows."""
     return rows.select(fn.inline(fn.array_compact(fn.array(*claims))))
 
 
 def _if_provable(provable: bool, kind: str, text: Column | str, why_not: str) -> tuple[str, Column | str]:  # noqa: FBT001
-    """Return kind and text of a finding that is a violation only if ``provable``."""
+    """Return the kind and text of a finding, which is a violation only if ``provable`` is true."""
     return (kind, text) if provable else (_NOT_PROVABLE, why_not)
 
 
@@ -190,9 +191,9 @@ def _place(topic: str, partition: str, offset: str) -> Column:
 
 
 def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[DataFrame]:
-    """Yield findings on single records: errors in late and dead-letter topics, and verdicts that cannot be proven."""
+    """Yield findings on individual records: errors in late and dead-letter topics, and unprovable verdicts."""
     live, here = "NOT pending AND NOT history", _shown("source")
-    # Only the broker or a worker's clock explains these dead letters.
+    # Only the broker or a worker's clock can explain these dead letters.
     refused, by_clock = (
         f"{live} AND verdict = 'dead_letter' AND reason = '{why}'" for why in (REFUSED_BY_THE_BROKER, FUTURE)
     )
@@ -206,10 +207,10 @@ def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[Data
     ]
     for verdict, topic in sides.topics.items():
         claims += _side_claims(cut, topic, verdict)
-    # The claims are false for all other rows, which are nearly all rows.
+    # The claims are false for all rows that do not meet this condition, which are nearly all rows.
     yield _found(rows.where("doubtful OR verdict IN ('late', 'dead_letter') OR times_dead_letter IS NOT NULL"), *claims)
     for verdict in sides.with_stand_ins if cut.topology.direct else ():
-        # The Python function has a column of its own, because Spark evaluates it before the claim.
+        # The result of the Python function is a separate column, because Spark evaluates the function before the claim.
         words = fn.udf(lambda value: stand_in(value).decode(), "string")
         standing = sides.records.where(f"{verdict}.stand_in IS NOT NULL").select("source", f"{verdict}.stand_in")
         there = cut.log.withColumn("source", path()).join(standing, "source")
@@ -219,7 +220,9 @@ def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[Data
 
 
 def _side_claims(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
-    """Yield the findings on one side topic: records that are in it, should be, or name no record of the log."""
+    """Yield columns with findings on one side topic: wrong records, missing records, and records that name no log
+    record.
+    """
     here, there, times = _shown("source"), _shown(f"{verdict}.place"), f"coalesce(times_{verdict}, 0)"
     again = fn.format_string("source record %s occurs more than once", here)
     yield _claim(f"{times} > 1", there, "duplicated", again, f"{times} - 1")
@@ -231,7 +234,7 @@ def _side_claims(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
     rule = fn.format_string("it is in %s; by the rule it is %s", there, "verdict")
     yield _claim(f"{settled} AND verdict != '{verdict}' AND {times} > 0", here, wrong, rule)
     rightly = f"{settled} AND verdict = '{verdict}' AND {times} > 0"
-    # The source's headers cannot be read if a name is not UTF-8, so there is nothing to compare them with.
+    # If a header name of a source record is not UTF-8, the headers cannot be read, so the records are not compared.
     whole = f"{verdict}.stand_in IS NULL AND {verdict}.reason != '{ODD_HEADER_NAME.code}'"
     differs = fn.format_string("%s has another key, value, header or original timestamp", there)
     yield _claim(f"{rightly} AND {whole} AND {verdict}.digest != raw", here, "changed", differs)
@@ -246,14 +249,15 @@ def _side_claims(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
     gone = f"the source records that {topic} names are deleted"
     yield _claim(judged & (fn.col("offset") < low), there, _NOT_PROVABLE, gone, times)
     unknown = fn.format_string("names %s, which is no record of the source", here)
-    # Some records end in the repartition step, and others have been purged from its topic.
+    # Some source records end as dead letters of the repartition step, and others have been purged from the repartition
+    # topic.
     purged = "side records of the repartition step, or of records purged since"
     said = _if_provable(cut.topology.direct, "phantom", unknown, purged)
     yield _claim(judged & (fn.col("offset") >= low), there, *said, times)
 
 
 def _of_source(cut: AuditCut, of: Callable[[str], Mapping[int, int]]) -> Column:
-    """Return the offset that ``of`` has for the source partition of each row."""
+    """Return the offset that ``of`` returns for the source partition of each row."""
     offsets = {f"{topic}/{at}": offset for topic in cut.topology.source.topics for at, offset in of(topic).items()}
     return by_key(offsets, fn.concat_ws("/", "topic", "partition"))
 
@@ -261,8 +265,8 @@ def _of_source(cut: AuditCut, of: Callable[[str], Mapping[int, int]]) -> Column:
 def _pairs(cut: AuditCut, rows: DataFrame) -> DataFrame:
     """Return how often each digest is expected and found in each topic that is compared by digests.
 
-    The result has one row for each `topic`, `scope` (the part of the topic in which the digest may be anywhere), and
-    `digest`. The columns `sure` and `may` count how often the digest is expected and possibly expected, `originals`
+    The result has one row for each `topic`, `scope` (the part of the topic that may contain the digest), and `digest`.
+    The columns `sure` and `may` count how often the digest is certainly expected and possibly expected, `originals`
     counts records that are forwarded unless they repeat another record, and `times` counts how often the digest is
     found. `task` and `at` belong to an expected record, `late_at` to a late record, and `partition` and `offset` to a
     found record.
@@ -311,7 +315,8 @@ def _found_in(topic: str, records: DataFrame, scope: Column, key: Column) -> Dat
 
 
 def _repartitioned(cut: AuditCut, rows: DataFrame) -> Iterator[DataFrame]:
-    """Yield the digests that are expected and found in the repartition topic; each includes the source record's place.
+    """Yield the digests that are expected and found in the repartition topic; each includes the source record's
+    coordinates.
 
     A dead letter of the repartition step counts as found.
     """

@@ -1,4 +1,4 @@
-"""What an audit reads of each topic (the cut), and the records that the topics must therefore contain.
+"""Determines what an audit reads of each topic (the cut), and which records the topics must therefore contain.
 
 The driver determines the cut: it first reads the group's offsets, and then the ends of the topics.
 """
@@ -31,17 +31,20 @@ from dedup.verify.replay import FUTURE, REFUSED_BY_THE_BROKER
 from dedup.verify.report import Report
 
 _TAILS: Final = {"late": evidence.LATE_TAIL, "dead_letter": evidence.DEAD_TAIL}
-"""Maps each verdict whose records have a topic of their own to the headers that a worker appends to these records."""
+"""Maps the verdicts ``late`` and ``dead_letter`` to the headers that a worker appends to their records in side topics.
+"""
 _NO_CEILING_MS: Final = 1 << 48
-"""The ceiling with which no future time is refused, because only the dead-letter topic shows which a worker refused."""
+"""A limit so high that no future time is refused, because only the dead-letter topic shows which times a worker
+refused.
+"""
 _MOST_BROADCAST: Final = 100_000
 _PATH: Final = r"^(.*)/(\d+)/(\d+)$"
 _DIGITS: Final = 32
-"""Number of hexadecimal digits of SHA-256 that are used, for 128 bits as in `dedup verify`."""
+"""Number of hexadecimal digits of SHA-256 that are kept, which are 128 bits, as in `dedup verify`."""
 
 
 class AuditCut:
-    """The offsets up to which an audit reads each topic, and the log that the fleet judged up to these offsets.
+    """The offsets where an audit stops reading each topic, and the log that the fleet judged before these offsets.
 
     Raises StateIncompatible if there is nothing to audit, and SettingsError if it is not known where the fleet began.
     """
@@ -59,19 +62,22 @@ class AuditCut:
         self.topology: Final = topology
         self._settings: Final = settings
         with KafkaReader(settings) as reader:
-            # As in `verify.cut.Cut`; bounds begin at the last `dedup reset`, except those of the source topics.
+            # As in `verify.cut.Cut`, the bounds begin at the last `dedup reset`, except for the bounds of the source
+            # topics.
             self.partitions, self.committed, self.bounds, resets = offsets_of(topology, reader, report)
             has_state = reader.partitions([topology.changelog_topic])[topology.changelog_topic] > 0
             marks = seed_marks(spark, topology, settings) if has_state else {}
             self._mark: Final = next(iter(marks.values()), None)
-            """The mark of the fleet's seed, which says the same of the seed in every partition."""
+            """One seed mark of the fleet, if any; the values that an audit uses are the same in the marks of all
+            partitions.
+            """
             starts = self._starts(reader, resets, begins)
             topic = "" if topology.output is None else topology.output.topic
             firsts = ((at, each.low, min(each.high, each.low + 1)) for at, each in self.bounds.get(topic, {}).items())
             by_broker = next((read.broker_time for first in firsts for read in reader.read(topic, *first)), False)
         self.log_topic: Final = topology.feeding_topics[0]
         self.begins: Final = {self.log_topic: self.lows(self.log_topic)} | starts
-        """Maps the log and each source topic to the offsets at which the fleet began."""
+        """Maps the log and each source topic to the offsets where the fleet began."""
         # If future times are clamped, the output's timestamps come from the worker's clock.
         self.stamped: Final = topology.future is not OnFuture.CLAMP and not by_broker
         """Whether the output keeps the source's timestamps."""
@@ -79,16 +85,16 @@ class AuditCut:
             each.high - each.low for part in self.bounds.values() for each in part.values()
         )
         self.contiguous: Final = history is None or not topology.direct or history.contiguous
-        """Whether no earlier records may be missing, as in `batch_verdicts.judged`."""
+        """Whether Spark reads the log in order without a sort; see `batch_verdicts.judged`."""
         self.log, self.known = self._judged_by_the_fleet(history)
-        """The records that the fleet judged (`rows.RECORDS`), including the history before the log; and, by log
-        partition, whether nothing is missing before its first record.
+        """`log` contains the records that the fleet judged (`rows.RECORDS`), including the history before the log.
+        `known` maps each log partition to whether nothing is missing before its first record.
         """
 
     def _starts(
         self, reader: KafkaReader, resets: Mapping[str, Mapping[int, int]], given: Mapping[TopicPartition, int] | None
     ) -> dict[str, dict[int, int]]:
-        """Return where the fleet began to read each source partition."""
+        """Return the offset where the fleet began to read each source partition."""
         topology = self.topology
         lows = {topic: self.lows(topic) for topic in topology.source.topics}
         if given is not None:
@@ -127,15 +133,17 @@ class AuditCut:
         return not any(each.start_deleted for each in self.bounds[topic].values())
 
     def lows(self, topic: str) -> dict[int, int]:
-        """Return the first offset that is left in each partition of a topic."""
+        """Return the first offset that the audit may read in each partition of a topic."""
         return {at: each.low for at, each in self.bounds[topic].items()}
 
     def ends(self, topic: str) -> dict[int, int]:
-        """Return the group's offset in each partition; records from there on may or may not be judged."""
+        """Return the group's offset in each partition; records from this offset on may or may not have been judged."""
         return self.begins[topic] | self.committed[topic]
 
     def read(self, topic: str, begins: Mapping[int, int] | None = None) -> DataFrame:
-        """Return the committed records of a topic within the cut, from ``begins`` on; none if it does not exist."""
+        """Return the committed records of a topic within the cut, from ``begins`` on, or no records if the topic does
+        not exist.
+        """
         if not self.bounds[topic]:
             return self.spark.createDataFrame([], RECORDS)
         lows = {at: max(low, (begins or {}).get(at, 0)) for at, low in self.lows(topic).items()}
@@ -143,7 +151,7 @@ class AuditCut:
         return history_of_range(self.spark, self._settings, {topic: ranges}).records
 
     def _judged_by_the_fleet(self, history: History | None) -> tuple[DataFrame, dict[int, bool]]:
-        """Return the values of `log` and `known`; ``history`` are the files from which the fleet was seeded, if any."""
+        """Return the values of `log` and `known`; ``history`` contains the files that seeded the fleet, if any."""
         topic, mark = self.log_topic, self._mark
         lows, begins = self.lows(topic), self.begins[topic]
         if not self.topology.direct:
@@ -162,9 +170,10 @@ class AuditCut:
         }
 
     def _before_the_log(self, history: History) -> DataFrame:
-        """Return a history with coordinates that precede the log: its own if it has any, or ones by event time.
+        """Return a history with coordinates before the log: the original coordinates, if any, or else coordinates by
+        event time.
 
-        Records at or after the offset at which the fleet began are left out, because the audit reads them from the log.
+        Records from the fleet's first offset on are left out, because the audit reads them from the log.
         """
         topology, topic = self.topology, self.log_topic
         if history.placed:
@@ -179,7 +188,7 @@ class AuditCut:
         return numbered.select(*RECORDS.fieldNames())
 
     def _accepted_by_seed(self, history: DataFrame) -> DataFrame:
-        """Return a seed's history without the records that the seed refused for a future time.
+        """Return a seed's history without the records that `dedup spark seed` refused for a future time.
 
         An audit judges without a clock, so a single record with a future time would make every later record late.
         """
@@ -220,15 +229,16 @@ def _with_header(headers: Column, name: str, value: Column) -> Column:
 
 
 def _last_header(name: str) -> Column:
-    """Return the value of the last header with this name as text; null if there is none."""
+    """Return the value of the last header with this name as a string, or null if there is no such header."""
     named = fn.filter("headers", lambda each: each["key"] == name)
     return fn.try_element_at(named, fn.lit(-1))["value"].cast("string")
 
 
 def _filed(records: DataFrame, topics: Sequence[str], side: str) -> DataFrame:
-    """Return the records of a side topic with the source record they name, their reason, and a digest of the original.
+    """Return the records of a side topic with the source record that they name, their reason, and a digest of the
+    original.
 
-    If a side record names no record of the source topics, its `topic` is null, and its `source` is its own place.
+    If a side record names no record of the source topics, its `topic` is null, and its `source` is its own coordinates.
     `stand_in` is the digest that replaces the value, if the value was replaced.
     """
     replaced, named = _last_header(evidence.DIGEST_HEADER), _last_header(evidence.SOURCE_HEADER)
@@ -250,17 +260,17 @@ def _filed(records: DataFrame, topics: Sequence[str], side: str) -> DataFrame:
 
 
 class Sides(NamedTuple):
-    """The records in the late and dead-letter topics, by the source record that each of them names."""
+    """The records in the late and dead-letter topics, grouped by the source record that they name."""
 
     topics: Mapping[str, str]
     """Maps a verdict to its topic."""
     records: DataFrame
-    """One row for each `source`: how often it is in each topic (such as `times_late`), the first record there as a
-    struct (such as `late`), and whether it is a dead letter that only the broker or a worker's clock explains
-    (`refused`).
+    """Each row states for one `source` how often it is in each topic (such as `times_late`), which record there is the
+    first (a struct such as `late`), and whether it is a dead letter that only the broker or a worker's clock can
+    explain (`refused`).
     """
     with_stand_ins: tuple[str, ...]
-    """Verdicts in whose topics a digest stands for a value."""
+    """Verdicts whose topics contain a record with a digest in place of the value."""
     refused_number: int
 
 
@@ -334,15 +344,16 @@ def _digests(cut: AuditCut) -> list[Column]:
     ahead = fn.when(why.isNotNull(), _with_header(own, evidence.VERDICT_HEADER, why)).otherwise(own)
     if topology.output is not None and topology.output.headers:
         ahead = _with_header(ahead, evidence.SOURCE_HEADER, path())
-    # A seed's sighting may come from files without offsets: the audit gave it a negative offset, but the fleet writes
-    # this one.
+    # A seeded sighting may come from files without offsets. The audit has given its record a negative offset, but the
+    # fleet writes `OUTSIDE_KAFKA`.
     outside = fn.when(fn.col("first_offset") < 0, fn.lit(OUTSIDE_KAFKA)).otherwise(fn.col("first_offset"))
     first = fn.concat_ws("/", "first_topic", fn.col("first_partition").cast("string"), outside.cast("string"))
     copied = _with_header(own, evidence.FIRST_TIME_HEADER, fn.col("first_time_ms").cast("string"))
     copied = _with_header(copied, evidence.FIRST_SOURCE_HEADER, first)
     raw = digest(own, fn.col("timestamp_ms"))
     if topology.direct:
-        # Only side topics are compared with this digest, except with a repartition topic, where every record is.
+        # In a direct topology, only records in side topics are compared with this digest. With a repartition topic, all
+        # records are.
         raw = fn.when(verdict.isin(*_TAILS), raw)
     return [
         verdict.isin(*forwards).alias("forwards"),
@@ -355,10 +366,10 @@ def _digests(cut: AuditCut) -> list[Column]:
 def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFrame:
     """Return the rows with the columns `before_ms` (null if it is not needed) and `doubtful`.
 
-    If the beginning of a log was deleted, any ID may have a sighting there, up to the stream time at the first record
-    that was not late, plus grace. If an ID has a record before all sightings in the deleted part must have expired, the
-    ID stays doubtful to the end of the log. `dedup verify` proves more records, because it treats an ID as doubtful
-    only until all sightings in the deleted part must have expired.
+    If the beginning of a log was deleted, any ID may have a sighting in the deleted part, at most at the stream time of
+    the first record that was not late, plus grace. If a record of an ID comes before the point where all these
+    sightings must have expired, the ID stays doubtful to the end of the log. `dedup verify` proves more records,
+    because it treats an ID as doubtful only until all sightings in the deleted part must have expired.
     """
     topology, window, no = cut.topology, cut.topology.window, fn.expr("false")
     clamped, unknown = topology.future is OnFuture.CLAMP, [task for task, known in cut.known.items() if not known]
@@ -370,7 +381,8 @@ def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFra
         beyond = fn.expr(f"time_ms > before_ms + {topology.max_clock_skew_ms}")
         doubt |= fn.coalesce(fn.bool_or(beyond).over(by_log), no)
     if unknown:
-        # If late records are dropped or forwarded, no topic shows which were late, so any row may have been.
+        # If late records are dropped or forwarded, no topic shows which records were late, so any record may have been
+        # late.
         on_time = fn.expr("coalesce(times_late, 0) = 0") if isinstance(topology.late, LateTo) else no
         whole = by_log.rowsBetween(Window.unboundedPreceding, Window.unboundedFollowing)
         first_ms = fn.first(fn.when(on_time, fn.col("stream_ms")), ignorenulls=True).over(whole)

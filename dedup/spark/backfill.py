@@ -1,10 +1,10 @@
 """Implements `dedup spark backfill`, which judges a whole history and publishes all of its verdicts exactly once.
 
 Theory of operation. Each attempt of a run writes to its own directory, which Spark ignores because of its name, and
-publishes the directory with one rename. All verdicts of a run are published or none. A run that was already published
-under the same name is not written again. A run that was killed is written from the start, with the clock time of its
-first attempt. A rename is atomic on local disks and HDFS but not on object stores. On an object store, the directory
-keeps its name, and a manifest that names its files publishes the run (`manifest`).
+publishes the directory with one rename. Either all verdicts of a run are published or none are. A run that was already
+published under the same name is not written again. After a run was killed, a new attempt writes the run from the start,
+with the clock time of the first attempt. A rename is atomic on local disks and HDFS but not on object stores. On an
+object store, the directory keeps its name, and a manifest that names its files publishes the run (`manifest`).
 
 On a local file system, the tasks that judge records write the Parquet files with Arrow. A task writes files under names
 that are unique to its attempt, and reports these names. The driver moves the reported files to their final place, so
@@ -46,18 +46,18 @@ _CODECS: Final = {name: name for name in ("snappy", "none", "gzip", "zstd", "bro
     "uncompressed": "none",
     "lz4_raw": "lz4",
 }
-"""Maps Spark's name of a codec to Arrow's name."""
+"""Maps Spark's name for a compression codec to Arrow's name."""
 _GROUP_ROWS: Final = 131_072
 _GROUP_BYTES: Final = 64 << 20
 _FEW_VALUES: Final = ("topic", "partition", "reason", "detail", "dedup_partition", "first_topic", "first_partition")
 """Columns that benefit from dictionary encoding."""
 _WITHOUT_STATISTICS: Final = frozenset({"value", "headers", "detail"})
-"""Columns without statistics, because nobody filters them by minimum or maximum."""
+"""Columns that are written without statistics, because nobody filters by their minimum or maximum."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """The result of a run that was published."""
+    """The result of a published run."""
 
     run: str
     identity: str
@@ -68,7 +68,9 @@ class RunReport:
     verdicts: Mapping[str, int]
     path: str
     causes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """See `batch_verdicts.Counts`. In reports of earlier versions, this field and the next two have their defaults."""
+    """The most frequent causes of some verdicts; see `batch_verdicts.Counts`. In reports of earlier versions, this
+    field and the next two have their defaults.
+    """
     files: int = 0
     seconds: float = 0.0
     fresh: bool = True
@@ -87,15 +89,15 @@ def backfill(
 ) -> RunReport:
     """Publish the verdict of every record of the history under ``path``, exactly once, and return the report.
 
-    ``history`` is the result of `files.read_files` or `kafka_source.read_kafka`, or a DataFrame of `rows.RECORDS` with
-    coordinates in every row or in none. The files have the columns of `batch_verdicts.judged`, and are partitioned by
-    verdict. All verdicts are published together, under ``run=<run>``; a run that is already published is not written
-    again. ``now_ms`` is the clock time that decides which event times are in the future (by default, now). In the
-    following cases, the function publishes nothing and raises
+    ``history`` is the result of `files.read_files` or `kafka_source.read_kafka`, or a DataFrame of `rows.RECORDS` in
+    which either all rows or no rows have coordinates. The files have the columns of `batch_verdicts.judged`, and are
+    partitioned by verdict. All verdicts are published together, under ``run=<run>``; a run that is already published is
+    not written again. ``now_ms`` is the clock time that decides which event times are in the future (by default, now).
+    In the following cases, the function publishes nothing and raises
 
     * StateIncompatible if an earlier run with this name had another input or topology, if rows are repeated or belong
       to other topics, or if retention deleted records while they were read,
-    * RecordFailed if a record met a policy `fail`,
+    * RecordFailed if the policy `fail` applied to a record,
     * SettingsError or TopologyError for damaged files, an unsuitable table, or a run name that no directory can have.
     """
     if not _RUN.fullmatch(run):
@@ -146,7 +148,8 @@ class RunDirectory:
         return str(self._root.path if self._fmt == "delta" else self._root.at(f"run={self._run}"))
 
     def begin(self, identity: str, now_ms: int) -> RunReport | int:
-        """Return the report of this run if it was published; otherwise, return the clock time in ms by which to judge.
+        """Return the report of this run if it was published; otherwise, return the clock time in ms that the run must
+        use.
 
         Raises StateIncompatible if a run with this name was begun with another input, topology, or order.
         """
@@ -168,15 +171,15 @@ class RunDirectory:
         return now_ms if published is None else published
 
     def publish(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
-        """Write the records with one directory for each verdict, publish them, and return the report."""
+        """Write the records to one directory for each verdict, publish them, and return the report."""
         made = (self._publish_delta if self._fmt == "delta" else self._publish_files)(verdicts, report)
         self._files.delete(self._root.at(f"_started-{self._run}.json"), False)  # noqa: FBT003 - not recursive
         return made
 
     def _publish_files(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
         # The pattern matches only attempts of this run, because the name of another run may begin with the name of this
-        # one. Where runs have manifests, no attempt is deleted, because the manifest of another job that publishes the
-        # same run at this moment may name it.
+        # one. If runs have manifests, no attempt is deleted, because another job may be publishing the same run at this
+        # moment with a manifest that names the attempt.
         left = self._files.globStatus(self._root.at(f"_attempt-{self._run}-{'?' * _MARK_DIGITS}")) or ()
         for each in left if self._renames else ():
             self._files.delete(each.getPath(), True)  # noqa: FBT003 - of a run that was killed
@@ -208,8 +211,8 @@ class RunDirectory:
         self._write(path, {**asdict(made), "manifest": None if manifest is None else asdict(manifest)})
 
     def _moved(self, attempt: Any, target: Any) -> bool:  # noqa: ANN401 - paths of Hadoop's
-        """Rename the attempt, and return whether it is the target now; Hadoop moves it into a target that exists."""
-        # HADOOP-11452: rename does not fail if the target exists.
+        """Rename the attempt to the target, and return whether the rename succeeded."""
+        # HADOOP-11452: if the target exists, rename does not fail, but moves the attempt into the target.
         return self._files.rename(attempt, target) and not self._files.exists(self._root.at(attempt.getName(), target))
 
     def _publish_delta(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
@@ -235,13 +238,13 @@ class RunDirectory:
 
 
 def codec_of(spark: SparkSession) -> str | None:
-    """Return Arrow's name of Spark's configured Parquet codec; None if Arrow does not support it."""
+    """Return Arrow's name for Spark's configured Parquet codec, or None if Arrow does not support the codec."""
     name = spark.conf.get("spark.sql.parquet.compression.codec") or "snappy"
     return _CODECS.get(name.lower())
 
 
 def _write_files(verdicts: Judging, attempt: Path, codec: str) -> None:
-    """Write the records to files in ``attempt``, with one directory for each verdict."""
+    """Write the records to files in ``attempt``, in one directory for each verdict."""
     work = attempt / "_work"
     work.mkdir(parents=True)
     plan = verdicts.plan
@@ -276,7 +279,7 @@ def _write_files(verdicts: Judging, attempt: Path, codec: str) -> None:
 
 
 class _VerdictFile:
-    """The Parquet file of one verdict in one attempt, with row groups of a size that suits readers."""
+    """The Parquet file that a task attempt writes for one verdict, with row groups of a size that suits readers."""
 
     def __init__(self, path: Path, schema: pa.Schema, codec: str) -> None:
         self.name: Final = path.name
@@ -300,7 +303,7 @@ class _VerdictFile:
             self.end_group()
 
     def end_group(self) -> None:
-        """Write the rows that were appended since the last row group as another one."""
+        """Write the rows that were appended since the last row group as a new row group."""
         if self._held:
             self.writer.write_table(pa.Table.from_batches(self._held), row_group_size=self._rows)
             self._held.clear()

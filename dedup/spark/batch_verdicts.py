@@ -1,9 +1,9 @@
-"""Judges a complete table of records; the verdict of each row equals that of a worker and of the exact model.
+"""Judges a complete table of records; each row gets the same verdict as from a worker and from the exact model.
 
 Theory of operation. A verdict depends on the sightings of the record's own ID and on stream time. Stream time is a
-property of the log, so the map side computes it first (`map_side`). One shuffle then brings the rows of an ID together.
-The reduce side sorts the rows of each ID into judging order and judges them (`reduce_side`, `columnar_fold`). The
-judging order depends on the input:
+property of the log, so the map side computes it first (`map_side`). One shuffle then brings the rows of each ID
+together. The reduce side sorts the rows of each ID into judging order and judges them (`reduce_side`, `columnar_fold`).
+The judging order depends on the input:
 
 * In a direct topology, each source partition is judged in the order of its offsets, as by a worker's task.
 * Each partition of the repartition topic is judged in the order of its offsets, with the stream time of all feeds, as
@@ -12,8 +12,8 @@ judging order depends on the input:
   partition, and then by topic, partition, and offset. No log shows the order in which a fleet judged these records.
   Stream time is the running maximum of event time, because no feed is ahead of another in this order.
 * Rows without coordinates are judged by event time, and rows of equal event time by a digest of key, value, headers,
-  and timestamp. None of these rows is late. Rows that are equal in all of these values are the same event twice, so
-  their order does not matter.
+  and timestamp. Rows without coordinates are never late. Rows that are equal in all of these values are the same event
+  twice, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ hundred rows.
 """
 
 Order = Literal["offsets", "event_time"]
-"""``offsets`` is for rows with Kafka coordinates, in log order. ``event_time`` is for rows without coordinates, none of
-which is late.
+"""``offsets`` is for rows with Kafka coordinates, in log order. ``event_time`` is for rows without coordinates, which
+are never late.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """Records after the shuffle, which the reduce side judges."""
+    """Records after the shuffle, ready to be judged by the reduce side."""
 
     packed: DataFrame
     """Rows of `map_side.PACKED_ROWS`, each in the Spark partition of its reduce task."""
     plan: ReducePlan
     schema: StructType
     reducers: int
-    """The number of reduce tasks; fewer where adaptive execution has merged some."""
+    """The number of reduce tasks before adaptive execution merges any of them."""
 
     def frame(self) -> DataFrame:
         """Return the records with their verdicts."""
@@ -107,8 +107,8 @@ def judging(
 ) -> Judging:
     """Return the records of a history after the shuffle, before the reduce side judges them.
 
-    With ``ends``, the job continues where earlier jobs ended, which the modes ``merged`` and ``log`` do not support.
-    ``layers`` maps numbers of buckets to the rows of `sightings.LAYER` that have that many.
+    If ``ends`` is given, the job continues where earlier jobs ended, which the modes ``merged`` and ``log`` do not
+    support. ``layers`` maps each number of buckets to the rows of `sightings.LAYER` that were written with this number.
     """
     df, feeds, pieces = history.records, history.feeds, history.pieces
     refuse_other_shape(df)
@@ -140,9 +140,9 @@ def judging(
         packed = packed.withColumn(KNOWN, F.lit(None).cast(BinaryType()))
     for buckets, layer in (layers or {}).items():
         packed = packed.unionByName(routed(layer, buckets, targets, batch_rows))
-    # If the size is unknown, adaptive execution merges partitions that are too small for a task. It never divides a
-    # partition, because Spark divides only partitions of joins and of REBALANCE. With ``ends``, no partitions are
-    # merged, because each known sighting is sent to one particular task.
+    # If the size is unknown, adaptive execution merges partitions that are too small for a task. Adaptive execution
+    # never divides a partition here, because Spark divides only partitions of joins and of REBALANCE. If ``ends`` is
+    # given, no partitions are merged, because each known sighting is sent to one particular task.
     merged = history.size_bytes is None and ends is None
     together = packed.repartition(TARGET) if merged else packed.repartition(reducers, TARGET)
     schema = StructType([*df.schema.fields, *JUDGED])
@@ -187,7 +187,7 @@ def counts_of(verdicts: DataFrame) -> Counts:
 
 
 def balanced(history: History, counts: Mapping[str, int]) -> int:
-    """Return the number of records, which another job counts. Raises InvariantBroken unless that many were judged."""
+    """Count the records of the history, and return the number. Raises InvariantBroken unless that many were judged."""
     rows = history.records.count()
     if rows != sum(counts.values()):
         raise InvariantBroken(
@@ -239,12 +239,13 @@ def refuse_other_shape(df: DataFrame) -> None:
 def history_of(df: DataFrame, *, identified: bool) -> History:
     """Return a DataFrame of `rows.RECORDS` as a history, identified by the number of its rows.
 
-    If ``identified`` is true, a digest of the rows is part of the identity, which needs all columns of all rows. Raises
-    SettingsError if only some rows have coordinates.
+    If ``identified`` is true, a digest of the rows is part of the identity; to compute it, Spark reads all columns of
+    all rows. Raises SettingsError if only some rows have coordinates.
     """
     refuse_other_shape(df)
     names = RECORDS.fieldNames()
-    # xxhash64 ignores nulls. A sum does not depend on the order of rows; 64 bits would overflow.
+    # xxhash64 ignores nulls, so whether a column is null is hashed, too. The sum does not depend on the order of rows,
+    # and a 64-bit sum would overflow.
     hashed = F.xxhash64(*names, *(F.col(name).isNull() for name in names)).cast("decimal(20,0)")
     digest_of = F.sum(hashed) if identified else F.lit(None)
     row = df.agg(F.count("offset").alias("placed"), F.count(F.lit(1)).alias("rows"), digest_of.alias("sum")).first()
@@ -260,7 +261,8 @@ def history_of(df: DataFrame, *, identified: bool) -> History:
 def _map_tasks(spark: SparkSession, size_bytes: int, reducers: int) -> int:
     """Return how many tasks should read the input, so that each has rows for every reduce task and no core is idle.
 
-    It is a multiple of the number of cores, so each task reads a part of what one task read that checked their order.
+    The result is a multiple of the number of cores, so each task reads a part of what one task of `files._log_order`
+    read.
     """
     cores = spark.sparkContext.defaultParallelism
     return cores * max(1, size_bytes // (_LEAST_BYTES_EACH * reducers * cores))

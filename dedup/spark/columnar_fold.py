@@ -1,7 +1,7 @@
-"""Judges rows that are sorted by ID and, within an ID, in judging order.
+"""Judges rows that are sorted by ID and, within each ID, by judging order.
 
-NumPy judges IDs that occur once, and IDs for which every row repeats the first row, as whole columns. The worker's fold
-judges all other IDs, with the stream time of each row.
+IDs that occur once, and IDs whose later rows all repeat their first row, are judged as whole columns with NumPy. All
+other IDs are judged by the worker's fold, which uses the stream time of each row.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class SortedRows:
     times_ms: Integers
     stream_ms: Integers
     topics: Integers
-    """Position in ``source.topics``."""
+    """Position of the topic in ``source.topics``."""
     partitions: Integers
-    """Partition in the source; -1 if a row has no coordinates."""
+    """Partition of the source topic, or -1 if a row has no coordinates."""
     offsets: Integers
     fingerprints: pa.Array | pa.ChunkedArray | None
 
@@ -61,7 +61,7 @@ class Decided:
 
     @classmethod
     def of(cls, verdicts: npt.NDArray[np.int8]) -> Decided:
-        """Return ``verdicts`` as the verdicts of records that repeat no sighting."""
+        """Return an instance with these verdicts, in which no record repeats a sighting."""
         count = len(verdicts)
         return cls(verdicts, np.zeros(count, np.bool_), *(np.zeros(count, np.int64) for _ in range(4)))
 
@@ -74,7 +74,7 @@ class Decided:
 def judge_sorted(rows: SortedRows, rules: Rules, known: Mapping[int, Sightings]) -> Decided:
     """Return the verdicts of all rows; ``known`` contains the sightings from earlier jobs, by group.
 
-    Raises RecordFailed if a record meets a policy `fail`.
+    Raises RecordFailed if the policy `fail` applies to a record.
     """
     late = rows.times_ms < rows.stream_ms - rules.window.grace_ms
     decided = Decided.of(np.where(late, LATE, UNIQUE).astype(np.int8))
@@ -100,9 +100,10 @@ def judge_sorted(rows: SortedRows, rules: Rules, known: Mapping[int, Sightings])
 def _decide_plain_groups(
     rows: SortedRows, rules: Rules, starts: Integers, lengths: Integers, decided: Decided, seen_before: Booleans
 ) -> Booleans:
-    """Set the verdicts of all groups without earlier sightings in which every row is a duplicate of the first row.
+    """Set the verdicts of all groups without earlier sightings whose later rows are all duplicates of the first row.
 
-    There are none if duplicates extend sightings or payloads are compared. Returns which groups are still to be judged.
+    No such group is judged here if duplicates extend sightings or payloads are compared. Returns which of the groups
+    with several rows remain to be judged.
     """
     several: Booleans = lengths > 1
     window = rules.window
@@ -111,7 +112,7 @@ def _decide_plain_groups(
     first = np.repeat(starts, lengths)
     first_ms = rows.times_ms[first]
     near = np.abs(rows.times_ms - first_ms) < window.guard_ms
-    # The first row is near itself, and its verdict must be unique.
+    # The first row is within the guard period of itself, and its verdict must be unique.
     plain = near & (first_ms >= rows.stream_ms - window.retention_ms) & (decided.verdicts[first] == UNIQUE)
     easy = several & ~seen_before & np.logical_and.reduceat(plain, starts)
     repeats = np.flatnonzero(np.repeat(easy, lengths) & (np.arange(len(first)) != first))
@@ -142,7 +143,8 @@ def _judge_chunk(
     outcome = Outcome(judged_times_ms=times_ms)
     known = {b"%d" % group: each for group, each in earlier.items()}
     if names[0] in known:
-        # Otherwise, expired sightings would be examined again with each part of a long group.
+        # Expired sightings are dropped here, because they would otherwise be examined again with each part of a long
+        # group.
         oldest_ms = rules.window.oldest_live_ms(stream_times[0])
         live = tuple(seen for seen in known.pop(names[0]) if seen.last_ms >= oldest_ms)
         known |= {names[0]: live} if live else {}
@@ -161,14 +163,16 @@ def _judge_chunk(
 
 
 def _chunks(starts: Integers, lengths: Integers, marked: list[int]) -> Iterator[tuple[Integers, Integers]]:
-    """Yield the rows of the marked groups and the group of each row; combine short groups, and divide long ones."""
+    """Yield chunks of the rows of marked groups, with the group of each row; combine short groups, and divide long
+    groups.
+    """
     parts: list[tuple[int, int, int]] = []
     rows = 0
     for group, start, count in zip(marked, starts[marked].tolist(), lengths[marked].tolist(), strict=True):
         for done in range(0, count, _LONG_GROUP):
             parts.append((group, start + done, min(_LONG_GROUP, count - done)))
             rows += parts[-1][2]
-            # A chunk has only one part of a group.
+            # A chunk contains at most one part of each group.
             if count > _LONG_GROUP or rows >= _CHUNK_ROWS:
                 yield _rows_of(parts)
                 parts, rows = [], 0

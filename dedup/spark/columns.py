@@ -1,8 +1,8 @@
 """Converts Arrow columns of records into the worker's data structures, and the worker's results into Arrow columns.
 
-`feed_batches` turns rows of Spark's Kafka source into the batches that a task judges. `identified` adds tracking ID,
-event time, and fingerprint to a table. `identified` runs the code of `dedup.core.extract`, so the golden vectors in
-`tests/vectors/` also test `identified`.
+`feed_batches` turns rows of Spark's Kafka source into the batches that a task judges. `identified` adds columns with
+tracking ID, event time, and fingerprint to a table. `identified` runs the code of `dedup.core.extract`, so the golden
+vectors in `tests/vectors/` also test `identified`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ IDENTIFIED: Final = (
     StructField("dedup_kind", StringType()),
     StructField("dedup_detail", StringType()),
 )
-"""State key (null if there is a fault), event time (ms), eight bytes of the payload's digest (null unless the topology
-compares payloads), and for a fault its code, its kind (`dedup.core.extract.FaultKind`), and an explanation.
+"""The columns contain the state key (null if there is a fault), the event time in ms, eight bytes of the payload's
+digest (null unless the topology compares payloads), and, if there is a fault, its code, its kind
+(`dedup.core.extract.FaultKind`), and an explanation.
 """
 
 _REPLACEMENT: Final = "\ufffd"
 _US_PER_MS: Final = 1_000
 _BATCH_ROWS: Final = 4_000
-"""The maximum number of rows that one fetch of a worker returns, which is small enough for the processor's caches."""
+"""Maximum number of rows in a batch, which is the same as in a worker; the rows fit into the processor's caches."""
 
 
 def feeding_columns(rows: DataFrame) -> DataFrame:
@@ -56,7 +57,7 @@ def feeding_columns(rows: DataFrame) -> DataFrame:
 
 
 def feed_batches(arrow: Iterable[pa.RecordBatch]) -> Iterator[FeedBatch]:
-    """Yield the records of one feeding partition in log order; the caller must set `follows` of each batch.
+    """Yield the records of one feeding partition in log order; the caller must set the field `follows` of each batch.
 
     Raises InvariantBroken if a Spark partition contains more than one Kafka partition or its offsets are out of order.
     """
@@ -101,8 +102,8 @@ def binary_column(column: pa.Array) -> list[bytes | None]:
 def _headers_column(column: Any) -> tuple[list[list[Header]], list[int]]:  # noqa: ANN401  # pyarrow's has no useful type
     """Return the headers of each record in order, with an empty list for null, and the rows with an odd header name.
 
-    An odd name was not valid UTF-8, and Java put U+FFFD for the invalid bytes. The records of these rows become dead
-    letters, as in a worker, because their header names would otherwise change.
+    An odd name was not valid UTF-8, so Java replaced the invalid bytes with U+FFFD. The records of these rows become
+    dead letters, as in a worker, because their header names would otherwise change.
     """
     flat = column.flatten()
     if len(flat) == 0:
@@ -113,7 +114,7 @@ def _headers_column(column: Any) -> tuple[list[list[Header]], list[int]]:  # noq
     sizes = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     ends = np.cumsum(sizes).tolist()
     rows: list[list[Header]] = [pairs[end - size : end] for end, size in zip(ends, sizes.tolist(), strict=True)]
-    # One search in all names is faster than a search in each, and hardly ever finds an odd one.
+    # Searching all names at once is faster than searching each name, and odd names are rare.
     if not _is_odd(b"\n".join(names)):
         return rows, []
     odd = np.array([_is_odd(name) for name in names])
@@ -137,7 +138,7 @@ def content_digests(records: pa.RecordBatch) -> npt.NDArray[np.uint64]:
 
 def _digest(key: bytes | None, value: bytes | None, headers: list[Header], time_ms: int | None) -> bytes:
     parts = [key, value, *(part for name, content in headers for part in (name.encode(), content))]
-    # The lengths are included, because otherwise bytes that move from one part to the next would not change the digest.
+    # The lengths are included, because otherwise, moving bytes from one part to the next would not change the digest.
     lengths = ",".join("-" if part is None else str(len(part)) for part in parts)
     return blake2b(b"".join([f"{time_ms};{lengths};".encode(), *filter(None, parts)]), digest_size=16).digest()
 
@@ -164,7 +165,7 @@ def identified(df: DataFrame, topology: Topology) -> DataFrame:
 
 
 def extract_batch(extractor: Extractor, batch: pa.RecordBatch) -> Extracted:
-    """Return the result of the extractor for the Arrow columns `key`, `value`, `headers`, and `timestamp_ms`.
+    """Run the extractor on the Arrow columns `key`, `value`, `headers`, and `timestamp_ms`, and return its result.
 
     A row without a timestamp gets the timestamp -1, so it becomes a dead letter if the topology takes event time from
     the record's timestamp.

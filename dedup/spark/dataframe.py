@@ -1,4 +1,4 @@
-"""`dedup` and `unique`, which deduplicate a DataFrame in a notebook, with spark-submit, or through Spark Connect.
+"""Provides `dedup` and `unique`, which deduplicate a DataFrame in a notebook, with spark-submit, or over Spark Connect.
 
 Both functions only extend the DataFrame's plan: no job runs and no file is written until the result is used. `dedup`
 and `unique` use no JVM objects, so they also work in a Spark Connect session if dedup is installed where the executors
@@ -32,7 +32,7 @@ Spark's Kafka source gives them.
 """
 
 _ROW: Final = "dedup_row"
-"""The column that carries the input's own columns through the shuffle."""
+"""The column that carries the original columns of the input through the shuffle."""
 _ADDED: Final = {
     "dedup_verdict": "verdict",
     "dedup_reason": "reason",
@@ -45,7 +45,8 @@ _ADDED: Final = {
     "dedup_first_offset": "first_offset",
     "dedup_stream_time": "stream_time_ms",
 }
-"""Maps each column of the result to the column of `batch_verdicts.judged`; times in ms become timestamps."""
+"""Maps each added column to the column of `batch_verdicts.judged` that it is taken from; times in ms become timestamps.
+"""
 
 
 def dedup(
@@ -90,7 +91,7 @@ def unique(
 ) -> DataFrame:
     """Return the rows of ``df`` that a worker would forward to the output topic, with the columns of ``df``.
 
-    These rows are the first of each tracking ID within the guard period, and those that a policy of the topology
+    These rows are the first row of each tracking ID within the guard period, and the rows that a policy of the topology
     forwards. The parameters and errors are those of `dedup`.
     """
     rules = _rules(topology)
@@ -127,7 +128,9 @@ def _refuse_unfit(df: DataFrame, topology: Topology, shape: Shape, order: Order 
 
 
 def _without_columns(topology: Topology) -> Iterator[Problem]:
-    """Yield a problem for each setting of the topology that needs a part of a record that plain columns lack."""
+    """Yield a problem for each topology setting that needs a part of a record that a row of plain columns does not
+    have.
+    """
     lacks = 'which a row of columns does not have; give shape="kafka"'
     if isinstance(topology.tracking_id.rule, KeyRule | HeaderRule):
         yield Problem("tracking_id", f"is taken from the record's key or a header, {lacks}")

@@ -1,12 +1,12 @@
-"""Reads the log of a Delta table, and appends rows to the table in commits that are checked in the log afterwards.
+"""Reads the log of a Delta table, and appends rows to the table in commits that are then verified in the log.
 
 Theory of operation. An append names its application and a number (`txnAppId`, `txnVersion`). If two appends have the
 same number, Delta commits one of them, and refuses the other or silently drops it. Therefore, the log is read after
 each append. The append succeeded only if the log contains its metadata (`userMetadata`). A job writes everything that
 its next run needs into the metadata, because rows and metadata become visible together.
 
-The log's files are read one by one, newest first (see "Delta Log Entries" in Delta's protocol), because each
-`DESCRIBE HISTORY` runs a Spark job over all of them.
+The log's files are read one by one, newest first (see "Delta Log Entries" in Delta's protocol), because each `DESCRIBE
+HISTORY` runs a Spark job over all log files.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class TableCommit:
     """A commit in the log of a table."""
 
     def __init__(self, version: int, text: str) -> None:
-        """Read what the commit says about itself; ``text`` is its file, with one action per line."""
+        """Read the commit's metadata; ``text`` is the content of the commit's log file, with one action per line."""
         self.version: Final = version
-        # Not `splitlines`: a value may contain other line separators, such as U+2028, which JSON need not escape.
+        # `splitlines` would also split lines at other separators, such as U+2028, which JSON need not escape.
         self._lines: Final = [line for line in text.split("\n") if line]
         info: Mapping[str, Any] = next(filter(None, (each.get("commitInfo") for each in self.actions())), {})
         self.operation: Final = str(info.get("operation"))
@@ -43,7 +43,9 @@ class TableCommit:
         self.rows: Final = int((info.get("operationMetrics") or {}).get("numOutputRows") or 0)
 
     def actions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the actions of the commit; only those that are asked for are parsed, because there may be many."""
+        """Yield the actions of the commit; each action is parsed only when it is requested, because there may be many
+        actions.
+        """
         return map(json.loads, self._lines)
 
     def __str__(self) -> str:
@@ -52,29 +54,31 @@ class TableCommit:
 
     @property
     def named(self) -> Mapping[str, Any]:
-        """The metadata, if it is a JSON object with the member `dedup`; otherwise empty."""
+        """The metadata if it is a JSON object with the member `dedup`, and otherwise an empty object."""
         return metadata_object(self.metadata)
 
     @property
     def replaces(self) -> bool:
-        """Whether rows of the table may be gone after this commit, although the commits before are in the log."""
+        """Whether this commit may have removed rows that earlier commits in the log added."""
         mode = self.parameters.get("mode"), self.parameters.get("outputMode")
         return mode[0] == "Overwrite" or mode[1] == "Complete" or any(name in self.operation for name in _REPLACED)
 
     @property
     def restored_to(self) -> int | None:
-        """The version to which this commit restored the table; None if it restored none or restored by time."""
+        """The version to which this commit restored the table, or None if it restored no version or restored by
+        timestamp.
+        """
         version = self.parameters.get("version") if self.operation == "RESTORE" else None
         return None if version is None else int(version)
 
     def is_of(self, application: str, number: int) -> bool:
-        """Whether an append of this application with this number made the commit."""
+        """Return whether ``application`` made this commit as its append with this number."""
         found = filter(None, (each.get("txn") for each in self.actions()))
         return any((each.get("appId"), each.get("version")) == (application, number) for each in found)
 
 
 def metadata_object(metadata: str | None) -> Mapping[str, Any]:
-    """Return the metadata of a commit if it is a JSON object with the member `dedup`, and otherwise an empty one."""
+    """Return the metadata of a commit if it is a JSON object with the member `dedup`, and otherwise an empty object."""
     try:
         found = json.loads(metadata or "null")
     except ValueError:
@@ -83,7 +87,7 @@ def metadata_object(metadata: str | None) -> Mapping[str, Any]:
 
 
 class DeltaLog:
-    """The log of the Delta table at a path, which may not exist yet."""
+    """The log of the Delta table at a path; the table may not exist yet."""
 
     def __init__(self, spark: SparkSession, path: str) -> None:
         self.directory: Final = HadoopDirectory(spark, path)
@@ -95,7 +99,7 @@ class DeltaLog:
         self._log: Final = self.directory.at("_delta_log")
 
     def versions(self) -> list[int]:
-        """Return the versions in the log, in ascending order; an empty list if the table does not exist."""
+        """Return the versions in the log in ascending order, or an empty list if the table does not exist."""
         files = self.directory.files
         statuses = files.listStatus(self._log) if files.exists(self._log) else ()
         names = (status.getPath().getName() for status in statuses)
@@ -108,10 +112,10 @@ class DeltaLog:
     def commits(self, after: int = -1) -> Iterator[TableCommit]:
         """Yield the commits after a version, newest first.
 
-        With a version, the commits end before the first one that is missing from the log.
+        If ``after`` is given, only commits before the first version that is missing from the log are yielded.
         """
-        # With a version, the directory is not listed, because a table with a commit every few seconds has hundreds of
-        # thousands of files.
+        # If ``after`` is given, the directory is not listed, because a table with a commit every few seconds has
+        # hundreds of thousands of files.
         there = takewhile(lambda version: self.directory.files.exists(self._file(version)), count(after + 1))
         for version in reversed(self.versions() if after < 0 else list(there)):
             yield TableCommit(version, self.directory.read(self._file(version)))
@@ -132,10 +136,11 @@ class DeltaLog:
     ) -> list[TableCommit]:
         """Append the rows in one commit, and return all commits after version ``after``, including this one.
 
-        ``by`` names the columns that partition a new table. ``metadata`` must differ from that of any other append.
-        Version ``after`` must precede every commit that the application made with this number. Raises StateIncompatible
-        if another job has committed this number, with the text ``taken``, or if Delta dropped the append because the
-        table knows a later number.
+        ``by`` lists the columns by which a new table is partitioned. ``metadata`` must differ from that of any other
+        append. Version ``after`` must precede every commit that the application made with this number. Raises
+        StateIncompatible with the text ``taken`` if another job has committed this number. Also raises
+        StateIncompatible if Delta dropped the append because the table has a commit with a later number, or if the log
+        no longer shows whether the append was committed.
         """
         writer = rows.write.format("delta").mode("append").partitionBy(*by).option("userMetadata", metadata)
         failed: Exception | None = None

@@ -37,15 +37,15 @@ from dedup.spark.map_side import OffsetRuns
 from dedup.spark.rows import ARROW_RECORDS, COORDINATES, RECORDS, as_records
 
 FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
-"""In ``json``, each line is an event. In ``json-records``, each line is a row with the columns of `rows.RECORDS` as
-text. ``table`` is a table in one of Spark's catalogs, given by its name.
+"""With ``json``, each line of a file is an event. With ``json-records``, each line is a row with the columns of
+`rows.RECORDS` as text. ``table`` is a table in one of Spark's catalogs, given by its name.
 """
 
 LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
 _FOOTERS_AT_ONCE: Final = 8
 
 _SHOWN: Final = 200
-"""Number of characters shown of a refused line."""
+"""Maximum number of characters of a refused line that an error message shows."""
 _MS_LENGTH: Final = len("2024-01-01T00:00:00.000")
 _JSON_RECORD: Final = (
     "key string, value string, headers array<struct<key:string,value:string>>, timestamp_ms bigint, topic string, "
@@ -59,10 +59,12 @@ _CAST: Final[Mapping[str, tuple[pa.DataType, ...]]] = {
     "partition": (pa.int16(), pa.int8()),
     "offset": (pa.int32(),),
 }
-"""Types that Arrow may cast to those of `rows.RECORDS`."""
+"""The types that Arrow may cast to the types of `rows.RECORDS`."""
 _COUNTED: Final = dict.fromkeys(("first", "last", "placed", "rows"), pa.int64())
 _FOUND: Final = pa.schema({"topic": pa.string(), "partition": pa.int32(), **_COUNTED})
-"""Bounds of the offsets, and the number of rows with and without an offset, for each topic and partition."""
+"""For each topic and partition, the bounds of the offsets, the number of rows with an offset, and the number of all
+rows.
+"""
 _BATCH_ROWS: Final = 8_192
 _TASK_BYTES: Final = 128 << 20
 _TASKS_PER_CORE: Final = 4
@@ -79,7 +81,9 @@ class InputSplits:
     frame: DataFrame
     """A row (`file`, `row_group`) for each row group, in as many Spark partitions as there should be tasks."""
     columns: tuple[str, ...]
-    """The columns of `rows.RECORDS` that the files have; the others are null, and headers are empty."""
+    """The columns of `rows.RECORDS` that the files have; of the missing columns, headers are empty, and the rest are
+    null.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,25 +91,25 @@ class History:
     """Records to judge, and what is known about their order."""
 
     records: DataFrame
-    """`rows.RECORDS`, and the columns in the paths of files, if they have any."""
+    """Rows with the columns of `rows.RECORDS`, and with any columns that file paths contain."""
     placed: bool
     """Whether rows have Kafka coordinates."""
     contiguous: bool
-    """Whether Spark reads them in log order without a sort; see `batch_verdicts.judged`."""
+    """Whether Spark reads the records in log order without a sort; see `batch_verdicts.judged`."""
     identity: str
     """Identifies the input; the same input has the same identity."""
     place: str
     """The origin of the records, for messages."""
     feeds: tuple[Feed, ...] = ()
-    """For the repartition topic, every source partition that feeds it."""
+    """All source partitions if the records come from the repartition topic, and otherwise nothing."""
     size_bytes: int | None = None
-    """The approximate size; None if it is not known."""
+    """The approximate size, or None if the size is not known."""
     countable: bool = False
-    """Whether it is cheap to count the records, and the number is always the same."""
+    """Whether counting the records is cheap and always gives the same number."""
     pieces: InputSplits | None = None
     """The same records as row groups, if tasks can read the files themselves; otherwise None."""
     bounds: tuple[PartitionBounds, ...] = ()
-    """The Kafka partitions of the records, if they were determined."""
+    """The bounds of the records in each Kafka partition, if they were determined."""
     events: StructType | None = None
     """The columns of the input, if each row is an event."""
 
@@ -120,13 +124,13 @@ def read_files(
 ) -> History:
     """Return the records in files, directories, or tables.
 
-    A directory may be that of a run of `backfill`, or a directory inside a run, even if the run was published by a
-    manifest (`manifest.files_of_runs`). A Delta or Iceberg table is read at the version that is the latest at the time
-    of the call, even if someone writes to the table in the meantime. With ``rows_are_events``, each row of the table is
-    an event, as JSON without its null columns, and the table needs no column `value`. If the paths are files, ``base``
-    is the directory whose subdirectories are columns (`day=2026-01-31/`). Raises SettingsError, which lists every file
-    that is damaged or has a different schema from the first file. Raises TopologyError for columns that are missing or
-    have the wrong type.
+    A path may be the directory of a `backfill` run or a directory inside it, even if a manifest published the run
+    (`manifest.files_of_runs`). A Delta or Iceberg table is read at the version that is the latest at the time of the
+    call, even if someone writes to the table in the meantime. If ``rows_are_events`` is true, each row of the table
+    becomes an event (JSON without the null columns), and the table needs no column `value`. If the paths are files,
+    ``base`` is the directory whose subdirectories are columns (`day=2026-01-31/`). Raises SettingsError with a list of
+    all files that are damaged or whose schema differs from that of the first file. Raises TopologyError for columns
+    that are missing or have the wrong type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
@@ -236,7 +240,7 @@ def _version(spark: SparkSession, name: str, table_id: str, version: int, of_pat
 
 
 def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None) -> _Input:
-    """Return the files as a table. Raises SettingsError for paths with a column (``topic=a/``) that lines have too."""
+    """Return the files as a table. Raises SettingsError if paths and lines have a common column, as in ``topic=a/``."""
     reader = spark.read.options(**LOSSLESS)
     if base is not None:
         reader = reader.option("basePath", base)
@@ -257,8 +261,9 @@ def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, 
 
 
 def _columns_of_files(spark: SparkSession, files: Sequence[str]) -> Collection[str]:
-    """Return the columns of the Parquet files. Raises SettingsError unless all files have the columns of the first."""
-    # Spark would fill in nulls for a column that a file lacks, and a null is a tombstone or a missing time.
+    """Return the columns of the Parquet files. Raises SettingsError unless all files have the same columns."""
+    # Spark would fill in nulls for a column that a file lacks, and a null would be read as a tombstone or a missing
+    # time.
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         found = list(pool.map(partial(_footer, spark), files))
     problems = [each for each in found if isinstance(each, Problem)]
@@ -277,7 +282,7 @@ def _columns_of_files(spark: SparkSession, files: Sequence[str]) -> Collection[s
 
 
 def _footer(spark: SparkSession, file: str) -> dict[str, str] | Problem:
-    """Return the columns of a Parquet file with their types, or why they cannot be read."""
+    """Return the columns of a Parquet file with their types, or the reason why the file cannot be read."""
     jvm: Any = spark._jvm  # noqa: SLF001 - the only way to Hadoop's file systems
     conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
     reader: Any = None
@@ -302,7 +307,7 @@ def _of_files(table: DataFrame, of_path: list[str]) -> _Input:
     conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
     digest, size_bytes = blake2b(digest_size=16), 0
     for file in sorted(table.inputFiles()):
-        # Names of Delta files are not URL-encoded; those of other tables are.
+        # The names of Delta files are not URL-encoded, but the names of other tables' files are.
         path = jvm.org.apache.hadoop.fs.Path(jvm.java.net.URI(file.replace(" ", "%20")))
         status = path.getFileSystem(conf).getFileStatus(path)
         digest.update(f"{file} {status.getLen()} {status.getModificationTime()}\n".encode())
@@ -313,7 +318,8 @@ def _of_files(table: DataFrame, of_path: list[str]) -> _Input:
 def _log_order(
     records: DataFrame, place: str, splits: InputSplits | None
 ) -> tuple[bool, bool, tuple[PartitionBounds, ...]]:
-    """Return whether the rows have coordinates, whether Spark reads them in log order without a sort, and their bounds.
+    """Return whether rows have coordinates, whether Spark reads them in log order without a sort, and their offset
+    bounds.
 
     The rows are in log order if each Spark partition has ascending offsets and no two Spark partitions overlap; the job
     checks the order again while it runs. Raises SettingsError if only some rows have coordinates.
@@ -346,9 +352,10 @@ def _united(parts: Sequence[pa.Table]) -> pa.Table:
 
 
 def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-    """Yield one row with a report as JSON: the rows of `_FOUND`, and the offset runs with their topics and bounds.
+    """Yield one row with a JSON report, which contains the rows of `_FOUND`, and the offset runs with topics and
+    bounds.
 
-    There are no offset runs (null) if rows lack coordinates or are not in log order.
+    The offset runs in the report are null if rows lack coordinates or are not in log order.
     """
     runs = OffsetRuns()
     topics: list[str] = []
@@ -374,9 +381,11 @@ def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
 
 
 def _json_row() -> Column:
-    """Return the columns of a record, as text, that are parsed from a line of `json-records` in the column `value`.
+    """Return the columns of a record as strings, which Spark parses from a line of `json-records` in the column
+    `value`.
 
-    The job fails at a line without `value`, which would become a tombstone, or with an unknown (misspelled) member.
+    The job fails if a line lacks the member `value`, because it would become a tombstone, or has an unknown
+    (misspelled) member.
     """
     members = F.json_object_keys("value")
     unknown = F.array_except(members, F.array(*map(F.lit, RECORDS.fieldNames())))
@@ -389,7 +398,7 @@ def _json_row() -> Column:
 
 
 def as_events(table: DataFrame) -> Column:
-    """Return each row as JSON without its null columns, as bytes.
+    """Return each row as JSON bytes, without its null columns.
 
     A time with a higher precision than milliseconds keeps all its digits. By default, Spark would cut off the
     additional digits, so two different events could become equal.
@@ -399,7 +408,7 @@ def as_events(table: DataFrame) -> Column:
 
 
 def _exact(column: Column, kind: DataType) -> Column:
-    """Return a column with times as text in Spark's own format, with more digits where milliseconds are not exact."""
+    """Return a column with times as strings in Spark's format, with more digits if milliseconds are not exact."""
     match kind:
         case TimestampType():
             return F.concat(_time(column), F.date_format(column, "XXX"))
@@ -451,9 +460,9 @@ def _input_splits(table: DataFrame) -> InputSplits | None:
 def read_splits(
     columns: Sequence[str], splits: Iterable[pa.RecordBatch], wanted: Sequence[str] = tuple(RECORDS.names)
 ) -> Batches:
-    """Yield the ``wanted`` columns of row groups, given as rows of `InputSplits.frame`; the files have ``columns``.
+    """Yield the ``wanted`` columns of the row groups in ``splits``, which has the columns of `InputSplits.frame`.
 
-    Raises DamagedFile if a file cannot be read.
+    ``columns`` lists the columns that the files have. Raises DamagedFile if a file cannot be read.
     """
     there = [name for name in wanted if name in columns]
     for split in (split for batch in splits for split in batch.to_pylist()):

@@ -1,4 +1,4 @@
-"""Reads the snapshots of an Iceberg table, and appends rows in commits that two jobs cannot both make.
+"""Reads the history of an Iceberg table, and appends rows in such a way that only one of two competing jobs can commit.
 
 Theory of operation. Iceberg has no transaction IDs: it would accept the appends of two jobs, one after the other.
 Therefore, an append is written to a branch that begins at the snapshot that the job has examined, and `main` is then
@@ -35,7 +35,7 @@ _APPLICATION: Final = "dedup-application"
 _NUMBER: Final = "dedup-number"
 _METADATA: Final = "dedup"
 _ATTEMPTS: Final = 5
-"""An append begins again this many times if other jobs, such as a compaction, commit in the meantime."""
+"""Maximum number of attempts to append while other jobs, such as a compaction, commit in the meantime."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class SnapshotCommit:
 
     @property
     def metadata(self) -> str | None:
-        """What the append gave as its metadata; None for commits of others."""
+        """The metadata that `append` stored, or None if `append` did not make the commit."""
         return self.summary.get(_METADATA)
 
     @property
     def named(self) -> Mapping[str, Any]:
-        """The metadata, if it is a JSON object with the member `dedup`; otherwise empty."""
+        """The metadata if it is a JSON object with the member `dedup`, and otherwise an empty object."""
         return metadata_object(self.metadata)
 
     @property
@@ -72,12 +72,12 @@ class SnapshotCommit:
         return int(self.summary.get("deleted-records", 0)) > 0 and int(self.summary["total-records"]) == self.rows
 
     def is_of(self, application: str, number: int) -> bool:
-        """Whether an append of this application with this number made the commit."""
+        """Return whether ``application`` made this commit as its append with this number."""
         return (self.summary.get(_APPLICATION), self.summary.get(_NUMBER)) == (application, str(number))
 
 
 class IcebergLog:
-    """The history of the branch `main` of an Iceberg table, which may not exist yet."""
+    """The history of the branch `main` of an Iceberg table; the table may not exist yet."""
 
     def __init__(self, spark: SparkSession, name: str) -> None:
         self._spark: Final = spark
@@ -105,7 +105,7 @@ class IcebergLog:
             snapshot = None if parent is None else table.snapshot(parent)
 
     def _loaded(self) -> Any:  # noqa: ANN401 - a table of Iceberg's Java library; Spark has no SQL for its snapshots
-        """Return the table as it is now, or None if it does not exist.
+        """Return the current state of the table, or None if the table does not exist.
 
         Raises StateIncompatible if the table has Iceberg's format version 1.
         """
@@ -133,9 +133,9 @@ class IcebergLog:
     ) -> list[SnapshotCommit]:
         """Append the rows in one commit, and return all commits after version ``after``, including this one.
 
-        ``metadata`` must differ from that of any other append. Raises StateIncompatible if the application has
-        committed after version ``after``, with the text ``taken``, or if the table no longer contains this version, and
-        BrokerUnavailable if other jobs have committed during each of several attempts.
+        ``metadata`` must differ from that of any other append. Raises StateIncompatible with the text ``taken`` if the
+        application has committed after version ``after``, StateIncompatible if the table no longer contains this
+        version, and BrokerUnavailable if other jobs have committed during each of several attempts.
         """
         properties = {_APPLICATION: application, _NUMBER: str(number), _METADATA: metadata}
         failed: Exception | None = None
@@ -163,7 +163,7 @@ class IcebergLog:
         ) from failed
 
     def _begin(self, rows: DataFrame) -> None:
-        """Make the table if it does not exist, and its first snapshot, because a branch begins at a snapshot."""
+        """Create the table if necessary, and its first snapshot, because a branch must begin at a snapshot."""
         nothing = rows.limit(0)
         if self._loaded() is None:
             made = nothing.writeTo(self.table).using("iceberg")
@@ -179,13 +179,15 @@ class IcebergLog:
             nothing.writeTo(self.table).append()
 
     def _commit(self, rows: DataFrame, properties: Mapping[str, str], head: SnapshotCommit) -> Exception | None:
-        """Append the rows after ``head``, and return the error if there was one; the history shows what happened."""
+        """Append the rows after ``head``, and return the error, if any; only the history shows whether the append
+        succeeded.
+        """
         table = self._loaded()
         branch = f"dedup_{uuid.uuid4().hex}"
         try:
             refs = table.manageSnapshots()
             for name, ref in dict(table.refs()).items():
-                # An append left it that was killed, or one that is not done yet and must begin again.
+                # The branch belongs to an append that was killed, or to one that is still running and must begin again.
                 if _BRANCH.fullmatch(name) and ref.isBranch():
                     refs = refs.removeBranch(name)
             refs.createBranch(branch, head.snapshot_id).commit()

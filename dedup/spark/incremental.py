@@ -6,17 +6,17 @@ new input. For rows with coordinates, all runs together give the same verdicts a
 
 A run has a single commit point, the commit of the output table. A run writes three things in this order:
 
-* First, the run writes its *intent*, which says which input it reads and by which clock time it judges. If the run is
-  killed, the next attempt uses the same intent, so it judges the same rows in the same way even if the input has grown.
-  The next attempt makes a new intent only if the input of the old intent is gone or the topology has changed. Nothing
-  was published under the old intent.
-* Second, the run writes its *state*, in files that are named after the attempt and to which nothing refers yet.
+* First, the run writes its *intent*, which names the input that the run reads and the clock time that the run uses. If
+  the run is killed, the next attempt uses the same intent, so it judges the same rows in the same way even if the input
+  has grown. The next attempt writes a new intent only if the input of the old intent is gone or the topology has
+  changed; nothing was published under the old intent.
+* Second, the run writes its *state* to files that are named after the attempt and that nothing refers to yet.
 * Third, the run appends the verdicts in one commit of the table, whose metadata names the run and the attempt. The
   state of the attempt that the commit names is the state of the table; the state of any other attempt is never read.
 
-Delta ties the commit to the run's number (`txnAppId`, `txnVersion`). If two runs continue from the same run, one
-commits, and Delta refuses the commit of the other or silently drops it. Therefore, a run reads the table's history
-after its commit, and raises StateIncompatible if its attempt is not in the history.
+Delta ties the commit to the run's number (`txnAppId`, `txnVersion`). If two runs continue from the same earlier run,
+one of them commits, and Delta refuses the commit of the other or silently drops it. Therefore, a run reads the table's
+history after its commit, and raises StateIncompatible if its attempt is not in the history.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from dedup.spark.sightings import LAYER, PACKED_AT_ONCE, Layer
 from dedup.topology.model import Topology
 
 _STATE: Final = "_dedup"
-"""The directory of the state, inside the table's directory. Delta ignores names that begin with an underscore, and
-`VACUUM` keeps them.
+"""The directory of the state, inside the table's directory. Delta ignores directories whose names begin with an
+underscore, and `VACUUM` keeps these directories.
 """
 _MOST_LAYERS: Final = 16
 _FEW_SIGHTINGS: Final = 100_000
 _SIGHTING_BYTES: Final = 16
-"""Bytes of input that are assumed for a sighting, which costs a reduce task a quarter of what a record costs."""
+"""The number of input bytes that a sighting counts as; for a reduce task, it is a quarter as expensive as a record."""
 _HARMLESS: Final = frozenset(
     {"OPTIMIZE", "REORG", "VACUUM START", "VACUUM END", "SET TBLPROPERTIES", "UNSET TBLPROPERTIES", "COMPUTE STATS"}
 )
-"""Operations of Delta that change no row."""
+"""Delta operations that change no rows."""
 
 
 class Attempt(NamedTuple):
-    """One attempt of a run; the table's history names those that were committed."""
+    """One attempt of a run; the table's history names the attempts that were committed."""
 
     run: int = 0
     """The number of the run; 0 before the first run."""
@@ -71,7 +71,7 @@ class Attempt(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The attempt's name in the directory of the state."""
+        """The name of the attempt's files in the directory of the state."""
         return f"{self.run:08}-{self.attempt}"
 
 
@@ -80,15 +80,15 @@ class RunState:
     """The state that a run saved for the next run."""
 
     identity: str = ""
-    """Everything in the topology on which sightings depend."""
+    """All parts of the topology that determine its sightings."""
     mode: str = ""
     position: Mapping[str, Any] = field(default_factory=dict)
-    """How far the input was read; see `incremental_input`."""
+    """The position that the runs have reached in their input; see `incremental_input`."""
     id_types: Mapping[str, str] = field(default_factory=dict)
-    """The types of the columns from which the tracking ID is read, if rows are events."""
+    """The types of the columns that contain the tracking ID, if rows are events."""
     ends: LogEnds = field(default_factory=dict)
     layers: Sequence[Layer] = ()
-    """The layers of sightings that together are the state, the oldest first."""
+    """The layers that together contain all sightings of the state, oldest first; see `sightings`."""
 
     def live_layers(self, retention_ms: int) -> list[Layer]:
         """Return the layers that may contain sightings that have not expired."""
@@ -98,13 +98,13 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """The input that a run is about to judge, and the clock time by which it judges."""
+    """The input that a run is about to judge, and the clock time that the run uses."""
 
     run: int
     identity: str
     now_ms: int
     pinned: Mapping[str, Any]
-    """The input; see `incremental_input`."""
+    """A description of the input; see `incremental_input`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +119,10 @@ class IncrementalReport:
     """The clock time that decided which event times were in the future."""
     order: str
     sightings: int
-    """The number of sightings kept for the next run, some of which may have expired."""
+    """The number of sightings that are kept for the next run; some of these sightings may have expired."""
     seconds: float
     fresh: bool = True
-    """False if there was no new input, so that nothing was written; ``run`` is then the last run."""
+    """False if nothing was written because there was no new input; ``run`` is then the last run."""
 
 
 def incremental(
@@ -133,18 +133,19 @@ def incremental(
     now_ms: int | None = None,
     say: Callable[[str], None] = print,
 ) -> IncrementalReport:
-    """Judge what is new in ``source`` since the last run, and append the verdicts to the Delta table at ``out``.
+    """Judge the records that are new in ``source`` since the last run, and append the verdicts to the Delta table at
+    ``out``.
 
-    The table has the columns of `batch_verdicts.judged` and the column `run`, the number of the run, and is partitioned
-    by verdict. ``now_ms`` is the clock time that decides which event times are in the future (by default, now). Rows
-    with coordinates are judged in the order of offsets; all runs together then give the verdicts of a single run over
-    all input. Rows without coordinates are judged run by run, and in the order of event times within a run. From the
-    second run on, a row without coordinates is late if it is behind stream time by more than the grace period and its
+    The table has the columns of `batch_verdicts.judged` and the column `run` (the number of the run), and is
+    partitioned by verdict. ``now_ms`` is the clock time that decides which event times are in the future (by default,
+    now). Rows with coordinates are judged in the order of offsets; all runs together then give the verdicts of a single
+    run over all input. Rows without coordinates are judged run by run, and in the order of event times within a run.
+    From the second run on, a row without coordinates is late if it is behind stream time by more than the grace and its
     ID is not known. In the following cases, the function publishes nothing and raises
 
     * StateIncompatible if someone else changed the table, the table belongs to another topology, another run committed
-      in the meantime, a file of the input was replaced, the type of an ID column changed, offsets were judged before,
-      or rows have coordinates although the topology repartitions,
+      in the meantime, a file of the input was replaced, the type of an ID column changed, the input contains offsets
+      that were already judged, or rows have coordinates although the topology repartitions,
     * the other errors that `backfill.backfill` lists.
     """
     began_s = time.monotonic()
@@ -187,7 +188,7 @@ def store_warning(path: str, log_store: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One attempt of a run, and what it continues."""
+    """One attempt of a run, with the state of the previous run."""
 
     source: GrowingInput
     topology: Topology
@@ -248,7 +249,7 @@ class _Run:
                 f"log, whose order no run can know before the next run's input is there: judge all of it at once with "
                 f"`dedup spark backfill`, or leave out the columns topic, partition and offset."
             )
-        # An empty input does not show whether its rows have coordinates.
+        # An empty input does not show whether rows of this input would have coordinates.
         if not empty and self.state.mode not in {"", mode}:
             names = {"direct": "with topic, partition and offset", "event_time": "without topic, partition and offset"}
             raise StateIncompatible(
@@ -276,10 +277,11 @@ class _Run:
         return rows
 
     def _leave(self, verdicts: Judging, known: Sequence[Layer]) -> tuple[list[Layer], dict[str, int], LogEnds]:
-        """Write the sightings, and return the layers of the state, the number of rows by verdict, and the ends."""
+        """Write the sightings, and return the state's layers, the number of rows by verdict, and each log's end."""
         older = [layer.rows for layer in known]
         whole = len(older) >= _MOST_LAYERS or sum(older[1:]) > max([_FEW_SIGHTINGS, *older[:1]])
-        # The session's setting is not used, because another run in the same session may have changed it.
+        # The session's number of shuffle partitions is not used, because another run in the same session may have
+        # changed it.
         reducers = verdicts.reducers
         split = -(-sum(older) // (reducers * PACKED_AT_ONCE)) if whole else 1
         buckets = reducers << max(0, split - 1).bit_length()
@@ -302,7 +304,7 @@ class _Run:
 
 
 class OutputTable:
-    """The Delta table of verdicts, and the state of its runs in the directory `_dedup` inside it."""
+    """The Delta table of verdicts, with the state of its runs in the subdirectory `_dedup`."""
 
     def __init__(self, spark: SparkSession, out: str) -> None:
         self._spark: Final = spark
@@ -311,14 +313,14 @@ class OutputTable:
         self._files: Final = self._root.files
         self.path: Final = self._log.path
         self._newest = -1
-        """The table's version when it was looked at."""
+        """The latest version of the table when `last_run` read the log."""
 
     def state_path(self, name: str) -> str:
         """Return the path of a file or directory of the state."""
         return f"{self.path}/{_STATE}/{name}"
 
     def last_run(self) -> Attempt:
-        """Return the last attempt that was committed, or that of run 0 if the table does not exist.
+        """Return the last committed attempt, or an attempt of run 0 if the table does not exist.
 
         Raises StateIncompatible if someone else has changed rows of the table since that run.
         """
@@ -345,7 +347,7 @@ class OutputTable:
                 raise StateIncompatible(self._changed_text(commit))
             at = commit.version - 1 if restored is None else restored
         if self._newest < 0:
-            # A first run that was killed has left its state, and perhaps a part of the table.
+            # If the first run was killed, it has left its state behind, and perhaps a part of the table.
             names = self._names(self._root.path)
             begun = _STATE in names
             ours = {name for name in names if begun and (name in {_STATE, "_delta_log"} or name.startswith("verdict="))}
@@ -381,7 +383,7 @@ class OutputTable:
     def state_of(self, last: Attempt, identity: str) -> RunState:
         """Return the state that the last run saved, or an empty state before the first run.
 
-        Raises StateIncompatible if ``identity`` is not that of the topology of the earlier runs.
+        Raises StateIncompatible if ``identity`` differs from the identity that the earlier runs saved.
         """
         if last.run == 0:
             return RunState()
@@ -403,7 +405,7 @@ class OutputTable:
         return state
 
     def intent_after(self, last: Attempt, identity: str) -> Intent | None:
-        """Return the intent of a killed run after ``last``, or None if there is none or the topology has changed."""
+        """Return the intent of a killed run after ``last``, or None if none exists or the topology has changed."""
         place = self._at(f"runs/{last.run + 1:08}.json")
         if not self._files.exists(place):
             return None
@@ -466,12 +468,12 @@ class OutputTable:
 
 
 def _run_in(name: str) -> float:
-    """Return the number at the beginning of a file's name; infinity without one."""
+    """Return the number at the beginning of a file name, or infinity if there is no number."""
     return int(name[:8]) if name[:8].isdecimal() else inf
 
 
 def _named(commit: TableCommit) -> Attempt | None:
-    """Return the attempt that a commit names."""
+    """Return the attempt that a commit names, or None if the commit names no attempt."""
     try:
         named = commit.named["dedup"]
         return Attempt(named["run"], named["attempt"])

@@ -1,6 +1,7 @@
-"""Finds what is new in a growing input: files of a directory, versions of a Delta table, or rows of a DataFrame.
+"""Finds what is new in an input: the new files of a directory, the new versions of a Delta table, or a DataFrame's
+rows.
 
-Before a run reads its input, it *pins* the input: it stores a description as JSON, so that another attempt reads the
+Each run *pins* its input before reading the input: the run stores a JSON description, so that another attempt reads the
 same input. The *position*, which is also JSON, says how far all runs together have read. Each kind of input has its own
 member in the position, so one output table can be filled from several kinds of input.
 """
@@ -51,7 +52,10 @@ class NewFiles:
         return ", ".join(self.paths)
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return the files that no run has read, or None. Raises StateIncompatible if one that was read has changed."""
+        """Return the files that no run has read, or None if there are none.
+
+        Raises StateIncompatible if a file that an earlier run read has changed.
+        """
         read = position.get("files", {})
         found = self._statuses(self.paths)
         replaced = sorted(name for name in found.keys() & read.keys() if found[name] != read[name])
@@ -78,7 +82,7 @@ class NewFiles:
         """Return the records of the pinned files."""
         base = None
         if len(self.paths) == 1:
-            # The subdirectories of a single directory are columns (`day=2026-01-31/`).
+            # If the input is a single directory, its subdirectories (such as `day=2026-01-31/`) are columns.
             directory = HadoopDirectory(self.spark, self.paths[0])
             base = directory.absolute if directory.files.isDirectory(directory.path) else None
         files = list(pinned["files"])
@@ -99,7 +103,7 @@ class NewFiles:
             )
 
     def position(self, pinned: Pinned, before: Pinned) -> Pinned:
-        """Return the position with the pinned files added to the files that were read before."""
+        """Return the position ``before`` with the pinned files added to the files that earlier runs have read."""
         return {**before, "files": {**before.get("files", {}), **pinned["files"]}}
 
     def _statuses(self, paths: Sequence[str]) -> dict[str, list[int]]:
@@ -123,7 +127,10 @@ class NewVersions:
     rows_are_events: bool = False
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return a range of new versions, or None. Raises StateIncompatible if one of them deleted rows."""
+        """Return the range of new versions, or None if they appended no rows.
+
+        Raises StateIncompatible if a new version changed or deleted rows, or if the table was created again.
+        """
         table, log = self._detail()["id"], self._log()
         newest = max(log.versions(), default=-1)
         if newest < 0:
@@ -178,8 +185,8 @@ class NewVersions:
             ) from error
 
     def _appended(self, pinned: Pinned) -> list[str]:
-        """Return the files that the pinned versions appended."""
-        # Texts of commits, not parsed: a commit may have added hundreds of thousands of files.
+        """Return the files that the pinned versions added."""
+        # The list contains commits as unparsed text, because a commit may have added hundreds of thousands of files.
         commits = list(self._log().commits(pinned["after"]))
         lost = pinned["after"] + 1 + len(commits)
         if lost <= pinned["until"]:
@@ -193,7 +200,7 @@ class NewVersions:
         for commit in reversed(commits):
             if commit.version > pinned["until"]:
                 break
-            # `OPTIMIZE` adds and removes files without a change of data.
+            # `OPTIMIZE` also adds and removes files, but does not change the data.
             if any(_changes(each, "remove") for each in commit.actions()):
                 raise StateIncompatible(
                     f"{self.place}: version {commit.version} ({commit.operation}) changed or deleted rows that earlier "
@@ -217,7 +224,7 @@ class NewVersions:
 
 @dataclass(frozen=True)
 class NewRows:
-    """The rows of a DataFrame, all of which are new.
+    """The rows of a DataFrame, which are all new.
 
     The columns are those of `rows.RECORDS`, or any columns if each row is an event. The rows of the last run are
     recognized by their number and digest, so a run may be repeated.
@@ -233,7 +240,9 @@ class NewRows:
         return self.frame.sparkSession
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return the number and digest of the rows, or None if there are no rows or the last run has judged them."""
+        """Return the number and digest of the rows, or None if there are no rows or the last run has already judged the
+        rows.
+        """
         found = {"rows": self._history().identity}
         return None if self.frame.isEmpty() or position.get("rows") == found["rows"] else found
 
@@ -259,7 +268,7 @@ class NewRows:
 
 
 GrowingInput = NewFiles | NewVersions | NewRows
-"""An input of which each run reads only what is new since the position that the last run left."""
+"""A type of input that each run reads from the position where the last run stopped."""
 
 
 def _changes(action: Mapping[str, Any], kind: Literal["add", "remove"]) -> bool:

@@ -1,6 +1,6 @@
-"""Kafka as a source for Spark jobs: the options for reaching the cluster, and ranges of offsets as records to judge.
+"""Builds the Kafka options that Spark jobs need to reach the cluster, and reads ranges of offsets as records to judge.
 
-A range of offsets is read completely, or it is refused with an error that names the offsets that retention deleted.
+A range of offsets is either read completely or refused with an error that names the offsets that retention deleted.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dedup.topology.model import Topology
 from dedup.verify.kafka_reader import Bounds, KafkaReader
 
 Start = Literal["whole", "earliest"] | int
-"""``whole`` begins at offset 0, and is refused if retention deleted records; ``earliest`` begins at the first record
-that is left; a number is a time in ms.
+"""``whole`` begins at offset 0 and is refused if retention deleted records, ``earliest`` begins at the first record
+that still exists, and a number is a time in ms.
 """
 Until = Literal["now"] | int
 Ranges = Mapping[str, Mapping[int, tuple[int, int]]]
-"""By topic and partition, the offset to begin with, and the one after the last."""
+"""Maps a topic and a partition to the first offset to read and the offset after the last one to read."""
 
 _SHOWN: Final = 5
 _LOGIN: Final[Mapping[str, str]] = {
@@ -156,7 +156,7 @@ def feeds_of(topology: Topology, counts: Mapping[str, int]) -> tuple[Feed, ...]:
 
 
 def read_range(spark: SparkSession, settings: Settings, ranges: Ranges, **options: str) -> DataFrame:
-    """Return the committed records of these offsets, as Spark's Kafka source has them."""
+    """Return the committed records in these ranges of offsets, with the columns of Spark's Kafka source."""
     begins, ends = ({name: {at: each[i] for at, each in part.items()} for name, part in ranges.items()} for i in (0, 1))
     given = {
         **kafka_options(settings),
@@ -169,8 +169,8 @@ def read_range(spark: SparkSession, settings: Settings, ranges: Ranges, **option
 
 
 def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges) -> History:
-    """Return the committed records of these offsets."""
-    # Several tasks read one partition; `map_side.OffsetRuns` restores the order.
+    """Return the committed records in these ranges of offsets as a history."""
+    # Several tasks may read one partition, because `map_side.OffsetRuns` tracks the order of the offsets.
     table = read_range(spark, settings, ranges, minPartitions=str(spark.sparkContext.defaultParallelism * 2))
     named = {f"{topic}/{at}": list(each) for topic, part in ranges.items() for at, each in part.items()}
     return History(
@@ -184,6 +184,6 @@ def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges) ->
 
 
 def offsets_at(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], time_ms: int) -> dict[int, int]:
-    """Return, by partition, the offset of the first record at or after a time, or the end if there is none."""
+    """Return, by partition, the offset of the first record at or after a time, or the end if none exists."""
     found = {partition: reader.offset_for_time(topic, partition, time_ms) for partition in bounds}
     return {partition: bounds[partition].high if at is None else at for partition, at in found.items()}

@@ -1,8 +1,8 @@
 """Sorts records into the order of their logs, with one shuffle of packed rows.
 
 The offsets of all Kafka partitions are divided into ranges with about the same number of rows, and each task receives
-the rows of one range. The task sorts only the coordinates of its rows in memory. The task then reads the rows
-themselves in that order, part by part, so that it never needs all of them in memory.
+the rows of one range. The task sorts only the coordinates of its rows in memory. The task then reads the complete rows
+in sorted order, part by part, so that it never needs all of them in memory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dedup.spark.map_side import Packer, ReceivedRows
 from dedup.spark.rows import COORDINATES
 
 _PART_BYTES: Final = 256 << 20
-"""Size of the part of its rows that a task sorts in memory at a time."""
+"""Approximate size of the rows that a task sorts in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionBounds:
-    """The range of offsets and the number of rows that an input contains of one Kafka partition."""
+    """The range of offsets and the number of rows of one Kafka partition in an input."""
 
     topic: str
     partition: int
@@ -36,15 +36,15 @@ class PartitionBounds:
 
 
 class PlaceRanges(NamedTuple):
-    """The ranges, one for each task, into which the offsets of one Kafka partition are divided."""
+    """The ranges that the offsets of one Kafka partition are divided into, with one range for each task."""
 
     topic: int
-    """Position in ``source.topics``."""
+    """Position of the topic in ``source.topics``."""
     partition: int
     first: int
-    """The number of the range in which the partition begins."""
+    """The number of the range that contains the partition's first offset."""
     cuts: tuple[int, ...]
-    """The offsets at which further ranges begin."""
+    """The offsets where the next ranges begin."""
 
 
 def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: int) -> list[PlaceRanges]:
@@ -69,7 +69,8 @@ def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: i
 def spread_function(
     ranges: Sequence[PlaceRanges], topics: tuple[str, ...], targets: tuple[int, ...], batch_rows: int
 ) -> BatchFunction:
-    """Return a function for `mapInArrow` that packs records as `map_side.PACKED_ROWS`, one range for each reduce task.
+    """Return a function for `mapInArrow` that packs records as `map_side.PACKED_ROWS` and assigns one range to each
+    reduce task.
 
     The running job raises StateIncompatible for rows of topics that the topology does not read.
     """

@@ -1,4 +1,4 @@
-"""The manifest of a published run, which names the run's files, and functions that read published runs.
+"""Defines the manifest of a published run, which names the run's files, and reads published runs.
 
 Theory of operation. Renaming a directory is atomic only on a local disk or HDFS; on an object store, a rename copies
 file by file. On an object store, the files of a run therefore stay in a directory that Spark ignores. The run's
@@ -22,7 +22,7 @@ from dedup.errors import Problem, SettingsError
 from dedup.spark.session import HadoopDirectory
 
 REPORT: Final = "_run.json"
-"""The report in the directory of a run that was published by a rename."""
+"""The file name of the report in the directory of a run that was published by a rename."""
 RENAMING: Final = frozenset({"file", "hdfs"})
 """File systems that rename a directory atomically."""
 _IN_A_RUN: Final = re.compile(r"(?P<root>.+)/run=(?P<run>[^/]+)(?P<rest>(?:/[^/]+=[^/]+)*)/?")
@@ -37,7 +37,7 @@ class RunManifest:
     files: tuple[str, ...]
     """Paths relative to ``directory``."""
     schema: str
-    """The columns, as Spark's JSON."""
+    """The schema of the files, in Spark's JSON format."""
 
 
 def report_path(root: HadoopDirectory, run: str, *, renamed: bool) -> Any:  # noqa: ANN401 - a path of Hadoop's
@@ -55,7 +55,7 @@ def listed(spark: SparkSession, directory: Any, schema: StructType) -> RunManife
 def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame:
     """Return the verdicts that a run of `backfill` published under ``path``, on any file system and in any format.
 
-    The function reads exactly the files of the run, whatever other files exist under ``path``. Raises SettingsError if
+    The function reads exactly the files of the run, regardless of other files under ``path``. Raises SettingsError if
     the run does not exist or is not completely published.
     """
     root = HadoopDirectory(spark, path)
@@ -75,9 +75,10 @@ def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame
 
 
 def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> list[str]:
-    """Return the paths; the path of a run that has a manifest (``verdicts/run=may``) is replaced by the run's files.
+    """Return the paths, with the path of a run that has a manifest (``verdicts/run=may``) replaced by the run's files.
 
-    The path of a directory in the run, such as ``verdicts/run=may/verdict=unique``, is replaced by the files in it.
+    The path of a directory in such a run, for example ``verdicts/run=may/verdict=unique``, is replaced by the files in
+    that directory.
     """
     found: list[str] = []
     for path in paths:

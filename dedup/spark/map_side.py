@@ -1,4 +1,4 @@
-"""The map side of a batch job, which extracts IDs and event times, computes stream time, and packs the rows.
+"""Implements the map side of a batch job, which extracts IDs and event times, computes stream time, and packs the rows.
 
 A map task extracts the ID and event time of each record, and sets the verdict of records that must not be judged. The
 task computes stream time within its own part of the input (`OffsetRuns`), and packs each row for the reduce task that
@@ -35,58 +35,73 @@ from dedup.topology.model import Topology, extractor_of
 from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP
 
 Mode = Literal["direct", "merged", "log", "event_time"]
-"""In ``direct``, each source partition is a separate log. In ``merged``, several source partitions are judged together,
-in the order that `batch_verdicts` defines. ``log`` is for the repartition topic with its feeds, and ``event_time`` for
-rows without coordinates.
+"""In mode ``direct``, each source partition is judged as a separate log. In mode ``merged``, several source partitions
+are judged together, in the order that `batch_verdicts` defines. Mode ``log`` is for the repartition topic with its
+feeds, and mode ``event_time`` is for rows without coordinates.
 """
 
 ID: Final = "dedup_id"
 TIME: Final = "dedup_time_ms"
 FINGERPRINT: Final = "dedup_fingerprint"
 STREAM: Final = "_dedup_stream_ms"
-"""Stream time or, if rows have `RUN`, the running maximum of event time within the offset run."""
+"""This column contains stream time or, if rows have the column `RUN`, the running maximum of event time within the
+offset run.
+"""
 UNJUDGED: Final = "_dedup_unjudged"
-"""Verdict, reason, and detail of a row that must not be judged, separated by `SEPARATOR`; null for all other rows."""
+"""This column contains the verdict, reason, and detail of a row that must not be judged, separated by `SEPARATOR`; it
+is null for all other rows.
+"""
 TASK: Final = "_dedup_task"
 PLACE: Final = "_dedup_place"
-"""`TASK` and `PLACE` are the partition and offset in the repartition topic, if the job reads that topic."""
+"""The columns `TASK` and `PLACE` contain the record's partition and offset in the repartition topic, if the job reads
+that topic.
+"""
 RUN: Final = "_dedup_run"
-"""Number of the offset run."""
+"""This column contains the number of the record's offset run."""
 SEPARATOR: Final = "\n"
 
 TARGET: Final = "_dedup_target"
 KNOWN: Final = "known"
-"""Optional column of packed rows: sightings of earlier jobs as an Arrow stream; see `sightings`."""
+"""This optional column of packed rows contains the sightings of earlier jobs as an Arrow stream; see
+`dedup.spark.sightings`.
+"""
 _PACKED_SCHEMA: Final = pa.schema([(TARGET, pa.int32()), ("packed", pa.binary()), ("notice", pa.binary())])
 PACKED_ROWS: Final = from_arrow_schema(_PACKED_SCHEMA)
 MOST_REDUCERS: Final = 1 << 16
 BATCH_BYTES: Final = 64 << 20
 """Maximum size of the packed rows in a batch that Spark passes to Python."""
 _WRITE_OPTIONS: Final = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
-"""Compression halves the number of bytes, and each byte is copied eight times between tasks."""
+"""Compression is worthwhile because it halves the number of bytes, and each byte is copied eight times between tasks.
+"""
 _READ_OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
 _BATCH_ROWS: Final = 8_192
-"""Number of rows that are screened at a time, which is small enough for the processor's caches."""
+"""Number of rows that `_Screener` processes at a time; they fit into the processor's caches."""
 _ROWS_PER_REDUCER: Final = 4_096
 _MOST_ROWS: Final = 131_072
 _MOST_BYTES: Final = 64 << 20
-"""A map task sends its packed rows when it holds this many rows or bytes."""
+"""A map task holds at most about `_MOST_ROWS` rows or `_MOST_BYTES` bytes before it sorts them."""
 _LEAST_ROWS: Final = 1_024
 _LEAST_BYTES: Final = 256 << 10
-"""A packed value should contain at least this many rows or bytes."""
+"""A packed value should contain at least `_LEAST_ROWS` rows or `_LEAST_BYTES` bytes."""
 _MOST_PACKED_BYTES: Final = 16 << 20
-"""When a packed value reaches this size before compression, further rows of its reduce task begin another value."""
+"""When the uncompressed rows of a packed value reach this size, further rows for the same reduce task begin a new
+value.
+"""
 _IN_MEMORY_BYTES: Final = 256 << 20
-"""A task keeps up to this much of its packed or buffered rows in memory; if there are more, it writes all to a file."""
+"""Maximum total size of packed or buffered rows that a task keeps in memory; if they are larger, it writes them to a
+file.
+"""
 _MOST_RUNS: Final = 10_000
-"""Maximum number of offset runs in one Spark task; a log that is read in order has one for each Kafka partition."""
+"""Maximum number of offset runs in one Spark task; a task that reads a log in order has one run for each Kafka
+partition.
+"""
 
 # How stream time is computed in one pass. Stream time is the running maximum of event time over a source partition, in
 # offset order, but Spark reads the partition as several input splits, on several machines. An *offset run* is a
 # sequence of ascending offsets that one Spark task reads. The task knows the running maximum within the run, but not
-# the greatest event time of the runs before it. Therefore, after its rows, each task sends a notice that describes its
-# runs to every reduce task. A reduce task has all notices before it judges its first record, and computes stream time
-# from them. The log is neither read twice nor sorted as a whole.
+# the greatest event time of the runs before it. Therefore, after its rows, each map task sends every reduce task a
+# notice that describes its offset runs. A reduce task has all notices before it judges its first record, and computes
+# stream time from these notices. The log is neither read twice nor sorted as a whole.
 
 
 @dataclass(slots=True)
@@ -152,7 +167,9 @@ class OffsetRuns:
 
 
 class LogEnd(NamedTuple):
-    """How far earlier jobs have judged one source partition, or all input if its rows have no coordinates."""
+    """The position that earlier jobs have reached in one source partition, or in the whole input if its rows have no
+    coordinates.
+    """
 
     next_offset: int
     greatest_ms: int
@@ -161,15 +178,15 @@ class LogEnd(NamedTuple):
 
 NOTHING_JUDGED: Final = LogEnd(0, BEFORE_ALL_TIME)
 LogEnds = Mapping[tuple[int, int], LogEnd]
-"""The keys are a position in ``source.topics`` and a partition, or `UNPLACED` for rows without coordinates."""
+"""Each key is a topic's position in ``source.topics`` with a partition, or `UNPLACED` for rows without coordinates."""
 UNPLACED: Final = (0, -1)
 
 
 def before_each(runs: Iterable[OffsetRun], topics: Sequence[str], ends: LogEnds) -> Mapping[int, int]:
-    """Return, by offset run number, the greatest event time in ms that precedes the run in its Kafka partition.
+    """Map the number of each offset run to the greatest event time in ms that precedes the run in its Kafka partition.
 
-    Raises StateIncompatible if two runs overlap, because a record occurs twice or the rows are not in log order, or if
-    a run begins below ``ends``, where earlier jobs have already judged.
+    Raises StateIncompatible if two runs overlap (because a record occurs twice, or because the rows are not in log
+    order), or if a run contains offsets that earlier jobs, according to ``ends``, have already judged.
     """
     reached = dict(ends)
     last: dict[tuple[int, int], int] = {}
@@ -204,9 +221,11 @@ def ends_after(ends: LogEnds, later: Iterable[tuple[tuple[int, int], LogEnd]]) -
 
 
 def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
-    """Return records of the repartition topic as they were in the source topics, and which rows are idle markers.
+    """Restore the source records in a batch of the repartition topic, and return the records and the set of idle marker
+    rows.
 
-    The last two headers of each record say so. Raises InvariantBroken for a record that no repartition task wrote.
+    The last two headers of each record contain the original timestamp and coordinates, or show that it is an idle
+    marker. Raises InvariantBroken for a record that no repartition task wrote.
     """
     columns: dict[str, list[object]] = {name: [] for name in ("headers", "timestamp_ms", *COORDINATES)}
     idle_rows: set[int] = set()
@@ -237,13 +256,13 @@ def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
 # these values. The cost then depends on the number of bytes, not on the number of rows. Spark's own hash of `TARGET`
 # determines which reduce task receives a value.
 #
-# Spark passes batches of `maxRecordsPerBatch` rows to Python, whatever the size of the rows, and a batch must stay
+# Spark passes batches of `maxRecordsPerBatch` rows to Python, regardless of the size of the rows, and a batch must stay
 # below 2 GiB. Therefore, each packed value is followed by as many empty rows as are needed to keep a full batch within
 # `BATCH_BYTES`.
 
 
 class _Buffers:
-    """Stores buffers in order, in memory or, if they are too large together, in a file in Spark's local directory."""
+    """Stores buffers in order, in memory or, if their total size is too large, in a file in Spark's local directory."""
 
     def __init__(self) -> None:
         self._held: list[pa.Buffer] = []
@@ -258,7 +277,7 @@ class _Buffers:
         if self._size_bytes < _IN_MEMORY_BYTES:
             return
         if self._file is None:
-            # This is Spark's directory for such files; outside an executor, the system's is used.
+            # Spark names this directory for temporary files. Outside an executor, the system's directory is used.
             first = Path(os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or os.devnull)
             directory = first if first.is_dir() else None
             self._file = tempfile.TemporaryFile(prefix="dedup-", dir=directory)  # noqa: SIM115 - closed by clear
@@ -289,9 +308,9 @@ class _Buffers:
 class Packer:
     """Packs the rows of one map task separately for each reduce task.
 
-    Each packed value costs as much time as a hundred rows. Therefore, if there are too many reduce tasks for the rows
-    that fit into memory, sorted rows are buffered, in a file if necessary, until each value is large enough or the task
-    ends.
+    Each packed value has the overhead of about a hundred rows. Therefore, if the rows in memory would make the values
+    for the reduce tasks too small, sorted rows are buffered (in a file if necessary) until the values are large enough
+    or the map task ends.
     """
 
     def __init__(self, targets: Sequence[int], batch_rows: int) -> None:
@@ -304,7 +323,8 @@ class Packer:
         self._bytes = 0
         self._waiting: Final = _Buffers()
         self._borders: Final[list[Integers]] = []
-        """For each sorted batch, the positions at which the rows of each reduce task begin, and the end of the batch.
+        """For each sorted batch, the position where the rows of each reduce task begin, followed by the end of the
+        batch.
         """
         self._sorted_rows = 0
         self._sorted_bytes = 0
@@ -316,9 +336,9 @@ class Packer:
         self._waiting.clear()
 
     def add(self, batch: pa.RecordBatch, reducers: npt.NDArray[np.uint16]) -> Batches:
-        """Add rows, and yield packed rows when there are enough.
+        """Add rows, and yield packed rows when enough rows have been added.
 
-        ``reducers`` contains, for each row, the position of its reduce task in the targets.
+        ``reducers`` contains, for each row, the position of its reduce task in ``targets``.
         """
         self._held.append((batch, reducers))
         self._rows += batch.num_rows
@@ -390,7 +410,7 @@ class ReceivedRows:
     """All packed rows that one reduce task has received."""
 
     def __init__(self, batches: Iterable[pa.RecordBatch]) -> None:
-        """Take all rows of `PACKED_ROWS`, including notices."""
+        """Read all rows, which have the schema `PACKED_ROWS` and include notices."""
         self._packed: Final = _Buffers()
         self._known: Final = _Buffers()
         self.notices: Final[list[bytes]] = []
@@ -402,7 +422,7 @@ class ReceivedRows:
                     continue
                 column = batch.column(name)
                 sizes = pc.binary_length(column).fill_null(0).to_numpy(zero_copy_only=False)
-                # Some values are null, and those that pad a batch are empty.
+                # Some values are null, and the values of rows that pad a batch are empty.
                 for row in np.flatnonzero(sizes).tolist():
                     buffers.add(column[row].as_buffer())
 
@@ -433,7 +453,7 @@ class ReceivedRows:
 
 
 def packed_stream(rows: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None = _WRITE_OPTIONS) -> pa.Buffer:
-    """Return rows as an Arrow stream, by default a compressed one."""
+    """Return rows as an Arrow stream, which is compressed by default."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema, options=options) as writer:
         writer.write_batch(rows)
@@ -461,11 +481,11 @@ class MapPlan:
     batch_rows: int = 10_000
     """The number of rows in a batch that Spark passes to Python."""
     feeds: tuple[Feed, ...] = ()
-    """Every source partition, if the input is the repartition topic."""
+    """All source partitions if the input is the repartition topic, and otherwise nothing."""
 
 
 def map_rows(plan: MapPlan, batches: Iterable[pa.RecordBatch]) -> Batches:
-    """Yield the records (`rows.RECORDS`) of one map task as `PACKED_ROWS`."""
+    """Pack the records of one map task (`rows.RECORDS`) into rows of `PACKED_ROWS`, and yield these rows."""
     screener = _Screener(plan)
     with Packer(plan.targets, plan.batch_rows) as packer:
         for batch in batches:
@@ -479,7 +499,10 @@ def map_rows(plan: MapPlan, batches: Iterable[pa.RecordBatch]) -> Batches:
 
 
 def buckets_of(ids: pa.Array, count: int) -> npt.NDArray[np.uint32]:
-    """Return the bucket of each ID, one of ``count`` reduce tasks or groups of sightings; null may get any bucket."""
+    """Return the number of each ID's bucket, which is the ID's hash modulo ``count``; a null ID may get any bucket.
+
+    A bucket is a reduce task or a group of sightings.
+    """
     names = binary_column(ids)
     if ids.null_count:
         names = [b"%d" % row if each is None else each for row, each in enumerate(names)]
@@ -487,7 +510,7 @@ def buckets_of(ids: pa.Array, count: int) -> npt.NDArray[np.uint32]:
 
 
 def write_notice(runs: Sequence[OffsetRun]) -> bytes:
-    """Return offset runs in the encoding that `read_notice` reads."""
+    """Return offset runs in the encoding that `read_notice` decodes."""
     return orjson.dumps([asdict(each) for each in runs])
 
 
@@ -497,7 +520,7 @@ def read_notice(values: Iterable[bytes]) -> list[OffsetRun]:
 
 
 class _Screener:
-    """Extracts the values of a Spark task's batches in order, and finds the records that must not be judged."""
+    """Extracts IDs and event times from a Spark task's batches in order, and finds records that must not be judged."""
 
     def __init__(self, plan: MapPlan) -> None:
         self._plan: Final = plan
@@ -508,7 +531,7 @@ class _Screener:
         self._stream_time = StreamTime.before(plan.feeds)
 
     def screened(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the records, without idle markers, with the columns appended that the mode needs to judge them."""
+        """Return the records without idle markers, and append the columns that judging in the plan's mode requires."""
         plan = self._plan
         partitions, offsets = integers_of(batch, "partition"), integers_of(batch, "offset")
         idle: frozenset[int] = frozenset()

@@ -1,4 +1,4 @@
-"""The reduce side of a batch job, which judges records after all rows of an ID have reached the same Spark task."""
+"""Implements the reduce side of a batch job, which judges records after all rows of an ID have reached one task."""
 
 from __future__ import annotations
 
@@ -55,16 +55,17 @@ JUDGED: Final = (
     StructField("first_partition", IntegerType()),
     StructField("first_offset", LongType()),
 )
-"""`dedup_time_ms` is the event time by which the record was judged (the greatest allowed time if a future time was
-clamped; 0 if the record has no event time). `reason` is the code of a dead letter, an exemption, or a forwarded
-conflict, and `detail` is a dead letter's sentence. `dedup_partition` and `dedup_offset` are the position in the task's
-log, or null if rows are not judged in the order of one task. `stream_time_ms` is the task's stream time after this
+"""`dedup_time_ms` is the event time that was used to judge the record (the greatest allowed time if a future time was
+clamped, or 0 if the record has no event time). `reason` is the code of a dead letter, an exemption, or a forwarded
+conflict, and `detail` explains a dead letter. `dedup_partition` and `dedup_offset` are the position in the task's log,
+or null if rows are not judged in the order of a task's log. `stream_time_ms` is the task's stream time after this
 record. The `first_*` columns describe the sighting that a duplicate repeats.
 """
 _NAMES: Final = pa.array(["unique", "duplicate", "conflict", "late", "unique"])
 _REASONS: Final = pa.array([None, None, None, None, "conflict"], pa.string())
 _TASKS: Final[Mapping[Mode, tuple[str, str]]] = {"direct": ("partition", "offset"), "log": (TASK, PLACE)}
-"""The columns with the partition and the offset of the log that one task judges, where rows are judged so."""
+"""Maps a mode in which rows are judged in the order of a task's log to the columns with the log's partition and offset.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +77,29 @@ class ReducePlan:
     names: list[str]
     """The columns of the input."""
     ends: LogEnds = field(default_factory=dict)
-    """How far earlier jobs have judged, if this job continues them."""
+    """The positions that earlier jobs have reached in each log, if this job continues from there."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoldedRows:
-    """The rows of one reduce task that were judged, sorted by ID and, within an ID, in judging order."""
+    """The judged rows of one reduce task, sorted by ID and, within each ID, by judging order."""
 
     order: Integers
-    """The position of each row in the task's rows."""
+    """The position of each judged row among all rows of the task."""
     rows: SortedRows
     decided: Decided
     ids: pa.Array
     """The ID of each row."""
     known: pa.Table
-    """The sightings of earlier jobs that have one of these IDs and have not expired, as `sightings.SIGHTINGS`."""
+    """The sightings of earlier jobs that have one of these IDs and have not expired, in the schema
+    `sightings.SIGHTINGS`.
+    """
     unjudged: dict[str, int]
     """The number of rows that were not judged, by verdict."""
 
 
 def reduce_rows(plan: ReducePlan, batches: Iterable[pa.RecordBatch]) -> Batches:
-    """Yield the records of one reduce task, of `map_side.PACKED_ROWS`, with `JUDGED` appended."""
+    """Judge the `map_side.PACKED_ROWS` of one reduce task, and yield the records with the columns `JUDGED` appended."""
     with ReceivedRows(batches) as received:
         yield from Reducer(plan, received).judged()
 
@@ -104,11 +107,12 @@ def reduce_rows(plan: ReducePlan, batches: Iterable[pa.RecordBatch]) -> Batches:
 def layer_rows(
     plan: ReducePlan, batches: Iterable[pa.RecordBatch], *, reducers: int, buckets: int, whole: bool
 ) -> Batches:
-    """Yield the sightings of one of ``reducers`` tasks as a layer for the next job, in `sightings.LAYER`, and a report.
+    """Yield the sightings of one of ``reducers`` tasks for the next job as rows of `sightings.LAYER`, followed by a
+    report.
 
     ``buckets`` is a multiple of ``reducers``. If ``whole`` is true, earlier sightings that have not expired are written
-    again, so that no earlier layer is needed. The report contains the number of rows by verdict and, as far as the task
-    knows, how far each source partition has been judged.
+    again, so that no earlier layer is needed. The report contains the number of rows by verdict and the position that
+    this task knows to have been reached in each source partition.
     """
     context = TaskContext.get()
     reducer = 0 if context is None else context.partitionId()
@@ -138,7 +142,7 @@ def _report(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None)
 
 
 def _left(folded: FoldedRows, topology: Topology) -> pa.Table:
-    """Return the sightings that these rows created or extended."""
+    """Return the sightings that the judged rows created or extended."""
     rows, decided = folded.rows, folded.decided
     made = {
         "id": folded.ids,
@@ -177,7 +181,7 @@ class Reducer:
         self._rows: Final = pa.Table.from_batches(parts) if parts else None
 
     def judged(self) -> Batches:
-        """Yield the records with their verdicts, in the batches of `ReceivedRows.rows`."""
+        """Yield the records with their verdicts, in the same batches as `ReceivedRows.rows`."""
         if self._rows is None:
             return
         stream_ms = self._stream_times(self._rows)
@@ -234,7 +238,8 @@ class Reducer:
         within = integers_of(rows, STREAM, BEFORE_ALL_TIME)
         match self._plan.mode:
             case "direct" | "merged":
-                # If adaptive execution merged several reduce tasks, the notices were sent to each of them.
+                # If adaptive execution has merged several reduce tasks, the merged task has received each notice
+                # several times.
                 runs = {run.number: run for run in read_notice(self._received.notices)}
                 before = before_each(runs.values(), self._topics, self._plan.ends)
                 met, where = np.unique(integers_of(rows, RUN), return_inverse=True)
@@ -246,7 +251,7 @@ class Reducer:
                 return within
 
     def _judging_order(self, rows: pa.Table, several: Integers, stream_ms: Integers) -> list[Integers]:
-        """Return the columns by which to sort the rows of an ID, the least significant column first."""
+        """Return the sort columns that define the judging order within an ID, the least significant column first."""
         match self._plan.mode:
             case "direct" | "log":
                 partition, offset = _TASKS[self._plan.mode]
@@ -340,9 +345,9 @@ class Reducer:
 
 
 def _groups(ids: pa.ChunkedArray) -> tuple[Integers, Integers, pa.Array]:
-    """Return a number for the ID of each row, the number of rows of each ID, and the IDs by their numbers."""
+    """Number the distinct IDs; return the ID number of each row, the row count of each ID, and the IDs by number."""
     chunks = ids.dictionary_encode().chunks
     groups = [chunk.indices.to_numpy().astype(np.int64) for chunk in chunks]
     together: Integers = np.concatenate(groups) if groups else np.empty(0, np.int64)
-    # All chunks have the dictionary of the whole column.
+    # All chunks share the dictionary of the whole column.
     return together, np.bincount(together), chunks[-1].dictionary if chunks else pa.array([], pa.binary())

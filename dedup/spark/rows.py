@@ -1,4 +1,4 @@
-"""The schema of a Kafka record as a DataFrame row, which all Spark jobs share.
+"""Defines the DataFrame schema of a Kafka record, which all Spark jobs share.
 
 Coordinates (topic, partition, offset) are null for rows that were never in Kafka or whose coordinates were not kept.
 """
@@ -27,8 +27,8 @@ ARROW_RECORDS: Final = pa.schema(
         "offset": pa.int64(),
     }
 )
-"""Key and value are bytes or null, headers are an empty array if there are none, and the timestamp is in ms since 1970
-UTC.
+"""Key and value are bytes or null, headers are an empty array if there are none, and the timestamp is in ms since
+1970-01-01 UTC.
 """
 RECORDS: Final = from_arrow_schema(ARROW_RECORDS)
 HEADERS: Final = RECORDS["headers"].dataType
@@ -47,12 +47,13 @@ _TYPES: Final[dict[str, tuple[str, ...]]] = {
 
 
 def as_records(df: DataFrame, *, place: str = "the input", others: Sequence[str] = ()) -> DataFrame:
-    """Return a table, such as Spark's Kafka source, with the schema `RECORDS`, followed by its columns ``others``.
+    """Convert a table, such as Spark's Kafka source, to the schema `RECORDS`, followed by the table's columns
+    ``others``.
 
     Columns are found by name. The column `value` (text or bytes) is required. The columns `key`, `headers`, and
     `timestamp_ms` (integer) or `timestamp` are optional, and so are `topic`, `partition`, and `offset`, of which either
-    all three or none must be present. Raises TopologyError, which lists every column that is missing or has an
-    unsupported type, and names the table ``place``.
+    all three or none must be present. Raises TopologyError with a list of all columns that are missing or have an
+    unsupported type; the error refers to the table as ``place``.
     """
     problems = [text for text in (_problem(df, name) for name in _TYPES) if text]
     given = [name for name in COORDINATES if name in df.columns]
@@ -67,7 +68,7 @@ def as_records(df: DataFrame, *, place: str = "the input", others: Sequence[str]
 
 
 def headers_of(df: DataFrame) -> Column:
-    """Return the column `headers`, with an empty array in place of null or of a missing column.
+    """Return the column `headers`, with an empty array for each null and for a missing column.
 
     Spark 4.0 needs 16 µs to pass a null array to Python, but only 1 µs to pass an empty array (bench/README.md).
     """

@@ -1,18 +1,19 @@
-"""Implements `dedup spark seed`, which turns a history into the state from which a fleet starts.
+"""Implements `dedup spark seed`, which turns a history into the initial state of a fleet.
 
 Theory of operation. The history is judged as in a backfill and reduced to the sightings that have not expired. One
 transaction then writes a seed mark in the phase `seeding` to every changelog partition. If the topology repartitions,
 the source offsets are committed next. Spark tasks then write the sightings of each partition under the fleet's
 transactional IDs. The last transaction of a partition contains the task record, the seed mark in the phase `seeded`,
-and the group's offset. A task of the fleet that starts before the last transaction stops with StateIncompatible.
+and the group's offset. If a task of the fleet starts before this last transaction, the task stops with
+StateIncompatible.
 
-To finish a seed that was killed, run the same command again. The seed marks contain the name, the offsets, and the
-clock time of the seed, so the second run writes the same records. A different history or different offsets are refused,
-because the records of the first run would stay in the changelog.
+To finish a seed after its command was killed, run the same command again. The seed marks contain the name, the offsets,
+and the clock time of the seed, so the second run writes the same records. The second run refuses a different history or
+different offsets, because the records of the first run would stay in the changelog.
 
-Opening the session of a partition fences the previous owner. An attempt always writes a whole partition. A changelog
-record that is written twice has the same meaning as one that is written once, so attempts may be repeated, killed, or
-run concurrently. If an upstream task fails, the Python code sees only a normal end of its input. Therefore, the last
+Opening a partition's session fences the previous owner of the partition. Each attempt writes the whole partition.
+Writing a changelog record twice has the same effect as writing it once, so attempts may be repeated, killed, or run
+concurrently. If an upstream task fails, the Python code sees only a normal end of its input. Therefore, the last
 transaction is committed only if the number and the digest of the records match the seed mark.
 """
 
@@ -62,10 +63,12 @@ from dedup.worker.offsets import bounds_of, committed_offset, first_offset, firs
 from dedup.worker.topics import Cluster, group_is_new, prepare
 
 Until = Mapping[TopicPartition, int] | int | Literal["earliest", "latest"]
-"""Where the fleet begins: an offset for each source partition, a record time in ms, or the current starts or ends."""
+"""The point where the fleet begins: an offset for each source partition, a record time in ms, or all current starts or
+ends.
+"""
 
 Row = tuple[int, bytes, bytes, int]
-"""Columns: changelog partition, key, value, hash of both."""
+"""The columns are the changelog partition, the key, the value, and a hash of key and value."""
 
 _COMMIT_ROWS: Final = 50_000
 _DEADLINE_MS: Final = 20_000
@@ -76,12 +79,12 @@ _WRITTEN: Final = pa.schema([("partition", pa.int32()), ("was_there", pa.bool_()
 
 
 class PartitionTruncated(DedupError):
-    """Raised if rows of a partition are missing because an earlier Spark task failed; Spark then repeats the task."""
+    """Raised if rows of a partition are missing because an upstream Spark task failed; Spark then repeats the task."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeedOptions:
-    """Options of a seed."""
+    """The options of `dedup spark seed`."""
 
     until: Until
     commit_rows: int = _COMMIT_ROWS
@@ -89,7 +92,7 @@ class SeedOptions:
 
 @dataclass(frozen=True, slots=True)
 class SeededPartition:
-    """The result of a seed in one changelog partition."""
+    """The result of `dedup spark seed` for one changelog partition."""
 
     partition: int
     sightings: int
@@ -97,44 +100,46 @@ class SeededPartition:
     stream_time_ms: int
     next_offset: int
     was_there: bool
-    """Whether an earlier run finished this partition."""
+    """Whether an earlier run had already finished this partition."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seeded:
-    """A finished seed."""
+    """The result of `dedup spark seed`."""
 
     name: str
     partitions: tuple[SeededPartition, ...]
     begins: Mapping[TopicPartition, int]
     counts: Counts
-    """The counts of verdicts on the part of the history that was judged."""
+    """The counts of verdicts on the judged part of the history."""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _ClusterState:
-    """The state of a cluster on which a seed can begin or be finished."""
+    """The state of a cluster that is ready for `dedup spark seed` to begin a seed or to finish an interrupted seed."""
 
     cluster: Cluster
     begins: Mapping[TopicPartition, int]
-    """Where the fleet will begin in each source partition."""
+    """The offset where the fleet will begin in each source partition."""
     next_offsets: Mapping[int, int]
-    """Maps each task to the offset of its feeding partition at which it will begin."""
+    """Maps each task to the offset where it will begin to read its feeding partition."""
     judged_at_ms: int
-    """The wall-clock time of the first run of this seed, which decides which times are in the future."""
+    """The wall-clock time of the first run of this seed, which decides which event times are in the future."""
     marks: Mapping[int, SeedMark]
-    """Marks of an earlier run, by partition; empty if this is the first run."""
+    """The seed marks of an earlier run, by partition; empty in the first run."""
 
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """The parameters of a Spark task that writes the seed; the driver sends them to the executors with the task."""
+    """The parameters of a Spark task that writes sightings to the changelog; the driver sends them to the executors
+    with the task.
+    """
 
     topology: Topology
     settings: PicklableSettings
     marks: Mapping[int, SeedMark]
-    """Marks in phase `seeding`, by changelog partition."""
+    """The seed marks in the phase `seeding`, by changelog partition."""
     records: Mapping[int, TaskRecord]
     commit_rows: int
 
@@ -148,10 +153,10 @@ def seed(
     history: History | DataFrame | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Seeded:
-    """Write the changelog and offsets of a fleet that has judged the history and continues at `SeedOptions.until`.
+    """Write a fleet's changelog and offsets as if the fleet had judged the history up to `SeedOptions.until`.
 
     ``history`` is a `History` of files, a DataFrame of `rows.RECORDS`, or None for the source topics from their start.
-    Rows that the fleet will read itself, according to their offset or timestamp, are left out. Raises StateIncompatible
+    Rows are left out if their offset or timestamp shows that the fleet will read them itself. Raises StateIncompatible
     and writes no seed if the group has offsets, the changelog is not new, or a different seed was begun.
     """
     began_s = time.monotonic()
@@ -180,7 +185,7 @@ def seed(
             total = sum(mark.sightings for mark in marks.values())
             tell(f"{'finishing' if found.marks else 'writing'} seed {marks[0].seed}: {total:,} records of sightings")
             written = _write_sightings(rows, plan)
-            # Spark tasks receive no rows of partitions without sightings.
+            # Spark tasks receive no rows of partitions without sightings, so the driver finishes these partitions.
             written |= work(lambda wire, _: _SeedWriter(plan, wire).write_empty())
         finally:
             rows.unpersist()
@@ -194,7 +199,7 @@ def seed(
 
 
 def _of_topics(spark: SparkSession, settings: Settings, found: _ClusterState) -> History:
-    """Return the records of the source topics before the offsets at which the fleet begins."""
+    """Return the records of the source topics before the offsets where the fleet begins."""
     ranges: dict[str, dict[int, tuple[int, int]]] = {}
     with KafkaReader(settings) as reader:
         bounds = {topic: reader.bounds(topic) for topic in dict.fromkeys(place.topic for place in found.begins)}
@@ -208,7 +213,7 @@ def _before(history: History, found: _ClusterState, until: Until) -> History:
     pairs = ((f"{place.topic}/{place.partition}", offset) for place, offset in found.begins.items())
     begins = fn.create_map(*(fn.lit(each) for pair in pairs for each in pair))
     begin = begins[fn.concat_ws("/", "topic", fn.col("partition").cast("string"))]
-    # Rows of partitions that are not source partitions are kept here, because the fold refuses them.
+    # Rows of partitions that are not source partitions are kept here, because `fold_history` refuses them.
     mine = fn.col("offset").isNull() | begin.isNull() | (fn.col("offset") < begin)
     if isinstance(until, int):
         mine &= fn.col("offset").isNotNull() | fn.col("timestamp_ms").isNull() | (fn.col("timestamp_ms") < until)
@@ -218,9 +223,9 @@ def _before(history: History, found: _ClusterState, until: Until) -> History:
 def _marks(
     topology: Topology, found: _ClusterState, folded: Folded, rows: DataFrame, origin: Literal["topics", "files"]
 ) -> tuple[dict[int, SeedMark], dict[int, TaskRecord]]:
-    """Return the seed marks in phase `seeding` and the task records, by task.
+    """Return the seed marks in the phase `seeding` and the task records, by task.
 
-    Raises StateIncompatible if an earlier run began another seed.
+    Raises StateIncompatible if an earlier run began a different seed.
     """
     counted = rows.groupBy("dedup_partition").agg(fn.count("key"), fn.bit_xor("hash"))
     contents = dict.fromkeys(folded.progress, (0, f"{0:016x}"))
@@ -259,7 +264,7 @@ def _marks(
 
 
 def _write_sightings(rows: DataFrame, plan: WritePlan) -> dict[int, bool]:
-    """Write every partition that has sightings; return for each partition whether an earlier run had finished it."""
+    """Write every partition that has sightings, and return for each whether an earlier run had finished it."""
     placed = rows.repartition(len(plan.marks), "dedup_partition").sortWithinPartitions("dedup_partition")
     try:
         with translated_errors():
@@ -278,8 +283,8 @@ async def _cluster_state(
 ) -> _ClusterState:
     """Create missing topics, and return the state of the cluster.
 
-    Raises StateIncompatible if the group has offsets or the changelog has records that no seed wrote, and DedupError
-    while the group has members.
+    Raises StateIncompatible if the group has offsets or the changelog has records that `dedup spark seed` did not
+    write, and DedupError if the group has members.
     """
     members = await Group(wire, topology.name).members()
     if members:
@@ -354,7 +359,7 @@ def _refuse_other_begins(topology: Topology, until: Until, begins: Mapping[Topic
 async def _refuse_used(
     topology: Topology, wire: KafkaWire, sources: list[TopicPartition], logs: list[TopicPartition]
 ) -> None:
-    """Raise StateIncompatible if the group has offsets of the source, or the repartition topic holds records."""
+    """Raise StateIncompatible if the group has offsets in the source topics or the repartition topic has records."""
     for topic, partition in sources:
         if await committed_offset(wire, topology.name, TopicPartition(topic, partition)) is not None:
             raise _not_new(topology, f"its group has committed an offset of {topic}/{partition}")
@@ -366,7 +371,7 @@ async def _refuse_used(
 async def _begins(
     topology: Topology, wire: KafkaWire, places: list[TopicPartition], until: Until
 ) -> dict[TopicPartition, int]:
-    """Return the offset of each source partition that ``until`` means. Raises SettingsError for impossible offsets."""
+    """Return the offset that ``until`` denotes in each source partition. Raises SettingsError for invalid offsets."""
     if isinstance(until, int | str):
         return {place: await first_offset(wire, place, until) for place in places}
     problems = []
@@ -387,7 +392,7 @@ async def _begins(
 
 
 def _write_partitions(plan: WritePlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Write rows that are sorted by changelog partition, and yield a row of `_WRITTEN` for each of the partitions."""
+    """Write rows that are sorted by changelog partition, and yield a row of `_WRITTEN` for each partition."""
 
     async def write(partition: int, rows: Iterable[Row]) -> bool:
         async with connected(plan.settings.reveal(), f"dedup-{plan.topology.name}-seed") as wire:
@@ -401,7 +406,7 @@ def _write_partitions(plan: WritePlan, arrow: Iterable[pa.RecordBatch]) -> Itera
 
 
 class _SeedWriter:
-    """Writes the transactions of a seed with the fleet's transactional IDs."""
+    """Writes the marks, sightings, and offsets of `dedup spark seed` under the fleet's transactional IDs."""
 
     def __init__(self, plan: WritePlan, wire: KafkaWire) -> None:
         self._plan: Final = plan
@@ -416,7 +421,7 @@ class _SeedWriter:
         return Session(self._wire, name, topology.name, timeout_ms=timeout_ms, deadline_ms=_DEADLINE_MS)
 
     async def _is_begun(self, place: TopicPartition) -> bool:
-        """Return whether the group has committed an offset of a partition."""
+        """Return whether the group has committed an offset for a partition."""
         return await committed_offset(self._wire, self._topology.name, place) is not None
 
     def _changelog(self, partition: int) -> TopicPartition:
@@ -425,9 +430,9 @@ class _SeedWriter:
     async def begin(self, found: _ClusterState) -> None:
         """Write seed marks in the phase `seeding` to all changelog partitions in one transaction.
 
-        From this transaction on, no task of the fleet starts before its partition is seeded. If the topology
-        repartitions, the source offsets are committed next, before a task can start on any partition, because a fleet
-        that starts in the meantime must not repartition the history again.
+        After this transaction, no task of the fleet starts until its partition is seeded. If the topology repartitions,
+        the source offsets are committed next, before a task can start on any partition, because a fleet that starts in
+        the meantime must not repartition the history again.
         """
         marks = {} if found.marks else self._plan.marks
         for partition in marks:
@@ -447,14 +452,15 @@ class _SeedWriter:
             await session.drop()
 
     async def write_empty(self) -> dict[int, bool]:
-        """Finish the partitions that have no sightings; the result is that of `_write_sightings`."""
+        """Finish the partitions that have no sightings; the result has the same form as that of `_write_sightings`."""
         empty = [task for task, mark in self._plan.marks.items() if not mark.sightings]
         return {task: await self.write(task, ()) for task in empty}
 
     async def write(self, partition: int, rows: Iterable[Row]) -> bool:
-        """Seed one changelog partition; if it is already seeded, write nothing, and return True.
+        """Seed one changelog partition and return False; if the partition is already seeded, write nothing and return
+        True.
 
-        Raises PartitionTruncated, TaskMigrated, or CommitUnknown, after which another attempt writes the partition
+        If the method raises PartitionTruncated, TaskMigrated, or CommitUnknown, another attempt writes the partition
         again.
         """
         session, feeding = (
@@ -466,7 +472,8 @@ class _SeedWriter:
             # The offset is read in this attempt's own epoch, when the transactions of older attempts have ended.
             if await self._is_begun(feeding):
                 return True
-            # This seed writes the whole state, so a changelog that later begins at a higher offset was truncated.
+            # The seed writes the whole state of the partition, so if the changelog later begins at a higher offset, it
+            # was truncated.
             changelog = self._changelog(partition)
             kept_from = (await bounds_of(self._wire, changelog)).start
             await self._write_rows(session, partition, rows)
@@ -506,16 +513,16 @@ class _SeedWriter:
         lines: Mapping[TopicPartition, list[Line]],
         offsets: Mapping[TopicPartition, Position] | None = None,
     ) -> None:
-        """Commit changelog lines and offsets, and repeat a commit with an unknown result in a new epoch.
+        """Commit changelog records and offsets; if the result of a commit is unknown, repeat it in a new epoch.
 
-        Lines may be written twice. Raises TaskMigrated if another owner has taken over the partition, and CommitUnknown
-        after `_MOST_ATTEMPTS` attempts.
+        Records may be written twice. Raises TaskMigrated if another owner has taken over the partition, and
+        CommitUnknown after `_MOST_ATTEMPTS` attempts.
         """
         for attempt in range(_MOST_ATTEMPTS):
             try:
                 if attempt:
                     await session.open()
-                    # A task may have advanced the offset in the meantime, so it must not be set back.
+                    # A task may have advanced the offset in the meantime, so the offset must not be set back.
                     if offsets and await self._is_begun(*offsets):
                         return
                 for target, part in lines.items():

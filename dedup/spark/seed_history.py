@@ -1,6 +1,6 @@
 """Turns a history into a fleet's state: the sightings that have not expired, and the progress of each task's feeds.
 
-Sightings become changelog records by `dedup.store.changelog`, the same code that a worker uses.
+Sightings are encoded as changelog records with `dedup.store.changelog`, which workers also use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dedup.topology.model import Topology
 OUTSIDE_KAFKA: Final = (1 << 63) - 1
 """The source offset of a sighting whose record was read from files without Kafka coordinates."""
 _SEEN: Final = ("first_ms", "last_ms", "source_topic", "source_partition", "source_offset", "fingerprint")
-"""The columns of a sighting, beside `dedup_partition` (its task) and `dedup_id` (the state key): the interval of event
+"""The columns of a sighting, besides `dedup_partition` (its task) and `dedup_id` (the state key): the interval of event
 times in ms, the coordinates of its record (the topic as its position in `source.topics`), and the fingerprint, which
 may be empty.
 """
@@ -41,7 +41,7 @@ _CHANGELOG_ROWS: Final = ("dedup_partition", "key", "value")
 
 @dataclass(frozen=True, slots=True)
 class SeedProgress:
-    """The state of one partition's task after the history, except for its sightings."""
+    """The state of one task after it has judged the history, except for the sightings."""
 
     stream_time_ms: int
     feeds: tuple[FeedTime, ...]
@@ -49,7 +49,7 @@ class SeedProgress:
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """The state of a fleet after a history, and the counts of verdicts."""
+    """The state of a fleet that has judged a history, and the counts of the verdicts."""
 
     sightings: DataFrame
     """The sightings that have not expired."""
@@ -61,10 +61,11 @@ class Folded:
 def fold_history(
     history: History, topology: Topology, *, tasks: int, source_partitions: Mapping[str, int], now_ms: int
 ) -> Folded:
-    """Return the state of each of ``tasks`` tasks after judging a history (`rows.RECORDS`).
+    """Judge a history (`rows.RECORDS`), and return the resulting state of each of the ``tasks`` tasks.
 
-    Rows with Kafka coordinates are judged in log order, others by event time. Raises StateIncompatible if the task of a
-    row cannot be determined, because the row belongs to no source topic or lacks the key that decides the partition.
+    Rows with Kafka coordinates are judged in log order, and rows without coordinates are judged by event time. Raises
+    StateIncompatible if the task of a row cannot be determined, because the row belongs to no source topic or lacks the
+    key that decides the partition.
     """
     order: Order = "offsets" if history.placed else "event_time"
     _refuse_unplaceable(history, topology, source_partitions)
@@ -123,7 +124,9 @@ def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order)
 
 
 def _coordinates(topology: Topology, order: Order, of: str = "") -> list[str]:
-    """Return, as SQL, the coordinates of a record, or with ``of="first_"`` of its first one, as in a sighting."""
+    """Return SQL for the coordinates of a record or, if ``of`` is ``"first_"``, of the sighting that the record
+    repeats.
+    """
     if order == "event_time":
         return ["0 AS source_topic", "dedup_partition AS source_partition", f"{OUTSIDE_KAFKA} AS source_offset"]
     topics = ", ".join(f"'{name}'" for name in topology.source.topics)
@@ -141,8 +144,8 @@ def _sightings(verdicts: DataFrame, topology: Topology, order: Order) -> DataFra
     window = topology.window
     if not window.extend:
         return first
-    # With `on_conflict: forward`, ID and payload identify an event, so only a record with the same payload repeats a
-    # sighting.
+    # With `on_conflict: forward`, ID and payload together identify an event, so only a record with the same payload
+    # repeats a sighting.
     same = [fingerprint] if topology.on_conflict is OnConflict.FORWARD else []
     same += _coordinates(topology, order, "first_")
     repeats = verdicts.where("verdict IN ('duplicate', 'conflict')")
@@ -170,7 +173,8 @@ def _progress(
         feeds = [FeedTime(0, task, greatest, idle=False)] if topology.direct else []
         for position, name in enumerate(() if topology.direct else topology.source.topics):
             for partition in range(source_partitions[name]):
-                # Files do not say which feed a record is from, so all get the greatest event time of the history.
+                # Rows without coordinates do not show their feed, so all feeds of a task get the task's greatest event
+                # time.
                 max_ms = greatest if order == "event_time" else maxima.get((name, partition), BEFORE_ALL_TIME)
                 # A feed without history is idle, so that it does not hold stream time back.
                 feeds.append(FeedTime(position, partition, max_ms, idle=max_ms == BEFORE_ALL_TIME))

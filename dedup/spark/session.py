@@ -1,4 +1,6 @@
-"""Code that the Spark jobs share: session, settings for executors, errors, progress bar, files, and connections."""
+"""Contains the code that Spark jobs share for sessions, executor settings, errors, progress bars, files, and
+connections.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from dedup.topology.model import Topology
 ERRORS_BY_NAME: Final[Mapping[str, type[DedupError]]] = {
     kind.__name__: kind for kind in (StateIncompatible, RecordFailed, InvariantBroken, BrokerUnavailable)
 }
-"""Errors that the driver raises again if an executor raised them, by class name."""
+"""Maps the name of an error class to the class, for errors that the driver raises again after an executor raised them.
+"""
 _RAISED: Final = re.compile(rf"^dedup\.[\w.]+\.({'|'.join(ERRORS_BY_NAME)}): (.*)$", re.MULTILINE)
 _UNREADABLE: Final = re.compile(
     r"(?:FAILED_READ_FILE|CANNOT_READ_FILE|Error while reading file|is not a Parquet file|Could not read footer)"
@@ -59,22 +62,22 @@ _CONF: Final = {
     "spark.python.daemon.module": worker_daemon.MODULE,
 }
 _LOCAL_CONF: Final = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-"""A session on this machine must not depend on the resolution of the machine's name."""
+"""A local session must not depend on whether the machine's host name can be resolved."""
 _LOOK_S: Final = 0.5
 _SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
 _DEFAULT_PARTITIONS: Final = 200
 _PARTITION_BYTES: Final = 32 << 20
 _SMALL_BYTES: Final = 1 << 20
-"""A shuffle partition is for at most `_PARTITION_BYTES` of input; less than `_SMALL_BYTES` is not worth another
-core.
+"""A shuffle partition should receive at most `_PARTITION_BYTES` of input; an input of less than `_SMALL_BYTES` is not
+worth another partition.
 """
 RECORD_BYTES: Final = 256
-"""The assumed size of a record if only the number of records is known."""
+"""The assumed size of a record in bytes if only the number of records is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class PicklableSettings:
-    """Settings with secrets as text, for executors, because a `Secret` cannot be pickled.
+    """Settings for executors, in which secrets are plain strings, because a `Secret` cannot be pickled.
 
     The settings are sent over Spark's own connections, which must be encrypted (`spark.network.crypto.enabled`) if the
     network is not trusted. The repr of the settings shows no secrets.
@@ -86,7 +89,7 @@ class PicklableSettings:
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """Return the settings in a form that can be pickled, without those that only a worker's web pages need."""
+        """Return the settings in a form that can be pickled, without the settings for a worker's web pages."""
         security = settings.security
         without = security.model_copy(update={"password": None, "key_password": None})
         plain = settings.model_copy(update={"security": without, "web": Web()})
@@ -102,7 +105,7 @@ class PicklableSettings:
 
 @contextmanager
 def job_progress(spark: SparkSession, *, enabled: bool) -> Iterator[None]:
-    """Show a progress bar for each running stage inside ``with``; show nothing without a terminal."""
+    """Show a progress bar for each running stage inside the ``with`` block, if standard error is a terminal."""
     console = Console(stderr=True)
     if not (enabled and console.is_terminal):
         yield
@@ -157,7 +160,9 @@ class HadoopDirectory:
             return bytes(self._jvm.org.apache.commons.io.IOUtils.toByteArray(stream)).decode()
 
     def write(self, path: Any, text: str, part_name: str) -> None:  # noqa: ANN401
-        """Write a file as ``part_name``, and then rename it, so that no reader finds a half-written file."""
+        """Write the text to the file ``part_name``, and then rename this file to ``path``, so that no reader sees a
+        partial file.
+        """
         part = self.at(part_name, path.getParent())
         with closing(self.files.create(part, True)) as stream:  # noqa: FBT003  # Java has no keywords: overwrite
             stream.write(bytearray(text.encode()))
@@ -177,9 +182,10 @@ def shuffle_partitions(spark: SparkSession) -> int:
 
 @contextmanager
 def described(spark: SparkSession, text: str, *, group: str | None = None) -> Iterator[None]:
-    """Give the jobs that this thread runs inside ``with`` a description in Spark's UI and, if given, a job group.
+    """Give the jobs that this thread runs inside the ``with`` block a description and, if ``group`` is set, a job
+    group.
 
-    Jobs of a stream must keep the group of their query, by which Spark cancels them.
+    Jobs of a stream must keep the job group of their query, because Spark uses this group to cancel them.
     """
     wanted = {"spark.job.description": text} | ({} if group is None else {"spark.jobGroup.id": group})
     context = spark.sparkContext
@@ -195,10 +201,10 @@ def described(spark: SparkSession, text: str, *, group: str | None = None) -> It
 
 @contextmanager
 def shuffles_for(spark: SparkSession, size_bytes: int | None, *, power_of_two: bool = False) -> Iterator[None]:
-    """Set the number of Spark's shuffle partitions inside ``with`` to one that suits an input of this size.
+    """Inside the ``with`` block, set the number of Spark's shuffle partitions to suit an input of this size.
 
-    A number that the user has set is kept, and so is Spark's default if the size is not known. With ``power_of_two``,
-    the number is rounded up to a power of two.
+    A number that the user has set is kept, and so is Spark's default if the size is not known. If ``power_of_two`` is
+    true, the number is rounded up to a power of two.
     """
     before = spark.conf.getAll.get(_SHUFFLE_PARTITIONS)
     if size_bytes is None or (before or "").isdecimal():
@@ -229,7 +235,7 @@ async def connected(settings: Settings, client_id: str) -> AsyncIterator[KafkaWi
 
 @contextmanager
 def translated_errors() -> Iterator[None]:
-    """Inside ``with``, raise dedup's own errors from executors unchanged, and SettingsError for unreadable files.
+    """Inside the ``with`` block, raise dedup's own errors unchanged, and SettingsError for files that cannot be read.
 
     Raises StateIncompatible if Kafka deleted records while a job was reading them. Other errors from Spark are passed
     on unchanged.
@@ -267,10 +273,10 @@ def session_for(
     packages: Iterable[Package] = (),
     conf: Mapping[str, str] | None = None,
 ) -> SparkSession:
-    """Return the Spark session of this process, or a new one, with the right Java, Python, and jars.
+    """Return the Spark session of this process or a new session, configured with the right Java, Python, and jars.
 
     ``conf`` overrides the settings that this function makes. If ``master`` is None, the master is ``local[*]`` or,
-    under spark-submit, the one that spark-submit names. Under spark-submit, or if ``conf`` names jars, no jars are
+    under spark-submit, the master that spark-submit names. Under spark-submit, or if ``conf`` names jars, no jars are
     downloaded, and any version of Spark is accepted. Raises BrokerUnavailable if Java or jars cannot be obtained, or if
     the version of PySpark is not supported.
     """

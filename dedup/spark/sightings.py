@@ -1,9 +1,9 @@
-"""Sightings that a batch job saves for the next job, as Arrow columns and packed into rows of a table.
+"""Packs the sightings that a batch job saves for the next job into the rows of a table.
 
 A *layer* is the set of sightings that one job saves. A layer contains the sightings that the job's records created or
-extended. A full layer, unlike an incremental one, also contains all earlier sightings that have not expired. The
-sightings are packed into buckets by a hash of the ID. The next job therefore shuffles only a few large values, and each
-reduce task receives the sightings of its own IDs.
+extended. A full layer, unlike an incremental layer, also contains all earlier sightings that have not expired. The
+sightings of a layer are packed into buckets by a hash of their ID. The next job therefore shuffles only a few large
+values, and each reduce task receives the sightings of its own IDs.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SIGHTINGS: Final = pa.schema(
         ("fingerprint", pa.binary()),
     ]
 )
-"""`topic`, `partition`, and `offset` are those of `dedup.core.window.Source`; partition and offset are -1 for rows
-without coordinates. `fingerprint` is empty unless the topology compares payloads.
+"""The columns `topic`, `partition`, and `offset` are the fields of `dedup.core.window.Source`; partition and offset are
+-1 for rows without Kafka coordinates. `fingerprint` is empty unless the topology compares payloads.
 """
 _LAYER_SCHEMA: Final = pa.schema(
     [
@@ -55,7 +55,7 @@ LAYER: Final = from_arrow_schema(_LAYER_SCHEMA)
 of a task, with null in all other columns.
 """
 PACKED_AT_ONCE: Final = 131_072
-"""Maximum number of sightings in one packed value, which has about 8 MB before compression."""
+"""Maximum number of sightings in one packed value, whose uncompressed size is then about 8 MB."""
 _HELD: Final = 1 << 20
 """Number of sightings that `LayerWriter` collects before it packs them."""
 
@@ -87,17 +87,17 @@ def live(batch: pa.RecordBatch, topology: Topology, ends: LogEnds) -> pa.RecordB
 
 
 def merged(new: pa.Table, repeated: pa.Table, known: pa.Table, topology: Topology) -> pa.Table:
-    """Return the new sightings, and the known sightings that a repetition extended.
+    """Return the new sightings, and the known sightings that a duplicate extended.
 
-    ``repeated`` has one row for each repetition: the repeated sighting, with `last_ms` set to the time to which the
-    repetition extends the sighting. ``known`` contains the sightings of earlier jobs.
+    ``repeated`` has one row for each duplicate: the sighting that the duplicate repeats, with the `last_ms` that
+    results from this duplicate alone. ``known`` contains the sightings of earlier jobs.
     """
     if not topology.window.extend:
         return new
     key = ["id", "first_ms", "topic", "partition", "offset"]
     if topology.on_conflict is OnConflict.FORWARD:
-        # With this policy, ID and fingerprint identify an event. Otherwise, a repetition may have a different
-        # fingerprint.
+        # With `on_conflict: forward`, ID and fingerprint together identify an event. Otherwise, a duplicate may have a
+        # different fingerprint.
         key.append("fingerprint")
     else:
         nothing = pa.nulls(repeated.num_rows, pa.binary())
@@ -123,7 +123,7 @@ class LayerWriter:
         self._rows = 0
 
     def add(self, rows: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Add sightings, and yield rows of `LAYER` when enough sightings are collected."""
+        """Add sightings, and yield rows of `LAYER` when enough sightings have been collected."""
         for batch in rows:
             self._held.append(batch)
             self._rows += batch.num_rows
@@ -166,11 +166,14 @@ class Layer:
     buckets: int
     rows: int
     newest_ms: int
-    """The greatest `last_ms` in the layer; when this sighting has expired, all sightings of the layer have."""
+    """The greatest `last_ms` in the layer; once a sighting with this `last_ms` has expired, the whole layer has
+    expired.
+    """
 
 
 def routed(frame: DataFrame, buckets: int, targets: Sequence[int], batch_rows: int) -> DataFrame:
-    """Return rows of `LAYER` as packed rows with `KNOWN`, once for each reduce task that may judge their IDs.
+    """Return rows of `LAYER` as packed rows with the column `KNOWN`, with one copy for each reduce task that may judge
+    their IDs.
 
     ``batch_rows`` is the number of rows in a batch that Spark passes to Python. Each packed value is followed by as
     many empty rows as are needed to keep a full batch within `BATCH_BYTES`.

@@ -1,11 +1,12 @@
-"""The supported releases of Spark, and the jars that Spark lacks (Kafka connector, Delta, Iceberg, S3, JDBC).
+"""Lists the supported Spark releases, and fetches the jars that Spark lacks (Kafka connector, Delta, Iceberg, S3,
+JDBC).
 
-The library jgo downloads the jars from Maven Central into the user's cache, and Spark receives local paths. Spark's own
-resolver, Ivy, is not used: it fails if a Maven cache contains POM files without their jars, and it requests a jar that
-some mirrors lack.
+The library jgo downloads the jars from Maven Central into the user's cache, and Spark receives their local paths.
+Spark's own resolver, Ivy, is not used, because it fails if a Maven cache contains POM files without their jars, and
+because it requests a jar that some mirrors lack.
 
 `spark-jars.lock` lists the jars for every supported version of Spark with their SHA-256 digests. The command `python -m
-dedup.spark.spark_jars` prints the lock file, including the jars for the installed PySpark.
+dedup.spark.spark_jars` prints a new lock file, which includes the jars for the installed version of PySpark.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _SCALA: Final = "2.13"
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The versions of the libraries that match a release line of Spark, such as 4.1, whatever the patch release."""
+    """The library versions that match a release line of Spark, such as 4.1, regardless of the patch release."""
 
     kafka: str
-    """The version of the Kafka connector, from a patch release for which Maven Central has all its dependencies."""
+    """The version of the Kafka connector, chosen so that Maven Central has all dependencies of the connector."""
     delta: str
     iceberg: str | None
-    """None if there is no Iceberg for this release line."""
+    """The version of Iceberg, or None if no version supports this release line."""
     hadoop: str
     """The version of Hadoop that PySpark includes; the S3 client must have the same version."""
 
@@ -102,7 +103,7 @@ def coordinates(package: Package, spark_version: str) -> tuple[str, ...]:
 
 
 def jars_for(packages: Iterable[Package], environ: Mapping[str, str] | None = None) -> list[Path]:
-    """Return the jars of these packages that are not part of Spark, and download those that the cache lacks.
+    """Return the jars of these packages that are not part of Spark, and download the jars that the cache lacks.
 
     Raises BrokerUnavailable with the coordinates if Maven Central cannot be reached or lacks a jar.
     """
@@ -137,7 +138,7 @@ def _fetch(wanted: tuple[str, ...], directory: Path) -> None:
 
 
 def _locks() -> Mapping[str, Jar]:
-    """Return the jars of the lock file by Maven coordinate."""
+    """Return the jars in the lock file by their Maven coordinates."""
     text = resources.files(__package__).joinpath(_LOCK_FILE).read_text(encoding="utf-8")
     return {jar.coordinate: jar for jar in read_lock(text)}
 
@@ -161,7 +162,7 @@ def _resolve(wanted: Iterable[str], repository: Path) -> list[Artifact]:
 
 
 def _beside_spark(wanted: Iterable[str], repository: Path) -> Iterator[Artifact]:
-    """Yield the resolved artifacts whose jars are not part of Spark, whatever their versions."""
+    """Yield the resolved artifacts whose jars are not part of Spark, regardless of version."""
     own = (Path(pyspark.__file__).parent / "jars").glob("*.jar")
     bundled = {_VERSIONED.sub("", jar.name) for jar in own}
     for artifact in _resolve(wanted, repository):

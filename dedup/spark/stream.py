@@ -1,18 +1,19 @@
-"""Implements `dedup spark run`: Structured Streaming with the verdicts, state, and exactly-once protocol of a fleet.
+"""Implements `dedup spark run`, a Structured Streaming job with the verdicts, state, and exactly-once protocol of a
+fleet.
 
 Theory of operation. Spark reads the topics, schedules and retries tasks, and stores the offsets of each micro-batch. A
 Spark task judges its Kafka partition as a worker does (`task_attempt`) and commits records, sightings, task record, and
-group offset in one transaction of the fleet's transactional ID. A fleet can therefore take over where the stream stops,
-and vice versa, but the two cannot run at the same time, because they would fence each other. `dedup status` and `dedup
-verify` work for both a fleet and a stream.
+group offset in one transaction, under the transactional ID that the fleet uses for this partition. A fleet can
+therefore take over where the stream stops, and vice versa, but the two cannot run at the same time, because they would
+fence each other. `dedup status` and `dedup verify` work for both a fleet and a stream.
 
-A topology with a repartition topic runs two queries, just as a fleet runs two kinds of task. The query `repartition`
-writes records to the repartition topic, in which equal IDs share a partition. The query `dedup` judges the records in
-the order of that topic.
+The stream of a topology with a repartition topic runs two queries, just as a fleet runs two kinds of task. The query
+`repartition` writes records to the repartition topic, in which equal IDs share a partition. The query `dedup` judges
+the records in the order of the repartition topic.
 
-Spark resumes any query from any checkpoint, and would mistake the offsets of another topology for those of this one.
-Therefore, the checkpoint directory contains a file that identifies the topology and its topics, and every start
-compares this file. The directory may be on any file system that Hadoop supports.
+Spark does not check whether a checkpoint belongs to a query, so it could use the offsets of one topology for another.
+Therefore, the checkpoint directory contains a file that identifies the topology and its topics, and every start checks
+this file. The checkpoint directory may be on any file system that Hadoop supports.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ _ERROR_LINES: Final = 12
 
 
 def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
-    """Write the identity (`Prepared.identity`) into a new checkpoint directory.
+    """Write the stream's identity (`Prepared.identity`) to a new checkpoint directory.
 
-    Raises StateIncompatible and changes nothing if the directory has a different identity or contains other files.
+    Raises StateIncompatible and changes nothing if the directory contains a different identity or other files.
     """
     path, files = checkpoint.at(_IDENTITY_FILE), checkpoint.files
     if not files.exists(path):
         left = files.listStatus(checkpoint.path) if files.exists(checkpoint.path) else []
-        # A driver that was killed while it wrote the identity leaves the part file.
+        # A driver that was killed while it was writing the identity has left the part file behind.
         if any(status.getPath().getName() != _PART_FILE for status in left):
             raise StateIncompatible(
                 f"{checkpoint.path}: is not empty, and no checkpoint of `dedup spark run`: {_IDENTITY_FILE} is "
@@ -95,16 +96,19 @@ def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A topology on its cluster, ready to be streamed."""
+    """A topology whose topics exist on the cluster, with the positions where a stream can start."""
 
     topology: Topology
     settings: Settings
     cluster: Cluster
     positions: Mapping[TopicPartition, int]
-    """Where each partition begins without a checkpoint, which is the group's committed offset or the topology's start.
+    """Maps each partition to the offset where a stream without a checkpoint begins: the committed offset or the
+    topology's start.
     """
     unpinned: tuple[TopicPartition, ...]
-    """Partitions without a committed offset whose start depends on the time, so that it would differ after a crash."""
+    """Partitions without a committed offset, if the topology's start depends on the time and could differ after a
+    crash.
+    """
 
     def feeding(self, sub_topology: SubTopology) -> dict[TopicPartition, int]:
         """Return the positions of the partitions that the tasks of a sub-topology read."""
@@ -115,9 +119,9 @@ class Prepared:
     def identity(self) -> dict[str, object]:
         """Return the values that must be the same for a stream to continue from a checkpoint.
 
-        `state` contains rules and partition counts. `topics` has Kafka's IDs of the topics that the stream reads,
-        because a recreated topic has different records at the same offsets. `semantics` is a constant, kept because
-        existing checkpoints contain it.
+        `state` contains rules and partition counts. `topics` contains Kafka's IDs of the topics that the stream reads,
+        because a recreated topic has different records at the same offsets. `semantics` is a constant, which is kept
+        because existing checkpoints contain this field.
         """
         name, partitions = self.topology.name, self.cluster.source_partitions(self.topology)
         ids = {topic: self.cluster.topics[topic].topic_id for topic in partitions}
@@ -140,7 +144,7 @@ async def prepared(
 
     ``begun`` is true if the stream already has a checkpoint; the function then does not check whether the output topic
     is empty. Raises StateIncompatible if topics do not match the topology, if retention deleted records that were not
-    judged, or if the group is new, its output topic contains records, and ``onto_existing_output`` is false. Raises
+    judged, or if ``onto_existing_output`` is false and the output topic of a new group already contains records. Raises
     BrokerUnavailable if no broker responds.
     """
     async with connected(settings, f"dedup-{topology.name}-spark") as wire:
@@ -190,12 +194,12 @@ async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition)
 
 
 class _IdleMarks:
-    """Marks source partitions without new records as idle in the repartition topic, in a thread of the driver.
+    """In a thread of the driver, marks source partitions without new records as idle in the repartition topic.
 
     With a repartition topic, stream time is the smallest of the feeds' greatest event times. Without a marker, a source
     partition without new records would hold stream time back, so that no record would be late and no sighting would
-    expire. The partition's own `repartition` task writes the marker. The marker is written only while no micro-batch
-    runs, because writing it would fence a task that is at work.
+    expire. The partition's own `repartition` task writes the marker. The marker is written only while no micro-batch is
+    running, because writing it would fence a running task.
     """
 
     def __init__(self, ready: Prepared) -> None:
@@ -204,11 +208,13 @@ class _IdleMarks:
         """Lock for writing to the repartition topic."""
         self._over: Final = threading.Event()
         self._quiet: dict[TopicPartition, tuple[int, float]] = {}
-        """Maps a partition without new records to its position, and to since when; the time of a marked one is inf."""
+        """Maps a partition without new records to its position and the time when this was first seen, or inf once it is
+        marked.
+        """
         self._thread: Final = threading.Thread(target=self._run, name="idle-marks", daemon=True)
 
     def start(self) -> None:
-        """Watch the partitions until `stop`."""
+        """Start to watch the partitions, until `stop` is called."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -221,7 +227,8 @@ class _IdleMarks:
             try:
                 asyncio.run(self._watch())
             except (BrokerUnavailable, NoAnswer, TaskMigrated) as error:
-                # Markers only advance stream time. An error that must stop the stream also stops a task.
+                # These errors are not fatal, because markers only advance stream time. An error that must stop the
+                # stream also stops a task.
                 log.warning("idle markers: %s; trying again", error)
                 self._over.wait(_IDLE_LOOK_S)
 
@@ -248,13 +255,15 @@ class _IdleMarks:
         self._quiet[feeding] = position, since_s
 
     async def _caught_up_at(self, wire: KafkaWire, feeding: TopicPartition) -> int | None:
-        """Return the position of a partition if only transaction markers follow, or None if the partition has lag."""
+        """Return a partition's position if only transaction markers follow it, or None if the partition has lag."""
         committed = await committed_offset(wire, self._ready.topology.name, feeding)
         lag = await lag_after(wire, feeding, self._ready.positions[feeding] if committed is None else committed)
         return None if lag.records else lag.position
 
     async def _mark(self, wire: KafkaWire, feeding: TopicPartition, position: int) -> bool:
-        """Write the idle marker unless a micro-batch runs or has moved the position; return whether it was written."""
+        """Write the idle marker unless a micro-batch is running or has moved the position; return whether it was
+        written.
+        """
         if not self.busy.acquire(blocking=False):
             return False
         try:
@@ -276,18 +285,18 @@ class StreamOptions:
     checkpoint: str
     """A directory for this topology only, on any file system that Hadoop supports."""
     exit_when_done: bool = False
-    """Stop at the end offsets seen at the start."""
+    """Stop at the end offsets that the topics have at the start."""
     most_offsets: int = 1_000_000
     """Maximum number of offsets in a micro-batch."""
     commit_rows: int = 100_000
-    """Number of rows in a transaction, which may not be open longer than `transaction_timeout`."""
+    """Number of rows in a transaction, which must not stay open longer than `transaction_timeout`."""
     onto_existing_output: bool = False
-    """Let a new group write to an output that already holds records; see `dedup.worker.topics`."""
+    """Let a new group write to an output topic that already contains records; see `dedup.worker.topics`."""
     on_batch: Callable[[BatchReport], None] | None = None
 
 
 class _Query:
-    """One query of a stream, and what it does with each micro-batch."""
+    """One query of a stream, which judges each of its micro-batches."""
 
     def __init__(
         self,
@@ -305,13 +314,13 @@ class _Query:
         self._options: Final = options
         self._monitor: Final = monitor
         self._busy: Final = busy
-        """Held while a micro-batch runs."""
+        """A context that is entered while a micro-batch is running."""
         self._failure: DedupError | None = None
-        """An error that a retry cannot fix; Spark passes on only its text."""
+        """The error that stopped the query; it is kept here, because Spark passes on only the text of an error."""
         self._query: StreamingQuery | None = None
 
     def start(self, spark: SparkSession) -> None:
-        """Start the query at its checkpoint or, without one, at the positions of its partitions."""
+        """Start the query from its checkpoint or, if there is none, from the positions in `Prepared.positions`."""
         options, starting = self._options, dict[str, dict[str, int]]()
         for at, offset in self._ready.feeding(self._sub_topology).items():
             starting.setdefault(at.topic, {})[str(at.partition)] = offset
@@ -328,7 +337,7 @@ class _Query:
         self._query = (writer.trigger(availableNow=True) if options.exit_when_done else writer).start()
 
     def _judge(self, rows: DataFrame, batch_id: int) -> None:
-        """Judge and send a micro-batch; raise an error that an attempt reported."""
+        """Judge a micro-batch and send the results; if an attempt reported an error, raise this error."""
         began_s = time.monotonic()
         with self._busy, described(rows.sparkSession, f"{self._name}: judge and commit micro-batch {batch_id}"):
             judged = feeding_columns(rows).mapInArrow(partial(judge_partition, self._plan), REPORT)
@@ -337,7 +346,8 @@ class _Query:
             if row["failure"] is not None:
                 self._failure = ERRORS_BY_NAME.get(row["failure"], DedupError)(row["failure_text"])
                 raise self._failure
-            # An executor of this stream wrote the value, and it came over the connection that also has the passwords.
+            # The value is safe to unpickle, because an executor of this stream sent it over a connection that also
+            # carries passwords.
             row["numbers"] = pickle.loads(row["numbers"])  # noqa: S301
         report = BatchReport(self._sub_topology, batch_id, reports, time.monotonic() - began_s)
         self._monitor.add(report)
@@ -346,7 +356,7 @@ class _Query:
 
     @property
     def is_active(self) -> bool:
-        """Whether the query runs."""
+        """Whether the query is running."""
         return self._query is not None and self._query.isActive
 
     def stop(self) -> None:
@@ -355,7 +365,7 @@ class _Query:
             self._query.stop()
 
     def raise_failure(self) -> None:
-        """Raise the error with which the query has ended, if any."""
+        """If the query has ended with an error, raise this error."""
         if self._failure is not None:
             raise self._failure
         error = None if self._query is None else self._query.exception()
@@ -368,9 +378,9 @@ class _Query:
 
 
 class Running:
-    """A running stream; `wait` returns when it has ended.
+    """A running stream; `wait` returns when the stream has ended.
 
-    With ``in_turn``, each query starts only when the previous one has read all its input.
+    If ``in_turn`` is true, each query starts only after the previous query has read all its input.
     """
 
     def __init__(
@@ -391,11 +401,11 @@ class Running:
 
     @property
     def url(self) -> str | None:
-        """The address of the stream's pages; None if it serves none."""
+        """The address of the stream's web pages, or None if the stream serves no pages."""
         return self._monitor.url
 
     def start(self) -> None:
-        """Start all queries, or only the first if they run one after another."""
+        """Start all queries, or only the first query if the queries run one after another."""
         self._monitor.start()
         try:
             for query in self._first:
@@ -428,7 +438,7 @@ class Running:
         self._stopping.set()
 
     def _watch(self, queries: Sequence[_Query]) -> None:
-        """Return when a query has ended, or `stop` was called."""
+        """Wait until a query has ended or `stop` has been called."""
         while all(query.is_active for query in queries):
             if self._stopping.wait(_QUERY_LOOK_S):
                 return
@@ -439,10 +449,10 @@ class Running:
 def start_stream(spark: SparkSession, topology: Topology, settings: Settings, options: StreamOptions) -> Running:
     """Create missing topics, and start the stream of a topology.
 
-    With `exit_when_done`, the second query starts when the first has ended. Raises StateIncompatible before a query
-    starts if the checkpoint belongs to another topology, topics do not match the topology, the output topic of a new
-    group already contains records, or retention deleted records that were not judged. Raises BrokerUnavailable if no
-    broker responds.
+    If `exit_when_done` is set, the second query starts when the first query has ended. Raises StateIncompatible before
+    a query starts if the checkpoint belongs to another topology, topics do not match the topology, the output topic of
+    a new group already contains records, or retention deleted records that were not judged. Raises BrokerUnavailable if
+    no broker responds.
     """
     checkpoint = HadoopDirectory(spark, options.checkpoint)
     begun = bool(checkpoint.files.exists(checkpoint.at(_IDENTITY_FILE)))

@@ -1,9 +1,9 @@
-"""Shows the state of a running stream: a log line for each micro-batch, and the same pages and metrics as a worker.
+"""Shows the state of a running stream with a log line for each micro-batch and the same pages and metrics as a worker.
 
 On the executors, attempts keep the same counts as a worker's tasks (`TaskNumbers`), and report them after they have
-committed. In a thread of the driver, the monitor adds up these reports. The monitor also asks the brokers for the lag,
-because only the brokers know the lag while a micro-batch runs. `dedup status`, Prometheus, and the Grafana dashboard
-therefore work for a stream as they do for a worker.
+committed. In a thread of the driver, the monitor adds up the reports of all attempts. The monitor also asks the brokers
+for the lag, because only the brokers know the lag while a micro-batch is running. `dedup status`, Prometheus, and the
+Grafana dashboard therefore work for a stream as they do for a worker.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
 
 log: Final = logging.getLogger(__name__)
 _LOOK_S: Final = 2.0
-"""The interval at which the lag is read while no micro-batch ends."""
+"""The interval in seconds between two readings of the lag while no micro-batch ends."""
 _LOOK_BYTES: Final = 1 << 20
-"""Maximum size of a fetch that looks for a record behind a position."""
+"""Maximum size of a fetch that looks for a record after a position."""
 _ANSWER_WITHIN_S: Final = 5.0
 
 
@@ -45,7 +45,7 @@ class _Seen:
     """What the monitor knows about one feeding partition."""
 
     position: int
-    """The offset at which the stream begins to read if the group has no offset yet."""
+    """The offset where the stream begins to read if the group has no offset yet."""
     numbers: TaskNumbers = field(default_factory=TaskNumbers)
     lag_records: int | None = None
     unstable_records: int | None = None
@@ -68,7 +68,7 @@ class StreamMonitor:
         }
         self._name: Final = settings.worker_id or f"spark-{socket.gethostname()}"
         self._ended: Final[list[BatchReport]] = []
-        """Micro-batches that are not logged yet, because their log line contains the lag after them."""
+        """Micro-batches that have not been logged yet, because each log line contains the lag after the micro-batch."""
         self._news: Final = asyncio.Event()
         self._over = False
         self._dead: Final = DeadShare()
@@ -76,7 +76,7 @@ class StreamMonitor:
         self._runs: Final = threading.Event()
         self._thread: Final = threading.Thread(target=self._run_in_thread, name="stream-monitor", daemon=True)
         self.url: str | None = None
-        """The address of the pages; None if none are served."""
+        """The address of the pages, or None if no pages are served."""
 
     def start(self) -> None:
         """Start to serve the pages, if the settings enable them, and to watch the lag."""
@@ -84,7 +84,7 @@ class StreamMonitor:
         self._runs.wait()
 
     def stop(self) -> None:
-        """Log the micro-batches that are not logged yet, and stop serving the pages."""
+        """Log the micro-batches that have not been logged yet, and stop serving the pages."""
         self._call(self._stop)
         self._thread.join()
 
@@ -200,7 +200,7 @@ class StreamMonitor:
         return exposition(self.seen())
 
     def look_up(self, text: str) -> LookedUp:
-        """Raise SettingsError, because the state is on the executors, and is open only while an attempt runs."""
+        """Raise SettingsError, because the state is on the executors, and is open only while an attempt is running."""
         why = f"a stream on Spark does not keep its state open; `dedup explain` finds {text!r} in the topics"
         raise SettingsError([Problem("ID", why)])
 
@@ -210,7 +210,7 @@ class StreamMonitor:
             yield TaskPulse(seen.numbers, seen.lag_records)
 
     def latest(self) -> Iterable[Noted]:
-        """Return nothing, because attempts report only counts and no single records."""
+        """Return nothing, because attempts report only counts, not individual records."""
         return ()
 
     def peers(self) -> tuple[Peer, ...]:
@@ -230,9 +230,9 @@ class Lag(NamedTuple):
     position: int
     """The position, or the beginning of the log if that is greater."""
     records: int
-    """Number of offsets up to the end; 0 if they hold only markers and aborted records."""
+    """Number of offsets from the position to the end, or 0 if these offsets hold only markers and aborted records."""
     unstable: int = 0
-    """The number of these offsets that an open transaction hides from readers."""
+    """The number of offsets before the end that an open transaction hides from `read_committed` readers."""
 
 
 async def lag_after(wire: KafkaWire, place: TopicPartition, position: int) -> Lag:
@@ -242,7 +242,7 @@ async def lag_after(wire: KafkaWire, place: TopicPartition, position: int) -> La
     begin = at = max(bounds.start, position)
     while at < bounds.end:
         fetched = await wire.fetch(place, at, max_bytes=_LOOK_BYTES, wait_ms=0)
-        # Without progress, an open transaction hides the rest.
+        # If the fetch made no progress, an open transaction hides the rest.
         if fetched.offsets or fetched.next_offset <= at:
             return Lag(begin, bounds.end - begin, fetched.high_watermark - fetched.last_stable_offset)
         at = fetched.next_offset

@@ -1,12 +1,12 @@
 """Implements `dedup spark sink`, which appends each committed output record to a table exactly once.
 
-Theory of operation. The position is part of the table: the metadata of each commit names the offsets at which it ends.
-Rows and position become visible together, and there is no checkpoint that could disagree with them. If a driver is
-killed, its commit is either complete or absent, and the next driver continues after the last commit.
+Theory of operation. The position is part of the table: the metadata of each commit contains the offsets where the
+commit ends. Rows and position become visible together, and there is no checkpoint that could disagree with them. If a
+driver is killed, its commit is either complete or absent, and the next driver continues after the last commit.
 
 Two sinks that write to the same table exclude each other, because each commit is appended only after the commit that
 the sink has read. `delta_log` and `iceberg_log` describe how the two formats guarantee this. A sink reads each of its
-commits back and compares the commit's own ID.
+commits back and checks the ID in the commit's metadata.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ _COLUMNS: Final = ("key", "value", "headers", "topic", "partition", "offset", "t
 _SETTLED_WITHIN_S: Final = 60.0
 _SETTLED_LOOK_S: Final = 0.2
 _RENEWED_AFTER_MS: Final = 24 * 3_600_000
-"""The sink commits its position again after this time without records, because old commits are deleted, including the
-commit that contains the position: by Delta after `delta.logRetentionDuration` (30 days), by `expire_snapshots` of
-Iceberg after 5 days.
+"""The sink commits its position again after this time without records, because the commit that contains the position
+would otherwise be deleted: by Delta after `delta.logRetentionDuration` (30 days by default), or by Iceberg's
+`expire_snapshots` (after 5 days by default).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """A commit of the sink, as it was read back from the table; the first values are in its metadata."""
+    """A commit of the sink, as it was read back from the table; the fields up to `id` are in its metadata."""
 
     topic_id: str
-    """Kafka's ID of the output topic, because a recreated topic has different records at the same offsets."""
+    """Kafka's ID of the output topic, which reveals a recreated topic, whose offsets belong to different records."""
     number: int
     after: int
-    """The version of the table with the sink's previous commit; -1 for the first commit."""
+    """The version of the sink's previous commit; for the first commit, the table's latest version before it, or -1."""
     ends: Mapping[int, int]
-    """By partition, the offset after the last one whose record is in the table."""
+    """Maps each partition to the offset after the last one that this commit covers."""
     id: str
     table_version: int
     committed_ms: int
     rows: int
     more: bool = False
-    """Whether the topic already had more records to append."""
+    """Whether the topic already contained more records to append."""
 
 
 class TableSink:
-    """Appends the output topic to one Delta or Iceberg table. Not thread-safe."""
+    """Appends the records of the output topic to one Delta or Iceberg table; not thread-safe."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class TableSink:
         *,
         most_offsets: int = 1_000_000,
     ) -> None:
-        """Append to the table of ``log``. Raises SettingsError if the topology has no output topic."""
+        """Prepare to append to the table of ``log``. Raises SettingsError if the topology has no output topic."""
         if topology.output is None:
             raise SettingsError([Problem(topology.name, "has no output topic, whose records a table could hold")])
         self._spark: Final = spark
@@ -89,16 +89,16 @@ class TableSink:
         self._last: Appended | None = None
         self._looked = False
         self._before = -1
-        """The newest version of the table before the first look at it; an empty table of others may have several."""
+        """The latest version of the table when the sink first read it; a table may be empty and still have versions."""
         self._renewed_ms = 0
 
     def ends(self) -> dict[int, int]:
-        """Return, by partition, the offset at which the committed records of the output topic end now."""
+        """Return the current end offset of the committed records in each partition of the output topic."""
         with KafkaReader(self._settings) as reader:
             return reader.stable_ends(self._topic)
 
     def append(self, *, now_ms: int, until: Mapping[int, int] | None = None) -> Appended | None:
-        """Append the topic's new committed records, and return the sink's commit; return None if there is nothing new.
+        """Append the topic's new committed records, and return the sink's commit, or None if there are no new records.
 
         If ``until`` is given, only records before these offsets are appended. Afterward, the table contains every
         record before the ends of the commit exactly once. Raises StateIncompatible if another sink has written in the
@@ -131,7 +131,7 @@ class TableSink:
     def _begins(
         self, last: Appended | None, topic_id: str, lows: Mapping[int, int], ends: Mapping[int, int]
     ) -> dict[int, int]:
-        """Return the offset at which to continue each partition, or 0 for a partition added since the last commit."""
+        """Return the offset where each partition continues, or 0 for a partition added since the last commit."""
         if last is None:
             gone = [f"{self._topic}/{partition} before offset {low}" for partition, low in lows.items() if low]
             if gone:
@@ -167,13 +167,13 @@ class TableSink:
         return {partition: position.get(partition, 0) for partition in lows}
 
     def _stops(self, begins: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, int]:
-        """Return the end offsets of the next commit, which covers about `most_offsets` offsets over all partitions."""
+        """Return the end offsets of the next commit, which covers about `most_offsets` offsets of all partitions."""
         open_at = [at for at in begins if ends.get(at, 0) > begins[at]]
         share = max(1, self._most_offsets // max(1, len(open_at)))
         return {at: max(begin, min(ends.get(at, begin), begin + share)) for at, begin in begins.items()}
 
     def _write(self, topic_id: str, begins: Mapping[int, int], stops: Mapping[int, int]) -> Appended:
-        """Append the records of these offsets, and return the commit as it is in the table."""
+        """Append the records from ``begins`` to ``stops``, and return the commit as read back from the table."""
         last = self._last
         number, after = (1, self._before) if last is None else (last.number + 1, last.table_version)
         commit = {"number": number, "after": after, "ends": stops, "id": uuid.uuid4().hex}
@@ -184,7 +184,8 @@ class TableSink:
         )
         ranges = {self._topic: {at: (begin, stops[at]) for at, begin in begins.items()}}
         # A range usually ends with a transaction marker, and only a fetch that returns nothing shows that no record
-        # follows. The records are new, so no broker has to fetch them from tiered storage, which takes longer.
+        # follows. A short wait is enough, because the records are new, and no broker has to read them from slow tiered
+        # storage.
         wait = {"kafka.fetch.max.wait.ms": "20"}
         rows = read_range(self._spark, self._settings, ranges, **wait).select(*_COLUMNS)
         with translated_errors():
@@ -194,7 +195,9 @@ class TableSink:
         return next(each for each in found if each is not None)
 
     def _refuse_changed_since(self, last: Appended) -> None:
-        """Raise StateIncompatible if the table no longer contains the sink's last commit, or was replaced after it."""
+        """Raise StateIncompatible if the table no longer contains the sink's last commit or was replaced after this
+        commit.
+        """
         entries: list[TableCommit | SnapshotCommit] = list(self._log.commits(last.table_version - 1))
         if last.id not in [each.id for each in map(self._sink_commit, entries) if each is not None]:
             raise StateIncompatible(
@@ -276,7 +279,7 @@ class TableSink:
 def following(
     sink: TableSink, every_s: float, *, stopped: threading.Event, failed: Callable[[], None]
 ) -> Iterator[None]:
-    """Inside ``with``, append the records that a stream commits, in a thread; at the end, append the rest.
+    """In a thread, append the records that a stream commits inside the ``with`` block; at the end, append the rest.
 
     If ``stopped`` is set, the rest is left for the next run. If the thread fails, it calls ``failed``, and the end of
     the ``with`` block raises the thread's error.
@@ -307,7 +310,7 @@ def following(
 def follow(
     sink: TableSink, *, every_s: float, over: threading.Event, tell: Callable[[Appended], None] = lambda _: None
 ) -> None:
-    """Append new records until ``over`` is set, with a pause of ``every_s`` seconds whenever there are no more.
+    """Append new records until ``over`` is set, and pause for ``every_s`` seconds whenever there are no new records.
 
     Raises BrokerUnavailable if no broker responds to the first attempt. After the first success, the function waits for
     brokers that do not respond, because the position is safe in the table.
@@ -331,7 +334,7 @@ def follow(
 def catch_up(
     sink: TableSink, *, over: threading.Event | None = None, tell: Callable[[Appended], None] = lambda _: None
 ) -> None:
-    """Append until the table contains all records that are committed when the call begins, or ``over`` is set."""
+    """Append until the table contains all records that were committed when the call began, or until ``over`` is set."""
     ends = sink.ends()
     while over is None or not over.is_set():
         appended = sink.append(now_ms=_now_ms(), until=ends)

@@ -1,13 +1,13 @@
 """Implements `dedup spark upsert`, which keeps one row per tracking ID in a Delta table (MERGE) or a database (JDBC).
 
-If several records have the same ID, the table keeps the newest according to an *explicit* order. The order is stored in
-the table (`order_value`, `order_partition`, `order_offset`), so a record that is older than the existing row changes
-nothing. Runs may be repeated, killed, and started in any order, and the result is the same. A record that equals the
-existing row in all three order columns also changes nothing.
+If several records have the same ID, the table keeps the newest record according to an *explicit* order. The table
+stores the order of each row (`order_value`, `order_partition`, `order_offset`), so a record that is older than the
+existing row changes nothing. Runs may be repeated, killed, and started in any order, and the result is the same. A
+record that equals the existing row in all three order columns also changes nothing.
 
 Spark's JDBC writer cannot upsert. Each run therefore writes its rows to its own staging table, and one statement in one
-database transaction moves the rows to the target table. A run that is killed before that statement leaves its staging
-table behind and the target table unchanged.
+database transaction moves the rows to the target table. If a run is killed before this statement, its staging table is
+left behind, and the target table is unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from dedup.verify.kafka_reader import KafkaReader
 
 ID: Final = "tracking_id"
 ORDER: Final = ("order_value", "order_partition", "order_offset")
-"""The columns that decide which of two rows of one ID is newer; partition and offset are -1 for records from files."""
+"""The columns that decide which of two rows with the same ID is newer; partition and offset are -1 for records without
+coordinates.
+"""
 _EVENT_TIME, _OFFSET = "event_time", "offset"
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?")
 _BAD_JSON: Final = "_dedup_bad_json"
@@ -61,27 +63,27 @@ class Jdbc:
         return dialect
 
     def properties(self) -> dict[str, str]:
-        """Return the options of a connection."""
+        """Return the JDBC properties of a connection."""
         given = {"driver": self.dialect.driver, "user": self.user, "password": self.password}
         return {name: value for name, value in given.items() if value is not None}
 
     def collated(self, field: t.StructField) -> str:
-        """Return the COLLATE clause for an order column; empty if it needs none."""
+        """Return the COLLATE clause for an order column, or an empty string if the column needs no clause."""
         return f" COLLATE {self.dialect.binary_collation}" if isinstance(field.dataType, t.StringType) else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The differences in SQL between the databases."""
+    """The SQL features that differ between the supported databases."""
 
     prefix: str
     driver: str
     binary: str
     double: str
     binary_collation: str
-    """The collation that compares text by its bytes, as Spark does."""
+    """The collation that compares strings by their bytes, as Spark does."""
     digits: int
-    """Maximum number of digits of a decimal that are stored exactly."""
+    """Maximum number of decimal digits that the database stores exactly."""
     one_writer: bool
     """Whether only one task may write at a time."""
 
@@ -121,16 +123,16 @@ class TableRows:
     """Records as rows of a table, and records that cannot become rows."""
 
     rows: DataFrame
-    """`tracking_id`, the payload's columns, `event_time_ms`, the three order columns."""
+    """The columns are `tracking_id`, the payload's columns, `event_time_ms`, and the three order columns."""
     rejected: DataFrame
-    """The unchanged records, with `reason` and `detail`."""
+    """The unchanged records, with the additional columns `reason` and `detail`."""
 
 
 def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = None, order: str) -> TableRows:
     """Return records (`rows.RECORDS`) as rows of a table.
 
-    ``schema`` is Spark DDL that names members of the JSON value to become columns; records with values of other types
-    are rejected. Without ``schema``, the columns are `key` and `value` as bytes. A null value becomes a row whose
+    ``schema`` is Spark DDL that names the members of the JSON value that become columns; records with values of other
+    types are rejected. Without ``schema``, the columns are `key` and `value` as bytes. A null value becomes a row whose
     payload columns are null. ``order`` is `event_time`, `offset` (which requires that all records of an ID are in the
     same Kafka partition), or a column of ``schema``. Raises SettingsError for an unusable schema or order.
     """
@@ -142,7 +144,8 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
     reason, detail = fn.col("dedup_fault"), fn.col("dedup_detail")
     columns = [fn.col("key"), fn.col("value")]
     if payload is not None:
-        # This column receives what Spark cannot parse. Without it, a value of another type would silently become null.
+        # Spark puts a value that it cannot parse into this column. Without the column, a value of another type would
+        # silently become null.
         asked = t.StructType([*payload.fields, t.StructField(_BAD_JSON, t.StringType())])
         options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _BAD_JSON}
         known = known.withColumn("_payload", fn.from_json(fn.col("value").cast("string"), asked, options))
@@ -236,7 +239,7 @@ def _is_unfit(kind: t.DataType) -> bool:
 
 
 def _newest(rows: DataFrame) -> DataFrame:
-    """Return the greatest row by `ORDER` of each tracking ID; every run chooses the same among rows of equal order."""
+    """Return the newest row of each tracking ID according to `ORDER`; a hash decides between rows of equal order."""
     others = [name for name in rows.columns if name != ID]
     by = fn.struct(*ORDER, fn.xxhash64(*others).alias("tie"))
     best = rows.groupBy(ID).agg(fn.max_by(fn.struct(*others), by).alias("best"))
@@ -283,15 +286,15 @@ def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
     """Upsert the newest row of each ID into the table, and create the table with the key `tracking_id` if necessary.
 
     Returns how many rows were inserted or replaced. Raises StateIncompatible if the table lacks a column or has no
-    unique `tracking_id`. Only the last statement changes the rows of the table, so a run that ends before it leaves
-    them unchanged.
+    unique `tracking_id`. Only the last statement changes rows of the target table, so a run that ends before this
+    statement leaves all rows unchanged.
     """
     if not _NAME.fullmatch(to.table):
         text = f"{to.table!r} is not a valid name; write letters, digits and _, such as orders or shop.orders"
         raise SettingsError([Problem("--table", text)])
     source = _newest(rows)
     staging = f"{to.table}_dedup_{uuid.uuid4().hex[:8]}"
-    # Text in order columns is compared by its bytes, as in `_newest`.
+    # Strings in order columns are compared by their bytes, as in `_newest`.
     columns = [
         f'"{field.name}" {to.dialect.column(field.dataType)}{to.collated(field) if field.name in ORDER else ""}'
         for field in source.schema.fields
@@ -321,7 +324,7 @@ def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
     table, names = to.table, schema.names
     listed = ", ".join(f'"{name}"' for name in names)
     changed = ", ".join(f'"{name}" = excluded."{name}"' for name in names if name != ID)
-    # The table may have been created with another collation, so this statement names the collation, too.
+    # The table may have been created with another collation, so this statement also names the collation.
     order = [f'"{name}"{to.collated(schema[name])}' for name in ORDER]
     newer = f"({_listed(order, 'excluded.')}) > ({_listed(order, f'{table}.')})"
     # DISTINCT is needed because a task whose commit succeeded but was not acknowledged is retried, and stages its rows
@@ -352,9 +355,10 @@ def _move(connection: Any, staging: str, table: str, move: str, expected: int) -
 
 @contextlib.contextmanager
 def _connected(spark: SparkSession, to: Jdbc) -> Iterator[Any]:
-    """Yield a connection in the driver's JVM; each statement is a transaction."""
+    """Yield a JDBC connection in the driver's JVM; each statement runs in its own transaction."""
     java: Any = spark._jvm  # noqa: SLF001  # PySpark's only way to its JVM
-    # DriverManager does not find drivers in Spark's jars, which are not on the system class path; this registers them.
+    # DriverManager does not find drivers in Spark's jars, which are not on the system class path, so the driver is
+    # registered here.
     java.org.apache.spark.sql.execution.datasources.jdbc.DriverRegistry.register(to.dialect.driver)
     properties = java.java.util.Properties()
     for name, value in to.properties().items():
@@ -367,7 +371,7 @@ def _connected(spark: SparkSession, to: Jdbc) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Raise StateIncompatible for database errors that occur inside ``with``."""
+    """Turn database errors inside the ``with`` block into StateIncompatible."""
     try:
         yield
     except Py4JJavaError as error:

@@ -1,4 +1,4 @@
-"""One attempt of a Spark task, which judges one partition of a micro-batch with the same code as a worker's task.
+"""Runs one attempt of a Spark task, which judges one partition of a micro-batch with the same code as a worker's task.
 
 Theory of operation. Every transaction contains the sent records, their sightings, the task record with the next offset,
 and the group's offset, so the position of a partition is part of its state. Each attempt begins where the last
@@ -6,8 +6,9 @@ committed transaction ended, regardless of what Spark does:
 
 * If a micro-batch is run again after a crash, rows below the position are skipped and the rest are judged.
 * If an upstream task fails, the Python code sees only a normal end of its input. (A prototype that recorded finished
-  micro-batches instead of positions lost 10,000 of 40,000 rows in this way.) With positions, a truncated input is a
-  shorter prefix of the log. The attempt can safely commit this prefix, because the next attempt continues after it.
+  micro-batches instead of positions lost 10,000 of 40,000 rows in this way.) With positions, a truncated input is
+  merely a shorter prefix of the log. The attempt can safely commit this prefix, because the next attempt continues
+  after it.
 * If the broker's response to a commit is lost, the attempt opens a new epoch, finds out what was committed, and judges
   the remaining records again, as a worker does.
 * If Spark runs a speculative copy of a task, or an executor has lost its driver, the InitProducerId request of the
@@ -51,15 +52,18 @@ from dedup.worker.task_factory import TaskFactory
 from dedup.worker.topics import Cluster
 
 _GC_THRESHOLD: Final = 100_000
-"""The same as in a worker: a batch creates tens of thousands of objects, but no reference cycles."""
+"""The threshold is the same as in a worker, because a batch creates tens of thousands of objects but no reference
+cycles.
+"""
 _MOST_RENEWALS: Final = 3
-"""Number of new epochs in which a commit is retried; after that, the attempt fails and Spark starts another one."""
+"""Maximum number of new epochs in which a commit is retried; then the attempt fails, and Spark starts a new attempt."""
 _MARGIN: Final = 4
-"""The broker aborts a transaction after its timeout, so the attempt commits when a quarter of that time has passed."""
+"""The broker aborts a transaction after its timeout, so the attempt commits when a quarter of the timeout has passed.
+"""
 _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt", "repartitioned")
 _BROKER_TROUBLE: Final = 5
-"""Exit code of BrokerUnavailable. Apart from TaskMigrated, it is the only error of dedup that another attempt may
-fix.
+"""Exit code of BrokerUnavailable. Apart from TaskMigrated, BrokerUnavailable is the only dedup error that a new attempt
+may avoid.
 """
 
 _REPORT_SCHEMA: Final = pa.schema(
@@ -82,7 +86,9 @@ class AttemptPlan:
     settings: PicklableSettings
     cluster: Cluster
     commit_rows: int
-    """A transaction is committed after this many rows, because it must not stay open longer than its timeout."""
+    """A transaction is committed after this many rows, because a transaction must not stay open longer than its
+    timeout.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +108,16 @@ class BatchReport:
 
 @cache
 def _clock_and_memory() -> tuple[SteadyClock, RocksMemory]:
-    """Return what all attempts in this process share."""
+    """Return the clock and the RocksDB memory that all attempts in this process share."""
     return SteadyClock(), RocksMemory()
 
 
 def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Judge the rows of one Spark partition and send the results; yield one row of `REPORT`, or none without rows.
+    """Judge the rows of one Spark partition and send the results; yield one row of `REPORT`, or nothing if there are no
+    rows.
 
-    An error that another attempt may fix is raised, so that Spark tries again. Any other error becomes part of the
-    report, and the driver raises it.
+    An error that a new attempt may avoid is raised, so that Spark starts a new attempt. Any other error becomes part of
+    the report, and the driver raises it.
     """
     gc.set_threshold(_GC_THRESHOLD)
     batches = feed_batches(arrow)
@@ -153,7 +160,7 @@ async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatc
 
 
 class _Attempt:
-    """Runs the worker's task for one partition, and keeps the batches that are not committed yet."""
+    """Runs a worker's task for one partition, and keeps the batches that have not been committed yet."""
 
     def __init__(self, factory: TaskFactory, wire: KafkaWire, feeding: TopicPartition, plan: AttemptPlan) -> None:
         self._factory: Final = factory
@@ -163,7 +170,7 @@ class _Attempt:
         self._longest_s: Final = plan.settings.plain.transaction_timeout_ms / 1000 / _MARGIN
         self._committed_s = asyncio.get_running_loop().time()
         self._done: Final = TaskNumbers()
-        """Counts of what earlier tasks of this attempt are known to have committed."""
+        """The counts of the records that earlier tasks of this attempt are known to have committed."""
         self._uncommitted: list[FeedBatch] = []
         self._task = factory.build(feeding)
 
@@ -181,15 +188,15 @@ class _Attempt:
                 if sum(map(len, self._uncommitted)) >= self._commit_rows:
                     await self._commit()
             await self._commit()
-            # The report reads the store, which `close` releases.
+            # `_report` reads the store, so it must run before `close` releases the store.
             return self._report()
         finally:
             await self._task.close(drain=False)
 
     async def _next(self, batches: Iterator[FeedBatch]) -> FeedBatch | None:
-        """Return the next batch, or None at the end; while waiting for it, commit a transaction that is open too long.
+        """Return the next batch, or None at the end; meanwhile, commit a transaction that has been open for too long.
 
-        A separate thread reads from Spark, so that judged records are sent in the meantime.
+        A separate thread reads from Spark, so that judged records can be sent while the attempt waits.
         """
         coming = asyncio.ensure_future(asyncio.to_thread(next, batches, None))
         if self._uncommitted:
@@ -234,7 +241,7 @@ class _Attempt:
             follows = batch.next_offset
 
     def _report(self) -> dict[str, Any]:
-        """Return the counts of what this attempt committed, and the size of its state."""
+        """Return the counts of the records that this attempt committed, and the size of its state."""
         task, done = self._task, self._done
         done.add_counters(task.numbers)
         done.stream_time_ms, done.committed_time_ms = task.numbers.stream_time_ms, task.numbers.committed_time_ms
@@ -281,7 +288,8 @@ def deleted_unjudged(task_id: TaskId, position: int, kept: int) -> StateIncompat
 def _own_directory(state_dir: Path, topology: str, feeding: TopicPartition) -> Iterator[Path]:
     """Yield a directory that is reserved for the partition's state while the ``with`` block runs.
 
-    If a fenced attempt still uses it, a temporary one is used, and the state is restored from the changelog.
+    If a fenced attempt is still using that directory, a temporary directory is used, and the state is restored from the
+    changelog.
     """
     shared = state_dir / ".spark"
     shared.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The process from which Spark forks its Python workers: PySpark's daemon with preloaded modules.
+"""Runs the process from which Spark forks its Python workers: PySpark's daemon with preloaded modules.
 
 `session.session_for` makes Spark start this process, with the setting `spark.python.daemon.module`. This daemon differs
 from PySpark's daemon in three ways, each of which saves CPU time in every Python task:
@@ -7,7 +7,7 @@ from PySpark's daemon in three ways, each of which saves CPU time in every Pytho
   caches before each task. Python then reads the directories of these archives eighteen times, which takes 0.16 CPU
   seconds. If the same version of PySpark is installed, this daemon uses the installed version instead of the archives.
 * NumPy, pyarrow, and dedup's modules are imported once, before the fork. Importing NumPy and pyarrow in every worker
-  would take 0.4 CPU seconds each time, and dedup's modules would take more.
+  would take 0.4 CPU seconds each time, and importing dedup's modules would take even longer.
 * Loaded objects are frozen, so the garbage collection after each task examines only the objects of that task, which
   saves 0.04 CPU seconds.
 """
@@ -60,7 +60,7 @@ def _version_of(archive: str) -> str | None:
 
 
 def _installed(path: list[str]) -> str | None:
-    """Return the text of `version.py` in an installed PySpark, or None if PySpark is not installed."""
+    """Return the content of `version.py` in the installed PySpark, or None if PySpark is not installed."""
     found = PathFinder.find_spec("pyspark", path)
     if found is None or found.origin is None:
         return None
