@@ -1,4 +1,4 @@
-"""Implements `dedup broker` and `dedup demo`, which start their own Kafka; demo_run.py contains the runs of the demo."""
+"""Implements `dedup broker` and `dedup demo`, which start their own Kafka; demo_run.py contains the demo's runs."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _numbers(text: str) -> set[int]:
 
 
 def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
-    """Return a topology's sink, and resolve the references in the sink's URL. Raises TopologyError if there is no sink."""
+    """Return a topology's sink, and resolve references in the sink's URL. Raises TopologyError if there is no sink."""
     from dedup.connect.sink_connector import spec_of
     from dedup.settings import with_references
 
