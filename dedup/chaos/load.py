@@ -355,9 +355,8 @@ def alter(settings: Settings, topics: list[str], configs: Mapping[str, str]) -> 
     entries = [ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in configs.items()]
     resources = [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries) for topic in topics]
     try:
-        admin = AdminClient(
-            client_config(settings)
-        )  # kept until all futures are done; otherwise, they would be canceled
+        # The client is kept until all futures are done; otherwise, they would be canceled.
+        admin = AdminClient(client_config(settings))
         for future in admin.incremental_alter_configs(resources).values():
             future.result(_ANSWER_WITHIN_S)
     except KafkaException as error:

@@ -44,7 +44,9 @@ def broker(
 
 def demo(
     fast: Annotated[bool, typer.Option("--fast", help="Use only the first 40,000 flights.")] = False,
-    report: Annotated[Path | None, typer.Option(help="HTML report; a JSON report is written next to it.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Path of the HTML report; a JSON report is written next to it.")
+    ] = None,
     chain: Annotated[
         bool, typer.Option("--chain", help="Run the chain from a file to a table, and kill each process once.")
     ] = False,

@@ -69,7 +69,7 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     harder: Annotated[
         float, typer.Option(min=0.1, max=20, help="Factor for the fault rate; a value above 1 also adds other faults.")
     ] = 1.0,
-    report: Annotated[Path, typer.Option(help="HTML report; a JSON report is written next to it.")] = Path(
+    report: Annotated[Path, typer.Option(help="Path of the HTML report; a JSON report is written next to it.")] = Path(
         "chaos.html"
     ),
 ) -> None:

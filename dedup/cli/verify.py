@@ -133,7 +133,8 @@ def verify_topology(
     overrides: SetOption = None,
     as_json: JsonOption = False,
     report: Annotated[
-        Path | None, typer.Option(help="HTML report; a JSON report is written next to it. Default: verify-NAME.html.")
+        Path | None,
+        typer.Option(help="Path of the HTML report; a JSON report is written next to it. Default: verify-NAME.html."),
     ] = None,
     sample: Annotated[
         str,

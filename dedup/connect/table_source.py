@@ -146,7 +146,7 @@ class NumberedRows:
         return True
 
     def _decided(self, connection: DatabaseConnection) -> bool:
-        """Wait until no transaction can still commit a row with a lower number. Return False if the source stops."""
+        """Wait until no transaction can still commit a lower-numbered row. Return False if the source is stopped."""
         until_s = time.monotonic() + self._spec.settle_ms / 1000
         while time.monotonic() < until_s and not self._stopped():
             time.sleep(LOOK_AGAIN_S)

@@ -148,7 +148,7 @@ class SideTopic:
 
 
 def extracted_of(extract: Extractor, columns: RecordColumns) -> Extracted:
-    """Return the IDs, times, and faults that a worker would extract from the records, including faults in header names."""
+    """Return the IDs, times, and faults (also of header names) that a worker would extract from the records."""
     extracted = extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
     if not columns.odd_names:
         return extracted
