@@ -41,9 +41,9 @@ def explain(
 ) -> None:
     """Show the records of one tracking ID, each verdict with its reason, and where each record was sent.
 
-    The command reads only from Kafka, so no worker needs to run. It reads all topics of the topology from the
+    The command reads only from Kafka, so no worker needs to run. The command reads all topics of the topology from the
     beginning, but keeps only the records with this ID in memory. Write a composite ID as a JSON array of its parts. The
-    exit code is 4 if the topics contradict the rule, and 0 otherwise, even if no topic holds the ID.
+    exit code is 4 if the topics contradict the topology's rule, and 0 otherwise, even if no topic holds the ID.
 
     Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
 

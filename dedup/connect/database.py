@@ -220,8 +220,8 @@ class FencedOffsets:
                 raise self._overtaken(partition)
 
     def happened(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> bool:
-        """Tell whether a transaction whose commit got no response was committed. Raises TaskMigrated if another process
-        has taken over a partition.
+        """Return whether a transaction was committed although its commit got no response. Raises TaskMigrated if
+        another process has taken over a partition.
         """
         for partition, end in ends.items():
             rows = connection.query(_READ.format(connection.mark), (self.reader, self.topic, partition))

@@ -186,7 +186,7 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
     task = TaskReplay(held.plan, Books("", 0), Report("", "", "", 0), ((0, held.books.partition),))
     task.take(map(Row.of, held.log.bucket(place % held.log.buckets)))
     positions = [wanted.position for wanted in task.forwarded if wanted.digest == first]
-    # Several expected records may be equal. In this case, the last of them are the ones that are present.
+    # Several expected records may be equal. In this case, the last of these records are present.
     there = sum(seen.digest == first for seen in output.bucket(place % held.log.buckets))
     return positions[-there:][0] if positions else -1
 
