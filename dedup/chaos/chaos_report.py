@@ -28,7 +28,7 @@ class Oracle:
 
     @property
     def verdict(self) -> str:
-        """The text by which reports show whether the condition held."""
+        """The text that says in reports whether the condition held."""
         return "held" if self.held else "BROKEN"
 
 
@@ -42,7 +42,9 @@ class ChaosReport:
     workers: int
     events: ChaosEvents
     verified: Report | None
-    """The result of the verification; None if it was not possible, for a reason that the oracles contain."""
+    """The result of the verification, or None if the verification was not possible; the oracles then contain the
+    reason.
+    """
     oracles: list[Oracle] = field(default_factory=list)
 
     @property
@@ -63,11 +65,13 @@ class ChaosReport:
 
     @property
     def counts(self) -> Counter[FaultType]:
-        """Maps each kind of fault to the number of faults that hit."""
+        """Maps each kind of fault to the number of faults that hit their targets."""
         return Counter(fault.kind for fault in self.events.injected if fault.hit)
 
     def to_json(self) -> str:
-        """Return the report as a JSON document, in which faults are named "blows" and "struck"."""
+        """Return the report as a JSON document, whose keys for the faults are "blows" (the counts) and "struck" (the
+        list).
+        """
         document = {
             "dedup_chaos": 1,
             "passed": self.passed,

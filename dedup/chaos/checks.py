@@ -82,7 +82,7 @@ def oracles(found: Evidence) -> list[Oracle]:
     stores = [*(found.wrong_stores or ()), f"{found.stores} stores"][0]
     left = "everything judged and read" if found.reached else "the live checker did not reach the output's end"
     left = left if found.judged else "some records are not judged"
-    # A zombie wrote the batches of an older epoch that follow batches of a newer one.
+    # Batches of an older epoch that follow batches of a newer epoch were written by a zombie.
     behind = sum(len(each.behind) for each in epochs)
     batches, owners = sum(each.batches for each in epochs), sum(each.owners for each in epochs)
     zombies = (
@@ -160,7 +160,8 @@ def _epochs(topology: Topology, settings: Settings) -> list[Epochs]:
 
 
 def _compare_stores(topology: Topology, settings: Settings, state_dirs: list[Path]) -> tuple[int, list[str]]:
-    """Compare stores with the changelog; return the number of stores, and a sentence for each one that does not match.
+    """Compare stores with the changelog; return the number of stores, and a sentence for each store that does not
+    match.
 
     A store that an earlier owner left behind must match the changelog up to the store's own position.
     """

@@ -41,7 +41,7 @@ class FaultType(enum.StrEnum):
     target: Literal["worker", "broker", "cluster"]
     """What the fault hits. Faults of a cluster are changes that people make to it while workers run."""
     per_minute: float
-    """How often the fault is injected."""
+    """How often the fault is injected per minute."""
     colour: str
     """The color of the fault in reports."""
 
@@ -79,7 +79,7 @@ class ScheduledFault:
 
 
 def rates(*, harder: float, embedded: bool) -> dict[FaultType, float]:
-    """Return the number of faults of each kind per minute; ``embedded`` says that the run has its own broker."""
+    """Return the number of faults of each kind per minute; ``embedded`` says whether the run has its own broker."""
     targets = ["worker", *(["broker"] if embedded else []), *(["cluster"] if embedded and harder > 1 else [])]
     return {kind: kind.per_minute * harder for kind in FaultType if kind.target in targets}
 
@@ -100,7 +100,7 @@ RETENTION_PROPERTIES: Final[Mapping[str, str]] = {
     # This delay applies after each restart of the broker. The default is 30 s.
     "log.initial.task.delay.ms": "500",
 }
-"""Broker properties with which the broker deletes expired records within a second."""
+"""Broker properties that make the broker delete expired records within a second."""
 _SHORT_FREEZE_S: Final = 1.0
 _JOINED_S: Final = 8.0
 _BROKER_DOWN_S: Final = 2.0
@@ -108,7 +108,7 @@ _TICK_S: Final = 1.0
 _POLL_S: Final = 0.1
 _DONE_WITHIN_S: Final = 180.0
 _DRAINS_WITHIN_S: Final = 60.0
-"""The time that a worker has for shutting down, in which a commit may wait for a broker that is down."""
+"""The time that a worker has to shut down; during this time, a commit may wait for a broker that is down."""
 _DELETED_WITHIN_S: Final = 10.0
 _PATIENCE_MS: Final = 5_000
 _KILLED: Final = 137
@@ -191,7 +191,8 @@ class ChaosFleet(Processes):
         self._end(_name(self.most - 1))
 
     def bring_back(self) -> Counter[int]:
-        """Restart workers that ended without a fault, as a supervisor does; map their exit codes to numbers of workers.
+        """Restart workers that ended without a fault, as a supervisor does; return the number of these workers by exit
+        code.
 
         The only valid reason for a worker to end is that the broker is down. Every other end is recorded as unprovoked.
         """
@@ -207,12 +208,14 @@ class ChaosFleet(Processes):
         return codes
 
     def stop(self) -> None:
-        """Stop all workers with SIGTERM, and record how they ended. The broker is up, so exit code 5 is not clean."""
+        """Stop all workers with SIGTERM, and record how they ended. Because the broker is up, exit code 5 does not
+        count as clean.
+        """
         for name in list(self.running):
             self._end(name, clean=frozenset({0, _NOT_UP_YET}))
 
     def count_logged(self, number: int, text: str) -> int:
-        """Return how often a worker has logged a text since its first start."""
+        """Return how often a worker has logged a string since its first start."""
         path = self.log_file(_name(number))
         return path.read_text(encoding="utf-8", errors="replace").count(text) if path.exists() else 0
 
@@ -288,7 +291,9 @@ class ClusterFaults:
         return True
 
     def shorten_retention(self) -> bool:
-        """Make the broker delete the oldest past records; return False if some are not judged or none are left."""
+        """Make the broker delete the oldest past records; return False if some of them are not judged yet or none are
+        left.
+        """
         if not self._ages:
             return False
         age = self._ages[0]
@@ -358,9 +363,10 @@ class ChaosEvents:
     injected: list[InjectedFault] = field(default_factory=list)
     ticks: list[Tick] = field(default_factory=list)
     restarts: Counter[int] = field(default_factory=Counter)
-    """Maps each exit code to how often a worker ended with it without a fault and was restarted."""
+    """Maps each exit code to the number of times that a worker ended with this code without a fault and was restarted.
+    """
     early: str | None = None
-    """The reason why the run ended early; None if it did not."""
+    """The reason why the run ended early, or None if it did not."""
 
 
 class ChaosRun:
@@ -419,7 +425,7 @@ class ChaosRun:
 
     def _tick(self) -> Tick | None:
         self.events.restarts.update(self._stage.fleet.bring_back())
-        # If a coordinator moves or a broker is down, the next tick succeeds.
+        # If a coordinator is moving or a broker is down, a later tick succeeds.
         with contextlib.suppress(BrokerUnavailable):
             looks = [watch.look() for watch in self._stage.watches]
             tick = Tick(

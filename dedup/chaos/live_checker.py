@@ -85,7 +85,7 @@ class Watch:
         return GroupProgress(sum(ends), sum(max(offset, 0) for offset in self._committed().values()))
 
     def beyond(self, offsets: Mapping[int, int]) -> bool:
-        """Return whether the group has committed each partition up to the given offset. Raises as `look` does."""
+        """Return whether the group has committed each partition up to the given offset. Raises the errors of `look`."""
         committed = self._committed()
         return all(committed.get(partition, -1) >= offset for partition, offset in offsets.items())
 
@@ -95,7 +95,7 @@ class Watch:
         return {place.partition: place.offset for place in known}
 
     def begins(self) -> dict[int, int]:
-        """Map each partition to its first offset. Raises as `look` does."""
+        """Map each partition to its first offset. Raises the errors of `look`."""
         with self._asking(f"where {self.topic} begins"):
             return {
                 place.partition: self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[0]
@@ -103,7 +103,7 @@ class Watch:
             }
 
     def members(self) -> frozenset[str]:
-        """Return the IDs of the group's members. A restarted process gets a new ID. Raises as `look` does."""
+        """Return the IDs of the group's members. A restarted process gets a new ID. Raises the errors of `look`."""
         with self._asking(f"who is in {self._group}"):
             group = self._admin.describe_consumer_groups([self._group], request_timeout=_ANSWER_WITHIN_S)[self._group]
             return frozenset(member.member_id for member in group.result().members)
@@ -122,7 +122,7 @@ class Sightings:
 
     records: int
     duplicated: int
-    """Number of records whose ID was seen within the guard period, except records with `dedup-verdict`."""
+    """Number of records whose ID had already been seen within the guard period, except records with `dedup-verdict`."""
     samples: tuple[str, ...]
 
 
@@ -178,7 +178,9 @@ class LiveChecker:
         return Sightings(self._records, self._duplicated, tuple(self._samples))
 
     def finish(self, ends: dict[int, int]) -> bool:
-        """Read up to these ends; return False if this takes over a minute, as it does if a transaction stays open."""
+        """Read up to these ends; return False if this takes more than a minute, for example because a transaction stays
+        open.
+        """
         self._targets = ends
         self._thread.join(_ENDS_WITHIN_S)
         return not self._thread.is_alive()

@@ -51,9 +51,9 @@ _TICK_S: Final = 0.02
 _AT_ONCE: Final = 1_000_000_000
 _STOPS_WITHIN_S: Final = 120.0
 _STANDS_STILL_S: Final = 15.0
-"""The time without a confirmed record after which a new producer replaces the old one. It is longer than a broker is
-ever down. In one run, a producer of librdkafka 2.16.1 sent nothing after a restart of its only broker until its records
-timed out, even after further restarts.
+"""If no record is confirmed for this time, a new producer replaces the old one. The time is longer than a broker is
+ever down in a run. In one run, a producer of librdkafka 2.16.1 sent nothing after a restart of its only broker until
+its records timed out, even after further restarts.
 """
 _AGES: Final = 20
 _RECORDS_PER_AGE: Final = 50
@@ -67,7 +67,7 @@ AT_LEAST_ONCE: Final[Mapping[str, Any]] = {
     "topic.metadata.propagation.max.ms": 5_000,
     "max.in.flight.requests.per.connection": 5,
     "compression.type": "snappy",
-    # The partitioner of the Java client, so that each ID is in the partition that the other clients expect.
+    # This is the partitioner of the Java client, so that each ID is in the partition that the other clients expect.
     "partitioner": "murmur2_random",
     "retry.backoff.ms": 10,
     "retry.backoff.max.ms": 100,
@@ -76,7 +76,7 @@ AT_LEAST_ONCE: Final[Mapping[str, Any]] = {
 }
 """Options of a producer that writes each record at least once, and that retries soon after a lost connection."""
 ANY_PARTITION: Final = -1
-"""The partition number that means that the producer's partitioner chooses the partition."""
+"""The partition number that lets the producer's partitioner choose the partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class MadeRecords:
             yield self.at(time.time_ns() // 1_000_000)
 
     def at(self, now_ms: int) -> Made:
-        """Return the next record. A new record gets this event time, converted to the unit of the topology."""
+        """Return the next record. A new record gets the event time ``now_ms``, in the topology's unit."""
         dice = self._dice
         if self._sent and dice.random() < _REPEATS:
             made = self._sent[-1 - int(dice.random() ** 3 * len(self._sent))]
@@ -339,8 +339,8 @@ def write_past(
         # No ID is used twice, because the verifier cannot distinguish a copy from the forwarded record if the log's
         # beginning was deleted.
         records = [made.new(time_ms) for _ in range(_RECORDS_PER_AGE * sum(partitions.values()))]
-        # All records of one age are written before the next age, because a batch with records of both would be in one
-        # segment.
+        # All records of one age are written before the next age, because a batch with records of two ages would be in
+        # one segment.
         with Sender(records, settings, per_s=_AT_ONCE) as sender:
             sender.finish()
         with KafkaReader(settings) as reader:
@@ -355,7 +355,8 @@ def alter(settings: Settings, topics: list[str], configs: Mapping[str, str]) -> 
     entries = [ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in configs.items()]
     resources = [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries) for topic in topics]
     try:
-        admin = AdminClient(client_config(settings))  # held until all futures are done, or it would cancel them
+        # The client is kept until all futures are done; otherwise, they would be canceled.
+        admin = AdminClient(client_config(settings))
         for future in admin.incremental_alter_configs(resources).values():
             future.result(_ANSWER_WITHIN_S)
     except KafkaException as error:

@@ -66,7 +66,7 @@ def apply(
         _print_acls(parsed, settings, principal, as_json=as_json)
         return
 
-    # The sink is resolved before topics are created, because the topology may have none.
+    # The sink is resolved before topics are created, because a topology without a sink is an error.
     spec = resolved_sink(parsed, topology) if table else None
 
     async def work(wire: KafkaWire, admin: Admin) -> TopicPlan:
@@ -124,7 +124,7 @@ def status(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Show the owner, offsets, lag, and changelog of each task of a topology, and its state if a worker responds.
+    """For each task of a topology, show the owner, offsets, lag, and changelog, and the state if a worker responds.
 
     Example: dedup status topologies/orders.yaml --watch
     """
@@ -154,15 +154,17 @@ def reset(
         typer.Option("--to", metavar="earliest|latest|TIME", help="Where workers resume; source.start by default."),
     ] = None,
     local: Annotated[
-        bool, typer.Option("--local", help="Delete only this machine's state, after a reset on another machine.")
+        bool,
+        typer.Option("--local", help="Delete only this machine's state; for use after a reset on another machine."),
     ] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
     """Delete a topology's offsets, changelog, repartition topic, and checkpoints, and this machine's local state.
 
-    The command asks for confirmation, and refuses to run while workers run. Forwarded records stay in the output, so a
-    worker that reads from the start forwards them a second time, and `dedup verify` reports that.
+    The command asks for confirmation, and refuses to continue while workers are running. Forwarded records stay in the
+    output, so a worker that reads from the start forwards them a second time, and `dedup verify` reports the second
+    copies.
 
     Example: dedup reset topologies/orders.yaml --to latest
     """
@@ -262,10 +264,10 @@ def lookup(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Ask a worker when an ID was seen, in which record, and until when it is guarded.
+    """Ask a worker when an ID was seen, in which record, and until when further records with the ID are duplicates.
 
-    A composite ID is a JSON array of its parts. The worker asks other workers about the partitions that it does not
-    own.
+    Write a composite ID as a JSON array of its parts. The worker asks other workers about the partitions that it does
+    not own.
 
     Example: dedup lookup topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
     """

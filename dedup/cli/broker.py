@@ -1,4 +1,4 @@
-"""Implements the commands with a Kafka of their own: `dedup broker`, and `dedup demo` with the runs of demo_run.py."""
+"""Implements `dedup broker` and `dedup demo`, which start their own Kafka; demo_run.py contains the demo's runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def broker(
         stop_requested = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop_requested.set())
-        # The first line of stdout is for programs: the bootstrap address.
+        # The first line of stdout is the bootstrap address, so that programs can read it.
         typer.echo(kafka.bootstrap)
         typer.echo(f"Kafka is running; its log is {kafka.log_file}. Stop it with Ctrl-C.", err=True)
         while not stop_requested.wait(0.2):
@@ -44,16 +44,19 @@ def broker(
 
 def demo(
     fast: Annotated[bool, typer.Option("--fast", help="Use only the first 40,000 flights.")] = False,
-    report: Annotated[Path | None, typer.Option(help="HTML report; a JSON report is written next to it.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Path of the HTML report; a JSON report is written next to it.")
+    ] = None,
     chain: Annotated[
         bool, typer.Option("--chain", help="Run the chain from a file to a table, and kill each process once.")
     ] = False,
 ) -> None:
-    """Deduplicate 336,776 real flights on an embedded Kafka, kill a worker midway, and prove the result.
+    """Deduplicate 336,776 real flights on an embedded Kafka, kill a worker midway, and prove that the result is
+    correct.
 
     A producer whose connection breaks before the acknowledgment arrives sends the record again, which creates real
     duplicates. Two workers deduplicate the records; one of them is killed with SIGKILL and restarted. Finally, the demo
-    reads every record and compares the result with the exact model. The demo needs no installed Kafka or Java. The demo
+    reads every record and compares the result with the exact model. The demo needs no installed Kafka or Java, and
     takes about a minute, or about 20 seconds with --fast.
 
     Example: dedup demo --fast

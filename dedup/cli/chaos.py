@@ -59,7 +59,8 @@ class ChaosOptions:
 def chaos(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
     config: Annotated[
-        Path | None, typer.Option(help="Config file of a test environment; an embedded Kafka by default.")
+        Path | None,
+        typer.Option(help="Config file of a test environment; without it, the command uses an embedded Kafka."),
     ] = None,
     minutes: Annotated[float, typer.Option(min=0.2, help="Duration of fault injection.")] = 2.0,
     workers: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 2,
@@ -68,7 +69,7 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     harder: Annotated[
         float, typer.Option(min=0.1, max=20, help="Factor for the fault rate; a value above 1 also adds other faults.")
     ] = 1.0,
-    report: Annotated[Path, typer.Option(help="HTML report; a JSON report is written next to it.")] = Path(
+    report: Annotated[Path, typer.Option(help="Path of the HTML report; a JSON report is written next to it.")] = Path(
         "chaos.html"
     ),
 ) -> None:
@@ -140,7 +141,7 @@ def _on_test_cluster(options: ChaosOptions, config: Path) -> ChaosReport:
 
 
 def _faults(options: ChaosOptions, settings: Settings, *, embedded: bool) -> tuple[list[ScheduledFault], list[Age]]:
-    """Return the faults, and the past records that faults delete, which does not affect the proof."""
+    """Return the faults, and the past records that some faults delete; their deletion does not affect the proof."""
     from dedup.chaos.fault_run import FaultType, draw, rates
     from dedup.chaos.load import write_past
 

@@ -33,23 +33,25 @@ if TYPE_CHECKING:
 
 _STDIN: Final = Path("-")
 LOOK_S: Final = 0.3
-"""Interval at which `dedup check --watch` polls the files, too short for a person to notice."""
+"""Interval at which `dedup check --watch` polls the files; a person does not notice so short a delay."""
 
 
 def check(
     topologies: Annotated[list[Path], typer.Argument(metavar="TOPOLOGY...", help="Topology and ingest files.")],
-    broker: Annotated[bool, typer.Option("--broker", help="Also compare with the cluster's topics.")] = False,
+    broker: Annotated[
+        bool, typer.Option("--broker", help="Also compare the cluster's topics with the required ones.")
+    ] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
     watch: Annotated[bool, typer.Option("--watch", help="Check after each save until Ctrl-C.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check topology and ingest files, and print each error with its position and warnings about likely mistakes.
+    """Check topology and ingest files, print each error with its position, and warn of likely mistakes.
 
-    The exit code is 2 if a file has an error, and 0 if there are only warnings. Several files are also checked as a
-    chain from source to table, and each stage that is not exactly-once is reported. Two topologies that write to the
-    same topic are an error, unless the topic receives only their dead letters. --broker also compares the topics of the
-    cluster with those that each topology needs.
+    The exit code is 2 if a file has an error, and 0 if there are only warnings. If several files are given, they are
+    also checked as a chain from source to table, and each stage that is not exactly-once is reported. Two topologies
+    that write to the same topic are an error, unless the topic receives only their dead letters. --broker also compares
+    the topics of the cluster with those that each topology needs.
 
     Examples: dedup check topologies/*.yaml
 
@@ -69,12 +71,12 @@ def check(
         typer.echo(f"--- {time.strftime('%H:%M:%S')}")
         try:
             _check_once(topologies, settings, as_json=False)
-        except DedupError as error:  # the next save may correct it
+        except DedupError as error:  # the next save may correct the error
             typer.echo(str(error), err=True)
 
 
 def at_each_save(paths: Sequence[Path]) -> Iterator[None]:
-    """Yield now and whenever a file is written, replaced, created, or removed.
+    """Yield immediately, and again whenever one of the files is written, replaced, created, or removed.
 
     The function polls modification times and sizes instead of using file-system events, because editors replace files
     and network shares send no events.
@@ -89,7 +91,7 @@ def at_each_save(paths: Sequence[Path]) -> Iterator[None]:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return the file attributes that change when a file is saved; None if the file does not exist."""
+    """Return the file attributes that change when a file is saved, or None if the file does not exist."""
     try:
         known = path.stat()
     except OSError:
@@ -222,7 +224,11 @@ def try_records(
     topology: TopologyArgument,
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", show_default=False, help="File of JSON lines; standard input if - or omitted."),
+        typer.Argument(
+            metavar="FILE",
+            show_default=False,
+            help="File with one JSON value per line; by default, or if -, standard input.",
+        ),
     ] = _STDIN,
     envelope: Annotated[
         bool, typer.Option("--envelope", help="Each line is a whole record, not just a value.")

@@ -35,7 +35,7 @@ def checkpoint(
     state_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for the state; state_dir/.checkpoint by default. Never name the state_dir of a worker."
+            help="Directory for the state; state_dir/.checkpoint by default. Never use the state_dir of a worker."
         ),
     ] = None,
     partitions: Annotated[
@@ -49,8 +49,8 @@ def checkpoint(
 
     The state is read from the changelog, so no worker is needed or affected. A worker that has `state.checkpoint` set
     but no local state starts from the checkpoint and reads only the rest of the changelog. The state that was read
-    stays in --state-dir, so the next run reads only new records. Run the command periodically, and only one process at
-    a time.
+    stays in --state-dir, so the next run reads only new records. Run the command periodically, but never two instances
+    at the same time.
 
     Example: dedup checkpoint topologies/orders.yaml --to s3://backups/dedup
     """
@@ -64,7 +64,8 @@ def checkpoint(
     if url is None:
         raise SettingsError([Problem("--to", "is missing; name a directory or URL, or set state.checkpoint")])
     storage = CheckpointStorage(url)
-    # Only the changelog is read, because a checkpoint that is made from a checkpoint would inherit its errors.
+    # Only the changelog is read, because a checkpoint made from another checkpoint would inherit the errors of the
+    # other one.
     here = settings.model_copy(update={"state_dir": state_dir or settings.state_dir / KEPT, "state": StateSection()})
 
     async def work(wire: KafkaWire, admin: Admin) -> list[MadeCheckpoint]:

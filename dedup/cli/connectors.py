@@ -1,4 +1,4 @@
-"""Implements `dedup ingest`, `dedup sink`, and the tables of `dedup apply --table`."""
+"""Implements `dedup ingest` and `dedup sink`, and creates the tables for `dedup apply --table`."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def sink(
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a connector's run, or exit if another process took over."""
+    """Run a connector and return its result, or exit if another process has taken over."""
     try:
         return asyncio.run(work)
     except TaskMigrated as error:
@@ -107,7 +107,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _numbers(text: str) -> set[int]:
-    """Return the numbers in a list such as ``0,2-5``. Raises SettingsError for anything else."""
+    """Parse a list of numbers such as ``0,2-5``. Raises SettingsError for any other string."""
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -118,7 +118,7 @@ def _numbers(text: str) -> set[int]:
 
 
 def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
-    """Return a topology's sink with resolved references in its URL. Raises TopologyError if there is no sink."""
+    """Return a topology's sink, and resolve references in the sink's URL. Raises TopologyError if there is no sink."""
     from dedup.connect.sink_connector import spec_of
     from dedup.settings import with_references
 
@@ -127,7 +127,7 @@ def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
 
 
 def apply_tables(spec: SinkSpec, *, dry_run: bool, quiet: bool) -> dict[str, str]:
-    """Create the sink's missing tables unless ``dry_run`` is set, and return their CREATE statements by name.
+    """Create the sink's missing tables unless ``dry_run`` is set, and return their CREATE statements by table name.
 
     Raises StateIncompatible for an unsuitable table, and DatabaseUnavailable if the database does not respond.
     """

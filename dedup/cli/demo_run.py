@@ -1,6 +1,6 @@
 """Runs `dedup demo`, which sends flights to two workers and kills one of them midway.
 
-With `--chain`, it sends flights from a file into a table instead, and kills each process of the chain once.
+With `--chain`, the demo sends flights from a file into a table instead, and kills each process of the chain once.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ FAST: Final = Size(flights=40_000, events_per_second=10_000, cut_every_events=2_
 
 @dataclass(slots=True)
 class Run:
-    """One run of the demo, whose processes run before the first flight is sent. Each instance runs only once."""
+    """One run of the demo. Its processes must be running before the run begins. Each instance runs only once."""
 
     topology: Topology
     settings: Settings
@@ -74,7 +74,7 @@ class Run:
     ids: set[bytes] = field(default_factory=set)
     cuts: int = 0
     before: frozenset[str] | None = None
-    """The group's members just before the worker was killed; None until then."""
+    """The group's members just before the worker was killed, or None before that time."""
     back: bool = False
 
     def to_the_end(self) -> int:
@@ -116,7 +116,7 @@ class Run:
                     f"{self.cuts} times, so {in_topic - sent:,} were sent twice"
                 )
                 reported = True
-            # A coordinator may be loading or moving, above all in the first second; then the next poll succeeds.
+            # A coordinator may be loading or moving, most likely in the first second; a later poll succeeds.
             self.kafka.check()
             with contextlib.suppress(BrokerUnavailable):
                 progress = self.watch.look()
@@ -203,7 +203,7 @@ COUNT: Final = "SELECT count(*) FROM flights"
 _LINES_PER_S: Final = 6_000
 _BLOCK_LINES: Final = 500
 _WRITTEN_TWICE: Final = 0.2
-"""Share of blocks that the writer writes twice because it does not know that they arrived."""
+"""Share of blocks that the writer writes twice, as if it did not know that they had arrived."""
 _CHAIN_RESTART_AFTER_S: Final = 0.5
 _CHAIN_STALLS_AFTER_S: Final = 120.0
 _CHAIN_POLL_EVERY_S: Final = 0.1
@@ -262,7 +262,8 @@ class _Chain(Processes):
         self._table: Final = directory / "flights.db"
 
     def until(self, wanted: int, source: _FileWriter) -> None:
-        """Write flights until the table has the wanted rows and, if these are all, the connectors work again.
+        """Write flights until the table has ``wanted`` rows; for the last rows, also wait until the connectors have
+        started.
 
         Raises InvariantBroken if a process ends, or if no row is written for two minutes.
         """
@@ -283,7 +284,7 @@ class _Chain(Processes):
         return all(" taken; " in self.running[name].log for name in ("dedup ingest", "dedup sink"))
 
     def count(self) -> int:
-        """Return the number of rows in the table; 0 before it is created."""
+        """Return the number of rows in the table, or 0 before the table is created."""
         if not self._table.exists():
             return 0
         with contextlib.closing(sqlite3.connect(f"file:{self._table}?mode=ro", uri=True, timeout=30)) as connection:
@@ -292,7 +293,7 @@ class _Chain(Processes):
 
 
 class _FileWriter:
-    """Appends flights to a CSV file, some blocks twice, like a writer that got no confirmation."""
+    """Appends flights to a CSV file, and writes some blocks twice, like a writer that received no confirmation."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self._path: Final = path

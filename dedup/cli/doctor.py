@@ -1,6 +1,7 @@
 """Implements `dedup doctor`, which finds what prevents a topology from running on a cluster, layer by layer.
 
-A layer is checked only if the one below it works, so that each cause results in only one message.
+A layer, such as DNS or TLS, is checked only if the layer below it works, so that each cause results in only one
+message.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ async def _examined(topology: Topology | None, settings: Settings) -> tuple[list
     if len(troubles) == len(connection.brokers):
         deepest = max(LAYERS.index(each.layer) for each in found)
         return found, frozenset(LAYERS[: deepest + 1])
-    # One broker that answers is enough to continue; the others are reported.
+    # One broker that answers is enough to continue; brokers that do not answer are reported.
     bad = {each.broker for each in troubles}
     good = replace(connection, brokers=tuple(broker for broker in connection.brokers if broker not in bad))
     looked_at: set[Layer] = {"DNS", "TCP", "TLS", "authentication"}
@@ -126,7 +127,7 @@ async def _examined(topology: Topology | None, settings: Settings) -> tuple[list
 
 
 async def _denied(rights: Rights, topology: Topology, settings: Settings) -> AsyncIterator[Symptom]:
-    """Yield the missing permissions in the form of `dedup apply --acls`."""
+    """Yield the missing permissions in the form that `dedup apply --acls` prints."""
     from dedup.kafka.authorization import REFUSED_ID, TIMEOUT_TOO_LONG
     from dedup.topology.describe import Resource, worker_permissions
 
@@ -149,7 +150,7 @@ async def _denied(rights: Rights, topology: Topology, settings: Settings) -> Asy
                 allowed = frozenset() if code == REFUSED_ID else None
             case never:
                 assert_never(never)
-        # A topic that does not exist has no permissions; the next layer reports it.
+        # For a topic that does not exist, no permissions are known; the next layer reports the missing topic.
         lacks = [] if allowed is None else [name for name in each.operations if name not in allowed]
         if lacks:
             what = f"{each.resource.value} {each.name}"

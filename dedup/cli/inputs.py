@@ -64,7 +64,9 @@ def read_ingest(path: Path) -> Ingest:
 
 
 def refuse_no_page(page: Path) -> None:
-    """Create the reports' directory. Raises SettingsError early, before hours of work, if no report can be written."""
+    """Create the directory for the reports. Raises SettingsError if no report can be written, so that the command fails
+    before hours of work.
+    """
     if page.suffix == ".json":
         text = f"{page} is where the JSON report goes, next to the HTML one; name that, for example "
         raise SettingsError([Problem("--report", text + str(page.with_suffix(".html")))])
@@ -97,13 +99,13 @@ def publish(found: Report, page: Path, command: str, *, as_json: bool) -> None:
 
 
 def say(data: object, lines: Iterable[str], *, as_json: bool) -> None:
-    """Print the data as JSON, or as lines of text with the same information."""
+    """Print the data as JSON if ``as_json`` is set; otherwise, print the lines, which contain the same information."""
     for line in [json.dumps(data, indent=2)] if as_json else lines:
         typer.echo(line)
 
 
 def pairs_of(option: str, texts: list[str] | None) -> dict[str, str]:
-    """Return the values of a repeatable option key=value by key. Raises SettingsError for a key without a value."""
+    """Parse the key=value strings of a repeatable option. Raises SettingsError for a key without a value."""
     wrong = [Problem(f"{option} {text}", "has no value; write key=value") for text in texts or () if "=" not in text]
     if wrong:
         raise SettingsError(wrong)
@@ -111,7 +113,9 @@ def pairs_of(option: str, texts: list[str] | None) -> dict[str, str]:
 
 
 def time_of(option: str, text: str, write: str = f"for example {A_TIME}") -> int:
-    """Return a time in ms from a text in ms or RFC 3339. The SettingsError for other texts suggests ``write``."""
+    """Parse a time given in ms or in RFC 3339, and return it in ms. Raises SettingsError for any other string; the
+    error message suggests ``write``.
+    """
     from dedup.core.event_time import rfc3339_ms
 
     found = int(text) if text.isdecimal() else rfc3339_ms(text)
@@ -122,7 +126,7 @@ def time_of(option: str, text: str, write: str = f"for example {A_TIME}") -> int
 
 @contextlib.contextmanager
 def reading_bar(console: Console, *, disable: bool = False) -> Iterator[OnProgress]:
-    """Yield a callback that updates a progress bar of the records read."""
+    """Yield a callback that updates a progress bar of the records that have been read."""
     with Progress(console=console, transient=True, disable=disable) as bar:
         task = bar.add_task("reading", total=None)
 
@@ -134,7 +138,9 @@ def reading_bar(console: Console, *, disable: bool = False) -> Iterator[OnProgre
 
 @contextlib.contextmanager
 def kept_after_errors(prefix: str, console: Console) -> Iterator[Path]:
-    """Yield a temporary directory. It stays after an error or Ctrl-C, because the logs in it are the only evidence."""
+    """Yield a temporary directory. After an error or Ctrl-C, the directory is kept, because its logs are the only
+    evidence.
+    """
     directory = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield directory
@@ -148,7 +154,7 @@ def kept_after_errors(prefix: str, console: Console) -> Iterator[Path]:
 def embedded_kafka(
     data_dir: Path | None, *, port: int = 0, proxied: bool = False, properties: Mapping[str, str] | None = None
 ) -> Iterator[EmbeddedKafka]:
-    """Yield a running Kafka, and stop it at the end. A progress bar shows the download of its jars, if needed."""
+    """Yield a running Kafka, and stop it at the end. If Kafka's jars must be downloaded, a progress bar is shown."""
     from dedup.embedded.kafka_node import EmbeddedKafka
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

@@ -90,8 +90,8 @@ def _paragraphs(docstring: str) -> str:
 
 def main() -> None:
     """Run the command line, and end the process with the exit code for the outcome."""
-    # This handler applies until a command sets its own. A container's command has PID 1, and without a handler, the
-    # kernel drops a SIGTERM to PID 1.
+    # This handler applies until a command sets its own. In a container, this process has PID 1, and the kernel drops a
+    # SIGTERM to PID 1 if there is no handler.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         create_app()()

@@ -42,8 +42,8 @@ def run(
     """Deduplicate a topology's topics with one or more worker processes until a signal arrives.
 
     A new consumer group is refused if its output already holds records, because a renamed topology, or a second
-    topology with the same output, would forward them again. --onto-existing-output allows the new group. Kafka stores
-    this permission for seven days, so one run with the option is enough.
+    topology with the same output, would forward the same records again. --onto-existing-output allows the new group.
+    Kafka stores this permission for seven days, so one run with the option is enough.
 
     Examples: dedup run topologies/orders.yaml
 
@@ -138,7 +138,7 @@ class RunProgress(VerdictProgress):
 
 
 def restore_bar(numbers: Sequence[TaskNumbers]) -> list[RenderableType]:
-    """Return a progress bar for all running restores; empty if there are none."""
+    """Return one progress bar for all running restores, or an empty list if no restore is running."""
     restoring = [each for each in numbers if each.restore_remaining > 0]
     if not restoring:
         return []

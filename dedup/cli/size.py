@@ -1,6 +1,6 @@
 """Implements `dedup size`, which predicts the size of a topology's state from the number and length of its IDs.
 
-The constants in this module are measured on the store itself, with IDs that do not compress because they have nothing
+The constants in this module were measured on the store itself, with IDs that do not compress because they have nothing
 in common, such as UUIDs and hashes. tests/unit/cli/test_size.py checks that predictions are accurate to within 20 %.
 Sequential IDs share prefixes and may take only half the space, so the prediction for them is too high rather than too
 low.
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 _PER_KEY_BYTE: Final = 1.05
 """Bytes on disk per byte of a key. Keys share few prefixes, and each key also takes part of the block index."""
 _PER_SIGHTING_BYTES: Final = 16.0
-"""Bytes of the compressed value, the sequence number, the lengths, and ten bits of the Bloom filter."""
+"""Bytes on disk per sighting besides its key: the compressed value, the sequence number, the lengths, and ten bits of
+the Bloom filter.
+"""
 _FINGERPRINT_BYTES: Final = 8
 _FILTER_BYTES: Final = 2.7
 """Memory per ID in the Bloom filter: 16 bits, plus a share of the empty part of the newest layer."""
 _TAG_BYTES: Final = 1
 _UUID_KEY_BYTES: Final = 17
 _INTEGER_KEY_BYTES: Final = 6
-"""Bytes of the state key of an integer up to a trillion."""
+"""Length of the state key of an integer ID up to a trillion."""
 _KINDS: Final = "uuid, integer or text:LENGTH"
 
 
@@ -76,12 +78,12 @@ def size(
 def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: bool) -> dict[str, Any]:
     """Return the predicted state of all partitions together for ``ids_per_s`` new IDs per second of event time.
 
-    Least is right after a segment was dropped, most is right before. The filters are in the workers' memory, beside
-    128 MiB per worker for buffers and cache.
+    The least size is reached right after a segment is dropped, and the greatest right before. The filters take memory
+    in the workers, in addition to 128 MiB per worker for buffers and cache.
     """
     each = bytes_an_id(key_length, fingerprints=fingerprints)
     least = ids_per_s * window.retention_ms / 1000
-    # Each segment covers half a retention and is dropped as a whole.
+    # Each segment covers half a retention period and is dropped as a whole.
     most = least + ids_per_s * window.segment_ms / 1000
     return {
         "ids_least": round(least),

@@ -96,7 +96,8 @@ async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str,
 async def _progress(topology: Topology, wire: KafkaWire, feeding: TopicPartition) -> dict[str, int | None]:
     """Return the committed offset, the end, and the lag of a task.
 
-    The lag is the number of offsets between them; 0 if they hold only markers and aborted records.
+    The lag is the number of offsets from the committed offset to the end, or 0 if these offsets hold only markers and
+    aborted records.
     """
     bounds = await bounds_of(wire, feeding)
     committed = await committed_offset(wire, topology.name, feeding, stable=False)
@@ -108,7 +109,7 @@ async def _progress(topology: Topology, wire: KafkaWire, feeding: TopicPartition
 
 
 async def _only_markers(wire: KafkaWire, feeding: TopicPartition, offset: int) -> bool:
-    """Tell whether only markers and aborted records follow an offset; tasks neither see nor commit them."""
+    """Tell whether an offset is followed only by markers and aborted records, which tasks neither see nor commit."""
     try:
         found = await wire.fetch(feeding, offset, max_bytes=1, wait_ms=0)
     except NoAnswer:
@@ -117,7 +118,9 @@ async def _only_markers(wire: KafkaWire, feeding: TopicPartition, offset: int) -
 
 
 def default_urls(settings: Settings) -> list[str]:
-    """Return the URL of a worker's pages; empty if the worker serves none or the settings do not fix the port."""
+    """Return the URL of a worker's pages, or an empty list if the worker serves no pages or the settings do not fix the
+    port.
+    """
     web = settings.web
     if not web.enabled or web.port == 0:
         return []
@@ -127,7 +130,9 @@ def default_urls(settings: Settings) -> list[str]:
 
 
 def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
-    """Return the JSON of a page. Raises NotReached if no worker responds, or SettingsError for an invalid request."""
+    """Request a page from a worker, and return its JSON. Raises NotReached if no worker responds, or SettingsError for
+    an invalid request.
+    """
     if not url.startswith(("http://", "https://")):
         raise SettingsError([Problem("--url", f'"{url}" is not the address of a worker; write http://127.0.0.1:6066')])
     headers = {} if settings.web.token is None else {"Authorization": f"Bearer {settings.web.token.get_secret_value()}"}
@@ -179,7 +184,8 @@ def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: 
         found = ask(url, "/api/ids/" + urllib.parse.quote(tracking_id, safe=""), settings)
         if found["topology"] != topology.name:
             raise NotReached(f"{url} is a worker of {found['topology']!r}, not of {topology.name!r}. Name another.")
-        # Each worker asks the owners of partitions that it does not hold, so several may report one sighting.
+        # Each worker asks the owners of partitions that it does not hold, so several workers may report the same
+        # sighting.
         together["sightings"] += [seen for seen in found["sightings"] if seen not in together["sightings"]]
         together["asked"] = sorted({*together["asked"], *found["asked"]})
         together["partitions"] = max(found["partitions"], together.get("partitions", 0))
@@ -249,9 +255,9 @@ def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
 
 @contextlib.contextmanager
 def showing(*, watch: bool, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yield a function that prints a status, or refreshes it in place with --watch on a terminal.
+    """Yield a function that prints a status or, with --watch on a terminal, refreshes it in place.
 
-    With --watch in a pipe, each status is a separate line of JSON or a separate table.
+    If --watch writes to a pipe, each status is a separate line of JSON or a separate table.
     """
     console = Console(highlight=False)
     if as_json:
@@ -303,7 +309,7 @@ def _number(value: int | None) -> str:
 
 
 def _restoring(task: dict[str, Any]) -> str:
-    """Return the progress of a task's restore; a dash if no restore is running."""
+    """Return the progress of a task's restore, or a dash if no restore is running."""
     left, total = task["restore_remaining"], task["restore_total"]
     if task["state"] != "restoring" or left is None:
         return "-"

@@ -1,4 +1,4 @@
-"""Implements `dedup try`, which judges records with a worker's own code but without a broker, and explains each
+"""Implements `dedup try`, which judges records with the same code as a worker but without a broker, and explains each
 verdict.
 """
 
@@ -47,9 +47,9 @@ class Judgment:
     verdict: VerdictName
     reason: str
     topic: str | None
-    """The topic to which the record is sent; None if it is not sent."""
+    """The topic to which the record is sent, or None if it is not sent."""
     time: str | None
-    """The event time that was used for the verdict; None if the record has none."""
+    """The event time that was used for the verdict, or None if the record has no event time."""
 
     def as_json(self) -> str:
         """Return one line of JSON."""
@@ -61,7 +61,7 @@ class Judgment:
 
 
 class _Envelope(msgspec.Struct):
-    """A whole record as one line of JSON. The value stays as the bytes that were read."""
+    """A whole record as one line of JSON. The value is kept as the bytes that were read."""
 
     value: msgspec.Raw = msgspec.Raw(b"null")
     key: str | None = None
@@ -165,7 +165,7 @@ class RecordJudge:
         return Judgment(line, "unique", f"{clamped}first of its ID at {time}; guarded until {guarded}", output, time)
 
     def _since(self, seen: Sighting, time_ms: int) -> str:
-        """Say when an ID was seen, and until when it is now guarded."""
+        """Say when an ID was seen, and until when further records with the ID are duplicates."""
         window = self._topology.window
         now = window.extended(seen, time_ms) if window.extend else seen
         return (

@@ -1,6 +1,6 @@
 """Implements `dedup verify`, which checks a topology, and `dedup explain`, which explains one tracking ID.
 
-Both commands read only Kafka and need no worker.
+Both commands read only from Kafka, and need no worker.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def explain(
 ) -> None:
     """Show the records of one tracking ID, each verdict with its reason, and where each record was sent.
 
-    The command reads only Kafka, and no worker needs to run. The command reads all topics of the topology from the
-    beginning, but keeps only the records with this ID in memory. A composite ID is a JSON array of its parts. The exit
-    code is 4 if the topics contradict the rule, and 0 otherwise, even if no topic holds the ID.
+    The command reads only from Kafka, so no worker needs to run. The command reads all topics of the topology from the
+    beginning, but keeps only the records with this ID in memory. Write a composite ID as a JSON array of its parts. The
+    exit code is 4 if the topics contradict the topology's rule, and 0 otherwise, even if no topic holds the ID.
 
     Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
 
@@ -133,7 +133,8 @@ def verify_topology(
     overrides: SetOption = None,
     as_json: JsonOption = False,
     report: Annotated[
-        Path | None, typer.Option(help="HTML report; a JSON report is written next to it. Default: verify-NAME.html.")
+        Path | None,
+        typer.Option(help="Path of the HTML report; a JSON report is written next to it. Default: verify-NAME.html."),
     ] = None,
     sample: Annotated[
         str,
@@ -145,7 +146,7 @@ def verify_topology(
     scratch: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for temporary files; by default that of the system.",
+            help="Directory for temporary files; by default, the system's temporary directory.",
             exists=True,
             file_okay=False,
             writable=True,
@@ -155,9 +156,10 @@ def verify_topology(
     """Prove from the data in Kafka alone that nothing was lost or duplicated.
 
     The command reads the source topics, the written topics, and the group's offsets with a different Kafka client than
-    the worker's. The command then replays the exact model, and compares keys, values, headers, timestamps, and order.
-    The exit code is 4 if anything violates the guarantee. Memory use does not grow with the size of the topics. Files
-    in --scratch take about 200 bytes per record, in addition to the record's key.
+    the worker uses. The command then judges the records by the exact model, and compares keys, values, headers,
+    timestamps, and order with the result. The exit code is 4 if anything violates the guarantee. Memory use does not
+    grow with the size of the topics. Files in --scratch take about 200 bytes per record, in addition to the record's
+    key.
 
     Examples: dedup verify topologies/orders.yaml --report reports/orders.html
 
@@ -180,7 +182,7 @@ def verify_topology(
 
 
 def _one_in(text: str) -> int:
-    """Return N from ``1/N``. Raises SettingsError for anything else."""
+    """Parse N from a string such as ``1/100``. Raises SettingsError for any other string."""
     one, _, number = text.partition("/")
     if one != "1" or not number.isdecimal() or not int(number):
         raise SettingsError([Problem("--sample", f'"{text}" is not a fraction; write for example 1/100')])

@@ -1,10 +1,11 @@
 """Defines the interface of database connections, and the fenced offsets that make each transaction take effect once.
 
-Each database transaction commits rows together with the Kafka offsets from which they were read. For each partition, a
-row of `dedup_offsets` is the fence. A process that takes over a partition raises the epoch in the partition's row
-before it reads the position. Every transaction first updates the row from (own epoch, expected position) to the next
-position. If no row matches, another process owns the partition, and the transaction is rolled back with TaskMigrated.
-An open transaction locks the row, so no other process can take over the partition during a transaction.
+Each database transaction commits rows together with the Kafka offsets from which they were read. Each partition has a
+row in `dedup_offsets`, by which earlier owners of the partition are fenced. A process that takes over a partition
+raises the epoch in the partition's row before it reads the position. Every transaction first updates the row from (own
+epoch, expected position) to the next position. If no row matches, another process owns the partition, and the
+transaction is rolled back with TaskMigrated. An open transaction locks the row, so no other process can take over the
+partition during a transaction.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ OFFSETS_STATEMENT: Final = (
     f"part INTEGER NOT NULL, topic_id VARCHAR(32) NOT NULL, epoch BIGINT NOT NULL, position BIGINT NOT NULL, "
     f"PRIMARY KEY (reader, topic, part))"
 )
-# The statements of `FencedOffsets`, with {0} for the database's placeholder.
+# In the statements of `FencedOffsets`, {0} stands for the database's placeholder for a parameter.
 _ROW: Final = "reader = {0} AND topic = {0} AND part = {0}"
 _INSERT: Final = (
     f"INSERT INTO {OFFSETS} (reader, topic, part, topic_id, epoch, position) "  # noqa: S608  # our own names
@@ -60,7 +61,7 @@ class Table:
 
     name: str
     columns: tuple[tuple[str, str], ...]
-    """Names and SQL types of the columns. In a sink's table, `tracking_id` and `event_time_ms` are first."""
+    """Names and SQL types of the columns. In a sink's table, `tracking_id` and `event_time_ms` come first."""
     key: tuple[str, ...]
     append: bool
 
@@ -83,7 +84,7 @@ class WriteOutcome:
     updated: int = 0
     unchanged: int = 0
     refused: dict[int, RowsRefused] = field(default_factory=dict)
-    """Why each refused row was refused, by the row's index."""
+    """Maps the index of each refused row to the reason why the database refused it."""
 
 
 class DatabaseConnection(ABC):
@@ -94,24 +95,24 @@ class DatabaseConnection(ABC):
     """
 
     types: Mapping[str, str]
-    """The SQL type of each column type of a topology."""
+    """Maps each column type of a topology to its SQL type."""
     mark: str
-    """The placeholder of a parameter in SQL."""
+    """The placeholder for a parameter in SQL statements."""
     temporary: str
     """The schema of temporary tables."""
     begin_statement: str
-    """The statement that begins a transaction that writes."""
+    """The statement that begins a write transaction."""
 
     @abstractmethod
     def _explained(self) -> AbstractContextManager[None]:
-        """Turn the driver's errors into DatabaseAway, RowsRefused, or StateIncompatible within the block."""
+        """Within the block, turn the driver's errors into DatabaseAway, RowsRefused, or StateIncompatible."""
 
     @abstractmethod
     def _run(self, sql: str, parameters: Sequence[Any]) -> Any:  # noqa: ANN401  # the driver's cursor
-        """Run a statement; return its DB-API cursor."""
+        """Run a statement, and return its DB-API cursor."""
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
-        """Run a statement; return the number of affected rows."""
+        """Run a statement, and return the number of affected rows."""
         with self._explained():
             return int(self._run(sql, parameters).rowcount)
 
@@ -134,7 +135,7 @@ class DatabaseConnection(ABC):
         """Replace the contents of the staging table with the rows."""
 
     def begin(self) -> None:
-        """Begin a transaction that writes."""
+        """Begin a write transaction."""
         self.execute(self.begin_statement)
 
     def commit(self) -> None:
@@ -165,7 +166,7 @@ def transaction(connection: DatabaseConnection) -> Iterator[None]:
 
 
 def make_staging(connection: DatabaseConnection, table: Table) -> None:
-    """Create an empty staging table with the types of the target's columns."""
+    """Create an empty staging table whose columns have the same types as those of the target table."""
     connection.execute(f"DROP TABLE IF EXISTS {connection.temporary}.{STAGED}")
     connection.execute(f"CREATE TEMP TABLE {STAGED} AS SELECT {table.listed} FROM {table.name} WHERE 1 = 0")  # noqa: S608
 
@@ -189,12 +190,14 @@ class FencedOffsets:
         self.reader: Final = reader
         self.topic: Final = topic
         self.positions: Final[dict[int, int]] = {}
-        """For each partition, the offset below which everything is in the database; -1 before the first record."""
+        """Maps each partition to the offset after its last record in the database, or to -1 before the first record."""
         self._topic_id: Final = topic_id
         self._epochs: Final[dict[int, int]] = {}
 
     def take(self, connection: DatabaseConnection, partitions: Collection[int]) -> None:
-        """Fence the partitions' earlier owners, and read the positions. Raises StateIncompatible for another topic."""
+        """Fence the partitions' earlier owners, and read the positions. Raises StateIncompatible if the topic was
+        recreated.
+        """
         insert, fence = (sql.format(connection.mark) for sql in (_INSERT, _FENCE))
         with transaction(connection):
             for partition in sorted(partitions):
@@ -217,7 +220,9 @@ class FencedOffsets:
                 raise self._overtaken(partition)
 
     def happened(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> bool:
-        """Tell whether a transaction without a response was committed. Raises TaskMigrated if another owner came."""
+        """Return whether a transaction was committed although its commit got no response. Raises TaskMigrated if
+        another process has taken over a partition.
+        """
         for partition, end in ends.items():
             rows = connection.query(_READ.format(connection.mark), (self.reader, self.topic, partition))
             if rows == [(self._epochs[partition], self.positions[partition])]:

@@ -1,10 +1,11 @@
-"""Sends a sink's dead letters exactly once, although the rows around them are written to another system.
+"""Sends a sink's dead letters exactly once, although the sink writes its rows to another system, the database.
 
 The dead letters are sent while the database transaction holds the partition's lock, so no other process can take the
-partition over. The same Kafka transaction commits the offset after the last dead letter for the sink's consumer group.
-When a sink starts, the database may be behind the committed offset, because the process died before the database
-committed or because the database is a different one. If the database is behind, the sink reads records that may already
-have dead letters, so it first reads the dead-letter topic to find those dead letters.
+partition over. The Kafka transaction that contains the dead letters also commits an offset for the sink's consumer
+group: the offset after the last source record that became a dead letter. When a sink starts, the database may be behind
+the committed offset, because the process died before the database committed or because the sink now uses a different
+database. If the database is behind, the sink reads records that may already have dead letters, so it first reads the
+dead-letter topic to find those dead letters.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class _Partition:
     target: TopicPartition
     session: Session
     sent_to: int = 0
-    """The group's offset, which is after the last dead letter of any owner."""
+    """The group's committed offset, which follows the last source record for which any owner has sent a dead letter."""
     sent: set[int] = field(default_factory=set)
-    """Source offsets at or after the database's position at startup whose dead letters are in the topic."""
+    """Source offsets of the records whose dead letters are in the topic, from the database's position at startup on."""
 
 
 class DeadLetterProducer:
@@ -91,7 +92,7 @@ class DeadLetterProducer:
             self._partitions[number] = state
 
     async def _in_topic(self, state: _Partition, offsets: range) -> set[int]:
-        """Return those of the source offsets whose dead letters are in the topic."""
+        """Return the source offsets among ``offsets`` whose dead letters are in the topic."""
         found: set[int] = set()
         if not offsets:
             return found
@@ -107,7 +108,9 @@ class DeadLetterProducer:
         return found
 
     async def send(self, rejected: Sequence[RejectedRecord]) -> int:
-        """Send the dead letters that are not in the topic yet; return their number. Raises TaskMigrated if fenced."""
+        """Send the dead letters that are not in the topic yet, and return their number. Raises TaskMigrated if this
+        process is fenced.
+        """
         unsent: defaultdict[int, list[RejectedRecord]] = defaultdict(list)
         for record in rejected:
             if record.offset not in self._partitions[record.source.partition].sent:
@@ -140,10 +143,10 @@ class DeadLetterProducer:
         state.sent_to = end
 
     async def _sent_before(self, state: _Partition, offsets: range) -> set[int]:
-        """Begin a new epoch, and return those of the offsets whose dead letters are in the topic."""
+        """Begin a new epoch, and return the source offsets among ``offsets`` whose dead letters are in the topic."""
         while True:
             try:
-                # This cannot fence a successor, because a successor must first update the row in the database that this
+                # This cannot fence a successor, because a successor must first update the database row that this
                 # process has locked.
                 await state.session.open()
                 return await self._in_topic(state, offsets)

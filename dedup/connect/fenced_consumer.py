@@ -1,4 +1,6 @@
-"""Reads a topic from offsets that database transactions move, for `dedup sink` and `IdempotentReader`."""
+"""Reads a topic from offsets that are stored in a database and updated by its transactions, for `dedup sink` and
+`IdempotentReader`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class TopicReader:
         self._wire: Final = wire
         self._fetcher: Final = FeedFetcher(wire, check, wait_ms=WAIT_MS, gather_ms=gather_ms)
         self._next: Final[dict[TopicPartition, int]] = {}
-        """The offset after the records that `poll` has returned. The fetcher's own position may be ahead of it."""
+        """Maps each partition to the offset after the records that `poll` has returned. The fetcher's own position may
+        be ahead of it.
+        """
         self._ends: Final[dict[TopicPartition, int]] = {}
 
     async def begin(self, source: TopicPartition, position: int) -> None:
@@ -42,11 +46,11 @@ class TopicReader:
 
     @property
     def at_end(self) -> bool:
-        """True if `poll` has returned everything that was in the partitions at `begin`."""
+        """True if `poll` has returned everything that was in the partitions when `begin` was called."""
         return all(self._next[source] >= end for source, end in self._ends.items())
 
     async def poll(self) -> list[Answer]:
-        """Return the next responses that contain records; empty if none arrive for a while.
+        """Return the next responses that contain records, or an empty list if none arrive for a while.
 
         Raises StateIncompatible if the topic was deleted, was created again, or no longer contains the next offset.
         """
@@ -62,8 +66,8 @@ class TopicReader:
 class FencedConsumer:
     """The partitions of a topic that this process owns, and the database that holds their offsets.
 
-    ``prepare`` is called first with each new connection and the offsets. Once ``stopped`` returns True, no method waits
-    for a database or a broker that does not respond.
+    Each new connection is first passed, together with the offsets, to ``prepare``. Once ``stopped`` returns True, no
+    method waits for a database or a broker that does not respond.
     """
 
     def __init__(
@@ -101,7 +105,8 @@ class FencedConsumer:
             await self.records.begin(TopicPartition(self.offsets.topic, partition), position)
 
     async def once(self, work: Callable[[DatabaseConnection], T], ends: Mapping[int, int]) -> T | None:
-        """Run the work exactly once, in a thread and in a transaction that moves the offsets; return its result.
+        """Run ``work`` exactly once, in a thread and in a transaction that also updates the offsets, and return its
+        result.
 
         ``ends`` maps each partition to the offset after its last record in the transaction. Returns None and writes
         nothing if the consumer is stopped while no broker responds. Raises TaskMigrated if another process has taken
@@ -117,7 +122,7 @@ class FencedConsumer:
                 if self._stopped():
                     return None
         unanswered: list[T] = []
-        """Results of attempts whose commit may have got no response."""
+        """Results of attempts whose commits may have received no response."""
 
         def attempt(connection: DatabaseConnection) -> T:
             if unanswered and self.offsets.happened(connection, ends):

@@ -2,8 +2,8 @@
 
 A file is identified by its inode and a digest of its first bytes, not by its name. A file that is renamed or deleted
 while it is open is still read to its end, even if its new name does not match the pattern. A file that became shorter,
-or begins with different bytes, is another file with a reused inode. Whether bytes of the old file were lost is unknown,
-so ingest stops unless the ingest file sets `changed: start_over`.
+or begins with different bytes, is treated as another file that reuses the inode. Whether bytes of the old file were
+lost is unknown, so ingest stops unless the ingest file sets `changed: start_over`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DIGEST_BYTES: Final = 32
 _INTEGER: Final = re.compile(r"-?[0-9]{1,400}")
 _BOOLEANS: Final[Mapping[str, bool]] = {"true": True, "1": True, "false": False, "0": False}
 _Lines = tuple[list[bytes], list[int], list[DeadRecord]]
-"""Lines without their line feeds, the byte offset of each, and lines that become dead letters."""
+"""Lines without their line feeds, the byte offset of each line, and lines that become dead letters."""
 log: Final = logging.getLogger(__name__)
 
 
@@ -59,7 +59,7 @@ class _FilePosition(msgspec.Struct, frozen=True):
         return f"{self.inode}.{self.generation}"
 
     def within(self, committed: _FilePosition | None) -> bool:
-        """Whether everything up to this position is part of the committed one."""
+        """Return whether the committed position covers everything up to this position."""
         if committed is None:
             return not self.position
         return self.position <= committed.position and self.deleted <= committed.deleted
@@ -72,7 +72,7 @@ class _FilePosition(msgspec.Struct, frozen=True):
 
 
 class _OpenFile:
-    """An open file, which is read on from a position."""
+    """An open file, and the position from which reading continues."""
 
     def __init__(
         self, descriptor: int, known: _FilePosition, spec: FilesSource, most_bytes: int, *, gone: bool = False
@@ -82,7 +82,9 @@ class _OpenFile:
         self.lines: Final = _LineReader(descriptor, known.position, most_bytes)
         self.rows: Final = spec.columns and _CsvRows(known.path, descriptor, spec.columns, most_bytes)
         self.gone = gone
-        """True if the file was deleted or its name no longer matches. The file is then read to its end and closed."""
+        """True if the file was deleted or its name no longer matches the pattern. The file is then read to its end and
+        closed.
+        """
         self.warned = False
 
 
@@ -94,17 +96,19 @@ class Files:
         self._spec: Final = spec
         self._most_bytes: Final = most_bytes
         self._known: dict[int, _FilePosition] = {}
-        """The latest file for each inode."""
+        """Maps each inode to the position in the latest file with that inode."""
         self._open: dict[int, _OpenFile] = {}
         self._ended: dict[str, tuple[_OpenFile, _FilePosition]] = {}
-        """Files that were deleted or renamed, with the position of their end, by part; open until it is committed."""
+        """Maps the part of each deleted or renamed file to the file and its end position. The file stays open until its
+        end position is committed.
+        """
         self._committed: dict[str, _FilePosition] = {}
         self._turn: list[int] = []
         self._inodes: set[int] = set()
         """Inodes of all files in the directory."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """See `RecordSource`. Open files stay open, because a file that was deleted could not be opened again."""
+        """See `RecordSource`. Open files stay open, because a deleted file could not be opened again."""
         self._known, self._turn = {}, []
         for opened, _ in self._ended.values():
             if self._open.setdefault(opened.known.inode, opened) is not opened:
@@ -137,7 +141,7 @@ class Files:
             found = self._read(self._open[inode])
             if found is not None:
                 if inode in self._open:
-                    self._turn.append(inode)  # the file may have more, but the others come first
+                    self._turn.append(inode)  # the file may contain more, but other files come first
                 return found
         return None
 
@@ -165,7 +169,7 @@ class Files:
         self._open, self._ended, self._turn = {}, {}, []
 
     def _scan(self) -> None:
-        """Open new files, and mark open ones whose name no longer matches."""
+        """Open new files, and mark open files whose names no longer match the pattern."""
         listed = self._listed()
         self._inodes = {status.st_ino for status in listed.values()}
         named: set[int] = set()
@@ -236,7 +240,9 @@ class Files:
         return msgspec.structs.replace(known, path=path)
 
     def _refuse_copy(self, descriptor: int, path: str) -> None:
-        """Raise AuthorMistake if a file replaced one with the same first bytes, which may be sent already."""
+        """Raise AuthorMistake if a file has replaced another file that had the same first bytes and may have been sent
+        already.
+        """
         if self._spec.changed == "start_over":
             return
         # Different CSV files often have the same header.
@@ -255,7 +261,7 @@ class Files:
         """Return the position at the beginning of a changed file. Raises AuthorMistake unless the file may change."""
         size = os.fstat(descriptor).st_size
         what = f"has {size} bytes now" if size < known.position else "begins with other bytes now"
-        # With another name and other bytes, the file is a new one that got the inode of a deleted file.
+        # A file with another name and other bytes is a new file that reuses the inode of a deleted file.
         if self._spec.changed != "start_over" and known.path == path:
             raise _mistake(
                 path,
@@ -278,9 +284,11 @@ class Files:
         return self._close_file(opened) if opened.gone else None
 
     def _close_file(self, opened: _OpenFile) -> SourceRecords | None:
-        """Close a file that was read to its end. A deleted file is recorded as deleted, as its inode may be reused.
+        """Close a file that was read to its end. A deleted file is recorded as deleted, because its inode may be
+        reused.
 
-        If its end is not committed yet, `committed` closes it: it could not be found again by its name.
+        If the end of the file is not committed yet, the file stays open until `committed` closes it, because it could
+        not be found again by its name.
         """
         known = opened.known
         if opened.lines.rest_bytes:
@@ -292,7 +300,7 @@ class Files:
         deleted = bool(known.position) and os.fstat(opened.descriptor).st_nlink == 0
         known = msgspec.structs.replace(known, deleted=deleted)
         del self._open[known.inode]
-        if known.part in self._ended:  # it was opened again before its end was committed
+        if known.part in self._ended:  # the file was opened again before its end was committed
             os.close(self._ended.pop(known.part)[0].descriptor)
         if known.within(self._committed.get(known.part)):
             os.close(opened.descriptor)
@@ -307,7 +315,9 @@ class Files:
     def _records(
         self, opened: _OpenFile, lines: list[bytes], offsets: list[int], bad: list[DeadRecord]
     ) -> SourceRecords:
-        """Return lines as records, and advance the file's position. The place of a record is its byte offset."""
+        """Return lines as records, and advance the file's position. The place of a record is its byte offset in the
+        file.
+        """
         position = opened.lines.position
         head_bytes, head = min(position, _HEAD_BYTES), opened.known.head
         if head_bytes != opened.known.head_bytes:
@@ -350,7 +360,7 @@ def _unreadable(path: Path, error: OSError) -> AuthorMistake:
 
 
 def _head_digest(descriptor: int, length_bytes: int) -> str:
-    """Return the digest of a file's first ``length_bytes`` bytes; an empty string if the file is shorter."""
+    """Return the digest of a file's first ``length_bytes`` bytes, or an empty string if the file is shorter."""
     head = os.pread(descriptor, length_bytes, 0)
     return blake2b(head, digest_size=16).hexdigest() if len(head) == length_bytes else ""
 
@@ -366,16 +376,18 @@ class _LineReader:
         self._descriptor: Final = descriptor
         self._most_bytes: Final = most_bytes
         self.position = position
-        """The offset of the first line that was not returned yet."""
+        """The offset of the first line that has not been returned yet."""
         self.rest_bytes = 0
-        """The number of bytes of that line that were read."""
+        """The number of bytes that have been read of the line at ``position``."""
         self._rest = b""
-        """These bytes; empty if the line is too long to keep."""
+        """The bytes that have been read of the line at ``position``; empty if the line is too long to keep."""
         self._digest: Any = None
-        """The digest of these bytes if the line is too long to keep."""
+        """The digest of the bytes of the line at ``position`` if the line is too long to keep."""
 
     def read(self, *, take_last_line: bool) -> _Lines | None:
-        """Return the next lines, or if ``take_last_line``, also what has no line feed; None if there is no line."""
+        """Return the next lines, or None if there is no line. If ``take_last_line`` is set, also return a last line
+        without a line feed.
+        """
         while data := os.pread(self._descriptor, CHUNK_BYTES, self.position + self.rest_bytes):
             whole, feed, rest = data.rpartition(b"\n")
             if feed:
@@ -397,7 +409,7 @@ class _LineReader:
             self._rest += data
 
     def _lines(self, lines: list[bytes], *, feed_bytes: int = 1) -> _Lines:
-        """Return the lines, the first of which completes what was kept."""
+        """Return the lines. The first one completes the line whose beginning was kept."""
         lengths = list(map(len, lines))
         lengths[0] += self.rest_bytes
         lines[0] = self._rest + lines[0]

@@ -44,7 +44,9 @@ class Work:
         self._connection: Final = connection
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
-        """Run a statement, with ``?`` (SQLite) or ``%s`` for parameters; return the number of changed rows."""
+        """Run a statement, with ``?`` (SQLite) or ``%s`` (PostgreSQL) for each parameter, and return the number of
+        changed rows.
+        """
         return self._connection.execute(sql, parameters)
 
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
@@ -56,7 +58,7 @@ Handle = Callable[[Work, list[Event]], None]
 
 
 class IdempotentReader:
-    """A consumer that stores its offsets and the IDs that it has seen in the application's database.
+    """A consumer that uses the application's database to store its offsets and the IDs that it has seen.
 
     Use it with ``async with``. ``topology`` defines the tracking ID; no worker needs to run. The reader stops at a
     record that has no ID or cannot be read, so that it skips no record silently.
@@ -97,7 +99,8 @@ class IdempotentReader:
         await self._opened.aclose()
 
     async def run(self, handle: Handle, *, until_end: bool = False) -> int:
-        """Pass every event to ``handle`` once; with ``until_end``, stop at the end that the topic has at the start.
+        """Pass every event to ``handle`` once. If ``until_end`` is set, stop at the end offsets that the topic has at
+        the start.
 
         Returns the number of events. ``handle`` runs in a thread, inside the transaction that marks the events as seen.
         If ``handle`` raises an exception, the batch is rolled back and `run` raises the exception. ``handle`` is called

@@ -41,8 +41,8 @@ class Transaction:
         """Add a record to the transaction; ``tracking_id`` becomes its header `dedup-id`.
 
         Kafka's default partitioner chooses the partition by the key or, without a key, by the tracking ID. A record
-        without a key and a tracking ID is sent to a fixed partition. Raises InvariantBroken for a topic that was not
-        passed to the writer.
+        that has neither a key nor a tracking ID is sent to a fixed partition. Raises InvariantBroken for a topic that
+        was not passed to the writer.
         """
         if topic not in self._partition_counts:
             raise InvariantBroken(f"topic {topic!r} was not passed to the writer: add it to `topics`.")
@@ -53,7 +53,9 @@ class Transaction:
         self.lines[target].append((-1, now_ms if timestamp_ms is None else timestamp_ms, key, value, all_headers))
 
     def keep(self, name: str, position: str) -> None:
-        """Store a position in the application's input with the transaction; `IdempotentWriter.kept` returns it."""
+        """Store a position of the application's input as part of the transaction; `IdempotentWriter.kept` returns the
+        position.
+        """
         self.positions[name] = position.encode()
 
 
@@ -61,7 +63,8 @@ class IdempotentWriter:
     """A transactional producer whose name stays the same across restarts. Use it with ``async with``.
 
     If another process opens a writer with the same name, this writer's next transaction raises TaskMigrated. If a
-    response is lost, the writer finds out whether the transaction was committed, and repeats it if it was not.
+    response is lost, the writer finds out whether the transaction was committed, and repeats the transaction if it was
+    not.
     """
 
     def __init__(self, name: str, *, topics: Sequence[str], settings: Settings) -> None:
@@ -102,7 +105,8 @@ class IdempotentWriter:
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
-        """Commit everything sent in the block exactly once at its end; after an exception, nothing becomes visible.
+        """Commit everything sent in the block exactly once at the end of the block. After an exception, nothing becomes
+        visible.
 
         Raises TaskMigrated if another process with this name has taken over.
         """
@@ -112,7 +116,9 @@ class IdempotentWriter:
             await self._started().commit(made.lines, made.positions)
 
     def kept(self, name: str) -> str | None:
-        """Return a position that the last committed transaction of any process left; None if it was never stored."""
+        """Return the position that a committed transaction of any process last stored under this name, or None if there
+        is none.
+        """
         found = self._started().positions.get(name)
         return None if found is None else found.decode()
 

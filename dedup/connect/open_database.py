@@ -1,4 +1,4 @@
-"""Opens the SQLite or PostgreSQL database that a URL names, and repeats the work that a lost connection interrupted."""
+"""Opens the SQLite or PostgreSQL database that a URL names, and repeats work that a lost connection has interrupted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
 class RetryingDatabase:
     """Keeps at most one connection to a database, and replaces it when it is lost.
 
-    The methods block. ``prepare`` is called first with each new connection.
+    The methods block. Each new connection is first passed to ``prepare``.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class RetryingDatabase:
         self._connection: DatabaseConnection | None = None
 
     def first(self, work: Callable[[DatabaseConnection], T]) -> T:
-        """Return the result of ``work``, which may run several times; raises DatabaseUnavailable after 30 s."""
+        """Run ``work``, repeatedly if necessary, and return its result. Raises DatabaseUnavailable after 30 s."""
         return self.insist(work, within_s=START_WITHIN_S)
 
     def insist(self, work: Callable[[DatabaseConnection], T], *, within_s: float = math.inf) -> T:
-        """Return the result of ``work``, which is repeated until the database responds.
+        """Run ``work`` repeatedly until the database responds, and return its result.
 
         Raises DatabaseUnavailable after ``within_s`` without a response, or as soon as ``stopped`` returns True.
         """

@@ -88,7 +88,7 @@ class PostgresConnection(DatabaseConnection):
         except AWAY as error:
             raise DatabaseAway(f"{self._shown}: {_message(error)}") from error
         except psycopg.OperationalError as error:
-            # With an error of class 28 or 3D, the password or the database is wrong, and waiting does not help.
+            # An error of class 28 or 3D means that the password or the database is wrong, so waiting does not help.
             if (error.sqlstate or "")[:2] in {"28", "3D"}:
                 raise StateIncompatible(f"{self._shown}: PostgreSQL refuses us: {_message(error)}.") from error
             raise DatabaseAway(f"{self._shown}: {_message(error)}") from error

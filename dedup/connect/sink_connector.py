@@ -55,7 +55,7 @@ class _Transaction:
 
     batches: list[tuple[TopicPartition, Columns]] = field(default_factory=list)
     ends: dict[int, int] = field(default_factory=dict)
-    """For each partition, the offset after the last record."""
+    """Maps each partition to the offset after its last record in the transaction."""
     records: int = 0
 
 
@@ -76,7 +76,8 @@ async def run_sink(
     partitions: Collection[int] | None = None,
     exit_when_done: bool = False,
 ) -> Sunk:
-    """Run until SIGTERM or SIGINT, or with ``exit_when_done``, until the records present at the start are read.
+    """Run until SIGTERM or SIGINT or, with ``exit_when_done``, until the records that exist at the start have been
+    read.
 
     References in ``spec.url`` are already resolved. Raises TaskMigrated if another process takes over a partition,
     StateIncompatible for an unsuitable table or topic, and DatabaseUnavailable or BrokerUnavailable if there is no
@@ -110,7 +111,7 @@ async def run_sink(
 
 
 async def _topics(wire: KafkaWire, spec: SinkSpec, settings: Settings) -> tuple[Topic, Topic]:
-    """Return the topic to read and the topic of dead letters, which is created if it is missing."""
+    """Return the topic to read and the dead-letter topic, which is created if it is missing."""
     async with Admin(wire.connection) as admin:
         topic = (await admin.topics([spec.topic])).get(spec.topic)
         if topic is None:
@@ -149,7 +150,9 @@ class _Run:
         return self.done
 
     async def _gather(self) -> _Transaction:
-        """Return the records that arrive within the commit interval after the first one; empty if none arrives."""
+        """Return a transaction with the records that arrive within one commit interval of the first one. The
+        transaction is empty if no record arrives.
+        """
         gathered = _Transaction()
         loop = asyncio.get_running_loop()
         until_s: float | None = None
@@ -164,7 +167,7 @@ class _Run:
         return gathered
 
     async def _write(self, current: _Transaction) -> _Transaction:
-        """Write a transaction to the table, and return the next one, which is read in the meantime."""
+        """Write a transaction to the table, and return the next transaction, which is read in the meantime."""
         writing = asyncio.create_task(self._written(current))
         try:
             return await self._gather()

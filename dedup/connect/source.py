@@ -9,14 +9,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class DeadRecord:
-    """A part of the source that cannot become a record and becomes a dead letter instead."""
+    """A line or row of the source that cannot become a record, so that it becomes a dead letter."""
 
     place: int | str
-    """The place in the source, without the prefix."""
+    """The place in the source, such as a byte offset, without the prefix that `SourceRecords` contains."""
     code: str
     detail: str
     value: bytes | None
-    """None if the value is too large; ``detail`` then contains its length and digest."""
+    """The value, or None if it is too large; ``detail`` then contains its length and digest."""
     row: int = 0
     """The number of records of the same poll that precede the dead record."""
 
@@ -26,13 +26,17 @@ class SourceRecords:
     """The result of one poll: records of one part of the source, in their order."""
 
     part: str
-    """Identifies a file or a table. Without tracking IDs, a part is sent to one partition, which keeps its order."""
+    """Identifies a file or a table. Without tracking IDs, all records of a file or table are sent to one partition,
+    which keeps their order.
+    """
     prefix: str
     values: list[bytes]
     places: Sequence[int | str]
-    """The place of each record without the prefix, which is unique in the source and the same in every read."""
+    """The place of each record, without the prefix. A place is unique in the source, and is the same whenever the
+    source is read.
+    """
     position: bytes
-    """The part's position for `restore` once all these records are committed."""
+    """The position of the part after these records, which is passed to `restore` if they are all committed."""
     after: Callable[[int], bytes]
     """Returns the position if only the records up to a row, and the dead records before it, are committed."""
     dead: list[DeadRecord] = field(default_factory=list)
@@ -45,13 +49,13 @@ class RecordSource(Protocol):
         """Continue from the committed positions of the parts, so that uncommitted records are polled again."""
 
     def poll(self) -> SourceRecords | None:
-        """Return the next records; None if there are none yet.
+        """Return the next records, or None if there are none yet.
 
         Raises AuthorMistake or StateIncompatible if the source cannot be read without loss.
         """
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """Release what is needed only to read again what precedes these positions, which are committed now."""
+        """Release resources that are needed only to reread data before these positions, which are now committed."""
 
     def waiting(self) -> list[str]:
         """Return one sentence for each part of the source that cannot be read yet."""

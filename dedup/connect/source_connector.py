@@ -1,8 +1,9 @@
 """Implements `dedup ingest`, a source connector whose Kafka transactions contain records and the source's position.
 
-`run_ingest` runs one source, and reads the next records while a transaction is committed. With `TransactionBoundary`,
-markers in the source decide where a transaction ends. `_RecordMaker` turns the data that was read into records and dead
-letters. If two processes run the same source, the later one fences the earlier one, which stops with TaskMigrated.
+`run_ingest` runs one source, and reads the next records while a transaction is being committed. With
+`TransactionBoundary`, markers in the source decide where a transaction ends. `_RecordMaker` turns the data that was
+read into records and dead letters. If two processes run the same source, the later one fences the earlier one, which
+stops with TaskMigrated.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class _Transaction:
     lines: Lines = field(default_factory=lambda: defaultdict(list))
     positions: dict[str, bytes] = field(default_factory=dict)
     last: SourceRecords | None = None
-    """The last poll. After a refused record, the transaction contains only this poll."""
+    """The result of the last poll. After the broker has refused a record, the transaction contains only this result."""
     records: int = 0
     dead_letters: int = 0
 
@@ -82,7 +83,9 @@ OpenSource = Callable[[Ingest, int, Callable[[], bool]], RecordSource]
 
 
 def open_source(ingest: Ingest, most_bytes: int, stopped: Callable[[], bool], *, url: str = "") -> RecordSource:
-    """Return the source of an ingest file; ``url`` is the resolved URL of a table's database. Blocks for a table."""
+    """Return the source of an ingest file; ``url`` is the resolved URL of a table's database. The call blocks if the
+    source is a table.
+    """
     source: RecordSource
     match ingest.source:
         case FilesSource() as files:
@@ -97,7 +100,8 @@ def open_source(ingest: Ingest, most_bytes: int, stopped: Callable[[], bool], *,
 async def run_ingest(
     ingest: Ingest, settings: Settings, make_source: OpenSource, *, exit_when_done: bool = False
 ) -> Ingested:
-    """Run until SIGTERM or SIGINT, or with ``exit_when_done``, until the whole source is sent, and return the result.
+    """Run until SIGTERM or SIGINT or, with ``exit_when_done``, until the whole source has been sent; then return the
+    result.
 
     Raises TaskMigrated if another process takes over the source, AuthorMistake or StateIncompatible if the source
     cannot be read without loss, and BrokerUnavailable if no broker responds at startup.
@@ -124,7 +128,7 @@ async def run_ingest(
 
 @contextmanager
 def set_by_signals() -> Iterator[asyncio.Event]:
-    """Return an event that SIGTERM and SIGINT set within the block."""
+    """Yield an event that SIGTERM and SIGINT set within the block."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -154,12 +158,12 @@ class _Run:
     source: RecordSource
     maker: _RecordMaker
     interval_ms: int | None
-    """How long records are collected for one transaction; with None, each poll is one transaction."""
+    """How long records are collected for one transaction, or None if each poll becomes one transaction."""
     stop: asyncio.Event
     done: Ingested = field(default_factory=Ingested)
     single: bool = False
-    """True after the broker refused a record. Each transaction is then one poll and each record batch one record, so
-    that the broker's response identifies the refused record.
+    """True after the broker refused a record. Each transaction then contains one poll, and each record batch contains
+    one record, so that the broker's response identifies the refused record.
     """
 
     async def until_over(self, *, exit_when_done: bool) -> Ingested:
@@ -199,7 +203,7 @@ class _Run:
         return made if made.positions else None
 
     async def _commit(self, current: _Transaction) -> _Transaction | None:
-        """Commit a transaction, and return the next one, which is read in the meantime."""
+        """Commit a transaction, and return the next transaction, which is read in the meantime."""
         most_rows = 1 if self.single else None
         sending = asyncio.create_task(self.outbox.commit(current.lines, current.positions, most_rows=most_rows))
         try:
@@ -290,7 +294,7 @@ class TransactionBoundary:
         pending = self._pending.setdefault(found.part, _Pending())
         if not found.values and not found.dead:
             if not pending.values and not pending.dead:
-                self._ready.append(found)  # only a position
+                self._ready.append(found)  # contains only a position
                 return
             text = "%s: %d records without their marker precede blank lines or the end; they wait for a marker"
             log.warning(text, found.part, len(pending.values))
@@ -322,7 +326,7 @@ class TransactionBoundary:
 
 
 class _RecordMaker:
-    """Turns data from a source into Kafka records per partition, with keys, timestamps, and dead letters."""
+    """Turns data from a source into Kafka records or dead letters, and assigns them to partitions."""
 
     def __init__(self, ingest: Ingest, topics: Mapping[str, Topic], most_bytes: int) -> None:
         self.topic: Final = ingest.topic

@@ -1,13 +1,14 @@
 """Implements a source that reads the rows of a growing table or of a query in the order of their numbers, without gaps.
 
 A row with a lower number may be committed after a row with a higher number, because a transaction takes a number before
-it commits. Therefore, the source sets a bound before it reads rows. In PostgreSQL, the bound is the greatest number.
-The source then waits for every transaction that holds a lock for writing rows of the table, as CREATE INDEX
+it commits. Therefore, the source sets a bound before it reads rows. In PostgreSQL, the bound is the greatest number so
+far. The source then waits for every transaction that holds a lock for writing rows of the table, as CREATE INDEX
 CONCURRENTLY does. A transaction takes the lock before it takes a number, so later transactions get greater numbers, and
 all rows below the bound are final. The xmin of a snapshot cannot replace the lock, because a transaction that has its
 number may have no transaction ID yet, and no snapshot contains a transaction without an ID; see
 docs/decisions/0012-edges.md. SQLite has one writer at a time, so rows are final immediately. If the number is not
-assigned by the INSERT itself, the source waits for the time that `settle` sets, which is not exact.
+assigned by the INSERT itself, the source waits for the time that `settle` sets, which does not guarantee that no row is
+missed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ FIRST_USER_OID: Final = 16_384
 """Relations with lower OIDs belong to PostgreSQL itself."""
 WRITE_LOCKS: Final = "'RowExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'"
 _Columns = Mapping[str, tuple[bool, bool]]
-"""For each column, whether it has an integer type, and whether it is never null."""
+"""Maps each column to two answers: whether it has an integer type, and whether it is never null."""
 log: Final = logging.getLogger(__name__)
 
 
@@ -53,7 +54,7 @@ class NumberedRows:
         self._bound: int | None = None
         self._names: list[str] = []
         self._order: Final = [spec.column] if spec.unique is None else [spec.column, spec.unique]
-        """The columns whose values are the numbers of a row."""
+        """The one or two columns by which rows are numbered."""
         self._listed: Final = ", ".join(f't."{name}"' for name in self._order)
         query = spec.query or ""
         self._from: Final = spec.table or f"({query.replace('%', '%%') if self._postgres else query})"
@@ -117,7 +118,8 @@ class NumberedRows:
 
     def _after(self, connection: DatabaseConnection) -> tuple[str, tuple[int, ...]]:
         if self._at is None:
-            # psycopg needs every "%" in a query doubled if there are parameters, so there is always a parameter.
+            # If there are parameters, psycopg requires every "%" in a query to be doubled, so a parameter is always
+            # passed.
             return f"{connection.mark} = 1", (1,)
         marks = ", ".join(connection.mark for _ in self._order)
         return f"({self._listed}) > ({marks})", self._at
@@ -144,7 +146,7 @@ class NumberedRows:
         return True
 
     def _decided(self, connection: DatabaseConnection) -> bool:
-        """Wait until no transaction can still commit a lower number. Return False if the source is stopped."""
+        """Wait until no transaction can still commit a lower-numbered row. Return False if the source is stopped."""
         until_s = time.monotonic() + self._spec.settle_ms / 1000
         while time.monotonic() < until_s and not self._stopped():
             time.sleep(LOOK_AGAIN_S)
@@ -243,7 +245,7 @@ def _as_json(names: Sequence[str], row: Sequence[Any]) -> bytes:
     return orjson.dumps(found)
 
 
-# These functions yield the reasons why rows cannot be read by number; the first one is reported.
+# These functions yield the reasons why rows cannot be read by number; the first reason is reported.
 
 
 def _misfits(columns: _Columns, keys: Sequence[Sequence[str]], order: Sequence[str]) -> Iterator[str]:
@@ -272,7 +274,7 @@ def _misfits_of_query(columns: Sequence[str], order: Sequence[str]) -> Iterator[
 
 
 def _unknown_writers(connection: DatabaseConnection, spec: TableSource, *, standby: bool) -> Iterator[str]:
-    """Yield why PostgreSQL does not know which transactions may still add lower numbers."""
+    """Yield the reasons why PostgreSQL does not know which transactions may still add rows with lower numbers."""
     if standby:
         yield "this server is a standby, which does not know who writes; use the primary, or set `settle`"
     relations = _relations_of(connection, spec)
@@ -298,8 +300,8 @@ def _unknown_writers(connection: DatabaseConnection, spec: TableSource, *, stand
 def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int]:
     """Return the OIDs of the PostgreSQL relations whose writers may still add rows with lower numbers.
 
-    For a query, the result is the relations that PostgreSQL locks to plan the query. These relations include the tables
-    behind views and the partitions, but not the tables that a function reads.
+    For a query, the result contains the relations that PostgreSQL locks to plan the query. These relations include the
+    tables behind views and the partitions, but not the tables that a function reads.
     """
     if spec.table:
         rows = connection.query(
@@ -337,7 +339,9 @@ def _postgres_shape(connection: DatabaseConnection, table: str) -> tuple[_Column
 
 
 def _sqlite_shape(connection: DatabaseConnection, table: str) -> tuple[_Columns, list[list[str]], str | None]:
-    """Return the same for SQLite, with the column whose numbers SQLite gives to another row after a deletion."""
+    """Return a table's columns, the columns of each unique index, and the column whose numbers SQLite may reuse after a
+    deletion, or None.
+    """
     found = connection.query('SELECT name, upper(type), "notnull", pk FROM pragma_table_info(?)', (table,))
     primary = [(name, kind) for name, kind, _, position in found if position]
     # An INTEGER PRIMARY KEY is SQLite's row number, so it is never null.

@@ -50,7 +50,7 @@ async def provide(
 ) -> dict[str, Topic]:
     """Create missing topics, and return all topics. Raises StateIncompatible if a missing topic may not be created.
 
-    ``topics`` maps each name to the number of partitions, which is None for the brokers' default, and the configs.
+    ``topics`` maps the name of each topic to its number of partitions (None for the brokers' default) and its configs.
     """
     have = await admin.topics(topics)
     missing = {name: wanted for name, wanted in topics.items() if name not in have}
@@ -89,7 +89,7 @@ class TransactionalOutbox:
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.positions: Final[dict[str, bytes]] = {}
-        """The position in each part of the source after the last commit, by the part's name."""
+        """Maps the name of each part of the source to its position after the last commit."""
         self._place: Final = TopicPartition(offsets_topic, 0)
         self._owner: _Owner | None = None
         self._read_to = 0
@@ -106,7 +106,9 @@ class TransactionalOutbox:
         )
 
     async def open(self) -> None:
-        """Fence earlier owners, abort their transactions, and read the positions; raises BrokerUnavailable."""
+        """Fence earlier owners, abort their transactions, and read the positions. Raises BrokerUnavailable if no broker
+        responds in time.
+        """
         try:
             await self._session.open()
             await self._read()

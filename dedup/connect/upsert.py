@@ -45,7 +45,7 @@ class SinkRows:
 
     rows: list[Row] = field(default_factory=list)
     records: list[tuple[TopicPartition, Columns, int]] = field(default_factory=list)
-    """The record of each row, as its source partition, its batch, and its index in the batch."""
+    """For each row, its record's source partition, batch, and index in the batch."""
     bad: list[RejectedRecord] = field(default_factory=list)
     """Records that cannot become rows."""
 
@@ -97,7 +97,7 @@ class RowMaker:
 
 
 def look_up(record: Any, path: Path) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the value at a path; None if there is none."""
+    """Return the value at a path, or None if there is none."""
     for step in path:
         match record, step:
             case dict(), str():
@@ -151,7 +151,7 @@ def table_of(spec: SinkSpec, types: Mapping[str, str]) -> Table:
 
 
 def refuse_lost_table(connection: DatabaseConnection, table: str, offsets: FencedOffsets) -> None:
-    """Raise StateIncompatible if rows were written but the table was dropped or renamed."""
+    """Raise StateIncompatible if rows were written but the table has since been dropped or renamed."""
     if connection.has(table):
         return
     mark = connection.mark
@@ -171,7 +171,7 @@ def refuse_lost_table(connection: DatabaseConnection, table: str, offsets: Fence
 
 
 def plan_tables(connection: DatabaseConnection, spec: SinkSpec) -> dict[str, str]:
-    """Return the CREATE statements of the sink's missing tables by name, without running them."""
+    """Map the name of each missing table of the sink to its CREATE statement, without running the statement."""
     table = table_of(spec, connection.types)
     columns = [f'"{name}" {kind}{" NOT NULL" if name in {ID, TIME} else ""}' for name, kind in table.columns]
     create = f"CREATE TABLE IF NOT EXISTS {table.name} ({', '.join(columns)}, PRIMARY KEY ({quoted(table.key)}))"
@@ -216,7 +216,7 @@ def write_rows(connection: DatabaseConnection, table: Table, rows: Sequence[Row]
 
 
 def _one_a_key(rows: Sequence[Row], numbers: Sequence[int], width: int) -> list[int]:
-    """Return the index of the newest row of each key, and of the first one if several are equally new."""
+    """Return the index of each key's newest row; if several rows are equally new, the first of them counts."""
     chosen: dict[Row, int] = {}
     for number in numbers:
         row = rows[number]

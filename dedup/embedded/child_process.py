@@ -25,7 +25,7 @@ class ChildProcess:
     """
 
     def __init__(self, command: Sequence[str], log_file: Path, *, directory: Path | None = None) -> None:
-        """Start a program in the working directory ``directory``; it appends its output to ``log_file``."""
+        """Start a program in the working directory ``directory``; the program's output is appended to ``log_file``."""
         self.log_file: Final = log_file
         self.paused = False
         with log_file.open("ab") as log:
@@ -51,7 +51,9 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The program's exit code, or 128 + the number of the signal that killed it; None while the program runs."""
+        """The program's exit code, or 128 + the number of the signal that killed it, or None while the program is
+        running.
+        """
         return self._watchdog.poll()
 
     @property
@@ -67,21 +69,23 @@ class ChildProcess:
         return "\n".join(self.log.splitlines()[-_TAIL_LINES:])
 
     def pause(self) -> None:
-        """Freeze the program with SIGSTOP. Raises InvariantBroken if the program does not run."""
+        """Freeze the program with SIGSTOP. Raises InvariantBroken if the program is not running."""
         self._order(b"s")
         self.paused = True
 
     def resume(self) -> None:
-        """Let a frozen program continue with SIGCONT. Raises InvariantBroken if the program does not run."""
+        """Let a frozen program continue with SIGCONT. Raises InvariantBroken if the program is not running."""
         self._order(b"c")
         self.paused = False
 
     def kill(self) -> int:
-        """End the program with SIGKILL if it still runs, and return its exit code."""
+        """End the program with SIGKILL if it is still running, and return its exit code."""
         return self._end(b"k")
 
     def stop(self, within_s: float = _STOPS_WITHIN_S) -> int:
-        """End the program with SIGTERM, or with SIGKILL if it still runs after `within_s`, and return its exit code."""
+        """End the program with SIGTERM, or with SIGKILL if it is still running after `within_s`, and return its exit
+        code.
+        """
         return self._end(b"ct", within_s)
 
     def _order(self, order: bytes) -> None:
@@ -91,7 +95,7 @@ class ChildProcess:
         self._orders.flush()
 
     def _end(self, order: bytes, within_s: float = _STOPS_WITHIN_S) -> int:
-        # The program may exit at any moment, and then nobody reads the order.
+        # The program may exit at any moment, and then no process reads the command.
         with contextlib.suppress(InvariantBroken, BrokenPipeError):
             self._order(order)
         try:
@@ -107,7 +111,7 @@ class ChildProcess:
 class Processes:
     """Runs named processes, each with its own log file in a directory.
 
-    Use the object as a context manager. At the end of the context, processes that still run are killed.
+    Use the object as a context manager. At the end of the context, processes that are still running are killed.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ T = TypeVar("T")
 _HOST: Final = "127.0.0.1"
 _CHUNK_BYTES: Final = 256 * 1024
 _DRAIN_WITHIN_S: Final = 5.0
-# With l_onoff = 1 and l_linger = 0, closing sends RST, as a machine does that has lost its connections.
+# With l_onoff = 1 and l_linger = 0, closing sends RST, as a machine does after it has lost its connections.
 _RESET: Final = struct.pack("ii", 1, 0)
 
 
@@ -38,7 +38,7 @@ class Link:
 
 
 class FaultProxy:
-    """A TCP proxy in a thread with its own event loop. Use the proxy with `with`.
+    """A TCP proxy in a thread with its own event loop. Use the proxy as a context manager.
 
     A method that injects a fault returns when the fault is in effect.
     """
@@ -71,7 +71,8 @@ class FaultProxy:
         return self._call(self._cut)
 
     def swallow_answers(self) -> int:
-        """Reset each open connection when the broker responds next, so that the client never receives the response.
+        """Reset each open connection when the broker next responds on it, so that the client never receives the
+        response.
 
         Everything that the client sent before the reset still reaches the broker, so a client that retries writes its
         records twice. Returns the number of connections that will be reset.
@@ -136,7 +137,7 @@ class FaultProxy:
                 await self._pass_on(sink, chunk)
             sink.write_eof()
         except OSError:
-            # One side was reset, so reset the other one too.
+            # One side was reset, so reset the other side, too.
             link.reset()
 
     async def _pass_on(self, sink: asyncio.StreamWriter, chunk: bytes) -> None:
@@ -144,7 +145,9 @@ class FaultProxy:
         await sink.drain()
 
     async def _swallow(self, link: Link, chunk: bytes, answers: asyncio.StreamReader) -> int:
-        """Reset the client, let the broker respond to all requests, and return the size of the dropped responses."""
+        """Reset the client's connection, let the broker respond to all requests, and return the size of the dropped
+        responses.
+        """
         # The other pump closes the broker's side cleanly after it has passed on everything that the client sent. A
         # reset would discard requests that the broker has not read yet.
         reset(link.client)

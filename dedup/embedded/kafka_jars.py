@@ -36,7 +36,7 @@ _ANSWER_WITHIN_S: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class Jar:
-    """A jar as a line of the lock file describes it."""
+    """A jar, as described by one line of the lock file."""
 
     sha256: str
     size_bytes: int
@@ -62,13 +62,13 @@ def locked_jars() -> tuple[Jar, ...]:
 
 
 def read_lock(text: str) -> tuple[Jar, ...]:
-    """Return the jars in a lock file's text. Each line has a jar's SHA-256, size in bytes, and Maven coordinate."""
+    """Parse the content of a lock file. Each line has a jar's SHA-256, size in bytes, and Maven coordinate."""
     rows = (line.split() for line in text.splitlines() if line and not line.startswith("#"))
     return tuple(Jar(sha256, int(size_bytes), coordinate) for sha256, size_bytes, coordinate in rows)
 
 
 def install_jars(directory: Path, progress: Progress | None = None) -> Path:
-    """Download all jars of the lock file into `directory`, unless it is complete, and return `directory`.
+    """Download all jars of the lock file into `directory`, unless all are already there, and return `directory`.
 
     Several processes may call this function at the same time: one downloads, and the others wait. Raises
     BrokerUnavailable if a jar cannot be downloaded or has the wrong SHA-256.
@@ -83,7 +83,7 @@ def install_jars(directory: Path, progress: Progress | None = None) -> Path:
             if not _complete(directory, jars):
                 _install(directory, jars, progress)
     except OSError as error:
-        # The errors of the package requests are also OSErrors.
+        # The errors of the package `requests` are also OSErrors.
         raise BrokerUnavailable(
             f"Kafka {_KAFKA_VERSION} could not be fetched from Maven Central into {directory}: {error}. "
             f"Check the network and the free disk space and try again, "

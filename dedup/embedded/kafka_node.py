@@ -285,7 +285,7 @@ class ClassArchive:
 
     file: Path
     made: Path | None
-    """The path to which this node's Java writes an archive at exit; None if an archive already exists."""
+    """The path to which this node's Java writes an archive at exit, or None if an archive already exists."""
 
     @classmethod
     def of(cls, java: Path, jars: Path) -> Self:
@@ -337,7 +337,9 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 
 def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
-    """Return the file with a new cluster's feature levels, which Kafka's tool takes a second to write; it is kept."""
+    """Return a file with the feature levels of a new cluster. The file is kept, because Kafka's tool takes a second to
+    write it.
+    """
     kept = jars / "bootstrap.checkpoint"
     if kept.exists():
         return kept

@@ -44,7 +44,8 @@ def main(command: list[str]) -> int:
                 os.read(ended, 64)  # SIGCHLD also arrives when the program is stopped or continued
             order = os.read(0, 1) if 0 in readable else None
             if order == b"" or os.getppid() != parent:
-                # A forked copy of the parent may still hold the pipe open. Then only the parent process ID has changed.
+                # A forked copy of the parent may still hold the pipe open. In that case, only the parent process ID has
+                # changed.
                 break
             if order is not None:
                 child.send_signal(ORDERS[order])
@@ -55,7 +56,7 @@ def main(command: list[str]) -> int:
 
 
 def _tie_to_parent() -> Callable[[], None] | None:
-    """Return a function that makes a new process end with this one; None if the kernel does not support that."""
+    """Return a function that makes a new process end with this one, or None if the kernel does not support that."""
     if sys.platform != "linux":
         return None
     import ctypes  # noqa: PLC0415  other systems may lack it

@@ -76,8 +76,8 @@ def matched(
 ) -> Comparison:
     """Match the records of each partition with those expected from each task, regardless of order.
 
-    If equal records are present more often than expected, the last ones count as extra or, with ``from_end``, the
-    first.
+    If equal records are present more often than expected, the last ones count as extra or, with ``from_end``, the first
+    ones.
     """
     candidates = _candidates(expected, actual)
     if from_end:
@@ -98,7 +98,9 @@ def matched(
 def _candidates(
     expected: Sequence[Sequence[Wanted]], actual: Sequence[Sequence[Seen]]
 ) -> dict[bytes, list[tuple[int, Wanted]]]:
-    """Map each digest to the tasks and records that expect it, last first, without surplus optional records."""
+    """Map each digest to the expected records that have it, with their tasks, last first, without surplus optional
+    records.
+    """
     candidates: defaultdict[bytes, list[tuple[int, Wanted]]] = defaultdict(list)
     for task, records in enumerate(expected):
         for wanted in records:

@@ -1,4 +1,5 @@
-"""Takes a cut through a topology's topics: reads offsets and bounds once, and then the written records within them.
+"""Takes a cut of a topology's topics: reads the committed offsets and the topics' bounds once, and then the written
+records within the bounds.
 
 Records are sorted into buckets by tracking ID (`spill`). The order of records is checked by positions only. For each
 written record, a file contains the task that wrote it and the record's position in the log of this task.
@@ -38,11 +39,15 @@ _MOST_LATE: Final = 100_000
 
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with the partition that is read, the number of records read so far, and the number of all records to read."""
+"""Called with the partition that is being read, the number of records read so far, and the number of all records to
+read.
+"""
 
 
 class Order:
-    """The records of a written partition that match expected ones, with the tasks and positions of these."""
+    """The records of a written partition that match expected records, with the tasks and positions of the expected
+    records.
+    """
 
     def __init__(self, bounds: Bounds, matches: Spill) -> None:
         self._bounds: Final = bounds
@@ -60,11 +65,11 @@ class Order:
         self._matches.flush()  # many partitions are matched in turn, so none keeps rows in memory
 
     def first_matched(self) -> int:
-        """Return the offset of the first matched record; the end of the partition if no record is matched."""
+        """Return the offset of the first matched record, or the end of the partition if no record is matched."""
         return next((int(offsets[0]) for offsets, _, _ in self._matched()), self._bounds.high)
 
     def first_position(self, task: int) -> int | None:
-        """Return the position of a task's first matched record; None if there is none."""
+        """Return the position of a task's first matched record, or None if the task has no matched record."""
         return next((int(own[0]) for _, tasks, found in self._matched() if len(own := found[tasks == task])), None)
 
     def displaced(self) -> list[int]:
@@ -86,7 +91,7 @@ class Order:
     def _matched(self) -> Iterator[npt.NDArray[np.int64]]:
         """Yield columns of offsets, tasks, and positions in ascending order of offsets, one range at a time."""
         for number in range(self._matches.buckets):
-            # A record that is matched again, in a second pass, counts once.
+            # A record that is matched again in a second pass is counted only once.
             matches = {offset: (offset, *found) for offset, *found in self._matches.bucket(number)}
             if matches:
                 yield np.array(sorted(matches.values()), dtype=np.int64).T
@@ -109,7 +114,7 @@ def disorder(rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> l
 
 @dataclass(slots=True)
 class WrittenPartition:
-    """The sampled records within the cut in one partition of a topic that workers write, in buckets."""
+    """The sampled records of one partition of a topic that workers write, within the cut and sorted into buckets."""
 
     topic: str
     partition: int
@@ -128,12 +133,12 @@ class WrittenPartition:
 
     @property
     def late_digests(self) -> set[bytes] | None:
-        """Digests of all records that are marked as forwarded late; None if some may be unknown."""
+        """Digests of all records that are marked as forwarded late, or None if some may be unknown."""
         partial = self.bounds.start_deleted or self.truncated or len(self.late) > _MOST_LATE
         return None if partial else self.late
 
     def place(self, offset: int) -> str:
-        """Return the position of a record in the form in which reports show it."""
+        """Return the position of a record as shown in reports."""
         return f"{self.topic}/{self.partition} offset {offset}"
 
     def bucket(self, number: int) -> list[Seen]:
@@ -143,7 +148,7 @@ class WrittenPartition:
 
 @dataclass(slots=True)
 class Cut:
-    """The data that one verification reads, and the offsets up to which it reads."""
+    """The data that one verification reads, and the offsets at which the reading stops."""
 
     topology: Topology
     reader: KafkaReader
@@ -163,15 +168,17 @@ class Cut:
     scratch: str
     """Directory for data that does not fit into memory."""
     sample: int = 1
-    """The verification judges one ID out of this many."""
+    """One tracking ID out of this many is judged."""
     total: int = 0
     done: int = 0
     starts: dict[int, int] = field(default_factory=dict)
-    """Maps a source partition to the offset of its first written record, if earlier written records may be deleted."""
+    """Maps a source partition to the offset of its first written record, if earlier written records may have been
+    deleted.
+    """
     unread: set[tuple[str, int]] = field(default_factory=set)
     """Topics and partitions that could not be read to their end."""
     held: list[Spill] = field(default_factory=list)
-    """All spills whose files `free` deletes."""
+    """The spills (temporary files of rows) that `free` deletes."""
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterable[RecordColumns]:
         """Yield the committed records with offsets in [start, end), and report progress."""
@@ -262,7 +269,9 @@ class Cut:
         return bounds.high - begin if self.reader.holds_records(topic, partition, begin, bounds.high) else 0
 
     def configured_start(self, topic: str, partition: int) -> int | None:
-        """Return the source offset that a reset or `source.start` sets; None for `latest`, which is not stored."""
+        """Return the source offset that a reset or `source.start` sets, or None for `latest`, whose offset is not
+        stored.
+        """
         bounds, begin = self.bounds[topic][partition], self.begins[topic].get(partition)
         if begin is not None:
             return max(begin, bounds.low)
@@ -276,7 +285,9 @@ class Cut:
                 return None
 
     def still_committed(self, topic: str, partition: int) -> int:
-        """Return the group's current committed offset. Records between the cut's offset and this one are pending."""
+        """Return the group's current committed offset. Records from the offset in the cut up to the current offset are
+        pending.
+        """
         now = self.reader.committed(self.topology.name, topic, [partition])
         return now.get(partition, self.committed[topic].get(partition, 0))
 
@@ -289,7 +300,7 @@ def _of_first(columns: RecordColumns, time_ms: int) -> frozenset[bytes]:
 
 
 class TopicOffsets(NamedTuple):
-    """What a cut begins with; see `Cut`."""
+    """The offsets that are read first for a `Cut`."""
 
     partitions: dict[str, int]
     committed: dict[str, dict[int, int]]

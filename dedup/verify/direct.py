@@ -58,9 +58,10 @@ class _Partition:
     output: WrittenPartition | None
     copies: Copies
     known: bool
-    """True if it is certain that no record before the first one that is read was judged."""
+    """True if it is certain that no record was judged before the first record that is read."""
     excused_below: int | None = None
-    """Records of the output below this offset came from deleted source records; None until this is known."""
+    """Output records below this offset come from source records that have been deleted; None until the offset is known.
+    """
     gone_position: int = -1
     """Records below this position may have been forwarded to the deleted start of the output."""
     uncertain: bool = False
@@ -101,7 +102,7 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
 def source_rows(
     cut: Cut, plan: Plan, partition: int, spans: Iterable[tuple[int, int, bool]], *, known: bool
 ) -> Iterator[Row]:
-    """Yield the records of a source partition in ranges of offsets, each given as (first, end, pending)."""
+    """Yield the records of a source partition in the given ranges of offsets; each range is (first, end, pending)."""
     scan = LogScan(plan, ((0, partition),), from_start=known)
     for begin, end, pending in spans:
         for columns in cut.read(cut.topology.source.topics[0], partition, begin, end):
@@ -185,13 +186,13 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
     task = TaskReplay(held.plan, Books("", 0), Report("", "", "", 0), ((0, held.books.partition),))
     task.take(map(Row.of, held.log.bucket(place % held.log.buckets)))
     positions = [wanted.position for wanted in task.forwarded if wanted.digest == first]
-    # Several expected records may be equal. In this case, the last ones of them are present.
+    # Several expected records may be equal. In this case, the last of these records are present.
     there = sum(seen.digest == first for seen in output.bucket(place % held.log.buckets))
     return positions[-there:][0] if positions else -1
 
 
 def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
-    """Make those expected records optional that precede the output's first record, because they may be deleted."""
+    """Make the expected records that precede the output's first record optional, because they may have been deleted."""
     excused = 0
     for row, wanted in enumerate(task.forwarded):
         if wanted.position < held.gone_position and not wanted.optional:
@@ -214,7 +215,9 @@ def _copies(cut: Cut, partition: int, buckets: int, *, known: bool) -> Copies:
 
 
 def _verify_compacted(cut: Cut, source: str) -> None:
-    """Make only the checks that do not depend on order, because removed records influenced the other verdicts."""
+    """Make only the checks that do not depend on order, because the verdicts also depended on records that compaction
+    has removed.
+    """
     cut.report.method = f"order-free checks: {' and '.join(sorted(cut.compacted))} is compacted"
     buckets = buckets_for(sum(each.high - each.low for each in cut.bounds[source].values()))
     numbers = range(cut.partitions[source])
@@ -251,7 +254,7 @@ def _judgeable(cut: Cut, columns: RecordColumns, partition: int) -> Iterator[tup
 
 
 def output_of(cut: Cut, partition: int, buckets: int) -> WrittenPartition | None:
-    """Return the output's partition with the same number; None if nothing is forwarded."""
+    """Return the output's partition with the same number, or None if nothing is forwarded."""
     output = cut.topology.output
     if output is None:
         return None
@@ -277,14 +280,16 @@ def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition 
     if start is None:
         start = _first_judged(cut, _plan_for(cut.plan, output), bounds, partition, output)
         if output is not None and output.bounds.start_deleted and start > bounds.low:
-            # The written records of earlier source records may be deleted.
+            # The records written for earlier source records may have been deleted.
             cut.starts[partition] = start
             return start, False
     return start, start > bounds.low or not bounds.start_deleted
 
 
 def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None) -> int:
-    """Return the offset for ``start: latest``, which is not recorded: that of the first record in a written topic."""
+    """Return the offset for ``start: latest``, which is not recorded. It is the source offset of the first record that
+    is in a written topic.
+    """
     first_letter = plan.dead_letters.first_offset(partition)
     if first_letter is None:
         first_letter = bounds.high
@@ -300,7 +305,7 @@ def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: 
 
 
 def report_leftovers(cut: Cut) -> None:
-    """Report the records of the side topics for which no replayed record accounts."""
+    """Report the records of the side topics that no replayed record accounts for."""
     for side, (source, filed, again) in ((each, entry) for each in cut.plan.sides for entry in each.left()):
         place = side.place(filed)
         if source is None:

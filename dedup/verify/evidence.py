@@ -54,7 +54,7 @@ class Filed(NamedTuple):
     partition: int
     offset: int
     at_ms: int | None = None
-    """The time at which the broker appended the record; None if the topic does not use LogAppendTime."""
+    """The time at which the broker appended the record, or None if the topic does not use LogAppendTime."""
 
 
 class SideTopic:
@@ -63,7 +63,9 @@ class SideTopic:
     def __init__(self, name: str, directory: str) -> None:
         self.name: Final = name
         self.complete = True
-        """False if its beginning was deleted or a transaction stays open, so that a missing record proves nothing."""
+        """False if the topic's beginning was deleted or a transaction stays open, so that a missing record proves
+        nothing.
+        """
         # There is no journal, because no other process reads the file and the file is deleted with its directory.
         self._db: Final = sqlite3.connect(Path(directory) / name, isolation_level=None)
         self._db.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{_CACHE_KIB};")
@@ -73,7 +75,9 @@ class SideTopic:
     def read(
         self, reader: KafkaReader, bounds: Mapping[int, Bounds], topics: Sequence[str], tail: Sequence[str]
     ) -> Self:
-        """Store the committed records within the bounds. A record that names no source record has no source."""
+        """Store the committed records within the bounds. A record that names no source record is stored without a
+        source.
+        """
         for partition, each in bounds.items():
             self.complete = self.complete and not each.start_deleted
             try:
@@ -95,7 +99,9 @@ class SideTopic:
         return f"{self.name}/{filed.partition} offset {filed.offset}"
 
     def take(self, sources: Sequence[Source]) -> dict[Source, Filed]:
-        """Remove and return the entries of these records. Entries that remain at the end belong to no source record."""
+        """Remove and return the entries of these source records. Entries that remain at the end belong to no source
+        record.
+        """
         if self._empty:
             return {}
         wanted: dict[tuple[int, int], list[int]] = {}
@@ -114,23 +120,25 @@ class SideTopic:
         return found
 
     def holds(self, source: Source) -> bool:
-        """Return whether a record has an entry that is not taken yet."""
+        """Return whether a source record has an entry that has not been taken yet."""
         ask = "SELECT 1 FROM filed WHERE topic=? AND feed=? AND position=? LIMIT 1"
         return not self._empty and self._db.execute(ask, source).fetchone() is not None
 
     def first_offset(self, partition: int) -> int | None:
-        """Return the lowest source offset of the entries for a partition of the first source topic; None if empty."""
+        """Return the lowest source offset of the entries for a partition of the first source topic, or None if there
+        are none.
+        """
         ask = "SELECT min(position) FROM filed WHERE topic=0 AND feed=?"
         found: int | None = self._db.execute(ask, (partition,)).fetchone()[0]
         return found
 
     def count_below(self, feed: tuple[int, int], offset: int) -> int:
-        """Return the number of entries that are not taken yet for a source partition below an offset."""
+        """Return the number of entries not yet taken for the records below an offset of a source partition."""
         ask = "SELECT count(*) FROM filed WHERE topic=? AND feed=? AND position<?"
         return int(self._db.execute(ask, (*feed, offset)).fetchone()[0])
 
     def left(self) -> Iterator[tuple[Source | None, Filed, bool]]:
-        """Yield each entry that was not taken, with its source if it names one, and whether another copy was taken."""
+        """Yield each entry that was not taken, its source if it names one, and whether another copy was taken."""
         for row in self._db.execute("SELECT * FROM filed ORDER BY part, at"):
             yield None if row[0] is None else Source(*row[:3]), Filed(*row[3:9]), bool(row[9])
 
@@ -140,7 +148,7 @@ class SideTopic:
 
 
 def extracted_of(extract: Extractor, columns: RecordColumns) -> Extracted:
-    """Return IDs, times, and faults of records as a worker extracts them, including faults in header names."""
+    """Return the IDs, times, and faults (also of header names) that a worker would extract from the records."""
     extracted = extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
     if not columns.odd_names:
         return extracted
@@ -149,7 +157,7 @@ def extracted_of(extract: Extractor, columns: RecordColumns) -> Extracted:
 
 
 def header(headers: Headers, name: str) -> bytes | None:
-    """Return the value of the last header with a name, because a worker appends its headers to the producer's."""
+    """Return the value of the last header with a name; a worker appends its headers after the producer's."""
     for each, content in reversed(headers):
         if each == name:
             return content
@@ -187,7 +195,7 @@ def parse_time_ms(content: bytes | None) -> int | None:
 def _as_in_source(
     key: bytes | None, value: bytes | None, headers: Headers, tail: Sequence[str]
 ) -> tuple[bytes, bytes, str]:
-    """Return the first fields of `Filed` for a record of a side topic, where a worker has added the headers `tail`."""
+    """Return the first fields of `Filed` for a record of a side topic, to which a worker has added headers (`tail`)."""
     stands_for = b""
     if headers and headers[-1][0] == DIGEST_HEADER:
         stands_for = headers[-1][1] or b""

@@ -1,8 +1,8 @@
 """Finds all data about one tracking ID in Kafka: its records, their verdicts with reasons, and the written copies.
 
-The search reads all topics from the beginning and keeps only records with the ID, so the ID's own records determine the
-memory that it needs. The exact model computes the verdicts. The topics show what the workers wrote, so contradictions
-are visible.
+The search reads all topics from the beginning and keeps only records with the ID, so the memory that the search needs
+depends only on the number of these records. The exact model computes the verdicts. The topics show what the workers
+wrote, so contradictions are visible.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dedup.verify.report import Report
 from dedup.verify.spill import condensed
 
 _MOST_LISTED: Final = 1_000
-"""Maximum number of records that are listed for one ID; the others are only counted."""
+"""Maximum number of records that are listed for one ID; further records are only counted."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class ExplainedRecord:
     went: list[str] = field(default_factory=list)
     """The positions of the record in the topics that workers write."""
     doubt: str = ""
-    """The reason why the verdict may have been a different one; empty if it is certain."""
+    """The reason why the verdict may have been a different one; empty if the verdict is certain."""
     wrong: str = ""
     """A description of how the topics contradict the verdict; empty if they do not."""
 
@@ -85,14 +85,16 @@ class Explanation:
     more: int = 0
     """Number of records that are not listed."""
     strays: list[str] = field(default_factory=list)
-    """Positions of written records with this ID for which no listed record accounts."""
+    """Positions of written records with this ID that no listed record accounts for."""
     sightings: list[Kept] = field(default_factory=list)
     whole: bool = True
     """True if the logs still contain every record that workers have judged."""
 
     @property
     def contradictions(self) -> int:
-        """The number of contradictions. Strays count only if every judged record is listed to account for them."""
+        """The number of contradictions. Strays count only if every judged record is listed, because an unlisted record
+        could account for them.
+        """
         complete = self.whole and not self.more
         return sum(bool(explained.wrong) for explained in self.records) + (len(self.strays) if complete else 0)
 
@@ -153,7 +155,7 @@ def _logs(cut: Cut) -> Iterator[tuple[str, Iterator[Row]]]:
     source = cut.topology.source.topics[0]
     for partition, bounds in cut.bounds[source].items():
         committed = cut.committed[source].get(partition)
-        # Only the output shows at which record the judging began.
+        # Only the output shows which record was judged first.
         output = output_of(cut, partition, 1) if cut.topology.source.start == "latest" else None
         begin, known = start_of(cut, bounds, partition, output)
         judged = begin if committed is None else committed
@@ -274,7 +276,7 @@ def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord
 
 
 def _find_sightings(search: _Search) -> None:
-    """Find the ID's sightings in the changelog. The last record with a key counts."""
+    """Find the ID's sightings in the changelog. Only the last record with a key counts."""
     cut, topic = search.cut, search.cut.topology.changelog_topic
     window = cut.topology.window
     for partition, bounds in cut.reader.bounds(topic).items():

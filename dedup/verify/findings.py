@@ -61,7 +61,7 @@ def explain(
 
 
 def report_lost(written: Sequence[WrittenPartition], place: str, report: Report) -> None:
-    """Report a record as lost that had to be forwarded but is not in the output."""
+    """Report that a record is lost, because it had to be forwarded but is not in the output."""
     text = f"the model forwards it; it is not in {written[0].topic}" if written else "the model forwards it"
     report.violation("lost", place, text)
 
@@ -74,7 +74,7 @@ def report_displaced(written: Sequence[WrittenPartition], report: Report) -> Non
 
 
 class OrderFree:
-    """The output of one bucket by tracking ID. The constructor reports IDs that were forwarded twice."""
+    """The output records of one bucket, grouped by tracking ID. The constructor reports IDs forwarded twice."""
 
     def __init__(self, cut: Cut, written: Sequence[WrittenPartition], seen: Iterable[Sequence[Seen]]) -> None:
         self._cut: Final = cut
@@ -86,7 +86,7 @@ class OrderFree:
         late = cut.plan.late
         self._sides_complete: Final = late is not None and late.complete and cut.plan.dead_letters.complete
         self._timeless: Final = any(each.broker_time for each in written) or cut.plan.rules.future == "clamp"
-        """True if the times in the output may come from a clock."""
+        """True if the times in the output may come from the clock of a broker or a worker."""
         self._exempt: Final[set[bytes]] = set()
         for records in seen:
             for each in records:
@@ -138,8 +138,8 @@ class Copies:
     A task writes its copies in the order of its log. The partition to which it writes is its own number modulo the
     topic's number of partitions. Each partition of the topics is compared with the tasks that write to it.
 
-    ``known`` says that certainly no record before the first one of the log was judged. ``purged`` contains the numbers
-    of the partitions of the repartition topic that are not replayed.
+    ``known`` is True if it is certain that no record was judged before the first record of the log. ``purged`` contains
+    the numbers of the repartition topic's partitions that are not replayed.
     """
 
     def __init__(

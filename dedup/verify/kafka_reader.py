@@ -31,7 +31,8 @@ from dedup.verify.compare import Headers
 _TOKEN_FOR_S: Final = 3600.0
 _ANSWER_WITHIN_S: Final = 30.0
 _NO_PROGRESS_S: Final = 60.0
-"""Time without progress after which a read fails. It is longer than the settings allow a transaction to stay open."""
+"""A read fails after this time without progress. The time is longer than the settings allow a transaction to stay open.
+"""
 _BATCH: Final = 10_000
 _POLL_S: Final = 0.1
 _AGAIN: Final = frozenset(
@@ -75,7 +76,7 @@ class RecordColumns:
     broker_time: bool = False
     """True if the broker sets the timestamps (LogAppendTime)."""
     odd_names: frozenset[int] = frozenset()
-    """Offsets of records with a header name that is not UTF-8. The client returns no headers of these records."""
+    """Offsets of records with a header name that is not UTF-8. The client returns no headers for these records."""
 
     @classmethod
     def of(cls, messages: list[Message]) -> Self:
@@ -148,10 +149,11 @@ class KafkaReader:
                 "enable.partition.eof": True,
                 "auto.offset.reset": "error",
                 "isolation.level": "read_committed",
-                # The pause after the local queue was full. The default of 1 s halves the throughput.
+                # The client pauses for this time when its local queue is full. The default of 1 s halves the
+                # throughput.
                 "fetch.queue.backoff.ms": 5,
                 "queued.max.messages.kbytes": 32_768,
-                # The time that an empty fetch needs to report the end of a partition.
+                # An empty fetch takes this time to report the end of a partition.
                 "fetch.wait.max.ms": 10,
             }
         )
@@ -165,7 +167,7 @@ class KafkaReader:
             asker.close()
 
     def partitions(self, topics: Iterable[str]) -> dict[str, int]:
-        """Return the partition count of each topic; 0 for a topic that does not exist."""
+        """Return the partition count of each topic, or 0 for a topic that does not exist."""
         try:
             # The consumer is used instead of the admin client, so that it has the metadata of each topic when it reads
             # the topic.
@@ -177,7 +179,9 @@ class KafkaReader:
     def bounds(
         self, topic: str, partitions: Iterable[int] | None = None, since: Mapping[int, int] | None = None
     ) -> dict[int, Bounds]:
-        """Return the current bounds of these partitions, or of all; ``since`` has minimum values for their starts."""
+        """Return the current bounds of these partitions, or of all partitions; ``since`` contains minimum values for
+        their starts.
+        """
         wanted = list(range(self.partitions([topic])[topic]) if partitions is None else partitions)
         low = self._list_offsets(topic, wanted, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
         high = self._list_offsets(topic, wanted, OffsetSpec.latest())  # type: ignore[no-untyped-call]
@@ -188,7 +192,7 @@ class KafkaReader:
         return found
 
     def stable_ends(self, topic: str, partitions: Iterable[int] | None = None) -> dict[int, int]:
-        """Map these partitions, or all, to the offset before which all records are committed or aborted."""
+        """Map each of these partitions, or of all partitions, to its last stable offset."""
         wanted = range(self.partitions([topic])[topic]) if partitions is None else partitions
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
         return self._list_offsets(topic, wanted, latest, IsolationLevel.READ_COMMITTED)
@@ -202,7 +206,7 @@ class KafkaReader:
             raise self._unavailable(f"describing {topic}", error) from error
 
     def compacted(self, topics: Iterable[str]) -> frozenset[str]:
-        """Return the compacted topics among these topics; records between other records may be missing in them."""
+        """Return the names of those topics that are compacted, which may lack records between other records."""
         asked = self._admin.describe_configs(
             [ConfigResource(ResourceType.TOPIC, topic) for topic in topics], request_timeout=_ANSWER_WITHIN_S
         )
@@ -217,7 +221,7 @@ class KafkaReader:
         return frozenset(found)
 
     def offset_for_time(self, topic: str, partition: int, time_ms: int) -> int | None:
-        """Return the offset of the first record whose timestamp is at or after a time; None if there is none."""
+        """Return the offset of the first record whose timestamp is at or after a time, or None if there is none."""
         found = self._list_offsets(topic, [partition], OffsetSpec.for_timestamp(time_ms))[partition]
         return found if found >= 0 else None
 
@@ -254,14 +258,16 @@ class KafkaReader:
         return found
 
     def holds_records(self, topic: str, partition: int, start: int, end: int) -> bool:
-        """Return whether [start, end) holds a record, committed or in an open transaction, and not only markers."""
+        """Return whether the offsets [start, end) hold a record, committed or in an open transaction, and not only
+        markers.
+        """
         stable = self.stable_ends(topic, [partition])[partition]
         return stable < end or next(self.read(topic, partition, start, end), None) is not None
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[RecordColumns]:
         """Yield the committed records with offsets in [start, end).
 
-        Raises OpenTransaction if the end is not reached, because a transaction stays open for longer than allowed.
+        Raises OpenTransaction if a transaction stays open for longer than allowed, so that the end is not reached.
         """
         if start >= end:
             return
@@ -296,7 +302,7 @@ class KafkaReader:
             self._consumer.unassign()
 
     def _sorted_out(self, messages: list[Message], end: int) -> tuple[list[Message], int]:
-        """Return the records below ``end``, and the offset up to which the partition was read."""
+        """Return the records below ``end``, and the offset that the read has reached."""
         kept = []
         reached = -1
         for message in messages:

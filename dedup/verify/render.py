@@ -148,13 +148,15 @@ def _as_text(numbers: Mapping[str, int]) -> str:
 
 
 def legend(colours: Mapping[str, str]) -> str:
-    """Return a line with the name of each color."""
+    """Return a legend that names the meaning of each color."""
     keys = (f"<span class=key style='background:{colour}'></span>{escape(name)}" for name, colour in colours.items())
     return f"<p class=soft>{''.join(keys)}</p>"
 
 
 def plot(label: str, marks: str, height: int, most: float, span: tuple[str, str]) -> str:
-    """Return an SVG with marks above a time axis; ``most`` is the greatest value, and ``span`` the ends of the axis."""
+    """Return an SVG with marks above a time axis; ``most`` is the greatest value, and ``span`` labels the ends of the
+    axis.
+    """
     floor = height - _BOTTOM
     return (
         f"<svg viewBox='0 0 {WIDTH} {height}' role=img aria-label='{label}'>{marks}"

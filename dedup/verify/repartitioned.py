@@ -61,7 +61,9 @@ class _Step:
     judged: Spill
     """The source position, digest, ID, and event time of each source record."""
     absent: Spill
-    """The source position, ID, and event time of each source record that may be purged from the repartition topic."""
+    """The source position, ID, and event time of each source record that may have been purged from the repartition
+    topic.
+    """
     unseen: Spill
     """Records that are absent from an incomplete output, as (task, position, source position)."""
     purged: bool
@@ -189,8 +191,8 @@ def _read_sources(cut: Cut, step: _Step) -> None:
         scan = LogScan(cut.plan, step.feeds, from_start=True)
         start = cut.configured_start(topic, partition)
         if start is None:
-            # The start is `latest`, whose offset is not recorded. It is the offset of the first record in the
-            # repartition topic.
+            # The start is `latest`, whose offset is not recorded. The offset of the first record in the repartition
+            # topic is used instead.
             start = step.firsts.get(feed, bounds.high)
             if step.purged:
                 cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
@@ -273,7 +275,7 @@ def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copie
         own = ((record.offset, *_track(step, task, wanted)) for in_, record, task, wanted in found.matched if in_ == at)
         each.order.match(own)
     if step.purged:
-        # Records that are deleted now were forwarded, too, so an unknown record in the output is no violation.
+        # Records that have since been deleted were also forwarded, so an unknown record in the output is no violation.
         found.extra.clear()
     partial = any(each.bounds.start_deleted or each.truncated for each in written)
     for number_of_task, wanted in explain(found, tasks, written, cut.report, partial=partial):
@@ -303,7 +305,7 @@ def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> No
 
 
 def _checked_owner(cut: Cut, books: Books, rows: Iterator[Row], owners: dict[bytes, int]) -> Iterator[Row]:
-    """Yield the rows, and report each ID that another partition in ``owners`` has, too, since both tasks forward it."""
+    """Yield the rows, and report each ID that ``owners`` assigns to another partition, as both tasks forward it."""
     for row in rows:
         owner = _REPORTED if row.id is None else owners.setdefault(row.id, books.partition)
         if row.id is not None and owner not in {books.partition, _REPORTED}:

@@ -2,7 +2,7 @@
 
 The log is scanned once to compute stream time before and after each record, which depends on the order of the log.
 After the scan, records can be judged in any grouping by ID: besides stream time, the exact model only needs the records
-with the same ID. They are judged bucket by bucket.
+with the same ID. The records are judged bucket by bucket.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ from dedup.verify.spill import condensed, stand_in_of
 
 CopyKind = Literal["duplicates", "conflicts"]
 REFUSED_BY_THE_BROKER: Final = "refused_by_broker"
-"""The reason of dead letters that the broker refused, which a replay accepts although the record does not prove it."""
+"""The reason in the dead letter of a record that the broker refused. A replay accepts this reason, although the record
+does not prove it.
+"""
 FUTURE: Final = "future_time"
-"""The reason of dead letters whose event time is too far in the future."""
+"""The reason in the dead letter of a record whose event time is too far in the future."""
 _FORGET_EVERY: Final = 200_000
 _MANY_SIGHTINGS: Final = 64
 
@@ -58,7 +60,7 @@ class Plan:
     late: SideTopic | None
     dead_letters: SideTopic
     late_digests: set[bytes] | None = None
-    """Digests of all records that were forwarded as late; None if these records are not known."""
+    """Digests of all records that were forwarded as late, or None if these records are not known."""
     output_stamped: bool = True
     """True if the output keeps the records' timestamps (CreateTime), so that they can be compared."""
 
@@ -111,18 +113,20 @@ class Row(NamedTuple):
     code: str
     """Code of the record's fault; empty if the record has no fault."""
     pending: bool
-    """True if the record is at or after the committed offset, so that it may or may not be judged."""
+    """True if the record is at or after the committed offset, so that it may or may not have been judged."""
     replayed: bool
     before_ms: int
     """Stream time before this record was judged."""
     after_ms: int
     doubt_ms: int | None
-    """Sightings up to this event time may be unknown, because the log lost their records; None if all are known."""
+    """Sightings up to this event time may be unknown, because the log has lost their records; None if all sightings are
+    known.
+    """
     doubt_by_clock: bool
     """True if the doubt arises from an event time that may have been clamped to the worker's clock."""
     late: Filed | None
     letter: Filed | None
-    """The record's entry in the dead-letter topic; None if there is none."""
+    """The record's entry in the dead-letter topic, or None if there is none."""
 
     @classmethod
     def of(cls, values: list[object]) -> Row:
@@ -141,7 +145,7 @@ class LogScan:
     def __init__(self, plan: Plan, feeds: Sequence[Feed], *, from_start: bool) -> None:
         self._plan: Final = plan
         self._model: Final = ReferenceModel(plan.rules, feeds)
-        """Judges all records with the same artificial ID, only to compute stream time."""
+        """Judges all records under the same artificial ID, only to compute stream time."""
         self._from_start: Final = from_start
         self._anchor_ms: int | None = None
         self._clamped = False
@@ -209,8 +213,8 @@ class LogScan:
         stream_time_ms, plan = self._model.stream_time_ms, self._plan
         ahead = record.time_ms > stream_time_ms + plan.topology.max_clock_skew_ms and not pending
         if ahead and plan.rules.future == "clamp" and stream_time_ms != BEFORE_ALL_TIME:
-            # The record was accepted, so the worker's clock was ahead. A worker that clamps may have used a different
-            # time.
+            # The record was accepted, so the worker's clock was ahead. A worker that clamps event times may have used a
+            # different time.
             self._clamped = self._clamped or (self._from_start and self._anchor_ms is None)
             self._doubt_from(record.time_ms)
         self._model.judge(record._replace(id=_ANY))
@@ -230,7 +234,9 @@ class LogScan:
 
 
 def forwarded_digest(plan: Plan, row: Row | Original, why: str = "") -> bytes:
-    """Return the digest that a record must have in the output, where the worker's headers follow its own headers."""
+    """Return the digest that a record must have in the output, where the worker's headers follow the record's own
+    headers.
+    """
     headers, output = row.headers, plan.topology.output
     if why:
         headers = [*headers, (VERDICT_HEADER, why.encode())]
@@ -264,7 +270,7 @@ class Doubt:
         return doubtful
 
     def until_ms(self, tracking_id: bytes) -> int:
-        """Return the event time up to which sightings of an ID were in doubt."""
+        """Return the latest event time at which a sighting of an ID was in doubt."""
         return self._ids.get(tracking_id, BEFORE_ALL_TIME)
 
 
@@ -286,7 +292,7 @@ class TaskReplay:
         self._pending = False
         self._taken = 0
         self._forget_at: Final[dict[bytes, int]] = {}
-        """Maps each ID with many sightings to the number of sightings at which expired ones are dropped."""
+        """Maps each frequent ID to the number of sightings that causes expired sightings to be dropped."""
 
     def take(self, rows: Iterable[Row]) -> None:
         """Judge the given records, which must be in log order."""
@@ -373,8 +379,8 @@ class TaskReplay:
             self._unprovable(WHY_REFUSED)
             self._same(row, letter, self._plan.dead_letters)
         elif by_clock and row.time_ms > row.before_ms:
-            # The record was judged before the dead letter was appended. If it was appended late enough, the clock may
-            # have allowed the record's time.
+            # The record was judged before the dead letter was appended. If the dead letter was appended late enough,
+            # the clock may have allowed the record's time.
             skew_ms = self._plan.topology.max_clock_skew_ms
             by_append = letter.at_ms is not None and row.time_ms > letter.at_ms + skew_ms
             if not (far_ahead and by_append):
@@ -396,14 +402,14 @@ class TaskReplay:
         """Add a record to those expected in the output; ``why`` is the verdict that its header must contain.
 
         Unless the verdict is ``certain``, the record may also have been forwarded with any other verdict, or not at
-        all. None for ``why`` means that it was not forwarded by the model's verdict.
+        all. If ``why`` is None, the record is not forwarded according to the model's verdict.
         """
         whys = set() if why is None else {why}
         if not certain and row.id is not None:
             whys |= {"", "late" if self._plan.late_forwarded else ""}
             whys.add("conflict" if self._plan.rules.on_conflict == "forward" else "")
         self.uncertain = self.uncertain or not (certain or self._pending)
-        # The model's own verdict is first.
+        # The model's own verdict comes first.
         for each in sorted(whys, key=lambda each: (each != why, each)):
             self.forwarded.append(self._wanted(row, forwarded_digest(self._plan, row, each), certain=certain))
 

@@ -59,17 +59,19 @@ class Books:
     """Number of records without an ID or a value that the topology forwards with a mark, without judging them."""
     duplicates: int = 0
     conflicts: int = 0
-    """How many of the duplicates have a different payload."""
+    """Number of duplicates that have a different payload."""
     late: int = 0
     dead_letters: int = 0
     replayed: int = 0
-    """How many of the records in ``read`` were sent again by ``dedup replay``."""
+    """Number of records in ``read`` that were sent again by ``dedup replay``."""
     pending: int = 0
-    """Number of offsets from the committed one to the end, as the lag in `dedup status`; 0 if they hold no record."""
+    """Number of offsets from the committed offset to the end, like the lag in `dedup status`, or 0 if they hold no
+    record.
+    """
     skipped: int = 0
     """Number of offsets before the start of the topology, which were never judged."""
     not_provable: int = 0
-    """How many of the records in ``read`` were judged although the log no longer shows their correct verdict."""
+    """Number of records in ``read`` that were judged although the log no longer shows their correct verdict."""
     ended: int | None = None
     """Number of records found in their final topic, including dropped duplicates; None if this is not known."""
 
@@ -126,7 +128,7 @@ class Report:
     unsampled: int = 0
     """Number of records that were not judged because their IDs are not in the sample."""
     not_provable: dict[str, int] = field(default_factory=dict)
-    """Maps each reason to the number of records that are not provable because of it."""
+    """Maps each reason to the number of records that are not provable for this reason."""
     timeline: Timeline = field(default_factory=Timeline)
 
     @property

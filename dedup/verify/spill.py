@@ -21,7 +21,7 @@ _PENDING_ROWS: Final = 20_000
 _PENDING_BYTES: Final = 8 << 20
 _LENGTH_BYTES: Final = 8
 _WHOLE_BYTES: Final = 48
-"""Values up to this length are kept unchanged; of longer values, only the length and a digest are kept."""
+"""Values up to this length are kept unchanged; for longer values, only the length and a digest are kept."""
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
@@ -33,7 +33,9 @@ def buckets_for(rows: int) -> int:
 
 
 def place_of(tracking_id: bytes | None, key: bytes | None, value: bytes | None) -> int:
-    """Return a 64-bit hash that determines a record's bucket: of its ID or, if it has no ID, of its key and value."""
+    """Return a 64-bit hash that determines a record's bucket. The record's ID is hashed or, if there is no ID, its key
+    and value.
+    """
     content = tracking_id if tracking_id is not None else b"\0%b\0%b" % (key or b"", value or b"")
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 

@@ -2,12 +2,12 @@
 
 All topics are read up to one cut (`cut`). The verifier first reads the group's committed offsets, because only the
 results of judged records can be expected. The verifier then reads the ends of the topics that workers write, including
-open transactions. The results for the committed offsets are below those ends. Reading up to the ends with
-``read_committed`` waits for transactions that are still open. Records that workers judge in the meantime are *pending*,
-because their results may or may not be there.
+open transactions. The results of all records below the committed offsets are below those ends. Reading up to the ends
+with ``read_committed`` waits for transactions that are still open. Records that workers judge in the meantime are
+*pending*, because their results may be missing.
 
-A partition is replayed if a log still contains its records in order (`direct`, `repartitioned`). If no log contains the
-order, the verifier makes only checks that do not depend on order (`findings.OrderFree`). Records that these checks
+A partition is replayed if a log still contains its records in order (`direct`, `repartitioned`). If no log preserves
+the order, the verifier makes only checks that do not depend on order (`findings.OrderFree`). Records that these checks
 cannot decide are counted as not provable, never as correct.
 
 The memory that a verification needs hardly depends on the size of the topics. Records are written to files in buckets

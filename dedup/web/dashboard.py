@@ -1,5 +1,5 @@
-"""Creates the content of the dashboard as plain data: issues that need attention, tasks, totals, latest cases, and
-plots.
+"""Creates the content of the dashboard as plain data: issues that need attention, tasks, totals, the latest records
+that were not forwarded as unique, and plots.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLOTTED: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 _COLUMNS: Final = ("time_ms", *PLOTTED, "lag_records", "median_s", "p99_s")
 
 Sample = Mapping[str, float | None]
-"""The metrics at one moment, by the names in `_COLUMNS`. Rates are per second since the previous sample. The lag is
+"""Maps the names in `_COLUMNS` to the metrics at one moment. Rates are per second since the previous sample. The lag is
 None while no task knows the end of its partition. Latencies are those of the records that were committed since the
 previous sample, or None if there were none.
 """
@@ -37,8 +37,8 @@ class MetricHistory:
 
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
     _last: dict[int, tuple[TaskNumbers, Counter[str], list[int]]] = field(default_factory=dict)
-    """The counters, verdicts, and latencies of the last sample. The reference to the counters keeps those of another
-    task from getting the same id().
+    """The counters, verdicts, and latencies of the last sample. While the counters are referenced here, the counters of
+    another task cannot get the same id().
     """
     _last_ms: int | None = None
 
@@ -72,7 +72,7 @@ class MetricHistory:
 
 
 def quantile(counts: Sequence[int], share: float) -> float | None:
-    """Return a quantile in seconds of a histogram with the end-to-end buckets; None if the histogram is empty."""
+    """Return a quantile in seconds of a histogram with the end-to-end buckets, or None if the histogram is empty."""
     total = sum(counts)
     if not total:
         return None
@@ -88,7 +88,7 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
 
 
 FORMAT = 1
-"""Version of the snapshot's format, by which a page that stayed open during an upgrade notices a change."""
+"""Version of the snapshot's format. A page that stays open during an upgrade detects a new format by this number."""
 STUCK_S: Final = 30.0
 BEHIND_S: Final = 60.0
 NEARLY_FULL: Final = 0.8
@@ -128,7 +128,7 @@ def _worker(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) 
         more = f"; {left:,} changelog records are left to restore" if restoring else ""
         yield Notice("warning", f"Not ready: {seen.not_ready}{more}.")
     if formats := seen.total().formats:
-        # If values have another format, the producer is wrong, not a single record.
+        # If values have another format, the cause is the producer, not a single record.
         named = ", ".join(f"{count:,} {name}" for name, count in formats.most_common())
         text = f"Dead letters in another format than JSON since this worker started, by their first bytes: {named}."
         yield Notice("warning", text)
@@ -161,7 +161,7 @@ def _tasks(tasks: Iterable[TaskSeen]) -> Iterator[Notice]:
 def board(
     seen: WorkerSeen, history: MetricHistory, latest: Iterable[Noted], peers: Sequence[Peer], *, now_ms: int
 ) -> dict[str, Any]:
-    """Return the snapshot for one request, in the structure of `FORMAT` and with times in milliseconds."""
+    """Return the snapshot for one request, in the format with version `FORMAT` and with times in milliseconds."""
     counted = seen.total()
     return {
         "format": FORMAT,
@@ -196,7 +196,7 @@ def _rows(seen: WorkerSeen, peers: Sequence[Peer]) -> Iterator[dict[str, Any]]:
             restore_total=numbers.restore_total if restoring else None,
             lag_records=task.lag_records,
             lag_seconds=round(task.lag_seconds, 1),
-            # A task's store is open only while it runs.
+            # A task's store is open only while the task runs.
             state_ids=task.state_ids if running else None,
             state_bytes=task.state_bytes if running else None,
             state_max_bytes=task.state_max_bytes,

@@ -1,14 +1,15 @@
-"""Implements the web server of a worker, with read-only pages on loopback, or on other addresses with a token.
+"""Implements the web server of a worker, which serves read-only pages on loopback or, if a token is set, on other
+addresses.
 
 A worker that looks up an ID searches its own state and asks the owners of the other partitions only for their own
 state (``?here=1``), so a request is never forwarded twice. The response lists the partitions whose owners could not be
 asked. An ID is "not known" only if every partition that may contain it was searched.
 
-Probes need no token, and reveal little more than yes or no. The dashboard's own files need no token either, because
-they contain no data, and the page asks for the token before it requests data. Without a token, the server rejects
-requests whose Host header does not name loopback, so that a website in a user's browser cannot read the pages through
-its own host name (DNS rebinding). The plotting library is uPlot 1.6.32 from npm. The content security policy allows
-only files from the worker itself, and no inline scripts or styles.
+Liveness and readiness probes need no token, and reveal little more than yes or no. The dashboard's own files need no
+token either, because they contain no data, and the page asks for the token before it requests data. If no token is set,
+the server rejects requests whose Host header does not name loopback, so that a website in a user's browser cannot read
+the pages through its own host name (DNS rebinding). The plotting library is uPlot 1.6.32 from npm. The content security
+policy allows only files from the worker itself, and no inline scripts or styles.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ async def ask_owners(own: LookedUp, peers: Sequence[Peer], token: Secret | None)
     held = [(peer, {number for topic, number in peer.partitions if topic in own.feeding_topics}) for peer in peers]
     others = [(peer, numbers & missing) for peer, numbers in held if not peer.here and numbers & missing]
     headers = {} if token is None else {"Authorization": f"Bearer {token.get_secret_value()}"}
-    # Without redirects and proxies, only the group's members get the token.
+    # Redirects and proxies are disabled, so that only the group's members get the token.
     async with ClientSession(timeout=ClientTimeout(total=TIMEOUT_S), headers=headers) as session:
         answers = await asyncio.gather(*(_ask(session, peer, own) for peer, _ in others))
     for (peer, numbers), answer in zip(others, answers, strict=True):
@@ -125,7 +126,7 @@ class Answers(Protocol):
     """The interface through which the pages get their data from the worker."""
 
     def not_ready(self) -> str | None:
-        """Return why the worker is not ready; None if it is."""
+        """Return the reason why the worker is not ready, or None if it is ready."""
 
     def seen(self) -> WorkerSeen:
         """Return the worker's current state."""
@@ -146,7 +147,7 @@ class Answers(Protocol):
         """Return the members of the group."""
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
-        """Return a source record; None if the record was deleted. Raises DedupError if the record cannot be read."""
+        """Return a source record, or None if the record was deleted. Raises DedupError if the record cannot be read."""
 
 
 class WebServer:
@@ -161,11 +162,13 @@ class WebServer:
         self._sampling: asyncio.Task[None] | None = None
         self._board: tuple[float, dict[str, Any]] = (0.0, {})
         self.url: str | None = None
-        """The URL at which the server listens; None while it does not listen."""
+        """The URL at which the server listens, or None while it does not listen."""
 
     @property
     def advertised(self) -> str | None:
-        """The URL under which others reach these pages: `web.advertise`, the listening address, or the host's name."""
+        """The URL at which other machines reach these pages: `web.advertise`, the listening address, or the host's
+        name.
+        """
         if self.url is None or self._settings.advertise is not None:
             return None if self.url is None else self._settings.advertise
         if self._settings.host.strip("[]") not in {"0.0.0.0", "::"}:  # noqa: S104  # compared, not listened on
@@ -210,8 +213,8 @@ class WebServer:
         app = web.Application(middlewares=[self._guard], client_max_size=1024)
         app.add_routes(
             [
-                web.get("/live", self._live),  # the event loop runs
-                web.get("/ready", self._ready),  # every task of this worker runs; 503 with the reason if not
+                web.get("/live", self._live),  # succeeds if the event loop runs
+                web.get("/ready", self._ready),  # 503 unless every task of this worker runs
                 web.get("/metrics", self._metrics),
                 web.get("/api/status", self._status),
                 web.get("/api/ids/{id:(?s:.+)}", self._id),
