@@ -22,6 +22,7 @@ from aiokafka.protocol.transaction import (
 )
 
 from dedup.errors import BrokerUnavailable
+from dedup.kafka.client import sendable
 from dedup.kafka.connection import Connection, probing
 from dedup.kafka.requests import (
     UNKNOWN_TOPIC,
@@ -147,7 +148,7 @@ class Rights:
     async def _ask(self, node: int, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
         try:
             await self._client.ready(node)
-            return await self._client.send(node, request)
+            return await self._client.send(node, sendable(request))
         except KafkaError as error:
             raise BrokerUnavailable(f"broker {node} did not answer {type(request).__name__}: {error!r}.") from error
 

@@ -12,7 +12,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from struct import Struct
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from aiokafka import errors as kafka_errors
 from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
@@ -32,6 +32,7 @@ from dedup.kafka.connection import Connection, diagnose, most_telling
 from dedup.kafka.record_batch import NO_EPOCH, Limit, TopicPartition, columns_of
 from dedup.kafka.requests import (
     CONSUMER,
+    NO_ID,
     NO_SESSION,
     OTHER_TOPIC,
     READ_CONFIGS,
@@ -39,10 +40,10 @@ from dedup.kafka.requests import (
     FetchFrom,
     FetchRequest_v13,
     OffsetFetchRequest_v7,
+    OneVersion,
     ProduceRequest,
     TxnOffsetCommitRequest_v2,
     UnparsedMetadataRequest_v10,
-    grouped,
 )
 from dedup.kafka.wire import (
     COORDINATOR_MOVED,
@@ -69,6 +70,8 @@ _METADATA_WITHIN_S: Final = 2.0
 """Time limit for a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
 _DIVERGING_EPOCH: Final = 0
 """Tag of the fetch response's field that says where the broker's log begins to differ from what was read."""
+_ONLY_TOPICS: Final = (False, False, False)
+"""In a metadata request: create no topic, and return no rights of the caller."""
 _EPOCH_END: Final = Struct(">iq")
 """The binary format of a diverging epoch: the leader epoch, and the offset at which it ends in the broker's log."""
 
@@ -78,8 +81,41 @@ def _topics_in(body: bytes) -> Mapping[str, TopicNow | int]:
     """Map each topic in a metadata response to its state, or to its error code if it has one."""
     answer = UnparsedMetadataRequest_v10.parsed(body)
     return {
-        name: code or TopicNow(topic_id, len(partitions)) for code, name, topic_id, _, partitions, *_ in answer.topics
+        name: code or TopicNow(topic_id.hex(), len(partitions))
+        for code, name, topic_id, _, partitions, *_ in answer.topics
     }
+
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+class _Prepared:
+    """Replaces aiokafka's `Request`, which would choose one of several versions."""
+
+    def __init__(self, request: Any) -> None:  # noqa: ANN401  # untyped protocol structures
+        self._request: Final = request
+
+    def prepare(self, versions: Mapping[int, tuple[int, int]]) -> Any:  # noqa: ANN401  # untyped protocol structures
+        """Return the request. Raises IncompatibleBrokerVersion if the broker does not support its version."""
+        request = self._request
+        least, most = versions.get(request.API_KEY, (0, -1))
+        if not least <= request.API_VERSION <= most:
+            raise kafka_errors.IncompatibleBrokerVersion(f"the broker does not know {type(request).__name__}")
+        return request
+
+
+def sendable(request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
+    """Wrap a request that has only one version, so that aiokafka sends exactly this version."""
+    return _Prepared(request) if isinstance(request, OneVersion) else request
+
+
+def grouped(pairs: Iterable[tuple[K, T]]) -> list[tuple[K, list[T]]]:
+    """Group pairs by topic, and return each topic with a list of everything that was paired with it."""
+    found: defaultdict[K, list[T]] = defaultdict(list)
+    for topic, each in pairs:
+        found[topic].append(each)
+    return list(found.items())
 
 
 Codes = Callable[[Any], Iterable[int]]
@@ -186,7 +222,7 @@ class KafkaWire:
         # The client's `send` would wait for the response before the next request can be sent.
         connection = self._client._conns[node, ConnectionGroup.DEFAULT]  # noqa: SLF001
         try:
-            answer: asyncio.Future[Any] = asyncio.ensure_future(connection.send(request))
+            answer: asyncio.Future[Any] = asyncio.ensure_future(connection.send(sendable(request)))
         except kafka_errors.KafkaError as error:
             raise NoAnswer(f"ProduceRequest to broker {node}: {error!r}") from error
         answer.add_done_callback(functools.partial(_close_if_silent, connection))
@@ -279,7 +315,7 @@ class KafkaWire:
             raise NoAnswer("no broker is known")
         try:
             async with asyncio.timeout(_METADATA_WITHIN_S):
-                request = UnparsedMetadataRequest_v10.of(names)
+                request = UnparsedMetadataRequest_v10([(NO_ID, name, {}) for name in names], *_ONLY_TOPICS, {})
                 answer = await self.send(node, request, _METADATA_LANE)
         except TimeoutError as error:
             raise NoAnswer(f"broker {node} did not describe its topics within {_METADATA_WITHIN_S:g} s") from error
@@ -349,8 +385,8 @@ class KafkaWire:
         Returns the error code of the whole response, and the partitions in the response. Raises NoAnswer if there is no
         response.
         """
-        rows: list[tuple[str, list[Any]]] = grouped(
-            (topic_id, (partition, NO_EPOCH, position, leader_epoch, -1, most, {}))
+        rows: list[tuple[bytes, list[Any]]] = grouped(
+            (bytes.fromhex(topic_id), (partition, NO_EPOCH, position, leader_epoch, -1, most, {}))
             for topic_id, partition, position, leader_epoch, most in wanted
         )
         topics: list[Any] = [(*row, {}) for row in rows]
@@ -359,7 +395,7 @@ class KafkaWire:
         answer = await self.send(node, request, lane)
         return answer.error_code, [
             FetchedPartition(
-                topic_id,
+                topic_id.hex(),
                 partition,
                 code,
                 high_watermark,
@@ -443,7 +479,7 @@ class KafkaWire:
         Raises NoAnswer if there is no response, and BrokerUnavailable if the broker's release is too old.
         """
         try:
-            return await self._client.send(node, request, group=group)
+            return await self._client.send(node, sendable(request), group=group)
         except (kafka_errors.IncompatibleBrokerVersion, NotImplementedError) as error:
             raise BrokerUnavailable(
                 f"broker {node} does not support {type(request).__name__}. Kafka 3.1 or newer is needed."

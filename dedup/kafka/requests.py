@@ -8,12 +8,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from io import BytesIO
-from typing import Any, ClassVar, Final, NamedTuple, Self, TypeVar
+from collections.abc import Iterable, Sequence
+from operator import methodcaller
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
-from aiokafka.errors import IncompatibleBrokerVersion
 from aiokafka.protocol.abstract import AbstractType
 from aiokafka.protocol.admin import (
     CreateTopicsRequest_v3,
@@ -38,8 +36,6 @@ from aiokafka.protocol.types import (
     TaggedFields,
 )
 
-T = TypeVar("T")
-
 CONSUMER: Final = -1
 """The replica ID of a client that is not a broker."""
 NO_SESSION: Final = 0
@@ -59,17 +55,15 @@ READ_CONFIGS: Final = (
 _TEXT: Final = CompactString("utf-8")
 _PLAIN_TEXT: Final = String("utf-8")
 _ID_BYTES: Final = 16
-_NO_ID: Final = "00" * _ID_BYTES
+NO_ID: Final = bytes(_ID_BYTES)
+"""The topic ID in a request that identifies topics by name."""
 
 
 class _TopicId(AbstractType[Any]):
-    """A topic ID (KIP-516), represented as 32 hexadecimal digits."""
+    """A topic ID (KIP-516), as bytes."""
 
-    encode = staticmethod(bytes.fromhex)
-
-    @classmethod
-    def decode(cls, data: BytesIO) -> str:
-        return data.read(_ID_BYTES).hex()
+    encode = staticmethod(bytes)
+    decode = staticmethod(methodcaller("read", _ID_BYTES))
 
 
 def _fields(**types: object) -> Schema:
@@ -81,8 +75,8 @@ def _array(**types: object) -> CompactArray:
     return CompactArray(*types.items(), ("tags", TaggedFields))
 
 
-class _OneVersion:
-    """Makes clients send a request only in this version; aiokafka's `Request` would choose one of several versions."""
+class OneVersion:
+    """A request that clients send only in this version (`client.sendable`)."""
 
     ANSWER: ClassVar[Schema]
     """The fields of the response."""
@@ -94,28 +88,12 @@ class _OneVersion:
             named.RESPONSE_TYPE = type(f"{cls.__name__}Response", (Response,), version)
         super().__init_subclass__()
 
-    def prepare(self, versions: Mapping[int, tuple[int, int]]) -> Self:
-        """Return this request. Raises IncompatibleBrokerVersion if the broker does not support this version."""
-        structure: Any = self
-        least, most = versions.get(structure.API_KEY, (0, -1))
-        if not least <= structure.API_VERSION <= most:
-            raise IncompatibleBrokerVersion(f"the broker does not know {type(self).__name__}")
-        return self
 
-
-def grouped(pairs: Iterable[tuple[str, T]]) -> list[tuple[str, list[T]]]:
-    """Group pairs by topic, and return each topic with a list of everything that was paired with it."""
-    found: defaultdict[str, list[T]] = defaultdict(list)
-    for topic, each in pairs:
-        found[topic].append(each)
-    return list(found.items())
-
-
-class ProduceRequest(_OneVersion, ProduceRequest_v8):
+class ProduceRequest(OneVersion, ProduceRequest_v8):
     """Writes batches. The response names the records that caused the broker to refuse a batch (KIP-467)."""
 
 
-class CreateTopicsRequest_v4(_OneVersion, RequestStruct):
+class CreateTopicsRequest_v4(OneVersion, RequestStruct):
     """Creates topics. A replication factor of -1 means the brokers' default (KIP-464), which v3 does not support."""
 
     API_KEY, API_VERSION = 19, 4
@@ -123,7 +101,7 @@ class CreateTopicsRequest_v4(_OneVersion, RequestStruct):
     ANSWER = CreateTopicsResponse_v3.SCHEMA
 
 
-class DescribeGroupRightsRequest_v3(_OneVersion, DescribeGroupsRequest_v3):
+class DescribeGroupRightsRequest_v3(OneVersion, DescribeGroupsRequest_v3):
     """Describes groups and the operations that the caller may perform on them (KIP-430).
 
     aiokafka would decode the v3 response as v2.
@@ -132,7 +110,7 @@ class DescribeGroupRightsRequest_v3(_OneVersion, DescribeGroupsRequest_v3):
     RESPONSE_TYPE = DescribeGroupsResponse_v3
 
 
-class MetadataRequest_v10(_OneVersion, RequestStruct):
+class MetadataRequest_v10(OneVersion, RequestStruct):
     """Requests the metadata of topics, including topic IDs (KIP-516).
 
     A topic ID distinguishes a topic from an earlier topic with the same name.
@@ -176,17 +154,14 @@ class MetadataRequest_v10(_OneVersion, RequestStruct):
 
         If ``rights`` is set, the response includes the operations that the caller is authorized to perform.
         """
-        return cls([(_NO_ID, name, {}) for name in names], False, False, rights, {})  # noqa: FBT003  # positional fields
+        return cls([(NO_ID, name, {}) for name in names], False, False, rights, {})  # noqa: FBT003  # positional fields
 
 
 class _Unparsed(AbstractType[Any]):
     """The rest of a response, which is not decoded."""
 
-    encode = bytes
-
-    @classmethod
-    def decode(cls, data: BytesIO) -> bytes:
-        return data.read()
+    encode = staticmethod(bytes)
+    decode = staticmethod(methodcaller("read"))
 
 
 class UnparsedMetadataRequest_v10(MetadataRequest_v10):
@@ -200,7 +175,7 @@ class UnparsedMetadataRequest_v10(MetadataRequest_v10):
         return MetadataRequest_v10.RESPONSE_TYPE.decode(Int32.encode(0) + body)
 
 
-class OffsetFetchRequest_v7(_OneVersion, RequestStruct):
+class OffsetFetchRequest_v7(OneVersion, RequestStruct):
     """Requests a group's committed offsets, even if a transaction may still change them.
 
     With `require_stable` (KIP-447), the response is an error while an open transaction may change an offset. Without
@@ -221,7 +196,7 @@ class OffsetFetchRequest_v7(_OneVersion, RequestStruct):
     )
 
 
-class TxnOffsetCommitRequest_v2(_OneVersion, RequestStruct):
+class TxnOffsetCommitRequest_v2(OneVersion, RequestStruct):
     """Commits a group's offsets and their leader epochs (KIP-320) in a transaction. Version 0 has no leader epochs."""
 
     API_KEY, API_VERSION = 28, 2
@@ -275,7 +250,7 @@ class FetchedPartition(NamedTuple):
     """The first offset where the broker's log differs from the records that were read before, or None if it agrees."""
 
 
-class FetchRequest_v13(_OneVersion, RequestStruct):
+class FetchRequest_v13(OneVersion, RequestStruct):
     """Requests records by topic ID (KIP-516) and the leader epoch of the record before each position (KIP-320).
 
     A fetch by topic name would continue in a recreated topic with the same name. A fetch by offset alone would continue

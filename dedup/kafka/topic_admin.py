@@ -21,10 +21,10 @@ from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.structs import TopicPartition as AiokafkaTopicPartition
 
 from dedup.errors import BrokerUnavailable
-from dedup.kafka.client import Codes, KafkaWire
+from dedup.kafka.client import Codes, KafkaWire, grouped, sendable
 from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import Limit
-from dedup.kafka.requests import READ_CONFIGS, UNKNOWN_TOPIC, CreateTopicsRequest_v4, MetadataRequest_v10, grouped
+from dedup.kafka.requests import READ_CONFIGS, UNKNOWN_TOPIC, CreateTopicsRequest_v4, MetadataRequest_v10
 from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, TopicPartition
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Admin:
         """Return the named topics that exist, including their IDs and the configs that `READ_CONFIGS` lists."""
         request = MetadataRequest_v10.of(sorted(set(names)))
         try:
-            answer = await self._client._send_request(request)  # noqa: SLF001  # the client has no request for topic IDs
+            answer = await self._client._send_request(sendable(request))  # noqa: SLF001  # the client has no request for topic IDs
         except KafkaError as error:
             raise BrokerUnavailable(f"the broker did not describe topics: {error!r}") from error
         found: dict[str, tuple[str, int]] = {}
@@ -114,7 +114,7 @@ class Admin:
             if code not in {0, UNKNOWN_TOPIC}:
                 raise _refused(f"describing topic {name!r}", code)
             if code == 0:
-                found[name] = topic_id, len(partitions)
+                found[name] = topic_id.hex(), len(partitions)
         configs = await self._configs(sorted(found))
         return {name: Topic(name, *described, configs.get(name, {})) for name, described in found.items()}
 
@@ -167,7 +167,7 @@ class Admin:
         ]
         request = CreateTopicsRequest_v4(wanted, self._connection.request_timeout_ms, False)  # noqa: FBT003  # positional protocol fields
         # The client's own `create_topics` does not accept -1, which means the brokers' default.
-        answer = await self._client._send_to_controller(request)  # noqa: SLF001
+        answer = await self._client._send_to_controller(sendable(request))  # noqa: SLF001
         made: list[str] = []
         for name, code, *rest in answer.topic_errors:
             if code == 0:

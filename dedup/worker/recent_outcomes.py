@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dedup.core.fold import Outcome, Rows, sighting_of
+from dedup.core.fold import Outcome, Rows
 from dedup.core.tracking_id import id_text
-from dedup.core.window import Sighting, Source
+from dedup.core.window import Source
 from dedup.quantities import format_duration
 from dedup.worker_view import Kind, Noted
 
@@ -72,22 +72,23 @@ class Recent:
 
 
 def _cases(rows: Rows, outcome: Outcome, now_ms: int) -> list[_Case]:
-    times_ms, ids, newest = outcome.judged_times_ms, rows.extracted.ids, slice(-MOST_OF_A_BATCH, None)
-
-    def case(kind: Kind, row: int, of: Source | None, away_ms: int = 0, detail: str = "") -> _Case:
+    times_ms, ids = outcome.judged_times_ms, rows.extracted.ids
+    found: list[tuple[Kind, int, Source | None, int, str]] = []
+    for row, seen in outcome.duplicates[-MOST_OF_A_BATCH:]:
+        found.append(("duplicate", row, seen.source, times_ms[row] - seen.first_ms, ""))
+    for row, first in outcome.repeats[-MOST_OF_A_BATCH:]:
+        found.append(("duplicate", row, rows.source(first), times_ms[row] - times_ms[first], ""))
+    for row, seen in outcome.conflicts[-MOST_OF_A_BATCH:]:
+        found.append(("conflict", row, seen.source, times_ms[row] - seen.first_ms, ""))
+    for row, late in outcome.late[-MOST_OF_A_BATCH:]:
+        found.append(("late", row, None, late.behind_ms, ""))
+    for row, dead in outcome.dead[-MOST_OF_A_BATCH:]:
+        found.append(("dead_letter", row, None, 0, f"{dead.code}: {dead.detail}"))
+    cases: list[_Case] = []
+    for kind, row, of, away_ms, detail in found:
         time_ms = None if kind == "dead_letter" else times_ms[row]
-        return _Case(kind, rows.source(row), ids[row], time_ms, now_ms, of, away_ms, detail)
-
-    def repeated(kind: Kind, row: int, seen: Sighting) -> _Case:
-        return case(kind, row, seen.source, times_ms[row] - seen.first_ms)
-
-    return [
-        *(repeated("duplicate", row, seen) for row, seen in outcome.duplicates[newest]),
-        *(repeated("duplicate", row, sighting_of(rows, times_ms, first)) for row, first in outcome.repeats[newest]),
-        *(repeated("conflict", row, seen) for row, seen in outcome.conflicts[newest]),
-        *(case("late", row, None, late.behind_ms) for row, late in outcome.late[newest]),
-        *(case("dead_letter", row, None, 0, f"{dead.code}: {dead.detail}") for row, dead in outcome.dead[newest]),
-    ]
+        cases.append(_Case(kind, rows.source(row), ids[row], time_ms, now_ms, of, away_ms, detail))
+    return cases
 
 
 def _about(duration_ms: int) -> str:
