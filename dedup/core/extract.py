@@ -439,7 +439,8 @@ class Extractor:
                 paths = ()
         time = recipe.event_time if isinstance(recipe.event_time, FieldTime) else None
         self._json: Final = compile_columns(paths, time) if recipe.fmt == "json" else None
-        self._memos: Final = [PartMemo(recipe.tracking_id.normalize) for _ in paths]
+        parts = len(paths) if isinstance(recipe.tracking_id.rule, FieldsRule) else 0
+        self._memos: Final = [PartMemo(recipe.tracking_id.normalize) for _ in range(parts)]
         self._normalize: Final = normalizer(recipe.tracking_id.normalize)
 
     def __call__(

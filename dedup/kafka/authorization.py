@@ -22,7 +22,7 @@ from aiokafka.protocol.transaction import (
 )
 
 from dedup.errors import BrokerUnavailable
-from dedup.kafka.client import sendable
+from dedup.kafka.client import metadata_request, sendable
 from dedup.kafka.connection import Connection, probing
 from dedup.kafka.requests import (
     UNKNOWN_TOPIC,
@@ -102,7 +102,7 @@ class Rights:
         If the caller may not describe a topic, the result contains all operations that do not imply Describe, because
         the broker does not report which of these are allowed.
         """
-        request = MetadataRequest_v10.of(sorted(set(names)), rights=True)
+        request = metadata_request(sorted(set(names)), rights=True)
         answer = await self._ask(self._client.get_random_node(), request)
         found: dict[str, frozenset[str] | None] = {}
         for code, name, _, _, _, operations, *_ in answer.topics:

@@ -26,6 +26,7 @@ from aiokafka.protocol.transaction import (
     EndTxnRequest,
     InitProducerIdRequest,
 )
+from aiokafka.protocol.types import Int32
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.kafka.connection import Connection, diagnose, most_telling
@@ -39,6 +40,7 @@ from dedup.kafka.requests import (
     FetchedPartition,
     FetchFrom,
     FetchRequest_v13,
+    MetadataRequest_v10,
     OffsetFetchRequest_v7,
     OneVersion,
     ProduceRequest,
@@ -70,8 +72,6 @@ _METADATA_WITHIN_S: Final = 2.0
 """Time limit for a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
 _DIVERGING_EPOCH: Final = 0
 """Tag of the fetch response's field that says where the broker's log begins to differ from what was read."""
-_ONLY_TOPICS: Final = (False, False, False)
-"""In a metadata request: create no topic, and return no rights of the caller."""
 _EPOCH_END: Final = Struct(">iq")
 """The binary format of a diverging epoch: the leader epoch, and the offset at which it ends in the broker's log."""
 
@@ -79,7 +79,7 @@ _EPOCH_END: Final = Struct(">iq")
 @functools.lru_cache(maxsize=16)
 def _topics_in(body: bytes) -> Mapping[str, TopicNow | int]:
     """Map each topic in a metadata response to its state, or to its error code if it has one."""
-    answer = UnparsedMetadataRequest_v10.parsed(body)
+    answer = MetadataRequest_v10.RESPONSE_TYPE.decode(Int32.encode(0) + body)
     return {
         name: code or TopicNow(topic_id.hex(), len(partitions))
         for code, name, topic_id, _, partitions, *_ in answer.topics
@@ -108,6 +108,16 @@ class _Prepared:
 def sendable(request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
     """Wrap a request that has only one version, so that aiokafka sends exactly this version."""
     return _Prepared(request) if isinstance(request, OneVersion) else request
+
+
+def metadata_request(
+    names: Iterable[str], kind: type[MetadataRequest_v10] = MetadataRequest_v10, *, rights: bool = False
+) -> Any:  # noqa: ANN401  # untyped protocol structures
+    """Return a request for the metadata of these topics, which does not create missing topics.
+
+    If ``rights`` is set, the response includes the operations that the caller is authorized to perform.
+    """
+    return kind([(NO_ID, name, {}) for name in names], False, False, rights, {})  # noqa: FBT003  # positional fields
 
 
 def grouped(pairs: Iterable[tuple[K, T]]) -> list[tuple[K, list[T]]]:
@@ -315,7 +325,7 @@ class KafkaWire:
             raise NoAnswer("no broker is known")
         try:
             async with asyncio.timeout(_METADATA_WITHIN_S):
-                request = UnparsedMetadataRequest_v10([(NO_ID, name, {}) for name in names], *_ONLY_TOPICS, {})
+                request = metadata_request(names, UnparsedMetadataRequest_v10)
                 answer = await self.send(node, request, _METADATA_LANE)
         except TimeoutError as error:
             raise NoAnswer(f"broker {node} did not describe its topics within {_METADATA_WITHIN_S:g} s") from error

@@ -351,10 +351,11 @@ class FeedBatch:
     life: int = 0
     """The number of the reading that fetched the batch. A partition may be read again from an earlier offset."""
 
-    @property
-    def next_offset(self) -> int:
-        """The offset after the last record, which is the offset to commit."""
-        return self.offsets[-1] + 1 if self.offsets else self.follows
+    next_offset: int = field(init=False)
+    """The offset after the last record, which is the offset to commit."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "next_offset", self.offsets[-1] + 1 if self.offsets else self.follows)
 
     @classmethod
     def of(

@@ -8,9 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import methodcaller
-from typing import Any, ClassVar, Final, NamedTuple, Self
+from typing import Any, ClassVar, Final, NamedTuple
 
 from aiokafka.protocol.abstract import AbstractType
 from aiokafka.protocol.admin import (
@@ -148,14 +148,6 @@ class MetadataRequest_v10(OneVersion, RequestStruct):
         authorized_operations=Int32,
     )
 
-    @classmethod
-    def of(cls, names: Iterable[str], *, rights: bool = False) -> Self:
-        """Return a request for the metadata of these topics, which does not create missing topics.
-
-        If ``rights`` is set, the response includes the operations that the caller is authorized to perform.
-        """
-        return cls([(NO_ID, name, {}) for name in names], False, False, rights, {})  # noqa: FBT003  # positional fields
-
 
 class _Unparsed(AbstractType[Any]):
     """The rest of a response, which is not decoded."""
@@ -168,11 +160,6 @@ class UnparsedMetadataRequest_v10(MetadataRequest_v10):
     """`MetadataRequest_v10` with an undecoded response, because each commit requests metadata, which rarely changes."""
 
     ANSWER = Schema(("throttle_time_ms", Int32), ("body", _Unparsed))
-
-    @classmethod
-    def parsed(cls, body: bytes) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Decode the body of a response to `MetadataRequest_v10`."""
-        return MetadataRequest_v10.RESPONSE_TYPE.decode(Int32.encode(0) + body)
 
 
 class OffsetFetchRequest_v7(OneVersion, RequestStruct):

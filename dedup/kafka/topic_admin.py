@@ -21,10 +21,10 @@ from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.structs import TopicPartition as AiokafkaTopicPartition
 
 from dedup.errors import BrokerUnavailable
-from dedup.kafka.client import Codes, KafkaWire, grouped, sendable
+from dedup.kafka.client import Codes, KafkaWire, grouped, metadata_request, sendable
 from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import Limit
-from dedup.kafka.requests import READ_CONFIGS, UNKNOWN_TOPIC, CreateTopicsRequest_v4, MetadataRequest_v10
+from dedup.kafka.requests import READ_CONFIGS, UNKNOWN_TOPIC, CreateTopicsRequest_v4
 from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, TopicPartition
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Admin:
 
     async def topics(self, names: Iterable[str]) -> dict[str, Topic]:
         """Return the named topics that exist, including their IDs and the configs that `READ_CONFIGS` lists."""
-        request = MetadataRequest_v10.of(sorted(set(names)))
+        request = metadata_request(sorted(set(names)))
         try:
             answer = await self._client._send_request(sendable(request))  # noqa: SLF001  # the client has no request for topic IDs
         except KafkaError as error:

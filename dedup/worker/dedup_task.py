@@ -509,7 +509,8 @@ class DedupTask(TaskWork):
         """See `TaskWork`."""
         _, buffer = self._opened()
         plan, stream_time = self.plan, self._stream_time
-        counted = super().freeze(next_offset)
+        judged, self._judged = self._judged, TaskNumbers()
+        noted = self.recent.freeze()
         generation = buffer.freeze()
         future, self._future = self._future, None
         oldest_ms = self._window.oldest_live_ms(stream_time.value_ms)
@@ -527,8 +528,9 @@ class DedupTask(TaskWork):
         def apply(ends: Mapping[TopicPartition, int]) -> None:
             buffer.applied(generation, record, ends[plan.changelog])
             self._applied = stream_time
-            counted.apply(ends)
+            self._numbers.add_verdicts(judged)
             self._numbers.reached(time_ms)
+            self.recent.commit(noted)
             store, _ = self._opened()
             store.drop_below(oldest_ms, self._segment_ms)
             store.warm(_WARM_IDS)
