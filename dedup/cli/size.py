@@ -48,7 +48,7 @@ def size(
     ] = None,
     grace: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="Grace; by default the topology's, or --guard if that is given."),
+        typer.Option(metavar="DURATION", help="Grace. Default: --guard if given, otherwise the topology's grace."),
     ] = None,
     partitions: Annotated[int, typer.Option(min=1, help="Partitions of the feeding topic.")] = 1,
     as_json: JsonOption = False,

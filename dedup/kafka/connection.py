@@ -262,7 +262,7 @@ async def _of_network(host: str, port: int) -> tuple[Trouble, str]:
 
 
 def _trusting_all() -> ssl.SSLContext:
-    """Return a TLS context that only tests whether a listener uses TLS. No data is sent with this context."""
+    """Return a TLS context for testing whether a listener uses TLS; it must not be used to send data."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -235,8 +235,8 @@ def _last_header(name: str) -> Column:
 
 
 def _filed(records: DataFrame, topics: Sequence[str], side: str) -> DataFrame:
-    """Return the records of a side topic with the source record that they name, their reason, and a digest of the
-    original.
+    """Return each record of a side topic with the source record that it refers to, its reason, and a digest of the
+    original record.
 
     If a side record names no record of the source topics, its `topic` is null, and its `source` is its own coordinates.
     `stand_in` is the digest that replaces the value, if the value was replaced.

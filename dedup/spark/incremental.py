@@ -316,7 +316,7 @@ class OutputTable:
         """The latest version of the table when `last_run` read the log."""
 
     def state_path(self, name: str) -> str:
-        """Return the path of a file or directory of the state."""
+        """Return the path of a file or directory within the state directory."""
         return f"{self.path}/{_STATE}/{name}"
 
     def last_run(self) -> Attempt:

@@ -47,8 +47,7 @@ _TYPES: Final[dict[str, tuple[str, ...]]] = {
 
 
 def as_records(df: DataFrame, *, place: str = "the input", others: Sequence[str] = ()) -> DataFrame:
-    """Convert a table, such as Spark's Kafka source, to the schema `RECORDS`, followed by the table's columns
-    ``others``.
+    """Convert a table, such as Spark's Kafka source, to the schema `RECORDS`, and append its columns in ``others``.
 
     Columns are found by name. The column `value` (text or bytes) is required. The columns `key`, `headers`, and
     `timestamp_ms` (integer) or `timestamp` are optional, and so are `topic`, `partition`, and `offset`, of which either

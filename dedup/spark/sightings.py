@@ -68,7 +68,7 @@ def sightings_of(table: pa.Table) -> Iterator[Sighting]:
 
 
 def current(found: Sequence[pa.RecordBatch], topology: Topology, ends: LogEnds) -> pa.Table:
-    """Return the sightings that had not expired when the earlier jobs ended, each with its latest extension."""
+    """Return the sightings that had not expired when the earlier jobs ended, each with its latest time."""
     table = pa.Table.from_batches([live(batch, topology, ends) for batch in found], SIGHTINGS)
     if not topology.window.extend:
         return table

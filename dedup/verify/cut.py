@@ -309,7 +309,7 @@ class TopicOffsets(NamedTuple):
 
 
 def offsets_of(topology: Topology, reader: KafkaReader, report: Report) -> TopicOffsets:
-    """Read the committed offsets, then the bounds of all topics that the topology reads or writes records to.
+    """Read the committed offsets, then the first and last offsets of all topics that the topology reads or writes.
 
     Raises StateIncompatible if topology and cluster do not match.
     """

@@ -143,7 +143,7 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
 
 
 def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
-    """Yield the records of a partition of the repartition topic up to its end, restored as they were in the source."""
+    """Yield the records of a partition of the repartition topic up to its end, in the form they had in the source."""
     log = cut.topology.repartition_topic
     bounds = cut.bounds[log][partition]
     committed = cut.committed[log].get(partition, bounds.low)

@@ -1,4 +1,5 @@
-"""Implements `dedup verify`, which reads only Kafka, replays the exact model, and reports every difference.
+"""Implements `dedup verify`, which reads only from Kafka, replays the records through an exact model, and reports
+every difference.
 
 All topics are read up to one cut (`cut`). The verifier first reads the group's committed offsets, because only the
 results of judged records can be expected. The verifier then reads the ends of the topics that workers write, including
