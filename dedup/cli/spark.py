@@ -254,10 +254,7 @@ def backfill_command(
     ] = None,
     fmt: Annotated[
         InputFormat,
-        typer.Option(
-            "--format",
-            help="Format of --input: json is one event per line, table is a table's name.",
-        ),
+        typer.Option("--format", help="Format of --input: json is one event per line, table is a table's name."),
     ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
     out_format: Annotated[Literal["parquet", "delta"], typer.Option(help="Format of the verdicts.")] = "parquet",
