@@ -52,6 +52,8 @@ class _FilePosition(msgspec.Struct, frozen=True):
     """The number of earlier files with this inode."""
     deleted: bool = False
     """True if the file was read to its end and deleted, so that the next file with this inode is a different file."""
+    modified_ns: int = 0
+    """The file's modification time when it was read up to ``position``, or 0 if it is unknown."""
 
     @property
     def part(self) -> str:
@@ -69,6 +71,10 @@ class _FilePosition(msgspec.Struct, frozen=True):
         if os.fstat(descriptor).st_size < self.position:
             return True
         return bool(self.head_bytes) and _head_digest(descriptor, self.head_bytes) != self.head
+
+    def untouched(self, status: os.stat_result) -> bool:
+        """Tell from a file's size and modification time whether nothing was written since it was read to its end."""
+        return (status.st_size, status.st_mtime_ns) == (self.position, self.modified_ns)
 
 
 class _OpenFile:
@@ -104,12 +110,14 @@ class Files:
         """
         self._committed: dict[str, _FilePosition] = {}
         self._turn: list[int] = []
+        self._renamed: list[_FilePosition] = []
+        """Positions of files that were read to their ends and have other names since, to be committed."""
         self._inodes: set[int] = set()
         """Inodes of all files in the directory."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
         """See `RecordSource`. Open files stay open, because a deleted file could not be opened again."""
-        self._known, self._turn = {}, []
+        self._known, self._turn, self._renamed = {}, [], []
         for opened, _ in self._ended.values():
             if self._open.setdefault(opened.known.inode, opened) is not opened:
                 os.close(opened.descriptor)
@@ -136,6 +144,8 @@ class Files:
         if not self._turn:
             self._scan()
             self._turn = list(self._open)
+        if self._renamed:
+            return _without_records(self._renamed.pop())
         while self._turn:
             inode = self._turn.pop(0)
             found = self._read(self._open[inode])
@@ -176,7 +186,7 @@ class Files:
         for path, status in listed.items():
             inode = status.st_ino
             opened = self._open.get(inode)
-            if fnmatch.fnmatchcase(path.name, self._spec.pattern):
+            if self._matches(path):
                 if not stat.S_ISREG(status.st_mode):
                     raise _mistake(path, "is not a regular file; give it a name that does not match the pattern")
                 named.add(inode)
@@ -185,7 +195,10 @@ class Files:
             else:
                 # The file may have been renamed with unread lines while ingest was not running.
                 known = self._known.get(inode)
-                if known is None or known.deleted or status.st_size <= known.position:
+                if known is None or known.deleted:
+                    continue
+                if status.st_size <= known.position:
+                    self._rename(known, path, status)
                     continue
             if opened is None:
                 self._open_file(path, inode)
@@ -197,6 +210,15 @@ class Files:
         for inode in self._open.keys() - named:
             self._open[inode].gone = True
 
+    def _rename(self, known: _FilePosition, path: Path, status: os.stat_result) -> None:
+        """Remember the new name of a file that was read to its end, so that a new file with its old name is recognized
+        even if the new file later reuses the inode.
+        """
+        read = known.part not in self._ended and known.within(self._committed.get(known.part))
+        if read and known.path != str(path) and status.st_nlink == 1 and known.untouched(status):
+            self._known[known.inode] = msgspec.structs.replace(known, path=str(path))
+            self._renamed.append(self._known[known.inode])
+
     def _listed(self) -> dict[Path, os.stat_result]:
         found: dict[Path, os.stat_result] = {}
         path = Path(self._spec.directory)
@@ -205,7 +227,7 @@ class Files:
                 try:
                     found[path] = path.stat()
                 except FileNotFoundError:
-                    if path.is_symlink() and fnmatch.fnmatchcase(path.name, self._spec.pattern):
+                    if path.is_symlink() and self._matches(path):
                         raise _mistake(path, "is a broken link; remove or fix it") from None
                     # Otherwise, the file was renamed after it was listed; the next scan finds it.
         except OSError as error:
@@ -222,6 +244,10 @@ class Files:
         if os.fstat(descriptor).st_ino != inode:
             os.close(descriptor)  # another file has this name now; the next scan finds both files
             return
+        known = self._known.get(inode)
+        if known and not self._matches(path) and known.changed(descriptor):
+            os.close(descriptor)  # a file that is not read reuses the inode
+            return
         try:
             self._keep_open(descriptor, self._position_of(descriptor, str(path), inode))
         except BaseException:
@@ -237,7 +263,22 @@ class Files:
             return _FilePosition(path, inode, generation=known.generation + 1)
         if known.changed(descriptor):
             return self._start_over(known, path, descriptor)
-        return msgspec.structs.replace(known, path=path)
+        returned = self._matches(path) and not self._matches(known.path)
+        if not returned or known.head_bytes == _HEAD_BYTES or known.untouched(os.fstat(descriptor)):
+            return msgspec.structs.replace(known, path=path)
+        # A few equal bytes, such as the same first line, do not show that it is the same file.
+        if self._spec.changed != "start_over":
+            raise _mistake(
+                path,
+                f"has the inode of {known.path}, which was read up to byte {known.position}, and begins with the same "
+                f"bytes: is it that file, renamed and written again, or a new one? Nothing of it was sent. Rename the "
+                f"old file away again; or, if all lines are new, set `changed: start_over`",
+            )
+        log.warning("%s may be a new file with the inode of %s; it is read from its beginning", path, known.path)
+        return _FilePosition(path, inode, generation=known.generation + 1)
+
+    def _matches(self, path: Path | str) -> bool:
+        return fnmatch.fnmatchcase(Path(path).name, self._spec.pattern)
 
     def _refuse_copy(self, descriptor: int, path: str) -> None:
         """Raise AuthorMistake if a file has replaced another file that had the same first bytes and may have been sent
@@ -308,9 +349,8 @@ class Files:
             self._ended[known.part] = opened, known
         if not deleted:
             return None
-        position = msgspec.json.encode(known)
         self._known[known.inode] = known
-        return SourceRecords(known.part, "", [], [], position, lambda _: position)
+        return _without_records(known)
 
     def _records(
         self, opened: _OpenFile, lines: list[bytes], offsets: list[int], bad: list[DeadRecord]
@@ -322,7 +362,13 @@ class Files:
         head_bytes, head = min(position, _HEAD_BYTES), opened.known.head
         if head_bytes != opened.known.head_bytes:
             head = _head_digest(opened.descriptor, head_bytes)
-        read = msgspec.structs.replace(opened.known, position=position, head_bytes=head_bytes, head=head)
+        read = msgspec.structs.replace(
+            opened.known,
+            position=position,
+            head_bytes=head_bytes,
+            head=head,
+            modified_ns=os.fstat(opened.descriptor).st_mtime_ns,
+        )
         opened.known = self._known[read.inode] = read
         if opened.rows:
             values, places, refused = opened.rows.read(lines, offsets)
@@ -338,6 +384,11 @@ class Files:
 
         prefix = f"{self._name}/{read.part}/"
         return SourceRecords(read.part, prefix, values, places, msgspec.json.encode(read), after, dead)
+
+
+def _without_records(known: _FilePosition) -> SourceRecords:
+    position = msgspec.json.encode(known)
+    return SourceRecords(known.part, "", [], [], position, lambda _: position)
 
 
 def _without_blank(values: list[bytes], places: list[int]) -> tuple[list[bytes], list[int]]:

@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
@@ -25,7 +25,7 @@ from dedup.kafka.record_batch import Line, fill
 from dedup.kafka.topic_admin import BROKER_DEFAULT, Admin, Topic, WantedTopic
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import TopicPartition, Wire
-from dedup.worker.offsets import answered, bounds_of
+from dedup.worker.offsets import answered
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -42,6 +42,7 @@ TOPIC_CONFIGS: Final[Mapping[str, str]] = {
     "segment.bytes": "10485760",
     "retention.ms": "-1",
 }
+T = TypeVar("T")
 log: Final = logging.getLogger(__name__)
 
 
@@ -204,7 +205,7 @@ class TransactionalOutbox:
         behind the last stable offset. With ``stable``, the function does not wait for records that an open transaction
         hides, because that transaction may be the caller's own.
         """
-        bounds = await bounds_of(self._wire, self._place)
+        bounds = await self._answered(partial(self._wire.bounds, self._place))
         if self._read_to > bounds.end:
             raise StateIncompatible(
                 f"topic {self._place.topic!r} ends at offset {bounds.end}, but it was read up to {self._read_to} "
@@ -215,7 +216,7 @@ class TransactionalOutbox:
         fetch = partial(self._wire.fetch, self._place, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS)
         owner, positions = self._owner, dict(self.positions)
         while read_to < bounds.end:
-            fetched = await answered(self._wire, partial(fetch, read_to))
+            fetched = await self._answered(partial(fetch, read_to))
             for key, value in zip(fetched.keys, fetched.values, strict=True):
                 owner = self._take(key or b"", value, positions) or owner
             read_to = fetched.next_offset
@@ -225,6 +226,15 @@ class TransactionalOutbox:
         self._owner, self._read_to = owner, read_to
         self.positions.clear()
         self.positions.update(positions)
+
+    async def _answered(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a request until it is answered. Raises CommitUnknown if no broker answers in time."""
+        try:
+            async with asyncio.timeout(DEADLINE_MS / 1000):
+                return await answered(self._wire, ask)
+        except TimeoutError:
+            name, waited_s = self._place.topic, DEADLINE_MS // 1000
+            raise CommitUnknown(f"topic {name!r} cannot be read: no broker answered for {waited_s} s.") from None
 
     def _take(self, key: bytes, value: bytes | None, positions: dict[str, bytes]) -> _Owner | None:
         """Apply a record to the positions, or return the owner that it names."""

@@ -67,6 +67,8 @@ class SnapshotCommit:
     @property
     def replaces(self) -> bool:
         """Whether the commit replaced partitions or removed all rows that the table had."""
+        if self.operation == "replace":
+            return False  # a compaction, which replaces files but changes no rows
         if self.summary.get("replace-partitions") == "true":
             return True
         return int(self.summary.get("deleted-records", 0)) > 0 and int(self.summary["total-records"]) == self.rows
@@ -155,7 +157,9 @@ class IcebergLog:
             since = list(self.commits(after))
             if any(each.metadata == metadata for each in since):
                 return since
-            if failed is not None and self.latest() == examined[0].version:
+            # Changed properties and expired snapshots are conflicts, too, although they do not move `main`.
+            conflict = "CommitFailedException" in str(failed)
+            if failed is not None and not conflict and self.latest() == examined[0].version:
                 raise failed
         raise BrokerUnavailable(
             f"{self.path}: other jobs have committed to the table during each of {_ATTEMPTS} attempts to append. "

@@ -109,8 +109,7 @@ class TableSink:
             self._before = self._log.latest()
             self._last, self._looked = self._found(), True
             self._renewed_ms = now_ms if self._last is None else self._last.committed_ms
-        elif self._last is not None:
-            self._refuse_changed_since(self._last)
+        entries = [] if self._last is None else self._unchanged_since(self._last)
         last = self._last
         with KafkaReader(self._settings) as reader:
             topic_id = reader.topic_id(self._topic)
@@ -119,7 +118,10 @@ class TableSink:
         begins = self._begins(last, topic_id, lows, ends)
         wanted = {at: min(end, (until or {}).get(at, end)) for at, end in ends.items()}
         stops = self._stops(begins, wanted)
-        if stops == begins and (last is None or now_ms - self._renewed_ms < _RENEWED_AFTER_MS):
+        # Iceberg may expire the snapshot with the position at any time, unless it is the latest one.
+        hidden = last is not None and isinstance(self._log, IcebergLog) and entries[0].version > last.table_version
+        due = last is not None and (hidden or now_ms - self._renewed_ms >= _RENEWED_AFTER_MS)
+        if stops == begins and not due:
             return None
         self._last = replace(self._write(topic_id, begins, stops), more=stops != wanted)
         # This is the caller's time, not the table's, so that the position is renewed only once if the caller's clock is
@@ -194,9 +196,9 @@ class TableSink:
         found = (self._sink_commit(each) for each in since if each.metadata == metadata)
         return next(each for each in found if each is not None)
 
-    def _refuse_changed_since(self, last: Appended) -> None:
-        """Raise StateIncompatible if the table no longer contains the sink's last commit or was replaced after this
-        commit.
+    def _unchanged_since(self, last: Appended) -> list[TableCommit | SnapshotCommit]:
+        """Return the commits since the sink's last one, newest first. Raises StateIncompatible if the table no longer
+        contains the sink's last commit or was replaced after it.
         """
         entries: list[TableCommit | SnapshotCommit] = list(self._log.commits(last.table_version - 1))
         if last.id not in [each.id for each in map(self._sink_commit, entries) if each is not None]:
@@ -205,6 +207,7 @@ class TableSink:
                 f"again. Nothing was written. Restore it, or append to a new table."
             )
         self._refuse_replaced(entries)
+        return entries
 
     def _found(self) -> Appended | None:
         """Return the sink's last commit, or None if there is none and the table is empty or does not exist."""

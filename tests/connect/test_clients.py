@@ -15,9 +15,10 @@ from dedup.connect import transactional_outbox as outbox
 from dedup.connect.database import DatabaseAway
 from dedup.connect.sqlite import SqliteConnection
 from dedup.embedded.kafka_node import EmbeddedKafka
-from dedup.errors import InvariantBroken, StateIncompatible, TaskMigrated
+from dedup.errors import BrokerUnavailable, InvariantBroken, StateIncompatible, TaskMigrated
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import FeedFetcher
+from dedup.kafka.wire import NoAnswer
 from tests.brokers import admin_of, read_all
 from tests.connect.stage import sqlite_rows
 from tests.connect.test_sink import event, sinking
@@ -129,6 +130,22 @@ async def test_answers_lost_a_hundred_times_leave_each_record_once_and_in_order(
         own = [number for at, number in numbers if at == partition]
         assert own == sorted(own)
         assert own
+
+
+async def test_a_stop_is_heard_while_no_broker_answers(stage, admin, monkeypatch):
+    """A commit without a response is looked for in the positions topic, whose broker may be away for hours."""
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+
+    async def silent(_partition):
+        raise NoAnswer("the broker is away")
+
+    async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings) as writer:
+        monkeypatch.setattr(outbox, "DEADLINE_MS", 300)
+        monkeypatch.setattr(writer._wire, "bounds", silent)
+        monkeypatch.setattr(writer._outbox, "_unsure", True)
+        monkeypatch.setattr(writer._outbox, "_stopped", lambda: True)
+        with pytest.raises(BrokerUnavailable, match="stopped while no broker answered: topic"):
+            await writer._outbox.commit({}, {})
 
 
 async def write_through_cuts(stage, settings, proxy) -> int:

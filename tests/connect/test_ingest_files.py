@@ -287,6 +287,84 @@ def test_a_file_that_was_renamed_out_of_the_pattern_is_read_again_until_its_end_
     files.committed({again.part: again.position})
     assert open_files_of(stage) == []
     files.restore({again.part: again.position})
+    named = commit_name(files)
+    files.restore(named)
+    assert files.poll() is None
+    files.close()
+
+
+def commit_name(files):
+    """Commit what a poll returns for a file that has another name since it was read: no records, and the name."""
+    found = files.poll()
+    assert found.values == []
+    positions = {found.part: found.position}
+    files.committed(positions)
+    return positions
+
+
+def rotated(stage, files, text):
+    """Read a file, and rotate it to a name outside the pattern. Return the committed positions."""
+    path = stage.incoming / "a.log"
+    path.write_bytes(text)
+    found = files.poll()
+    path.rename(stage.incoming / "a.log.1")
+    files.committed({found.part: found.position})
+    assert files.poll() is None  # the rest of the first scan's turns
+    assert files.poll() is None  # that it has another name is seen, and it is closed
+    return commit_name(files)
+
+
+def reuse_inode(stage, text):
+    """Write a new file of the first name into the inode of the rotated one, as a file system may do once it is gone."""
+    inode = (stage.incoming / "a.log.1").stat().st_ino
+    path = stage.incoming / "a.log"
+    (stage.incoming / "a.log.1").rename(path)
+    path.write_bytes(text)
+    assert path.stat().st_ino == inode
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_new_file_that_reuses_the_inode_of_a_rotated_file_is_read(stage, restarted):
+    files = files_of(stage, "*.log")
+    positions = rotated(stage, files, lines(0, 3))
+    reuse_inode(stage, lines(10, 4))
+    if restarted:
+        files.close()
+        files = files_of(stage, "*.log")
+        files.restore(positions)
+    assert [json.loads(value)["n"] for value in files.poll().values] == [10, 11, 12, 13]
+    files.close()
+
+
+@pytest.mark.parametrize("more", [b"", lines(1, 2)], ids=["the same line", "more lines"])
+def test_a_new_file_that_reuses_the_inode_and_begins_with_the_same_line_stops_ingest(stage, more):
+    """Whether it is the old file or a new one can not be known; going on at its end would lose its first lines."""
+    files = files_of(stage, "*.log")
+    positions = rotated(stage, files, lines(0, 1))
+    reuse_inode(stage, lines(0, 1) + more)
+    with pytest.raises(AuthorMistake, match=r"a\.log: has the inode of .*a\.log\.1, which was read up to byte"):
+        files.poll()
+    files.close()
+    fresh = files_of(stage, "*.log", start_over=True)
+    fresh.restore(positions)
+    assert len(fresh.poll().values) == 1 + more.count(b"\n")
+    fresh.close()
+
+
+def test_a_rotated_file_that_gets_its_name_back_is_the_same_file(stage):
+    files = files_of(stage, "*.log")
+    rotated(stage, files, lines(0, 3))
+    (stage.incoming / "a.log.1").rename(stage.incoming / "a.log")
+    assert files.poll() is None
+    files.close()
+
+
+def test_a_file_outside_the_pattern_that_reuses_an_inode_is_not_read(stage):
+    files = files_of(stage, "*.log")
+    positions = rotated(stage, files, lines(0, 3))
+    (stage.incoming / "a.log.1").write_bytes(lines(50, 9))
+    assert files.poll() is None
+    files.restore(positions)
     assert files.poll() is None
     files.close()
 

@@ -244,6 +244,83 @@ def test_deleted_rows_and_branches_of_others_are_the_owners_business(spark, job,
     assert branches(spark, table) == ["dedup_of_mine"]
 
 
+def test_a_compaction_of_the_whole_table_is_the_owners_business(spark, job, make_sink, put, rows, table):
+    sink = make_sink()
+    for letter in "abcdef":  # Iceberg compacts five small files or more
+        put(*names(3, letter))
+        fill(sink)
+    compact(spark, table)
+    put(*names(3, "g"))
+    fill(sink)
+    compact(spark, table)
+    fill(make_sink())
+    assert rows() == of_topic(job)
+
+
+def compact(spark, table):
+    done = spark.sql(
+        f"CALL lake.system.rewrite_data_files(table => '{table}', options => map('rewrite-all', 'true'))"
+    ).first()
+    assert done["rewritten_data_files_count"] > 0
+    last = next(iter(IcebergLog(spark, table).commits()))
+    assert (last.operation, last.summary["deleted-records"]) == ("replace", last.summary["total-records"])
+
+
+def test_a_changed_property_during_an_append_is_no_reason_to_stop(spark, job, table, make_sink, put, rows):
+    """Iceberg refuses the branch, although `main` has not moved."""
+    # Another catalog of the same tables, as in another process: within one catalog, Spark shares the loaded tables.
+    for name in ("", ".type", ".warehouse"):
+        spark.conf.set(f"spark.sql.catalog.other{name}", spark.conf.get(f"spark.sql.catalog.lake{name}"))
+    elsewhere = table.replace("lake.", "other.", 1)
+
+    class Changed:
+        """A table whose properties another process changes while this one prepares a commit."""
+
+        def __init__(self, loaded):
+            self._loaded = loaded
+
+        def __getattr__(self, name):
+            return getattr(self._loaded, name)
+
+        def manageSnapshots(self):  # noqa: N802 - Iceberg's name
+            begun = self._loaded.manageSnapshots()
+            if changes:
+                spark.sql(f"ALTER TABLE {elsewhere} SET TBLPROPERTIES ('note' = '{changes.pop()}')")
+            return begun
+
+    class Contended(IcebergLog):
+        def _loaded(self):
+            found = super()._loaded()
+            return None if found is None else Changed(found)
+
+    changes = [3, 2, 1]
+    put(*names(10))
+    fill(make_sink())
+    put(*names(10, "b"))
+    sink = make_sink()
+    sink._last, sink._looked = sink._found(), True
+    sink._log = Contended(spark, table)
+    fill(sink)
+    assert changes == []
+    assert rows() == of_topic(job)
+
+
+def test_an_expiry_right_after_a_deletion_leaves_the_position(spark, job, table, make_sink, put, rows):
+    put(*names(10))
+    sink = make_sink()
+    fill(sink)
+    delete(spark, table, "a3")
+    fill(sink)
+    time.sleep(0.002)
+    now = spark.sql("SELECT current_timestamp()").first()[0]
+    spark.sql(f"CALL lake.system.expire_snapshots(table => '{table}', older_than => TIMESTAMP '{now}')")
+    assert len(list(IcebergLog(spark, table).commits())) == 1
+    put(*names(10, "b"))
+    fill(sink)
+    fill(make_sink())
+    assert [value for _, _, value in rows()] == [v for _, _, v in of_topic(job) if v != b"a3"]
+
+
 def test_iceberg_moves_main_only_from_the_snapshot_that_it_has_examined(spark, make_sink, put, rows, table):
     put(*names(10))
     fill(make_sink())
