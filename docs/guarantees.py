@@ -1,8 +1,7 @@
-"""Fills the tables of docs/guarantees.md, which are the grid of faults with its tests and the figures of all runs.
+"""Generates the two tables of docs/guarantees.md: the faults with their tests, and the figures of long runs.
 
-``python docs/guarantees.py [JUNIT.xml ...]`` takes results of test runs (``pytest --junitxml=FILE``) into
-docs/proof-runs/tests.json and writes the page. What runs of hours came to are files beside it, one each, that add up.
-tests/unit/test_guarantees.py fails where the page differs, or names a test that is not there.
+``python docs/guarantees.py [JUNIT.xml ...]`` copies the results of test runs (``pytest --junitxml=FILE``) into
+docs/proof-runs/tests.json and writes the page. Every other file in docs/proof-runs contains the result of one long run.
 """
 # ruff: noqa: INP001  # a script beside its page, not a package
 
@@ -44,13 +43,17 @@ WORLD: Final[tuple[tuple[str, str, str], ...]] = (
     ("F81", "a difficult topic: old, compacted, uneven, invalid headers, no keys, a late worker, kills", "O1 O2 O6"),
     ("F82", "renamed or second topology on an output that holds records", "O8"),
     ("F83", "one partition of the output offline", "only its task waits; O1-O4"),
-    ("F84", "source log truncated and refilled", "O8, nothing skipped"),
+    ("F84", "source log truncated and refilled", "O8, no record skipped"),
 )
-"""F71 to F84, in which the cluster changes while a worker runs. Each row is one line, next to its tests."""
+"""The faults F71 to F84, in which the cluster changes while a worker runs: id, fault, expected result."""
 GRID: Final[tuple[tuple[str, str, str], ...]] = (
     ("F01", "SIGKILL at random times under load, same state directory", "O1-O6"),
     ("F02", "exit at each named point of a transaction and of a startup", "O1-O6"),
-    ("F03", "state directory deleted, replaced by an old copy, or by another partition's", "O1-O5; refused"),
+    (
+        "F03",
+        "state directory deleted, replaced by an old copy, or by another partition's",
+        "O1-O5; another partition's is refused",
+    ),
     ("F04", "SIGTERM under load, twice, during a restore", "drains, exit 0"),
     ("F05", "SIGSTOP beyond the session timeout, then SIGCONT", "O7 O2"),
     ("F06", "SIGSTOP shorter than the session timeout", "no rebalance"),
@@ -91,7 +94,7 @@ GRID: Final[tuple[tuple[str, str, str], ...]] = (
     (
         "F53",
         "invalid records first, in the middle, last, or all of a batch; the dead-letter topic refuses a record",
-        "one verdict each; stops",
+        "one verdict each; the worker stops",
     ),
     ("F61", "guard period made longer", "as in [Upgrade](operations.md#upgrade)"),
     ("F62", "guard period made shorter", "as in [Upgrade](operations.md#upgrade)"),
@@ -99,9 +102,9 @@ GRID: Final[tuple[tuple[str, str, str], ...]] = (
     ("F64", "old and new version mixed in a rolling upgrade", "as in [Upgrade](operations.md#upgrade)"),
     *WORLD,
 )
-"""Page 5 of the design, and the family above: id, fault, expected."""
+"""The rows of the fault table: id, fault, expected result."""
 FAMILIES: Final[dict[str, str]] = {WORLD[0][0]: "the cluster changes while a worker runs"}
-"""First row of a family -> its heading in the table."""
+"""Maps the first row of a family of faults to the heading of the family."""
 ALSO: Final[dict[str, tuple[str, ...]]] = {
     "F02": (
         "tests/simulation/test_schedules.py::test_schedules",
@@ -131,13 +134,18 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
     "F78": ("tests/chaos/test_state.py::test_f38_wrong_clocks",),
     "F77": ("tests/chaos/test_security.py::test_f28_a_permission_withdrawn_while_running",),
 }
-"""Tests that cover a row but do not have its number in their name."""
-ORACLES: Final = (
-    "The expected results are: O1 no record is lost; O2 no record is duplicated, not even for a reader during the "
-    "fault; O3 the order is kept; O4 each record has one verdict; O5 store, changelog, and model agree; O6 the workers "
-    "run again; O7 a zombie gets an error; O8 the program refuses with a reason and an exit code other than 0; O9 the "
-    "shutdown is clean."
-)
+"""Maps a row to the tests that cover it but do not have its id in their names."""
+ORACLES: Final = """The column "expected" uses these abbreviations:
+
+* O1: no record is lost
+* O2: no record is duplicated, not even for a reader during the fault
+* O3: the order of the records is kept
+* O4: each record has exactly one verdict
+* O5: the store, the changelog, and the exact model agree
+* O6: all workers run again after the fault
+* O7: the requests of a zombie fail
+* O8: the command prints the reason and exits with a code other than 0
+* O9: the workers shut down cleanly"""
 FIGURES: Final[dict[str, tuple[str, ...]]] = {
     "simulator": ("schedules", "seeds"),
     "fuzz": ("records",),
@@ -145,12 +153,12 @@ FIGURES: Final[dict[str, tuple[str, ...]]] = {
     "chaos": ("kills", "records"),
     "verify": ("records",),
 }
-"""Kind of run -> what of its files adds up; every file also has `wrong`, or `passed`."""
+"""Maps the kind of a long run to the counts that are added up. Each result file also contains `wrong` or `passed`."""
 WITH_NUMBER: Final = re.compile(r"test_(f\d\d)_")
 
 
 def tests_by_row() -> dict[str, list[str]]:
-    """Return the tests of each row, those that bear its name first."""
+    """Return the tests of each row; tests with the row's id in their names come first."""
     found: dict[str, list[str]] = {row: [] for row, _, _ in GRID}
     for test in all_tests():
         match = WITH_NUMBER.match(test.partition("::")[2])
@@ -170,7 +178,7 @@ def all_tests() -> Iterator[str]:
 
 
 def take(junit: Path, results: dict[str, Any]) -> None:
-    """Take the outcomes of a test run over; those of a test that ran again replace the older ones."""
+    """Add the outcomes of a test run to ``results``, and replace older outcomes of the same tests."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],  # noqa: S607
         capture_output=True,
@@ -189,7 +197,7 @@ def take(junit: Path, results: dict[str, Any]) -> None:
 
 
 def outcome(tests: list[str], results: dict[str, Any]) -> str:
-    """Return the last result of some tests in a few words."""
+    """Return the latest results of these tests in a few words."""
     known = [
         result
         for test in tests
@@ -211,7 +219,7 @@ def outcome(tests: list[str], results: dict[str, Any]) -> str:
 
 
 def grid(results: dict[str, Any]) -> str:
-    """Return the grid as a table."""
+    """Return the fault table."""
     tests = tests_by_row()
     lines = ["| | fault | expected | tests | last result |", "|---|---|---|---|---|"]
     tested = 0
@@ -221,17 +229,17 @@ def grid(results: dict[str, Any]) -> str:
             lines.append(f"| | **{FAMILIES[row]}** | | | |")
         named = ", ".join(f"`{test}`" for test in tests[row]) or "none"
         lines.append(f"| {row} | {fault} | {expected} | {named} | {outcome(tests[row], results)} |")
-    return "\n".join([f"{tested} of {len(GRID)} rows have tests. {ORACLES}", "", *lines])
+    return "\n".join(["", f"{tested} of the {len(GRID)} faults in the table have tests. {ORACLES}", "", *lines])
 
 
 def runs() -> list[dict[str, Any]]:
-    """Return the result files of long runs."""
+    """Return the contents of the result files of long runs."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RUNS.glob("*.json")) if path != RESULTS]
     return [run for run in found if "proof_run" in run]
 
 
 def figures() -> str:
-    """Return what the long runs came to, kind by kind, added up."""
+    """Return a table of the long runs, with totals for each kind of run."""
     lines = ["| | runs | total | failures | hours | commits |", "|---|---|---|---|---|---|"]
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for run in runs():
@@ -250,7 +258,7 @@ def figures() -> str:
                     f"| | | 0 of {total:,} {name} caused a failure: with 95 % confidence, fewer than 3 in {total:,} do "
                     "| | | |"
                 )
-    return "\n".join(lines if len(lines) > 2 else ["There is no result of a long run."])  # noqa: PLR2004  # the head
+    return "\n".join(lines if len(lines) > 2 else ["No results of long runs have been recorded."])  # noqa: PLR2004  # the head
 
 
 def filled(text: str, results: dict[str, Any]) -> str:
@@ -266,13 +274,13 @@ def filled(text: str, results: dict[str, Any]) -> str:
 
 
 def kept() -> dict[str, Any]:
-    """Return the results of tests that are kept."""
+    """Return the test results in docs/proof-runs/tests.json."""
     found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     return found
 
 
 def main() -> None:
-    """Take results over and write the page."""
+    """Add the results of the given test runs, and write the page."""
     results = kept()
     for name in sys.argv[1:]:
         take(Path(name), results)
