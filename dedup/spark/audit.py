@@ -1,5 +1,5 @@
-"""Implements `dedup spark audit`, which makes the checks of `dedup verify` on Spark and can also judge the history that
-seeded a fleet.
+"""Implements `dedup spark audit`, which runs the checks of `dedup verify` on Spark and can also judge the historical
+records that seeded a fleet.
 
 The audit judges the source records with `batch_verdicts.judged`, computes which records the topics should contain, and
 compares their digests with those of the records that the topics do contain. A record that occurs less often than
@@ -125,7 +125,7 @@ def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:
 
 
 def _count_ended(report: Report, cut: AuditCut, sides: Sides, pairs: DataFrame) -> None:
-    """Set `Books.ended` of each fully judged partition, and report the partitions where it differs from `read`."""
+    """Report each fully judged partition whose records did not all end as unique, duplicate, late, or dead letter."""
     topology, output = cut.topology, cut.topology.output
     if topology.direct and output is not None and cut.partitions[output.topic] and cut.complete(output.topic):
         committed = by_key(cut.committed[cut.log_topic], fn.col("partition"))
@@ -174,7 +174,7 @@ def _found(rows: DataFrame, *claims: Column) -> DataFrame:
 
 
 def _if_provable(provable: bool, kind: str, text: Column | str, why_not: str) -> tuple[str, Column | str]:  # noqa: FBT001
-    """Return the kind and text of a violation or, if ``provable`` is false, of a finding that is not provable."""
+    """Return ``kind`` and ``text`` if ``provable`` is true, and otherwise the kind `not_provable` and ``why_not``."""
     return (kind, text) if provable else (_NOT_PROVABLE, why_not)
 
 
@@ -258,12 +258,13 @@ def _of_source(cut: AuditCut, of: Callable[[str], Mapping[int, int]]) -> Column:
 
 
 def _pairs(cut: AuditCut, rows: DataFrame) -> DataFrame:
-    """Count how often each digest is expected and how often it is found, in each topic that is compared by digests.
+    """Count how often each record digest is expected in a topic, and how often it occurs there.
 
     The result has one row for each `topic`, `scope` (the part of the topic that may contain the digest), and `digest`.
-    `sure` counts the certainly expected records, `may` the possibly expected records, `originals` the source records
-    whose verdict is unique, duplicate, or conflict, and `times` the records that were found. `task` and `at` locate an
-    expected record, `late_at` a late record, and `partition` and `offset` a found record.
+    `sure` counts records that must be in the topic, `may` counts records that may be there, `times` counts records that
+    are there, and `originals` counts expected records whose verdict is unique, duplicate, or conflict. `task` and `at`
+    locate an expected record, `late_at` locates a late record, and `partition` and `offset` locate a record that is
+    there.
     """
     topology, zero, headers = cut.topology, fn.lit(0), fn.col("headers")
     settled, live = fn.expr("NOT pending AND NOT doubtful"), rows.where("NOT history")
@@ -361,8 +362,8 @@ def _digest_claims(cut: AuditCut) -> Iterator[Column]:
 def _differences(
     topic: str, here: Column, lost: tuple[str, Column | str], *extra: tuple[str, Column | str]
 ) -> Iterator[Column]:
-    """Yield findings about one topic. ``lost`` is the kind and text for missing records; ``extra`` holds those for
-    repeated and for unexpected records, if these are to be reported.
+    """Yield findings about missing records and, if ``extra`` is given, about repeated and unexpected records of a
+    topic.
     """
     is_it, missing, more = f"topic = '{topic}'", "sure - times", "times - sure - may"
     there = fn.coalesce(_place(topic, "partition", "offset"), here)

@@ -133,7 +133,9 @@ class AuditCut:
         return self.begins[topic] | self.committed[topic]
 
     def read(self, topic: str, begins: Mapping[int, int] | None = None) -> DataFrame:
-        """Return the committed records that the audit reads from a topic, from the offsets ``begins`` on if given."""
+        """Return the committed records that the audit reads from a topic, optionally only from the offsets ``begins``
+        on.
+        """
         if not self.bounds[topic]:
             return self.spark.createDataFrame([], RECORDS)
         lows = {at: max(low, (begins or {}).get(at, 0)) for at, low in self.lows(topic).items()}
@@ -175,7 +177,7 @@ class AuditCut:
         return numbered.select(*RECORDS.fieldNames())
 
     def _accepted_by_seed(self, history: DataFrame) -> DataFrame:
-        """Return a seed's history without the records that `dedup spark seed` refused for a future event time.
+        """Return a seed's history without the records that `dedup spark seed` refused because of future event times.
 
         An audit does not know a worker's clock, so a single record with a future event time would make all later
         records late.
@@ -291,13 +293,13 @@ def forwarded_by_replay(topics: Sequence[str]) -> Column:
 def expected(cut: AuditCut, sides: Sides) -> DataFrame:
     """Return every record of the log with its verdict, its expected digests, and its records in side topics.
 
-    Records that only the broker or a worker's clock made dead letters left no sighting and did not advance stream time,
+    Dead letters that only the broker or a worker's clock can explain left no sighting and did not advance stream time,
     so they are not judged with the other records. The columns are `source`, `verdict`, `reason`, `time_ms`,
     `stream_ms`, `before_ms` (the stream time before the record), `task`, `at` (the offset in the log), `pending` (the
     fleet may not have judged the record), `history` (the record is before the fleet's first offset), `doubtful`
-    (another verdict is possible), `forwards`, digests of the record (`raw` as it was, `out` in the output, `copy` among
-    the duplicates), and the columns of `Sides.records`. If a record in a side topic names no record of the log, it has
-    a row whose `verdict` is null.
+    (another verdict is possible), `forwards` (the verdict means that the record is in the output), digests of the
+    record (`raw` as it was, `out` in the output, `copy` among the duplicates), and the columns of `Sides.records`. If a
+    record in a side topic names no record of the log, it has a row whose `verdict` is null.
     """
     topology, records, contiguous = cut.topology, cut.log, cut.contiguous
     if sides.refused_number:
@@ -353,9 +355,10 @@ def _digests(cut: AuditCut) -> list[Column]:
 def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFrame:
     """Return the rows with the columns `before_ms` (null if it is not needed) and `doubtful`.
 
-    If the beginning of a log was deleted, any ID may have a sighting in the deleted part. The sighting's event time is
-    at most the stream time of the first remaining record that was not late, plus the grace. If an ID occurs before all
-    deleted sightings must have expired, its records are doubtful from there to the end of the log.
+    If the beginning of a log was deleted, any ID may have a sighting in the deleted part. The event time of a deleted
+    sighting is at most the stream time of the first remaining record that was not late, plus the grace. If an ID occurs
+    before all deleted sightings must have expired, the audit doubts all records of the ID from there to the end of the
+    log.
     """
     topology, window, no = cut.topology, cut.topology.window, fn.expr("false")
     clamped, unknown = topology.future is OnFuture.CLAMP, [task for task, known in cut.known.items() if not known]

@@ -1,17 +1,16 @@
 """Judges a complete table of records; each row gets the same verdict as from a worker.
 
-A verdict depends on the earlier sightings of the record's ID and on stream time. The map side computes the stream time
-of each record (`map_side`). One shuffle then brings the rows of each ID together, and the reduce side sorts and judges
-them (`reduce_side`, `columnar_fold`). The order in which records are judged depends on the input:
+A verdict depends on the earlier sightings of the record's ID and on stream time. The map side of the job computes the
+stream time of each record (`map_side`). One shuffle then brings the rows of each ID together, and the reduce side sorts
+and judges them (`reduce_side`, `columnar_fold`). The order in which records are judged depends on the input:
 
 * In a direct topology, the records of each source partition are judged in the order of offsets, as in a worker.
-* The records of a partition of the repartition topic are judged in the order of offsets, as in a worker, with the
-  stream time of all feeds.
-* If a topology repartitions records but the input is its source topics, no log shows the order in which a fleet judged
-  the records. They are judged by the running maximum of event time within the source partition, and then by topic,
-  partition, and offset.
-* Rows without offsets are judged by event time, and rows of equal event time by a digest of key, value, headers, and
-  timestamp. None of the rows without offsets is late.
+* The records of each partition of the repartition topic are judged in the order of offsets, as in a worker.
+* If a topology repartitions records but the input is its source topics, records are judged by the running maximum of
+  event time in their source partition, and then by topic, partition, and offset, because no log shows the order in
+  which a fleet judged them.
+* Rows without offsets are judged in the order of event time, and rows with equal event times in the order of a digest
+  of key, value, headers, and timestamp. None of the rows without offsets is late.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ Order = Literal["offsets", "event_time"]
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """Records after the shuffle, before the reduce side judges them."""
+    """The records of a judging job after its shuffle; the reduce side has not judged them yet."""
 
     packed: DataFrame
     """Rows of `map_side.PACKED_ROWS`, each in the Spark partition of its reduce task."""
@@ -78,14 +77,15 @@ def judged(
 
     ``df`` has the columns of `rows.RECORDS`, and may have others. `verdict` is unique, duplicate, conflict, late,
     dead_letter, or exempt. Exempt records are forwarded by policy without being judged, with the reason missing_id or
-    tombstone. A conflict that a policy forwards has the verdict unique and the reason conflict.
+    tombstone. A conflict that the policy `on_conflict: forward` forwards has the verdict unique and the reason
+    conflict.
 
     ``now_ms`` is the clock time in ms that decides which event times are in the future. Set ``contiguous`` if the
     offsets of each Kafka partition ascend within each Spark partition of ``df`` and no two Spark partitions overlap, as
     with Spark's Kafka source. Setting ``contiguous`` saves a sort; the job checks the order while it runs. ``feeds``
-    lists all source partitions if ``df`` is read from the repartition topic. Raises TopologyError for an unsuitable
-    table and SettingsError for unusable Spark settings. When the result is computed, the job raises the errors that
-    `backfill.backfill` lists.
+    lists all source partitions if ``df`` is read from the repartition topic. Raises TopologyError if ``df`` lacks a
+    required column, and SettingsError for unusable Spark settings. When the result is computed, the job raises the
+    errors that `backfill.backfill` lists.
     """
     history = History(df, placed=order == "offsets", contiguous=contiguous, identity="", place="", feeds=tuple(feeds))
     return judging(history, topology, now_ms=now_ms).frame()
@@ -102,8 +102,8 @@ def judging(
     """Return the records of a history after the shuffle, before the reduce side judges them.
 
     If ``ends`` is given, the job continues where earlier jobs ended; only the modes ``direct`` and ``event_time``
-    support ``ends``. ``layers`` contains the sightings of earlier jobs (rows of `sightings.LAYER`), grouped by the
-    number of buckets that they were written with.
+    support ``ends``. ``layers`` contains the sightings of earlier jobs (rows of `sightings.LAYER`) by the number of
+    buckets into which the jobs divided them.
     """
     df, feeds, pieces = history.records, history.feeds, history.pieces
     refuse_other_shape(df)
@@ -158,7 +158,7 @@ class Counts:
 
     @property
     def lines(self) -> list[str]:
-        """The counts and the causes as lines of text."""
+        """The counts and causes as lines of text for the user."""
         shown = "  ".join(f"{name} {count:,}" for name, count in self.verdicts.items())
         lines = [f"judged {sum(self.verdicts.values()):,}: {shown or 'no record'}"]
         for verdict, causes in self.causes.items():
@@ -167,7 +167,7 @@ class Counts:
 
 
 def counts_of(verdicts: DataFrame) -> Counts:
-    """Return the counts of judged records; ``verdicts`` is read twice."""
+    """Count the records by verdict, and by cause for some verdicts; ``verdicts`` is read twice."""
     rows = verdicts.groupBy("verdict").count().collect()
     counts = {row["verdict"]: row["count"] for row in sorted(rows, key=lambda row: str(row["verdict"]))}
     causes: dict[str, dict[str, int]] = {}
@@ -182,8 +182,8 @@ def counts_of(verdicts: DataFrame) -> Counts:
 
 
 def balanced(history: History, counts: Mapping[str, int]) -> int:
-    """Return the number of records in the history. Raises InvariantBroken if ``counts`` contains another number of
-    verdicts.
+    """Return the number of records in the history. Raises InvariantBroken if the verdicts in ``counts`` do not add up
+    to the number of records in the history.
     """
     rows = history.records.count()
     if rows != sum(counts.values()):
@@ -195,7 +195,7 @@ def balanced(history: History, counts: Mapping[str, int]) -> int:
 
 
 def mode_of(topology: Topology, history: History) -> Mode:
-    """Return the mode in which records of this history are judged."""
+    """Return the mode, which determines the order in which the records of a history are judged."""
     if not history.placed:
         return "event_time"
     if topology.direct:
@@ -236,7 +236,7 @@ def refuse_other_shape(df: DataFrame) -> None:
 def history_of(df: DataFrame, *, identified: bool) -> History:
     """Return a DataFrame of `rows.RECORDS` as a history, identified by the number of its rows.
 
-    If ``identified`` is true, a digest of all rows is also part of the identity; to compute the digest, Spark reads all
+    If ``identified`` is true, the history's identity also contains a digest of all rows, for which Spark reads all
     columns. Raises SettingsError if only some rows have offsets.
     """
     refuse_other_shape(df)

@@ -1,7 +1,7 @@
 """Judges rows that are sorted by ID and, within each ID, in the order in which they must be judged.
 
-NumPy judges whole columns of simple IDs, which occur once or whose later rows all repeat the first row. The worker's
-code (`core.fold`) judges all other IDs.
+IDs that occur once, and IDs whose later rows all repeat the first row, are judged as whole columns with NumPy. The
+worker's code (`core.fold`) judges all other IDs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Decided:
 
 
 def judge_sorted(rows: SortedRows, rules: Rules, known: Mapping[int, Sightings]) -> Decided:
-    """Return the verdicts on all rows; ``known`` maps a group to its sightings from earlier jobs.
+    """Return the verdicts on all rows; ``known`` maps a number in ``rows.groups`` to sightings from earlier jobs.
 
     Raises RecordFailed if the policy `fail` applies to a record.
     """
@@ -100,7 +100,7 @@ def judge_sorted(rows: SortedRows, rules: Rules, known: Mapping[int, Sightings])
 def _decide_plain_groups(
     rows: SortedRows, rules: Rules, starts: Integers, lengths: Integers, decided: Decided, seen_before: Booleans
 ) -> Booleans:
-    """Judge the groups whose later rows all repeat the first row, and return which other groups have several rows."""
+    """Judge the IDs whose later rows all repeat the first row, and return which other IDs have several rows."""
     several: Booleans = lengths > 1
     window = rules.window
     if window.extend or rules.fingerprints:
@@ -130,7 +130,7 @@ def _judge_chunk(
     earlier: Mapping[int, Sightings],
     decided: Decided,
 ) -> Sightings:
-    """Judge the rows of a few groups with the sightings in ``earlier``, and return the sightings of the last group."""
+    """Judge the rows of a few IDs, given their ``earlier`` sightings, and return the sightings of the last ID."""
     names = [b"%d" % group for group in groups.tolist()]
     times_ms, stream_times = rows.times_ms[chunk].tolist(), rows.stream_ms[chunk].tolist()
     fingerprints = None if rows.fingerprints is None else rows.fingerprints.take(pa.array(chunk)).to_pylist()
@@ -159,7 +159,7 @@ def _judge_chunk(
 
 
 def _chunks(starts: Integers, lengths: Integers, marked: list[int]) -> Iterator[tuple[Integers, Integers]]:
-    """Yield the rows of the marked groups in chunks, each with the group of every row; long groups are divided."""
+    """Yield the rows of the marked IDs in chunks of limited size; an ID with many rows spans several chunks."""
     parts: list[tuple[int, int, int]] = []
     rows = 0
     for group, start, count in zip(marked, starts[marked].tolist(), lengths[marked].tolist(), strict=True):

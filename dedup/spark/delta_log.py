@@ -1,8 +1,8 @@
 """Reads the log of a Delta table, and appends rows to the table in commits that are then verified in the log.
 
-An append names its application and a number (`txnAppId`, `txnVersion`). If two appends have the same number, Delta
-commits one of them, and refuses the other or silently drops it. After an append, `DeltaLog.append` therefore looks for
-the metadata of the append (`userMetadata`) in the log.
+Each append to the table names an application and a number (`txnAppId`, `txnVersion`). If two appends have the same
+application and number, Delta commits one of them, and refuses the other or silently drops it. After an append,
+`DeltaLog.append` therefore looks for the metadata of the append (`userMetadata`) in the log.
 
 The log's files are read one by one, newest first (see "Delta Log Entries" in Delta's protocol), because each `DESCRIBE
 HISTORY` runs a Spark job over all log files.
@@ -63,7 +63,7 @@ class TableCommit:
 
     @property
     def restored_to(self) -> int | None:
-        """The version to which this commit restored the table, or None if it named no version to restore."""
+        """The version to which this commit restored the table, or None if the commit named no version to restore."""
         version = self.parameters.get("version") if self.operation == "RESTORE" else None
         return None if version is None else int(version)
 

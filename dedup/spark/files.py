@@ -69,7 +69,7 @@ _TASKS_PER_CORE: Final = 4
 
 
 class DamagedFile(Exception):
-    """Raised if a file cannot be read to its end; `session.translated_errors` turns it into a SettingsError."""
+    """Raised for a file that cannot be read to its end; the user sees a SettingsError (`session.translated_errors`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class InputSplits:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Records to judge, with what is known about their order."""
+    """Records to judge, and what dedup knows about their order."""
 
     records: DataFrame
     """Rows with the columns of `rows.RECORDS`, and with any columns that file paths contain."""
@@ -234,8 +234,8 @@ def _version(spark: SparkSession, name: str, table_id: str, version: int, of_pat
 
 
 def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None) -> _Input:
-    """Return the files as a table. Raises SettingsError if a directory name (``topic=a/``) repeats a column of the
-    lines.
+    """Return the files as a table. Raises SettingsError if a directory (``topic=a/``) has the name of a record's
+    column.
     """
     reader = spark.read.options(**LOSSLESS)
     if base is not None:
@@ -257,9 +257,7 @@ def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, 
 
 
 def _columns_of_files(spark: SparkSession, files: Sequence[str]) -> Collection[str]:
-    """Return the columns of the Parquet files. Raises SettingsError if a file is damaged or the files differ in
-    columns.
-    """
+    """Return the columns of the Parquet files. Raises SettingsError if a file is damaged or files differ in columns."""
     # Spark would fill in nulls for a column that a file lacks; a null would become a tombstone or a missing time.
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         found = list(pool.map(partial(_footer, spark), files))
@@ -348,9 +346,7 @@ def _united(parts: Sequence[pa.Table]) -> pa.Table:
 
 
 def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-    """Yield one JSON report with the rows of `_FOUND`, and with the runs of offsets, or null if rows are not in log
-    order.
-    """
+    """Yield one JSON report: the rows of `_FOUND` and, if the rows are in log order, the runs of ascending offsets."""
     runs = OffsetRuns()
     topics: list[str] = []
     found = _FOUND.empty_table()
@@ -450,7 +446,7 @@ def _input_splits(table: DataFrame) -> InputSplits | None:
 def read_splits(
     columns: Sequence[str], splits: Iterable[pa.RecordBatch], wanted: Sequence[str] = tuple(RECORDS.names)
 ) -> Batches:
-    """Yield the columns ``wanted`` of the row groups that ``splits`` lists, with the columns of `InputSplits.frame`.
+    """Yield the ``wanted`` columns of the row groups that ``splits`` (rows of `InputSplits.frame`) names.
 
     ``columns`` lists the columns that the files have. Raises DamagedFile if a file cannot be read.
     """

@@ -4,8 +4,8 @@ Iceberg has no transaction IDs, so it would accept the appends of two jobs one a
 `IcebergLog.append` writes rows to a branch that begins at the latest snapshot that it has examined, checks that `main`
 is still at this snapshot, and fast-forwards `main` to the branch (see "Branching and Tagging" in Iceberg's
 documentation). Iceberg refuses to fast-forward `main` if the table has changed since the check. If another job commits
-first, the rows of the append stay invisible, and the append begins again, or fails if the other job is of the same
-application.
+first, the appended rows stay invisible, and `append` starts over or, if the other job belongs to the same application,
+fails.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class IcebergLog:
             snapshot = None if parent is None else table.snapshot(parent)
 
     def _loaded(self) -> Any:  # noqa: ANN401 - a table of Iceberg's Java library; Spark has no SQL for its snapshots
-        """Return the table, or None if it does not exist. Raises StateIncompatible for a table of format version 1."""
+        """Return the table, or None if it does not exist. Raises StateIncompatible for Iceberg's format version 1."""
         if not self._spark.catalog.tableExists(self.table):
             return None
         jvm: Any = self._spark._jvm  # noqa: SLF001

@@ -63,7 +63,7 @@ class Attempt(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the attempt's files in the directory of the state."""
+        """The name of the attempt's files in the state directory."""
         return f"{self.run:08}-{self.attempt}"
 
 
@@ -138,7 +138,7 @@ def incremental(
     Raises StateIncompatible, without publishing a verdict, if someone else has changed the table, the table belongs to
     another topology, another run has committed in the meantime, a file of the input was replaced, the type of an ID
     column has changed, the input contains offsets that earlier runs have judged, or rows have offsets although the
-    topology repartitions records. Also raises the other errors that `backfill.backfill` lists.
+    topology repartitions records. `incremental` also raises the other errors that `backfill.backfill` lists.
     """
     began_s = time.monotonic()
     with translated_errors():
@@ -290,7 +290,7 @@ class _Run:
 
 
 class OutputTable:
-    """The Delta table with the verdicts, and the state of its runs in the subdirectory `_dedup`."""
+    """The Delta table of verdicts; its subdirectory `_dedup` contains the state of the incremental runs."""
 
     def __init__(self, spark: SparkSession, out: str) -> None:
         self._spark: Final = spark
@@ -308,8 +308,8 @@ class OutputTable:
     def last_run(self) -> Attempt:
         """Return the last committed attempt, or an attempt of run 0 if the table does not exist.
 
-        Raises StateIncompatible if someone else has changed rows of the table since the last run, or if no run is in
-        its history.
+        Raises StateIncompatible if someone else has changed rows of the table since the last run, or if the table's
+        history names no run.
         """
         latest: Attempt | None = None
         at = -1
@@ -400,7 +400,7 @@ class OutputTable:
         return intent if intent.identity == identity else None
 
     def begin(self, intent: Intent) -> Intent:
-        """Write the intent of a run, and return it."""
+        """Write the intent of a run to the state directory, and return the intent."""
         self._write(f"runs/{intent.run:08}.json", asdict(intent))
         return intent
 
@@ -410,7 +410,7 @@ class OutputTable:
         self._write(f"runs/{attempt.name}.json", {**asdict(state), "ends": ends})
 
     def commit(self, verdicts: DataFrame, attempt: Attempt, counts: Mapping[str, int]) -> None:
-        """Append the verdicts in one commit of the table, which names the attempt.
+        """Append the verdicts in one commit of the table; the commit names the attempt.
 
         Raises StateIncompatible if another attempt has committed the same run.
         """

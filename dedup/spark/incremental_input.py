@@ -239,7 +239,7 @@ class NewRows:
         return self.frame.sparkSession
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return the number and digest of the rows, or None if there are no rows or the last run judged the same ones."""
+        """Return the number and digest of the rows, or None if there are no rows or the last run judged equal rows."""
         found = {"rows": self._history().identity}
         return None if self.frame.isEmpty() or position.get("rows") == found["rows"] else found
 
@@ -278,7 +278,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def id_types(schema: StructType | None, topology: Topology) -> dict[str, str]:
-    """Return the types of the columns that contain the tracking ID, or nothing if rows are not events."""
+    """Return the types of the columns that contain the tracking ID, or an empty dict if rows are not events."""
     if schema is None:
         return {}
     match topology.tracking_id.rule:
