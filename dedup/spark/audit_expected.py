@@ -133,9 +133,7 @@ class AuditCut:
         return self.begins[topic] | self.committed[topic]
 
     def read(self, topic: str, begins: Mapping[int, int] | None = None) -> DataFrame:
-        """Return the committed records that the audit reads from a topic, optionally only from the offsets ``begins``
-        on.
-        """
+        """Return the committed records that the audit reads from a topic; ``begins`` may raise the first offsets."""
         if not self.bounds[topic]:
             return self.spark.createDataFrame([], RECORDS)
         lows = {at: max(low, (begins or {}).get(at, 0)) for at, low in self.lows(topic).items()}
@@ -205,7 +203,7 @@ def path() -> Column:
 def digest(headers: Column, timestamp_ms: Column) -> Column:
     """Return a 128-bit digest of a record's key, value, headers, and timestamp, in which null differs from empty.
 
-    The digest is part of a SHA-256 hash, because with a fast checksum, somebody could construct a collision to hide a
+    The digest is part of a SHA-256 hash, because somebody could construct a collision of fast checksums to hide a
     change.
     """
     sizes = (fn.coalesce(fn.length(name), fn.lit(-1)).cast("string") for name in ("key", "value"))

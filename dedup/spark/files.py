@@ -1,5 +1,4 @@
-"""Reads historical records from files and tables, and refuses damaged files and differing schemas before the job
-starts.
+"""Reads historical records from files and tables, and refuses damaged files and differing schemas.
 
 If Parquet files are on a local file system (`file:`), the tasks read them directly with Arrow (`InputSplits`), because
 Spark would pass their values to Python one at a time. Spark reads all other inputs, including Delta tables.
@@ -234,8 +233,7 @@ def _version(spark: SparkSession, name: str, table_id: str, version: int, of_pat
 
 
 def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None) -> _Input:
-    """Return the files as a table. Raises SettingsError if a directory (``topic=a/``) has the name of a record's
-    column.
+    """Return the files as a table. Raises SettingsError if a directory (``topic=a/``) is named like a record's column.
     """
     reader = spark.read.options(**LOSSLESS)
     if base is not None:
