@@ -233,8 +233,7 @@ def _version(spark: SparkSession, name: str, table_id: str, version: int, of_pat
 
 
 def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None) -> _Input:
-    """Return the files as a table. Raises SettingsError if a directory (``topic=a/``) is named like a record's column.
-    """
+    """Return the files as a table. Raises SettingsError if a directory (``topic=a/``) is named like a record column."""
     reader = spark.read.options(**LOSSLESS)
     if base is not None:
         reader = reader.option("basePath", base)
