@@ -1,9 +1,7 @@
 """Deduplication on Spark.
 
-`dedup` and `unique` deduplicate a DataFrame, and `read_run` reads the verdicts that a backfill published. The commands
-`dedup spark ...` are implemented in `dedup.cli.spark`.
-
-`dedup`, `unique`, and `read_run` are imported on first access, because executors need only parts of this package.
+`dedup` and `unique` deduplicate a DataFrame, and `read_run` reads the verdicts that a backfill published. `dedup.spark`
+imports each function only when it is first used, because executors need only parts of the package.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ __all__ = ["dedup", "read_run", "unique"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401  # one of the public functions
-    """Import the public function ``name`` and return it."""
     if name not in __all__:
         raise AttributeError(f"module 'dedup.spark' has no attribute {name!r}")
     return getattr(import_module("dedup.spark.manifest" if name == "read_run" else "dedup.spark.dataframe"), name)

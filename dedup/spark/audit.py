@@ -1,15 +1,13 @@
-"""Implements `dedup spark audit`, which runs the checks of `dedup verify` on Spark and includes the history of a seeded
-fleet.
+"""Implements `dedup spark audit`, which runs the checks of `dedup verify` on Spark and can also judge the historical
+records that seeded a fleet.
 
-Theory of operation. All topics are read up to fixed offsets, the *cut*: the driver first reads the group's offsets, and
-then the ends of the topics. The log is judged by `batch_verdicts.judged`, which the tests compare with the exact model
-row by row, and each record is joined with the late records and dead letters that name it as their source
-(`audit_expected`). The records of the output and side topics are compared with the expected records by digests. One
-shuffle brings the expected and the found digests together. A record that is found less often than expected is lost, a
-record that is found more often is duplicated, and a record that is found but not expected is a phantom. A record whose
-verdict the log cannot prove is counted as not provable, never as passed.
+The audit judges the source records with `batch_verdicts.judged`, computes which records the topics should contain, and
+compares their digests with those of the records that the topics do contain. A record that occurs less often than
+expected is lost, a record that occurs more often is duplicated, and an unexpected record is a phantom. If the topics do
+not contain enough to prove a verdict, the audit counts the record as not provable, never as correct.
 
-A finding is a row with a kind, place, text, and number; the kind is `not_provable` or one of `verify.report.MEANINGS`.
+A finding is a row with a kind, place, text, and number of records; its kind is `not_provable` or one of
+`verify.report.MEANINGS`.
 """
 
 from __future__ import annotations
@@ -58,12 +56,13 @@ def audit(
     history: History | DataFrame | None = None,
     begins: Mapping[TopicPartition, int] | None = None,
 ) -> Report:
-    """Audit all records in the topics without writing anything, and return the report.
+    """Check every record in the topology's topics without writing to Kafka, and return the report.
 
-    ``history`` contains the files that seeded the fleet, if any. ``begins`` contains the offsets where the fleet began,
-    and is needed if neither the topology's `start` nor a seed determines them. Raises StateIncompatible if there is
-    nothing to audit or retention deletes records in the meantime, SettingsError if it is not known where the fleet
-    began, and BrokerUnavailable if no broker responds.
+    ``history`` contains the historical records that seeded the fleet, if they came from files. ``begins`` maps each
+    source partition to the offset where the fleet began; it is required if the topology says `start: latest` and
+    neither a seed nor `dedup reset` recorded the offset. Raises StateIncompatible if there is nothing to audit or
+    retention deletes records during the audit, SettingsError if it is unknown where the fleet began, and
+    BrokerUnavailable if no broker responds.
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "audit on Spark", int(began_s * 1000))
@@ -93,8 +92,8 @@ def _compare(report: Report, cut: AuditCut) -> None:
 
 
 def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:
-    """Count the verdicts by task and by event time; a record without a usable event time has the time 0."""
     time_ms, is_judged = fn.col("time_ms"), fn.col("verdict").isin("unique", "duplicate", "conflict", "late")
+    # A record without a usable event time has the time 0.
     dated = (is_judged & (time_ms >= 0)) | ((time_ms > 0) & ~fn.col("reason").eqNullSafe(FUTURE))
     grouped = live.groupBy("task", "pending", "doubtful", "verdict", dated.alias("dated"))
     counts = fn.count("verdict").alias("number"), fn.min(time_ms).alias("first"), fn.max(time_ms).alias("last")
@@ -126,7 +125,7 @@ def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:
 
 
 def _count_ended(report: Report, cut: AuditCut, sides: Sides, pairs: DataFrame) -> None:
-    """For each fully judged partition, count where its records ended, and report counts that do not add up."""
+    """Report each fully judged partition whose records did not all end as unique, duplicate, late, or dead letter."""
     topology, output = cut.topology, cut.topology.output
     if topology.direct and output is not None and cut.partitions[output.topic] and cut.complete(output.topic):
         committed = by_key(cut.committed[cut.log_topic], fn.col("partition"))
@@ -145,7 +144,6 @@ def _count_ended(report: Report, cut: AuditCut, sides: Sides, pairs: DataFrame) 
 
 
 def _note(report: Report, findings: DataFrame) -> None:
-    """Add the number of findings and a sample of each kind to the report."""
     reason = fn.when(fn.col("kind") == _NOT_PROVABLE, fn.col("text"))
     for kind, text, number in findings.groupBy("kind", reason).agg(fn.sum("number")).collect():
         if kind == _NOT_PROVABLE:
@@ -161,9 +159,9 @@ def _note(report: Report, findings: DataFrame) -> None:
 
 
 def _claim(where: Column | str, place: Column, kind: str, text: Column | str, number: str = "1") -> Column:
-    """Return a finding as a struct for each row that meets the condition ``where``, and null for all other rows.
+    """Return a column with a finding in each row where ``where`` is true, and null in all other rows.
 
-    ``where`` may be SQL, and ``number`` is SQL.
+    ``where`` is a column or a SQL expression, and ``number`` is a SQL expression.
     """
     values = {"kind": fn.lit(kind), "place": place, "text": fn.lit(text), "number": fn.expr(number).cast("long")}
     claimed = fn.struct(*(column.alias(name) for name, column in values.items()))
@@ -171,27 +169,25 @@ def _claim(where: Column | str, place: Column, kind: str, text: Column | str, nu
 
 
 def _found(rows: DataFrame, *claims: Column) -> DataFrame:
-    """Compute and return the findings of all ``claims`` (results of `_claim`) in one pass over the rows."""
+    """Return the findings of all ``claims`` (columns that `_claim` returned), computed in one pass over the rows."""
     return rows.select(fn.inline(fn.array_compact(fn.array(*claims))))
 
 
 def _if_provable(provable: bool, kind: str, text: Column | str, why_not: str) -> tuple[str, Column | str]:  # noqa: FBT001
-    """Return the kind and text of a finding, which is a violation only if ``provable`` is true."""
+    """Return ``kind`` and ``text`` if ``provable`` is true, and otherwise the kind `not_provable` and ``why_not``."""
     return (kind, text) if provable else (_NOT_PROVABLE, why_not)
 
 
 def _shown(place: str) -> Column:
-    """Return ``topic/partition offset n`` for a column that holds ``topic/partition/offset``."""
     return fn.regexp_replace(place, r"/(\d+)$", " offset $1")
 
 
 def _place(topic: str, partition: str, offset: str) -> Column:
-    """Return ``topic/partition offset n``, or null if the offset is null."""
     return fn.expr(f"concat('{topic}/', {partition}, ' offset ', {offset})")
 
 
 def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[DataFrame]:
-    """Yield findings on individual records: errors in late and dead-letter topics, and unprovable verdicts."""
+    """Yield findings about single records: unprovable verdicts, and errors in the late and dead-letter topics."""
     live, here = "NOT pending AND NOT history", _shown("source")
     # Only the broker or a worker's clock can explain these dead letters.
     refused, by_clock = (
@@ -220,8 +216,8 @@ def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[Data
 
 
 def _side_claims(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
-    """Yield columns with findings on one side topic: wrong records, missing records, and records that name no log
-    record.
+    """Yield findings about a side topic: wrong records, missing records, and records whose source record does not
+    exist.
     """
     here, there, times = _shown("source"), _shown(f"{verdict}.place"), f"coalesce(times_{verdict}, 0)"
     again = fn.format_string("source record %s occurs more than once", here)
@@ -257,26 +253,24 @@ def _side_claims(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
 
 
 def _of_source(cut: AuditCut, of: Callable[[str], Mapping[int, int]]) -> Column:
-    """Return the offset that ``of`` returns for the source partition of each row."""
     offsets = {f"{topic}/{at}": offset for topic in cut.topology.source.topics for at, offset in of(topic).items()}
     return by_key(offsets, fn.concat_ws("/", "topic", "partition"))
 
 
 def _pairs(cut: AuditCut, rows: DataFrame) -> DataFrame:
-    """Return how often each digest is expected and found in each topic that is compared by digests.
+    """Count how often each record digest is expected in a topic, and how often it occurs there.
 
     The result has one row for each `topic`, `scope` (the part of the topic that may contain the digest), and `digest`.
-    The columns `sure` and `may` count how often the digest is certainly expected and possibly expected, `originals`
-    counts records that are forwarded unless they repeat another record, and `times` counts how often the digest is
-    found. `task` and `at` belong to an expected record, `late_at` to a late record, and `partition` and `offset` to a
-    found record.
+    `sure` counts records that must be in the topic, `may` counts records that may be there, `times` counts records that
+    are there, and `originals` counts expected records whose verdict is unique, duplicate, or conflict. `task` and `at`
+    locate an expected record, `late_at` locates a late record, and `partition` and `offset` locate a record that is
+    there.
     """
     topology, zero, headers = cut.topology, fn.lit(0), fn.col("headers")
     settled, live = fn.expr("NOT pending AND NOT doubtful"), rows.where("NOT history")
     parts = [cut.spark.createDataFrame([], _COMPARED)]
     if topology.output is not None and cut.partitions[topology.output.topic]:
-        # A record that is in a side topic by mistake is reported for that topic, and is not also expected in the
-        # output.
+        # A record that is in a side topic by mistake is reported for that topic, not for the output.
         elsewhere = fn.expr("coalesce(times_late, 0) + coalesce(times_dead_letter, 0) > 0")
         sure, may = fn.col("forwards") & ~elsewhere & settled, ~settled & (fn.col("verdict") != "dead_letter")
         task, partition = (fn.col(name) if topology.direct else zero for name in ("task", "partition"))
@@ -315,10 +309,8 @@ def _found_in(topic: str, records: DataFrame, scope: Column, key: Column) -> Dat
 
 
 def _repartitioned(cut: AuditCut, rows: DataFrame) -> Iterator[DataFrame]:
-    """Yield the digests that are expected and found in the repartition topic; each includes the source record's
-    coordinates.
-
-    A dead letter of the repartition step counts as found.
+    """Yield the digests that are expected and found in the repartition topic, each followed by the source record's
+    position.
     """
     topic, zero, source = cut.topology.repartition_topic, fn.lit(0), fn.col("source").cast("binary")
     for name in cut.topology.source.topics:
@@ -329,12 +321,12 @@ def _repartitioned(cut: AuditCut, rows: DataFrame) -> Iterator[DataFrame]:
         )
         yield _expected_in(topic, sent, zero, "key", fn.col("at") < ends, fn.col("at") >= ends)
     yield _found_in(topic, rows.where("verdict IS NOT NULL"), zero, fn.concat("raw", source))
+    # A source record that the repartition step made a dead letter counts as found.
     stepped = rows.where("verdict IS NULL AND topic IS NOT NULL AND times_dead_letter > 0")
     yield _found_in(topic, stepped, zero, fn.concat("dead_letter.digest", source))
 
 
 def _digest_claims(cut: AuditCut) -> Iterator[Column]:
-    """Yield the columns with findings on missing, repeated, and unexpected records in the result of `_pairs`."""
     topology, here = cut.topology, _place(cut.log_topic, "task", "at")
     known, whole = all(cut.known.values()), all(cut.complete(topic) for topic in topology.source.topics)
     if topology.output is not None:
@@ -370,10 +362,8 @@ def _digest_claims(cut: AuditCut) -> Iterator[Column]:
 def _differences(
     topic: str, here: Column, lost: tuple[str, Column | str], *extra: tuple[str, Column | str]
 ) -> Iterator[Column]:
-    """Yield the columns with findings on the records of one topic.
-
-    ``lost`` contains the kind and the text for missing records. ``extra`` contains the kinds and the texts for repeated
-    and for unexpected records, if these are to be reported.
+    """Yield findings about missing records and, if ``extra`` is given, about repeated and unexpected records of a
+    topic.
     """
     is_it, missing, more = f"topic = '{topic}'", "sure - times", "times - sure - may"
     there = fn.coalesce(_place(topic, "partition", "offset"), here)
@@ -383,7 +373,7 @@ def _differences(
 
 
 def _order_findings(cut: AuditCut, pairs: DataFrame) -> DataFrame:
-    """Return the findings on records that are out of their task's order; only records that occur once are compared."""
+    """Return findings about output records that are not in log order; only records that occur once are checked."""
     topic = "" if cut.topology.output is None else cut.topology.output.topic
     by_place = Window.partitionBy("task", "partition").orderBy("offset")
     placed = pairs.where(f"topic = '{topic}' AND sure = 1 AND times = 1")

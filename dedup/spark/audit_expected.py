@@ -1,7 +1,4 @@
-"""Determines what an audit reads of each topic (the cut), and which records the topics must therefore contain.
-
-The driver determines the cut: it first reads the group's offsets, and then the ends of the topics.
-"""
+"""Determines which offsets an audit reads, and which records each topic must therefore contain."""
 
 from __future__ import annotations
 
@@ -31,12 +28,9 @@ from dedup.verify.replay import FUTURE, REFUSED_BY_THE_BROKER
 from dedup.verify.report import Report
 
 _TAILS: Final = {"late": evidence.LATE_TAIL, "dead_letter": evidence.DEAD_TAIL}
-"""Maps the verdicts ``late`` and ``dead_letter`` to the headers that a worker appends to their records in side topics.
-"""
+"""Maps a verdict to the headers that a worker appends to records in the verdict's side topic."""
 _NO_CEILING_MS: Final = 1 << 48
-"""A limit so high that no future time is refused, because only the dead-letter topic shows which times a worker
-refused.
-"""
+"""So high that no event time is in the future: only the dead-letter topic shows which times a worker refused."""
 _MOST_BROADCAST: Final = 100_000
 _PATH: Final = r"^(.*)/(\d+)/(\d+)$"
 _DIGITS: Final = 32
@@ -44,9 +38,9 @@ _DIGITS: Final = 32
 
 
 class AuditCut:
-    """The offsets where an audit stops reading each topic, and the log that the fleet judged before these offsets.
+    """The range of offsets that an audit reads in each partition, and the records that the fleet judged.
 
-    Raises StateIncompatible if there is nothing to audit, and SettingsError if it is not known where the fleet began.
+    Raises StateIncompatible if there is nothing to audit, and SettingsError if it is unknown where the fleet began.
     """
 
     def __init__(
@@ -62,8 +56,7 @@ class AuditCut:
         self.topology: Final = topology
         self._settings: Final = settings
         with KafkaReader(settings) as reader:
-            # As in `verify.cut.Cut`, the bounds begin at the last `dedup reset`, except for the bounds of the source
-            # topics.
+            # As in `verify.cut.Cut`, the bounds of all topics but the source topics begin at the last `dedup reset`.
             self.partitions, self.committed, self.bounds, resets = offsets_of(topology, reader, report)
             has_state = reader.partitions([topology.changelog_topic])[topology.changelog_topic] > 0
             marks = seed_marks(spark, topology, settings) if has_state else {}
@@ -85,16 +78,15 @@ class AuditCut:
             each.high - each.low for part in self.bounds.values() for each in part.values()
         )
         self.contiguous: Final = history is None or not topology.direct or history.contiguous
-        """Whether Spark reads the log in order without a sort; see `batch_verdicts.judged`."""
+        """See `batch_verdicts.judged`."""
         self.log, self.known = self._judged_by_the_fleet(history)
-        """`log` contains the records that the fleet judged (`rows.RECORDS`), including the history before the log.
-        `known` maps each log partition to whether nothing is missing before its first record.
+        """`log` contains the records that the fleet judged (`rows.RECORDS`), including a seed's history. `known` maps
+        each log partition to whether nothing is missing before its first record.
         """
 
     def _starts(
         self, reader: KafkaReader, resets: Mapping[str, Mapping[int, int]], given: Mapping[TopicPartition, int] | None
     ) -> dict[str, dict[int, int]]:
-        """Return the offset where the fleet began to read each source partition."""
         topology = self.topology
         lows = {topic: self.lows(topic) for topic in topology.source.topics}
         if given is not None:
@@ -122,28 +114,26 @@ class AuditCut:
 
     @property
     def copies(self) -> dict[str, list[str]]:
-        """The topics for duplicates and conflicts that exist, each with the verdicts of its records."""
+        """The existing topics for duplicates and conflicts, each with the verdicts of the records that it contains."""
         topology = self.topology
         both = ["duplicate"] if topology.conflicts is not None else ["duplicate", "conflict"]
         wanted = {topology.duplicates: both, topology.conflicts: ["conflict"]}
         return {topic: verdicts for topic, verdicts in wanted.items() if topic is not None and self.partitions[topic]}
 
     def complete(self, topic: str) -> bool:
-        """Return whether no partition of a topic has lost its beginning."""
+        """Return whether all partitions of a topic still contain their first records."""
         return not any(each.start_deleted for each in self.bounds[topic].values())
 
     def lows(self, topic: str) -> dict[int, int]:
-        """Return the first offset that the audit may read in each partition of a topic."""
+        """Return, for each partition of a topic, the lowest offset that the audit reads."""
         return {at: each.low for at, each in self.bounds[topic].items()}
 
     def ends(self, topic: str) -> dict[int, int]:
-        """Return the group's offset in each partition; records from this offset on may or may not have been judged."""
+        """Return, for each partition of a topic, the first offset that the fleet may not have judged."""
         return self.begins[topic] | self.committed[topic]
 
     def read(self, topic: str, begins: Mapping[int, int] | None = None) -> DataFrame:
-        """Return the committed records of a topic within the cut, from ``begins`` on, or no records if the topic does
-        not exist.
-        """
+        """Return the committed records that the audit reads from a topic; ``begins`` may raise the first offsets."""
         if not self.bounds[topic]:
             return self.spark.createDataFrame([], RECORDS)
         lows = {at: max(low, (begins or {}).get(at, 0)) for at, low in self.lows(topic).items()}
@@ -151,7 +141,6 @@ class AuditCut:
         return history_of_range(self.spark, self._settings, {topic: ranges}).records
 
     def _judged_by_the_fleet(self, history: History | None) -> tuple[DataFrame, dict[int, bool]]:
-        """Return the values of `log` and `known`; ``history`` contains the files that seeded the fleet, if any."""
         topic, mark = self.log_topic, self._mark
         lows, begins = self.lows(topic), self.begins[topic]
         if not self.topology.direct:
@@ -170,10 +159,8 @@ class AuditCut:
         }
 
     def _before_the_log(self, history: History) -> DataFrame:
-        """Return a history with coordinates before the log: the original coordinates, if any, or else coordinates by
-        event time.
-
-        Records from the fleet's first offset on are left out, because the audit reads them from the log.
+        """Return the historical records before the fleet's first offset. Records without offsets get negative offsets
+        in the order of their event times.
         """
         topology, topic = self.topology, self.log_topic
         if history.placed:
@@ -188,9 +175,10 @@ class AuditCut:
         return numbered.select(*RECORDS.fieldNames())
 
     def _accepted_by_seed(self, history: DataFrame) -> DataFrame:
-        """Return a seed's history without the records that `dedup spark seed` refused for a future time.
+        """Return a seed's history without the records that `dedup spark seed` refused because of future event times.
 
-        An audit judges without a clock, so a single record with a future time would make every later record late.
+        An audit does not know a worker's clock, so a single record with a future event time would make all later
+        records late.
         """
         if self._mark is None or self.topology.future is not OnFuture.DEAD_LETTER:
             return history
@@ -200,7 +188,7 @@ class AuditCut:
 
 
 def by_key(values: Mapping[int, int] | Mapping[str, int], key: Column) -> Column:
-    """Return a column with the value of each row's key, or 0 for a key without a value and for null."""
+    """Return a column that maps ``key`` to its value in ``values``, and to 0 if ``key`` is null or missing there."""
     if not values:
         return fn.lit(0)
     mapped = fn.create_map(*(fn.lit(each) for pair in values.items() for each in pair))
@@ -208,14 +196,15 @@ def by_key(values: Mapping[int, int] | Mapping[str, int], key: Column) -> Column
 
 
 def path() -> Column:
-    """Return a column with ``topic/partition/offset``, in the form that a worker writes to headers."""
+    """Return a column with ``topic/partition/offset``, as a worker writes it to headers."""
     return fn.concat_ws("/", *(fn.col(name).cast("string") for name in COORDINATES))
 
 
 def digest(headers: Column, timestamp_ms: Column) -> Column:
-    """Return a digest of key, value, headers, and timestamp, which covers the lengths of key and value (-1 for null).
+    """Return a 128-bit digest of a record's key, value, headers, and timestamp, in which null differs from empty.
 
-    The digest is SHA-256 rather than a fast checksum, because somebody could construct a collision to hide a change.
+    The digest is part of a SHA-256 hash, because somebody could construct a collision of fast checksums to hide a
+    change.
     """
     sizes = (fn.coalesce(fn.length(name), fn.lit(-1)).cast("string") for name in ("key", "value"))
     head = fn.concat_ws(" ", timestamp_ms.cast("string"), *sizes, fn.to_json(headers)).cast("binary")
@@ -229,17 +218,15 @@ def _with_header(headers: Column, name: str, value: Column) -> Column:
 
 
 def _last_header(name: str) -> Column:
-    """Return the value of the last header with this name as a string, or null if there is no such header."""
     named = fn.filter("headers", lambda each: each["key"] == name)
     return fn.try_element_at(named, fn.lit(-1))["value"].cast("string")
 
 
 def _filed(records: DataFrame, topics: Sequence[str], side: str) -> DataFrame:
-    """Return each record of a side topic with the source record that it refers to, its reason, and a digest of the
-    original record.
+    """Return the records of a side topic, each with its source record, its reason, and a digest of the original record.
 
-    If a side record names no record of the source topics, its `topic` is null, and its `source` is its own coordinates.
-    `stand_in` is the digest that replaces the value, if the value was replaced.
+    If a record's headers do not name a record of the source topics, `topic` is null, and `source` is the record's own
+    position. If a record contains a digest instead of the original value, `stand_in` is that digest.
     """
     replaced, named = _last_header(evidence.DIGEST_HEADER), _last_header(evidence.SOURCE_HEADER)
     own = fn.size("headers") - len(_TAILS[side]) - replaced.isNotNull().cast("int")
@@ -260,14 +247,14 @@ def _filed(records: DataFrame, topics: Sequence[str], side: str) -> DataFrame:
 
 
 class Sides(NamedTuple):
-    """The records in the late and dead-letter topics, grouped by the source record that they name."""
+    """The records in the late and dead-letter topics, grouped by the source record that their headers name."""
 
     topics: Mapping[str, str]
     """Maps a verdict to its topic."""
     records: DataFrame
-    """Each row states for one `source` how often it is in each topic (such as `times_late`), which record there is the
-    first (a struct such as `late`), and whether it is a dead letter that only the broker or a worker's clock can
-    explain (`refused`).
+    """One row for each `source`, with the number of its records in each topic (such as `times_late`), the first of
+    these records (a struct such as `late`), and whether only the broker or a worker's clock can explain its dead letter
+    (`refused`).
     """
     with_stand_ins: tuple[str, ...]
     """Verdicts whose topics contain a record with a digest in place of the value."""
@@ -275,7 +262,7 @@ class Sides(NamedTuple):
 
 
 def sides_of(cut: AuditCut) -> Sides:
-    """Return the records of the side topics; `Sides.records` is persisted, and the caller must unpersist it."""
+    """Return the records of the late and dead-letter topics; the caller must unpersist `Sides.records`."""
     topology = cut.topology
     topics = {"late": topology.late.topic} if isinstance(topology.late, LateTo) else {}
     topics |= {"dead_letter": topology.dead_letter}
@@ -294,7 +281,7 @@ def sides_of(cut: AuditCut) -> Sides:
 
 
 def forwarded_by_replay(topics: Sequence[str]) -> Column:
-    """Return whether the last two headers say that `dedup replay --late --forward` wrote a record to the output."""
+    """Return a column that is true if the last two headers show that `dedup replay --late --forward` wrote a record."""
     last, before = (fn.try_element_at(fn.col("headers"), fn.lit(at)) for at in (-1, -2))
     place = fn.regexp_extract(last["value"].cast("string"), _PATH, 1).isin(*topics)
     marked = (before["key"] == evidence.VERDICT_HEADER) & (before["value"].cast("string") == "late")
@@ -304,12 +291,13 @@ def forwarded_by_replay(topics: Sequence[str]) -> Column:
 def expected(cut: AuditCut, sides: Sides) -> DataFrame:
     """Return every record of the log with its verdict, its expected digests, and its records in side topics.
 
-    Dead letters whose cause is not in the record itself left no sighting and did not advance stream time, so they are
-    not judged with the other records. The columns are `source`, `verdict`, `reason`, `time_ms`, `stream_ms`,
-    `before_ms` (the stream time before the record), `task`, `at` (the offset in the log), `pending`, `history`,
-    `doubtful` (another verdict is possible), `forwards`, digests of the record (`raw` as it was, `out` in the output,
-    `copy` among the duplicates), and the columns of `Sides.records`. A side record that names no record of the log has
-    a row whose `verdict` is null.
+    Dead letters that only the broker or a worker's clock can explain left no sighting and did not advance stream time,
+    so they are not judged with the other records. The columns are `source`, `verdict`, `reason`, `time_ms`,
+    `stream_ms`, `before_ms` (the stream time before the record), `task`, `at` (the offset in the log), `pending` (the
+    fleet may not have judged the record), `history` (the record is before the fleet's first offset), `doubtful`
+    (another verdict is possible), `forwards` (the verdict means that the record is in the output), digests of the
+    record (`raw` as it was, `out` in the output, `copy` among the duplicates), and the columns of `Sides.records`. If a
+    record in a side topic names no record of the log, it has a row whose `verdict` is null.
     """
     topology, records, contiguous = cut.topology, cut.log, cut.contiguous
     if sides.refused_number:
@@ -352,8 +340,7 @@ def _digests(cut: AuditCut) -> list[Column]:
     copied = _with_header(copied, evidence.FIRST_SOURCE_HEADER, first)
     raw = digest(own, fn.col("timestamp_ms"))
     if topology.direct:
-        # In a direct topology, only records in side topics are compared with this digest. With a repartition topic, all
-        # records are.
+        # In a direct topology, only records in side topics are compared with this digest.
         raw = fn.when(verdict.isin(*_TAILS), raw)
     return [
         verdict.isin(*forwards).alias("forwards"),
@@ -366,10 +353,10 @@ def _digests(cut: AuditCut) -> list[Column]:
 def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFrame:
     """Return the rows with the columns `before_ms` (null if it is not needed) and `doubtful`.
 
-    If the beginning of a log was deleted, any ID may have a sighting in the deleted part, at most at the stream time of
-    the first record that was not late, plus grace. If a record of an ID comes before the point where all these
-    sightings must have expired, the ID stays doubtful to the end of the log. `dedup verify` proves more records,
-    because it treats an ID as doubtful only until all sightings in the deleted part must have expired.
+    If the beginning of a log was deleted, any ID may have a sighting in the deleted part. The event time of a deleted
+    sighting is at most the stream time of the first remaining record that was not late, plus the grace. If an ID occurs
+    before all deleted sightings must have expired, the audit doubts all records of the ID from there to the end of the
+    log.
     """
     topology, window, no = cut.topology, cut.topology.window, fn.expr("false")
     clamped, unknown = topology.future is OnFuture.CLAMP, [task for task, known in cut.known.items() if not known]
@@ -381,8 +368,7 @@ def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFra
         beyond = fn.expr(f"time_ms > before_ms + {topology.max_clock_skew_ms}")
         doubt |= fn.coalesce(fn.bool_or(beyond).over(by_log), no)
     if unknown:
-        # If late records are dropped or forwarded, no topic shows which records were late, so any record may have been
-        # late.
+        # If late records are dropped or forwarded, no topic shows them, so any record may have been late.
         on_time = fn.expr("coalesce(times_late, 0) = 0") if isinstance(topology.late, LateTo) else no
         whole = by_log.rowsBetween(Window.unboundedPreceding, Window.unboundedFollowing)
         first_ms = fn.first(fn.when(on_time, fn.col("stream_ms")), ignorenulls=True).over(whole)
@@ -391,7 +377,6 @@ def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFra
         of_id = fn.bool_or("front").over(Window.partitionBy("task", "id").orderBy("at"))
         doubt |= fn.col("id").isNotNull() & fn.coalesce(of_id, no)
         if not topology.direct:
-            # One of several feeds may have been far ahead of stream time, so nothing limits the event times of purged
-            # records.
+            # A feed may have been far ahead of stream time, so nothing limits the event times of purged records.
             doubt |= fn.col("task").isin(*unknown)
     return rows.withColumn("doubtful", doubt).drop("front")

@@ -1,14 +1,12 @@
 """Implements `dedup spark backfill`, which judges a whole history and publishes all of its verdicts exactly once.
 
-Theory of operation. Each attempt of a run writes to its own directory, which Spark ignores because of its name, and
-publishes the directory with one rename. Either all verdicts of a run are published or none are. A run that was already
-published under the same name is not written again. After a run was killed, a new attempt writes the run from the start,
-with the clock time of the first attempt. A rename is atomic on local disks and HDFS but not on object stores. On an
-object store, the directory keeps its name, and a manifest that names its files publishes the run (`manifest`).
+Each attempt of a run writes to its own directory, which Spark ignores because of its name, and then renames the
+directory, so that either all verdicts of a run are published or none. On object stores, where a rename is not atomic, a
+manifest that names the attempt's files publishes the run instead (`manifest`). After a run was killed, a new attempt
+starts over with the clock time of the first attempt.
 
-On a local file system, the tasks that judge records write the Parquet files with Arrow. A task writes files under names
-that are unique to its attempt, and reports these names. The driver moves the reported files to their final place, so
-files of a failed or second attempt of a task are never included.
+On a local file system, the tasks that judge records also write the Parquet files, with Arrow. Each task attempt uses
+its own file names, and the driver publishes only the files that successful tasks report.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ _WITHOUT_STATISTICS: Final = frozenset({"value", "headers", "detail"})
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """The result of a published run."""
+    """The result of a published backfill run."""
 
     run: str
     identity: str
@@ -68,9 +66,7 @@ class RunReport:
     verdicts: Mapping[str, int]
     path: str
     causes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """The most frequent causes of some verdicts; see `batch_verdicts.Counts`. In reports of earlier versions, this
-    field and the next two have their defaults.
-    """
+    """See `batch_verdicts.Counts`. Reports of earlier versions lack this field, `files`, and `seconds`."""
     files: int = 0
     seconds: float = 0.0
     fresh: bool = True
@@ -90,15 +86,16 @@ def backfill(
     """Publish the verdict of every record of the history under ``path``, exactly once, and return the report.
 
     ``history`` is the result of `files.read_files` or `kafka_source.read_kafka`, or a DataFrame of `rows.RECORDS` in
-    which either all rows or no rows have coordinates. The files have the columns of `batch_verdicts.judged`, and are
+    which either all rows or no rows have offsets. The files have the columns of `batch_verdicts.judged`, and are
     partitioned by verdict. All verdicts are published together, under ``run=<run>``; a run that is already published is
-    not written again. ``now_ms`` is the clock time that decides which event times are in the future (by default, now).
-    In the following cases, the function publishes nothing and raises
+    not written again. ``now_ms`` is the clock time in ms that decides which event times are in the future (by default,
+    now).
 
-    * StateIncompatible if an earlier run with this name had another input or topology, if rows are repeated or belong
-      to other topics, or if retention deleted records while they were read,
-    * RecordFailed if the policy `fail` applied to a record,
-    * SettingsError or TopologyError for damaged files, an unsuitable table, or a run name that no directory can have.
+    Raises StateIncompatible if an earlier run with this name had another input or topology, if rows are repeated or
+    belong to other topics, or if retention deleted records while they were read. Raises RecordFailed if the policy
+    `fail` applied to a record. Raises SettingsError or TopologyError for damaged files, an unsuitable table, or an
+    invalid run name. StateIncompatible, RecordFailed, SettingsError, and TopologyError are raised before any verdict is
+    published.
     """
     if not _RUN.fullmatch(run):
         raise SettingsError([Problem(f"--run {run}", "is not a valid directory name; use letters, digits, - and _")])
@@ -132,7 +129,7 @@ def backfill(
 
 
 class RunDirectory:
-    """One run in the directory that contains all runs of an output."""
+    """One backfill run, in the output directory that contains all runs."""
 
     def __init__(self, spark: SparkSession, root: str, run: str, fmt: OutputFormat) -> None:
         self._spark: Final = spark
@@ -148,7 +145,7 @@ class RunDirectory:
         return str(self._root.path if self._fmt == "delta" else self._root.at(f"run={self._run}"))
 
     def begin(self, identity: str, now_ms: int) -> RunReport | int:
-        """Return the report of this run if it was published; otherwise, return the clock time in ms that the run must
+        """Return the run's report if the run is already published, and otherwise the clock time in ms that the run must
         use.
 
         Raises StateIncompatible if a run with this name was begun with another input, topology, or order.
@@ -171,7 +168,7 @@ class RunDirectory:
         return now_ms if published is None else published
 
     def publish(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
-        """Write the records to one directory for each verdict, publish them, and return the report."""
+        """Write the judged records, partitioned by verdict, publish them, and return the report."""
         made = (self._publish_delta if self._fmt == "delta" else self._publish_files)(verdicts, report)
         self._files.delete(self._root.at(f"_started-{self._run}.json"), False)  # noqa: FBT003 - not recursive
         return made
@@ -211,7 +208,6 @@ class RunDirectory:
         self._write(path, {**asdict(made), "manifest": None if manifest is None else asdict(manifest)})
 
     def _moved(self, attempt: Any, target: Any) -> bool:  # noqa: ANN401 - paths of Hadoop's
-        """Rename the attempt to the target, and return whether the rename succeeded."""
         # HADOOP-11452: if the target exists, rename does not fail, but moves the attempt into the target.
         return self._files.rename(attempt, target) and not self._files.exists(self._root.at(attempt.getName(), target))
 
@@ -244,7 +240,6 @@ def codec_of(spark: SparkSession) -> str | None:
 
 
 def _write_files(verdicts: Judging, attempt: Path, codec: str) -> None:
-    """Write the records to files in ``attempt``, in one directory for each verdict."""
     work = attempt / "_work"
     work.mkdir(parents=True)
     plan = verdicts.plan
@@ -279,7 +274,7 @@ def _write_files(verdicts: Judging, attempt: Path, codec: str) -> None:
 
 
 class _VerdictFile:
-    """The Parquet file that a task attempt writes for one verdict, with row groups of a size that suits readers."""
+    """The Parquet file that a task attempt writes for one verdict."""
 
     def __init__(self, path: Path, schema: pa.Schema, codec: str) -> None:
         self.name: Final = path.name
@@ -295,7 +290,6 @@ class _VerdictFile:
         self._bytes = 0
 
     def add(self, rows: pa.RecordBatch) -> None:
-        """Append the rows."""
         self._held.append(rows)
         self._rows += rows.num_rows
         self._bytes += rows.nbytes
@@ -303,7 +297,6 @@ class _VerdictFile:
             self.end_group()
 
     def end_group(self) -> None:
-        """Write the rows that were appended since the last row group as a new row group."""
         if self._held:
             self.writer.write_table(pa.Table.from_batches(self._held), row_group_size=self._rows)
             self._held.clear()

@@ -1,19 +1,16 @@
-"""Judges a complete table of records; each row gets the same verdict as from a worker and from the exact model.
+"""Judges a complete table of records; each row gets the same verdict as from a worker.
 
-Theory of operation. A verdict depends on the sightings of the record's own ID and on stream time. Stream time is a
-property of the log, so the map side computes it first (`map_side`). One shuffle then brings the rows of each ID
-together. The reduce side sorts the rows of each ID into judging order and judges them (`reduce_side`, `columnar_fold`).
-The judging order depends on the input:
+A verdict depends on the earlier sightings of the record's ID and on stream time. The map side of the job computes the
+stream time of each record (`map_side`). One shuffle then brings the rows of each ID together, and the reduce side sorts
+and judges them (`reduce_side`, `columnar_fold`). The order in which records are judged depends on the input:
 
-* In a direct topology, each source partition is judged in the order of its offsets, as by a worker's task.
-* Each partition of the repartition topic is judged in the order of its offsets, with the stream time of all feeds, as
-  by a worker's task.
-* The source topics of a topology that repartitions are judged by the running maximum of event time within the source
-  partition, and then by topic, partition, and offset. No log shows the order in which a fleet judged these records.
-  Stream time is the running maximum of event time, because no feed is ahead of another in this order.
-* Rows without coordinates are judged by event time, and rows of equal event time by a digest of key, value, headers,
-  and timestamp. Rows without coordinates are never late. Rows that are equal in all of these values are the same event
-  twice, so their order does not matter.
+* In a direct topology, the records of each source partition are judged in the order of offsets, as in a worker.
+* The records of each partition of the repartition topic are judged in the order of offsets, as in a worker.
+* If a topology repartitions records but the input is its source topics, records are judged by the running maximum of
+  event time in their source partition, and then by topic, partition, and offset, because no log shows the order in
+  which a fleet judged them.
+* Rows without offsets are judged in the order of event time, and rows with equal event times in the order of a digest
+  of key, value, headers, and timestamp. None of the rows without offsets is late.
 """
 
 from __future__ import annotations
@@ -45,19 +42,15 @@ from dedup.topology.model import Topology
 _EXPLAINED: Final = frozenset({"dead_letter", "exempt", "late"})
 _MOST_CAUSES: Final = 10
 _LEAST_BYTES_EACH: Final = 256 << 10
-"""A map task should read at least this much for each reduce task, because each packed value costs as much time as a
-hundred rows.
-"""
+"""A map task should read this much for each reduce task: a packed value costs as much time as a hundred rows."""
 
 Order = Literal["offsets", "event_time"]
-"""``offsets`` is for rows with Kafka coordinates, in log order. ``event_time`` is for rows without coordinates, which
-are never late.
-"""
+"""``offsets`` judges rows in log order. ``event_time`` is for rows without offsets, none of which is late."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """Records after the shuffle, ready to be judged by the reduce side."""
+    """The records of a judging job after its shuffle; the reduce side has not judged them yet."""
 
     packed: DataFrame
     """Rows of `map_side.PACKED_ROWS`, each in the Spark partition of its reduce task."""
@@ -80,18 +73,19 @@ def judged(
     contiguous: bool = False,
     feeds: Sequence[Feed] = (),
 ) -> DataFrame:
-    """Return the records (`rows.RECORDS` and any other columns) with `JUDGED` appended, in no particular order.
+    """Return the records with the columns `reduce_side.JUDGED` appended, in no particular order.
 
-    `verdict` is unique, duplicate, conflict, late, dead_letter, or exempt. Exempt records are forwarded by policy
-    without being judged, with the reason missing_id or tombstone. A forwarded conflict has the verdict unique and the
-    reason conflict.
+    ``df`` has the columns of `rows.RECORDS`, and may have others. `verdict` is unique, duplicate, conflict, late,
+    dead_letter, or exempt. Exempt records are forwarded by policy without being judged, with the reason missing_id or
+    tombstone. A conflict that the policy `on_conflict: forward` forwards has the verdict unique and the reason
+    conflict.
 
-    ``now_ms`` is the wall-clock time that decides which event times are in the future. ``contiguous`` says that each
-    Spark partition of ``df`` contains ascending offsets of its Kafka partitions and that no two Spark partitions
-    overlap, as with Spark's Kafka source. Setting ``contiguous`` saves a sort, and the job checks the order while it
-    runs. ``feeds`` lists all source partitions if ``df`` is read from the repartition topic. Raises TopologyError for
-    an unsuitable table and SettingsError for unusable settings of Spark. The running job raises the errors that
-    `backfill.backfill` lists.
+    ``now_ms`` is the clock time in ms that decides which event times are in the future. Set ``contiguous`` if the
+    offsets of each Kafka partition ascend within each Spark partition of ``df`` and no two Spark partitions overlap, as
+    with Spark's Kafka source. Setting ``contiguous`` saves a sort; the job checks the order while it runs. ``feeds``
+    lists all source partitions if ``df`` is read from the repartition topic. Raises TopologyError if ``df`` lacks a
+    required column, and SettingsError for unusable Spark settings. When the result is computed, the job raises the
+    errors that `backfill.backfill` lists.
     """
     history = History(df, placed=order == "offsets", contiguous=contiguous, identity="", place="", feeds=tuple(feeds))
     return judging(history, topology, now_ms=now_ms).frame()
@@ -107,8 +101,9 @@ def judging(
 ) -> Judging:
     """Return the records of a history after the shuffle, before the reduce side judges them.
 
-    If ``ends`` is given, the job continues where earlier jobs ended, which the modes ``merged`` and ``log`` do not
-    support. ``layers`` maps each number of buckets to the rows of `sightings.LAYER` that were written with this number.
+    If ``ends`` is given, the job continues where earlier jobs ended; only the modes ``direct`` and ``event_time``
+    support ``ends``. ``layers`` contains the sightings of earlier jobs (rows of `sightings.LAYER`) by the number of
+    buckets into which the jobs divided them.
     """
     df, feeds, pieces = history.records, history.feeds, history.pieces
     refuse_other_shape(df)
@@ -155,7 +150,7 @@ def _chained(first: BatchFunction | None, then: BatchFunction) -> BatchFunction:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The number of records with each verdict, and the most frequent causes of some verdicts."""
+    """The number of records by verdict, and the most frequent causes of dead letters, exempt, and late records."""
 
     verdicts: Mapping[str, int]
     causes: Mapping[str, Mapping[str, int]]
@@ -163,7 +158,7 @@ class Counts:
 
     @property
     def lines(self) -> list[str]:
-        """The counts and the causes as lines of text."""
+        """The counts and causes as lines of text for the user."""
         shown = "  ".join(f"{name} {count:,}" for name, count in self.verdicts.items())
         lines = [f"judged {sum(self.verdicts.values()):,}: {shown or 'no record'}"]
         for verdict, causes in self.causes.items():
@@ -172,7 +167,7 @@ class Counts:
 
 
 def counts_of(verdicts: DataFrame) -> Counts:
-    """Return the counts of rows that `judged` has returned; the rows are read twice."""
+    """Count the records by verdict, and by cause for some verdicts; ``verdicts`` is read twice."""
     rows = verdicts.groupBy("verdict").count().collect()
     counts = {row["verdict"]: row["count"] for row in sorted(rows, key=lambda row: str(row["verdict"]))}
     causes: dict[str, dict[str, int]] = {}
@@ -187,7 +182,9 @@ def counts_of(verdicts: DataFrame) -> Counts:
 
 
 def balanced(history: History, counts: Mapping[str, int]) -> int:
-    """Count the records of the history, and return the number. Raises InvariantBroken unless that many were judged."""
+    """Return the number of records in the history. Raises InvariantBroken if the verdicts in ``counts`` do not add up
+    to the number of records in the history.
+    """
     rows = history.records.count()
     if rows != sum(counts.values()):
         raise InvariantBroken(
@@ -198,7 +195,7 @@ def balanced(history: History, counts: Mapping[str, int]) -> int:
 
 
 def mode_of(topology: Topology, history: History) -> Mode:
-    """Return the mode in which a history of this topology is judged."""
+    """Return the mode, which determines the order in which the records of a history are judged."""
     if not history.placed:
         return "event_time"
     if topology.direct:
@@ -222,7 +219,7 @@ ORDER_TEXTS: Final[Mapping[Mode, str]] = {
 
 
 def refuse_other_shape(df: DataFrame) -> None:
-    """Raise TopologyError for a DataFrame that lacks columns of `rows.RECORDS`, or has a column that judging adds."""
+    """Raise TopologyError if ``df`` lacks a column of `rows.RECORDS`, or has a column that judging adds."""
     found = {field.name: field.dataType for field in df.schema.fields}
     problems = [
         Problem(f"column {field.name}", f"is {found.get(field.name, 'missing')}; it must be {field.dataType}")
@@ -239,8 +236,8 @@ def refuse_other_shape(df: DataFrame) -> None:
 def history_of(df: DataFrame, *, identified: bool) -> History:
     """Return a DataFrame of `rows.RECORDS` as a history, identified by the number of its rows.
 
-    If ``identified`` is true, a digest of the rows is part of the identity; to compute it, Spark reads all columns of
-    all rows. Raises SettingsError if only some rows have coordinates.
+    If ``identified`` is true, the history's identity also contains a digest of all rows, for which Spark reads all
+    columns. Raises SettingsError if only some rows have offsets.
     """
     refuse_other_shape(df)
     names = RECORDS.fieldNames()
@@ -259,17 +256,14 @@ def history_of(df: DataFrame, *, identified: bool) -> History:
 
 
 def _map_tasks(spark: SparkSession, size_bytes: int, reducers: int) -> int:
-    """Return how many tasks should read the input, so that each has rows for every reduce task and no core is idle.
-
-    The result is a multiple of the number of cores, so each task reads a part of what one task of `files._log_order`
-    read.
-    """
+    """Return how many tasks should read the input, so that each has rows for every reduce task and no core is idle."""
     cores = spark.sparkContext.defaultParallelism
+    # With a multiple of the number of cores, each task reads a part of what one task of `files._log_order` read.
     return cores * max(1, size_bytes // (_LEAST_BYTES_EACH * reducers * cores))
 
 
 def _shuffle_settings(spark: SparkSession) -> tuple[int, int]:
-    """Return the number of reduce tasks, and the number of rows in a batch that Spark passes to Python."""
+    """Return the number of reduce tasks and the number of rows in a batch that Spark passes to Python."""
     reducers = shuffle_partitions(spark)
     batch_rows = int(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch") or "10000")
     problems = []

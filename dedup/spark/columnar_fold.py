@@ -1,7 +1,7 @@
-"""Judges rows that are sorted by ID and, within each ID, by judging order.
+"""Judges rows that are sorted by ID and, within each ID, in the order in which they must be judged.
 
-IDs that occur once, and IDs whose later rows all repeat their first row, are judged as whole columns with NumPy. All
-other IDs are judged by the worker's fold, which uses the stream time of each row.
+IDs that occur once, and IDs whose later rows all repeat the first row, are judged as whole columns with NumPy. The
+worker's code (`core.fold`) judges all other IDs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LONG_GROUP: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class SortedRows:
-    """All rows of some IDs as columns, with one entry per record."""
+    """All rows of some tracking IDs as columns, with one entry per record."""
 
     groups: Integers
     """A number that is equal for rows of the same ID and, if tasks judge separately, of the same task."""
@@ -61,7 +61,7 @@ class Decided:
 
     @classmethod
     def of(cls, verdicts: npt.NDArray[np.int8]) -> Decided:
-        """Return an instance with these verdicts, in which no record repeats a sighting."""
+        """Return an instance with the given verdicts, in which no record repeats a sighting."""
         count = len(verdicts)
         return cls(verdicts, np.zeros(count, np.bool_), *(np.zeros(count, np.int64) for _ in range(4)))
 
@@ -72,7 +72,7 @@ class Decided:
 
 
 def judge_sorted(rows: SortedRows, rules: Rules, known: Mapping[int, Sightings]) -> Decided:
-    """Return the verdicts of all rows; ``known`` contains the sightings from earlier jobs, by group.
+    """Return the verdicts on all rows; ``known`` maps a number in ``rows.groups`` to sightings from earlier jobs.
 
     Raises RecordFailed if the policy `fail` applies to a record.
     """
@@ -100,11 +100,7 @@ def judge_sorted(rows: SortedRows, rules: Rules, known: Mapping[int, Sightings])
 def _decide_plain_groups(
     rows: SortedRows, rules: Rules, starts: Integers, lengths: Integers, decided: Decided, seen_before: Booleans
 ) -> Booleans:
-    """Set the verdicts of all groups without earlier sightings whose later rows are all duplicates of the first row.
-
-    No such group is judged here if duplicates extend sightings or payloads are compared. Returns which of the groups
-    with several rows remain to be judged.
-    """
+    """Judge the IDs whose later rows all repeat the first row, and return which other IDs have several rows."""
     several: Booleans = lengths > 1
     window = rules.window
     if window.extend or rules.fingerprints:
@@ -134,7 +130,7 @@ def _judge_chunk(
     earlier: Mapping[int, Sightings],
     decided: Decided,
 ) -> Sightings:
-    """Judge the rows of a few IDs, given their earlier sightings by group, and return the sightings of the last ID."""
+    """Judge the rows of a few IDs, given their ``earlier`` sightings, and return the sightings of the last ID."""
     names = [b"%d" % group for group in groups.tolist()]
     times_ms, stream_times = rows.times_ms[chunk].tolist(), rows.stream_ms[chunk].tolist()
     fingerprints = None if rows.fingerprints is None else rows.fingerprints.take(pa.array(chunk)).to_pylist()
@@ -163,9 +159,7 @@ def _judge_chunk(
 
 
 def _chunks(starts: Integers, lengths: Integers, marked: list[int]) -> Iterator[tuple[Integers, Integers]]:
-    """Yield chunks of the rows of marked groups, with the group of each row; combine short groups, and divide long
-    groups.
-    """
+    """Yield the rows of the marked IDs in chunks of limited size; an ID with many rows spans several chunks."""
     parts: list[tuple[int, int, int]] = []
     rows = 0
     for group, start, count in zip(marked, starts[marked].tolist(), lengths[marked].tolist(), strict=True):

@@ -1,9 +1,4 @@
-"""Converts Arrow columns of records into the worker's data structures, and the worker's results into Arrow columns.
-
-`feed_batches` turns rows of Spark's Kafka source into the batches that a task judges. `identified` adds columns with
-tracking ID, event time, and fingerprint to a table. `identified` runs the code of `dedup.core.extract`, so the golden
-vectors in `tests/vectors/` also test `identified`.
-"""
+"""Converts Arrow columns of records into the worker's data structures, and the worker's results into Arrow columns."""
 
 from __future__ import annotations
 
@@ -40,9 +35,8 @@ IDENTIFIED: Final = (
     StructField("dedup_kind", StringType()),
     StructField("dedup_detail", StringType()),
 )
-"""The columns contain the state key (null if there is a fault), the event time in ms, eight bytes of the payload's
-digest (null unless the topology compares payloads), and, if there is a fault, its code, its kind
-(`dedup.core.extract.FaultKind`), and an explanation.
+"""The state key (null if there is a fault), the event time in ms, eight bytes of the payload's digest (null unless the
+topology compares payloads), and the code, kind (`dedup.core.extract.FaultKind`), and explanation of a fault.
 """
 
 _REPLACEMENT: Final = "\ufffd"
@@ -57,7 +51,7 @@ def feeding_columns(rows: DataFrame) -> DataFrame:
 
 
 def feed_batches(arrow: Iterable[pa.RecordBatch]) -> Iterator[FeedBatch]:
-    """Yield the records of one feeding partition in log order; the caller must set the field `follows` of each batch.
+    """Yield the records of one Kafka partition in log order; the caller must set the field `follows` of each batch.
 
     Raises InvariantBroken if a Spark partition contains more than one Kafka partition or its offsets are out of order.
     """
@@ -100,11 +94,7 @@ def binary_column(column: pa.Array) -> list[bytes | None]:
 
 
 def _headers_column(column: Any) -> tuple[list[list[Header]], list[int]]:  # noqa: ANN401  # pyarrow's has no useful type
-    """Return the headers of each record in order, with an empty list for null, and the rows with an odd header name.
-
-    An odd name was not valid UTF-8, so Java replaced the invalid bytes with U+FFFD. The records of these rows become
-    dead letters, as in a worker, because their header names would otherwise change.
-    """
+    """Return the headers of each record (an empty list for null), and the rows with a header name that is not UTF-8."""
     flat = column.flatten()
     if len(flat) == 0:
         return [[]] * len(column), []
@@ -114,6 +104,7 @@ def _headers_column(column: Any) -> tuple[list[list[Header]], list[int]]:  # noq
     sizes = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     ends = np.cumsum(sizes).tolist()
     rows: list[list[Header]] = [pairs[end - size : end] for end, size in zip(ends, sizes.tolist(), strict=True)]
+    # Java has replaced the invalid bytes of odd names with U+FFFD; as in a worker, the records become dead letters.
     # Searching all names at once is faster than searching each name, and odd names are rare.
     if not _is_odd(b"\n".join(names)):
         return rows, []
@@ -122,9 +113,9 @@ def _headers_column(column: Any) -> tuple[list[list[Header]], list[int]]:  # noq
 
 
 def content_digests(records: pa.RecordBatch) -> npt.NDArray[np.uint64]:
-    """Return a 128-bit BLAKE2b digest of each record's key, value, headers, and timestamp, as two numbers per record.
+    """Return a 128-bit BLAKE2b digest of each record's key, value, headers, and timestamp, as two 64-bit numbers.
 
-    The digests determine the judging order of records that have the same ID and event time but no offsets.
+    The digests determine the order of records that have no offsets and the same ID and event time.
     """
     columns = zip(
         binary_column(records.column("key")),
@@ -144,7 +135,9 @@ def _digest(key: bytes | None, value: bytes | None, headers: list[Header], time_
 
 
 def identified(df: DataFrame, topology: Topology) -> DataFrame:
-    """Return the records (`rows.RECORDS` and any other columns) with the columns `IDENTIFIED` appended."""
+    """Return ``df``, which has the columns of `rows.RECORDS` and may have others, with the columns `IDENTIFIED`
+    appended.
+    """
     schema = StructType([*df.schema.fields, *IDENTIFIED])
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
@@ -188,7 +181,7 @@ def integers_of(rows: pa.RecordBatch | pa.Table, name: str, missing: int = -1) -
 
 
 def topics_of(rows: pa.RecordBatch | pa.Table, topics: tuple[str, ...]) -> npt.NDArray[np.int64]:
-    """Return the position of each row's topic in ``source.topics``.
+    """Return, for each row, the index of its topic in ``topics``.
 
     Raises StateIncompatible if a row has a topic that the topology does not read, or has no partition or offset.
     """

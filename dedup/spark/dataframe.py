@@ -1,8 +1,6 @@
-"""Provides `dedup` and `unique`, which deduplicate a DataFrame in a notebook, with spark-submit, or over Spark Connect.
+"""Provides `dedup` and `unique`, which deduplicate a DataFrame without running a job.
 
-Both functions only extend the DataFrame's plan: no job runs and no file is written until the result is used. `dedup`
-and `unique` use no JVM objects, so they also work in a Spark Connect session if dedup is installed where the executors
-run.
+Neither function uses JVM objects, so both work over Spark Connect if dedup is installed where the executors run.
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ from dedup.topology.parse import parse
 from dedup.yaml_document import text_of
 
 Shape = Literal["columns", "kafka"]
-"""``columns``: each row is an event, and its columns are the members of the event. ``kafka``: the column `value`
-contains the event, and the optional columns `key`, `headers`, `timestamp`, and the coordinates have the names that
-Spark's Kafka source gives them.
+"""``columns``: each row is an event, and its columns are the event's members. ``kafka``: the column `value` contains
+the event, and the optional other columns have the names that Spark's Kafka source gives them.
 """
 
 _ROW: Final = "dedup_row"
@@ -45,8 +42,7 @@ _ADDED: Final = {
     "dedup_first_offset": "first_offset",
     "dedup_stream_time": "stream_time_ms",
 }
-"""Maps each added column to the column of `batch_verdicts.judged` that it is taken from; times in ms become timestamps.
-"""
+"""Maps each added column to its source in `batch_verdicts.judged`; times in ms become timestamps."""
 
 
 def dedup(
@@ -61,15 +57,16 @@ def dedup(
 
     ``topology`` is a topology or the path of its file. The added columns are `dedup_verdict` (unique, duplicate,
     conflict, late, dead_letter, or exempt), `dedup_reason`, `dedup_detail`, `dedup_id` (bytes), `dedup_time` (the event
-    time), `dedup_first_seen`, `dedup_first_topic`, `dedup_first_partition`, and `dedup_first_offset` (the sighting that
-    a duplicate repeats), and `dedup_stream_time`. By default, ``order`` is "offsets" if ``shape`` is "kafka" and ``df``
-    has topic, partition, and offset; otherwise, it is "event_time". ``now_ms`` is the clock time in ms that decides
-    which event times are in the future, by default the time of the call.
+    time), `dedup_stream_time`, and, for a row that repeats a sighting, the time and position of that sighting in
+    `dedup_first_seen`, `dedup_first_topic`, `dedup_first_partition`, and `dedup_first_offset`. By default, ``order`` is
+    "offsets" if ``shape`` is "kafka" and ``df`` has topic, partition, and offset; otherwise, it is "event_time".
+    ``now_ms`` is the clock time in ms that decides which event times are in the future (by default, the time of the
+    call).
 
     Raises SettingsError for a streaming DataFrame, an unknown shape or order, a column name that occurs twice or that
     dedup adds, and a topology or an order that needs columns that ``df`` does not have. Raises TopologyError for a
-    column of an unsupported type and for an invalid topology file. The running job raises the errors that
-    `backfill.backfill` lists.
+    column of an unsupported type and for an invalid topology file. When the result is computed, the job raises the
+    errors that `backfill.backfill` lists.
     """
     rules = _rules(topology)
     placed = shape == "kafka" and all(name in df.columns for name in COORDINATES)
@@ -91,8 +88,8 @@ def unique(
 ) -> DataFrame:
     """Return the rows of ``df`` that a worker would forward to the output topic, with the columns of ``df``.
 
-    These rows are the first row of each tracking ID within the guard period, and the rows that a policy of the topology
-    forwards. The parameters and errors are those of `dedup`.
+    The result contains the first row of each tracking ID within the guard period, and the rows that a policy of the
+    topology forwards. `unique` has the same parameters and raises the same errors as `dedup`.
     """
     rules = _rules(topology)
     forwarded = ["unique", "exempt", *(["late"] if isinstance(rules.late, LateForward) else [])]
@@ -101,7 +98,6 @@ def unique(
 
 
 def _rules(topology: Topology | str | Path) -> Topology:
-    """Return the topology, read from its file if a path is given. Raises TopologyError for an invalid file."""
     return topology if isinstance(topology, Topology) else parse(text_of(Path(topology)), name=str(topology))
 
 
@@ -128,9 +124,7 @@ def _refuse_unfit(df: DataFrame, topology: Topology, shape: Shape, order: Order 
 
 
 def _without_columns(topology: Topology) -> Iterator[Problem]:
-    """Yield a problem for each topology setting that needs a part of a record that a row of plain columns does not
-    have.
-    """
+    """Yield a problem for each topology setting that rows of plain columns cannot satisfy."""
     lacks = 'which a row of columns does not have; give shape="kafka"'
     if isinstance(topology.tracking_id.rule, KeyRule | HeaderRule):
         yield Problem("tracking_id", f"is taken from the record's key or a header, {lacks}")

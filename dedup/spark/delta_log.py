@@ -1,9 +1,8 @@
 """Reads the log of a Delta table, and appends rows to the table in commits that are then verified in the log.
 
-Theory of operation. An append names its application and a number (`txnAppId`, `txnVersion`). If two appends have the
-same number, Delta commits one of them, and refuses the other or silently drops it. Therefore, the log is read after
-each append. The append succeeded only if the log contains its metadata (`userMetadata`). A job writes everything that
-its next run needs into the metadata, because rows and metadata become visible together.
+Each append to the table names an application and a number (`txnAppId`, `txnVersion`). If two appends have the same
+application and number, Delta commits one of them, and refuses the other or silently drops it. After an append,
+`DeltaLog.append` therefore looks for the metadata of the append (`userMetadata`) in the log.
 
 The log's files are read one by one, newest first (see "Delta Log Entries" in Delta's protocol), because each `DESCRIBE
 HISTORY` runs a Spark job over all log files.
@@ -28,10 +27,9 @@ _LOG_FILE: Final = re.compile(r"([0-9]{20})\.json")
 
 
 class TableCommit:
-    """A commit in the log of a table."""
+    """A commit of a Delta table. ``text`` is the content of the commit's log file, with one action per line."""
 
     def __init__(self, version: int, text: str) -> None:
-        """Read the commit's metadata; ``text`` is the content of the commit's log file, with one action per line."""
         self.version: Final = version
         # `splitlines` would also split lines at other separators, such as U+2028, which JSON need not escape.
         self._lines: Final = [line for line in text.split("\n") if line]
@@ -43,7 +41,7 @@ class TableCommit:
         self.rows: Final = int((info.get("operationMetrics") or {}).get("numOutputRows") or 0)
 
     def actions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the actions of the commit; each action is parsed only when it is requested, because there may be many
+        """Yield the actions of the commit, each parsed only when it is requested, because a commit may have many
         actions.
         """
         return map(json.loads, self._lines)
@@ -54,25 +52,23 @@ class TableCommit:
 
     @property
     def named(self) -> Mapping[str, Any]:
-        """The metadata if it is a JSON object with the member `dedup`, and otherwise an empty object."""
+        """The commit's metadata if it is a JSON object with the member `dedup`, and otherwise an empty object."""
         return metadata_object(self.metadata)
 
     @property
     def replaces(self) -> bool:
-        """Whether this commit may have removed rows that earlier commits in the log added."""
+        """Whether this commit may have removed rows that earlier commits added."""
         mode = self.parameters.get("mode"), self.parameters.get("outputMode")
         return mode[0] == "Overwrite" or mode[1] == "Complete" or any(name in self.operation for name in _REPLACED)
 
     @property
     def restored_to(self) -> int | None:
-        """The version to which this commit restored the table, or None if it restored no version or restored by
-        timestamp.
-        """
+        """The version to which this commit restored the table, or None if the commit named no version to restore."""
         version = self.parameters.get("version") if self.operation == "RESTORE" else None
         return None if version is None else int(version)
 
     def is_of(self, application: str, number: int) -> bool:
-        """Return whether ``application`` made this commit as its append with this number."""
+        """Return whether this commit is the append of ``application`` with the number ``number``."""
         found = filter(None, (each.get("txn") for each in self.actions()))
         return any((each.get("appId"), each.get("version")) == (application, number) for each in found)
 
@@ -110,9 +106,10 @@ class DeltaLog:
         return max(self.versions(), default=-1)
 
     def commits(self, after: int = -1) -> Iterator[TableCommit]:
-        """Yield the commits after a version, newest first.
+        """Yield the commits after version ``after``, or all commits in the log by default, newest first.
 
-        If ``after`` is given, only commits before the first version that is missing from the log are yielded.
+        If ``after`` is given and the log lacks a later version, the commits from the missing version on are not
+        yielded.
         """
         # If ``after`` is given, the directory is not listed, because a table with a commit every few seconds has
         # hundreds of thousands of files.
@@ -134,13 +131,13 @@ class DeltaLog:
         by: Sequence[str] = (),
         taken: str,
     ) -> list[TableCommit]:
-        """Append the rows in one commit, and return all commits after version ``after``, including this one.
+        """Append the rows in one commit, and return all commits after version ``after``, including the new one.
 
         ``by`` lists the columns by which a new table is partitioned. ``metadata`` must differ from that of any other
         append. Version ``after`` must precede every commit that the application made with this number. Raises
-        StateIncompatible with the text ``taken`` if another job has committed this number. Also raises
-        StateIncompatible if Delta dropped the append because the table has a commit with a later number, or if the log
-        no longer shows whether the append was committed.
+        StateIncompatible if another job has committed this number (with the text ``taken``), if Delta dropped the
+        append because the table has a commit with a greater number, or if the log no longer shows whether the append
+        was committed.
         """
         writer = rows.write.format("delta").mode("append").partitionBy(*by).option("userMetadata", metadata)
         failed: Exception | None = None

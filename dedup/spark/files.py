@@ -1,8 +1,7 @@
-"""Reads a history from files and tables, and refuses damaged files and differing schemas before the job starts.
+"""Reads historical records from files and tables, and refuses damaged files and differing schemas.
 
-Spark reads a file into rows and passes them to Python one value at a time, whereas Arrow reads the file directly into
-the columns that are judged. Therefore, tasks read plain Parquet files on local file systems (`file:`) with Arrow
-(`InputSplits`). Spark reads all other inputs, including Delta tables.
+If Parquet files are on a local file system (`file:`), the tasks read them directly with Arrow (`InputSplits`), because
+Spark would pass their values to Python one at a time. Spark reads all other inputs, including Delta tables.
 """
 
 from __future__ import annotations
@@ -62,16 +61,14 @@ _CAST: Final[Mapping[str, tuple[pa.DataType, ...]]] = {
 """The types that Arrow may cast to the types of `rows.RECORDS`."""
 _COUNTED: Final = dict.fromkeys(("first", "last", "placed", "rows"), pa.int64())
 _FOUND: Final = pa.schema({"topic": pa.string(), "partition": pa.int32(), **_COUNTED})
-"""For each topic and partition, the bounds of the offsets, the number of rows with an offset, and the number of all
-rows.
-"""
+"""Per topic and partition: the bounds of the offsets, the number of rows with an offset, and the number of all rows."""
 _BATCH_ROWS: Final = 8_192
 _TASK_BYTES: Final = 128 << 20
 _TASKS_PER_CORE: Final = 4
 
 
 class DamagedFile(Exception):
-    """Raised if a file cannot be read to its end; `session.translated_errors` turns this error into a SettingsError."""
+    """Raised for a file that cannot be read to its end; the user sees a SettingsError (`session.translated_errors`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +78,12 @@ class InputSplits:
     frame: DataFrame
     """A row (`file`, `row_group`) for each row group, in as many Spark partitions as there should be tasks."""
     columns: tuple[str, ...]
-    """The columns of `rows.RECORDS` that the files have; of the missing columns, headers are empty, and the rest are
-    null.
-    """
+    """The columns of `rows.RECORDS` in the files. Missing headers are read as empty, other missing columns as null."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Records to judge, and what is known about their order."""
+    """Records to judge, and what dedup knows about their order."""
 
     records: DataFrame
     """Rows with the columns of `rows.RECORDS`, and with any columns that file paths contain."""
@@ -125,12 +120,12 @@ def read_files(
     """Return the records in files, directories, or tables.
 
     A path may be the directory of a `backfill` run or a directory inside it, even if a manifest published the run
-    (`manifest.files_of_runs`). A Delta or Iceberg table is read at the version that is the latest at the time of the
-    call, even if someone writes to the table in the meantime. If ``rows_are_events`` is true, each row of the table
-    becomes an event (JSON without the null columns), and the table needs no column `value`. If the paths are files,
-    ``base`` is the directory whose subdirectories are columns (`day=2026-01-31/`). Raises SettingsError with a list of
-    all files that are damaged or whose schema differs from that of the first file. Raises TopologyError for columns
-    that are missing or have the wrong type.
+    (`manifest.files_of_runs`). A Delta or Iceberg table is read at its latest version at the time of the call, even if
+    someone writes to the table later. If ``rows_are_events`` is true, each row of the table becomes an event (JSON
+    without the null columns), and the table needs no column `value`. If ``paths`` are files, ``base`` is the directory
+    whose subdirectories become columns (`day=2026-01-31/`). Raises SettingsError with a list of all files that are
+    damaged or whose schema differs from that of the first file, and TopologyError for columns that are missing or have
+    the wrong type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
@@ -148,7 +143,7 @@ def read_files(
 
 
 def read_table(table: DataFrame, fmt: FileFormat, place: str, *, rows_are_events: bool = False) -> History:
-    """Return the records of a table; the files of the table identify the input.
+    """Return the records of a table, with an identity that depends on the files of the table.
 
     Raises TopologyError for columns of the table that are missing or have the wrong type.
     """
@@ -182,8 +177,6 @@ def _history(found: _Input, fmt: FileFormat, place: str, *, rows_are_events: boo
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """The input that the user named, as a table."""
-
     table: DataFrame
     of_path: list[str]
     """Columns that partition the input and are not columns of a record."""
@@ -240,7 +233,7 @@ def _version(spark: SparkSession, name: str, table_id: str, version: int, of_pat
 
 
 def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None) -> _Input:
-    """Return the files as a table. Raises SettingsError if paths and lines have a common column, as in ``topic=a/``."""
+    """Return the files as a table. Raises SettingsError if a directory (``topic=a/``) is named like a record column."""
     reader = spark.read.options(**LOSSLESS)
     if base is not None:
         reader = reader.option("basePath", base)
@@ -261,9 +254,8 @@ def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, 
 
 
 def _columns_of_files(spark: SparkSession, files: Sequence[str]) -> Collection[str]:
-    """Return the columns of the Parquet files. Raises SettingsError unless all files have the same columns."""
-    # Spark would fill in nulls for a column that a file lacks, and a null would be read as a tombstone or a missing
-    # time.
+    """Return the columns of the Parquet files. Raises SettingsError if a file is damaged or files differ in columns."""
+    # Spark would fill in nulls for a column that a file lacks; a null would become a tombstone or a missing time.
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         found = list(pool.map(partial(_footer, spark), files))
     problems = [each for each in found if isinstance(each, Problem)]
@@ -318,11 +310,11 @@ def _of_files(table: DataFrame, of_path: list[str]) -> _Input:
 def _log_order(
     records: DataFrame, place: str, splits: InputSplits | None
 ) -> tuple[bool, bool, tuple[PartitionBounds, ...]]:
-    """Return whether rows have coordinates, whether Spark reads them in log order without a sort, and their offset
+    """Return whether rows have offsets, whether Spark reads the rows in log order without a sort, and the offset
     bounds.
 
-    The rows are in log order if each Spark partition has ascending offsets and no two Spark partitions overlap; the job
-    checks the order again while it runs. Raises SettingsError if only some rows have coordinates.
+    Rows are in log order if each Spark partition has ascending offsets and no two Spark partitions overlap. Raises
+    SettingsError if only some rows have topic, partition, and offset.
     """
     frame, look = records.select(*COORDINATES), _offset_runs
     if splits is not None:
@@ -345,18 +337,13 @@ def _log_order(
 
 
 def _united(parts: Sequence[pa.Table]) -> pa.Table:
-    """Return one row of `_FOUND` for each topic and partition in several tables."""
     grouped = pa.concat_tables([_FOUND.empty_table(), *parts]).group_by(["topic", "partition"])
     united = grouped.aggregate([("first", "min"), ("last", "max"), ("placed", "sum"), ("rows", "sum")])
     return united.rename_columns(_FOUND.names)
 
 
 def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-    """Yield one row with a JSON report, which contains the rows of `_FOUND`, and the offset runs with topics and
-    bounds.
-
-    The offset runs in the report are null if rows lack coordinates or are not in log order.
-    """
+    """Yield one JSON report: the rows of `_FOUND` and, if the rows are in log order, the runs of ascending offsets."""
     runs = OffsetRuns()
     topics: list[str] = []
     found = _FOUND.empty_table()
@@ -381,12 +368,8 @@ def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
 
 
 def _json_row() -> Column:
-    """Return the columns of a record as strings, which Spark parses from a line of `json-records` in the column
-    `value`.
-
-    The job fails if a line lacks the member `value`, because it would become a tombstone, or has an unknown
-    (misspelled) member.
-    """
+    """Return a struct of the columns of a record as text, parsed from a `json-records` line in the column `value`."""
+    # A line without `value` would become a tombstone, and a misspelled member would be ignored, so the job fails.
     members = F.json_object_keys("value")
     unknown = F.array_except(members, F.array(*map(F.lit, RECORDS.fieldNames())))
     others = ", ".join(name for name in RECORDS.fieldNames() if name != "value")
@@ -398,17 +381,17 @@ def _json_row() -> Column:
 
 
 def as_events(table: DataFrame) -> Column:
-    """Return each row as JSON bytes, without its null columns.
+    """Return a column with each row as JSON bytes, without null members.
 
-    A time with a higher precision than milliseconds keeps all its digits. By default, Spark would cut off the
-    additional digits, so two different events could become equal.
+    A time with a higher precision than milliseconds keeps all its digits, because two different events could become
+    equal if Spark cut off the additional digits.
     """
     columns = [_exact(F.col(f"`{field.name}`"), field.dataType).alias(field.name) for field in table.schema.fields]
     return F.to_json(F.struct(*columns)).cast(BinaryType())
 
 
 def _exact(column: Column, kind: DataType) -> Column:
-    """Return a column with times as strings in Spark's format, with more digits if milliseconds are not exact."""
+    """Return the column with times as text in Spark's JSON format, with more digits if milliseconds are not exact."""
     match kind:
         case TimestampType():
             return F.concat(_time(column), F.date_format(column, "XXX"))
@@ -460,7 +443,7 @@ def _input_splits(table: DataFrame) -> InputSplits | None:
 def read_splits(
     columns: Sequence[str], splits: Iterable[pa.RecordBatch], wanted: Sequence[str] = tuple(RECORDS.names)
 ) -> Batches:
-    """Yield the ``wanted`` columns of the row groups in ``splits``, which has the columns of `InputSplits.frame`.
+    """Yield the ``wanted`` columns of the row groups that ``splits`` (rows of `InputSplits.frame`) names.
 
     ``columns`` lists the columns that the files have. Raises DamagedFile if a file cannot be read.
     """

@@ -1,13 +1,11 @@
-"""Reads the history of an Iceberg table, and appends rows in such a way that only one of two competing jobs can commit.
+"""Reads the history of an Iceberg table, and appends rows so that only one of two competing jobs can commit.
 
-Theory of operation. Iceberg has no transaction IDs: it would accept the appends of two jobs, one after the other.
-Therefore, an append is written to a branch that begins at the snapshot that the job has examined, and `main` is then
-fast-forwarded to the branch (see "Branching and Tagging" in Iceberg's documentation). Before that, the job checks that
-`main` is still at this snapshot and is the parent of the new one. Iceberg refuses the change if the table has changed
-since this check. If another job has committed in the meantime, the rows stay invisible, and the append begins again, or
-is refused if the other job is of the same application.
-
-The metadata of an append is part of the summary of its snapshot, so rows and metadata become visible together.
+Iceberg has no transaction IDs, so it would accept the appends of two jobs one after the other. Therefore,
+`IcebergLog.append` writes rows to a branch that begins at the latest snapshot that it has examined, checks that `main`
+is still at this snapshot, and fast-forwards `main` to the branch (see "Branching and Tagging" in Iceberg's
+documentation). Iceberg refuses to fast-forward `main` if the table has changed since the check. If another job commits
+first, the appended rows stay invisible, and `append` starts over or, if the other job belongs to the same application,
+fails.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _ATTEMPTS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class SnapshotCommit:
-    """A snapshot in the history of a table."""
+    """A snapshot in the history of an Iceberg table."""
 
     version: int
     """The sequence number, which increases with each snapshot of the table."""
@@ -51,22 +49,22 @@ class SnapshotCommit:
 
     @property
     def metadata(self) -> str | None:
-        """The metadata that `append` stored, or None if `append` did not make the commit."""
+        """The metadata that `append` stored in the snapshot, or None if `append` did not create the snapshot."""
         return self.summary.get(_METADATA)
 
     @property
     def named(self) -> Mapping[str, Any]:
-        """The metadata if it is a JSON object with the member `dedup`, and otherwise an empty object."""
+        """The snapshot's metadata if it is a JSON object with the member `dedup`, and otherwise an empty object."""
         return metadata_object(self.metadata)
 
     @property
     def rows(self) -> int:
-        """The number of rows that the commit added."""
+        """The number of rows that the snapshot added to the table."""
         return int(self.summary.get("added-records", 0))
 
     @property
     def replaces(self) -> bool:
-        """Whether the commit replaced partitions or removed all rows that the table had."""
+        """Whether the snapshot replaced partitions or removed all rows that the table had."""
         if self.operation == "replace":
             return False  # a compaction, which replaces files but changes no rows
         if self.summary.get("replace-partitions") == "true":
@@ -74,7 +72,7 @@ class SnapshotCommit:
         return int(self.summary.get("deleted-records", 0)) > 0 and int(self.summary["total-records"]) == self.rows
 
     def is_of(self, application: str, number: int) -> bool:
-        """Return whether ``application`` made this commit as its append with this number."""
+        """Return whether this snapshot is the append of ``application`` with the number ``number``."""
         return (self.summary.get(_APPLICATION), self.summary.get(_NUMBER)) == (application, str(number))
 
 
@@ -92,7 +90,7 @@ class IcebergLog:
         return next((each.version for each in self.commits()), -1)
 
     def commits(self, after: int = -1) -> Iterator[SnapshotCommit]:
-        """Yield the commits after a version, newest first, as far as Iceberg has kept them."""
+        """Yield the commits after version ``after``, newest first, except for those whose snapshots have expired."""
         table = self._loaded()
         snapshot = None if table is None else table.currentSnapshot()
         while snapshot is not None and snapshot.sequenceNumber() > after:
@@ -107,10 +105,7 @@ class IcebergLog:
             snapshot = None if parent is None else table.snapshot(parent)
 
     def _loaded(self) -> Any:  # noqa: ANN401 - a table of Iceberg's Java library; Spark has no SQL for its snapshots
-        """Return the current state of the table, or None if the table does not exist.
-
-        Raises StateIncompatible if the table has Iceberg's format version 1.
-        """
+        """Return the table, or None if it does not exist. Raises StateIncompatible for Iceberg's format version 1."""
         if not self._spark.catalog.tableExists(self.table):
             return None
         jvm: Any = self._spark._jvm  # noqa: SLF001
@@ -133,11 +128,11 @@ class IcebergLog:
         after: int,
         taken: str,
     ) -> list[SnapshotCommit]:
-        """Append the rows in one commit, and return all commits after version ``after``, including this one.
+        """Append the rows in one commit, and return all commits after version ``after``, including the new one.
 
-        ``metadata`` must differ from that of any other append. Raises StateIncompatible with the text ``taken`` if the
-        application has committed after version ``after``, StateIncompatible if the table no longer contains this
-        version, and BrokerUnavailable if other jobs have committed during each of several attempts.
+        ``metadata`` must differ from that of any other append. Raises StateIncompatible if the application has
+        committed after version ``after`` (with the text ``taken``) or if the table no longer contains version
+        ``after``. Raises BrokerUnavailable if other jobs have committed during each of several attempts.
         """
         properties = {_APPLICATION: application, _NUMBER: str(number), _METADATA: metadata}
         failed: Exception | None = None
@@ -183,7 +178,7 @@ class IcebergLog:
             nothing.writeTo(self.table).append()
 
     def _commit(self, rows: DataFrame, properties: Mapping[str, str], head: SnapshotCommit) -> Exception | None:
-        """Append the rows after ``head``, and return the error, if any; only the history shows whether the append
+        """Append the rows after ``head``, and return the error, if any; despite an error, the append may have
         succeeded.
         """
         table = self._loaded()

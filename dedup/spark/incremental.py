@@ -1,22 +1,16 @@
 """Implements `dedup spark incremental`, which judges new input and appends the verdicts to a Delta table.
 
-Theory of operation. A run reads its new input and the state that the previous run saved: the position in each source
-partition, stream time, and the sightings that have not expired. The cost of a run therefore depends on the size of the
-new input. For rows with coordinates, all runs together give the same verdicts as a single run over all input.
+Each run reads its new input and the state that the previous run saved: the position in each source partition, stream
+time, and the sightings that have not expired. A run writes three things in this order:
 
-A run has a single commit point, the commit of the output table. A run writes three things in this order:
+* First, the run writes its *intent*: the input that it reads and the clock time that it uses. If the run is killed, the
+  next attempt uses the same intent, unless the input no longer exists or the topology has changed.
+* Second, the run writes its *state* to files that are named after the attempt.
+* Third, the run appends the verdicts in one commit of the table. The commit names the attempt, and thereby makes the
+  attempt's state the state of the table.
 
-* First, the run writes its *intent*, which names the input that the run reads and the clock time that the run uses. If
-  the run is killed, the next attempt uses the same intent, so it judges the same rows in the same way even if the input
-  has grown. The next attempt writes a new intent only if the input of the old intent is gone or the topology has
-  changed; nothing was published under the old intent.
-* Second, the run writes its *state* to files that are named after the attempt and that nothing refers to yet.
-* Third, the run appends the verdicts in one commit of the table, whose metadata names the run and the attempt. The
-  state of the attempt that the commit names is the state of the table; the state of any other attempt is never read.
-
-Delta ties the commit to the run's number (`txnAppId`, `txnVersion`). If two runs continue from the same earlier run,
-one of them commits, and Delta refuses the commit of the other or silently drops it. Therefore, a run reads the table's
-history after its commit, and raises StateIncompatible if its attempt is not in the history.
+If two runs continue from the same earlier run, Delta commits only one of them (`txnAppId`, `txnVersion`; see
+`delta_log`).
 """
 
 from __future__ import annotations
@@ -49,9 +43,7 @@ from dedup.spark.sightings import LAYER, PACKED_AT_ONCE, Layer
 from dedup.topology.model import Topology
 
 _STATE: Final = "_dedup"
-"""The directory of the state, inside the table's directory. Delta ignores directories whose names begin with an
-underscore, and `VACUUM` keeps these directories.
-"""
+"""The state's directory in the table's directory; Delta and `VACUUM` ignore names that begin with an underscore."""
 _MOST_LAYERS: Final = 16
 _FEW_SIGHTINGS: Final = 100_000
 _SIGHTING_BYTES: Final = 16
@@ -63,7 +55,7 @@ _HARMLESS: Final = frozenset(
 
 
 class Attempt(NamedTuple):
-    """One attempt of a run; the table's history names the attempts that were committed."""
+    """One attempt of an incremental run; the table's history names the attempts that were committed."""
 
     run: int = 0
     """The number of the run; 0 before the first run."""
@@ -71,13 +63,13 @@ class Attempt(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the attempt's files in the directory of the state."""
+        """The name of the attempt's files in the state directory."""
         return f"{self.run:08}-{self.attempt}"
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The state that a run saved for the next run."""
+    """The state that an incremental run saved for the next run."""
 
     identity: str = ""
     """All parts of the topology that determine its sightings."""
@@ -91,7 +83,7 @@ class RunState:
     """The layers that together contain all sightings of the state, oldest first; see `sightings`."""
 
     def live_layers(self, retention_ms: int) -> list[Layer]:
-        """Return the layers that may contain sightings that have not expired."""
+        """Return the layers that may contain unexpired sightings."""
         oldest_ms = min((end.greatest_ms for end in self.ends.values()), default=BEFORE_ALL_TIME) - retention_ms
         return [layer for layer in self.layers if layer.rows and layer.newest_ms >= oldest_ms]
 
@@ -133,20 +125,20 @@ def incremental(
     now_ms: int | None = None,
     say: Callable[[str], None] = print,
 ) -> IncrementalReport:
-    """Judge the records that are new in ``source`` since the last run, and append the verdicts to the Delta table at
+    """Judge the records of ``source`` that earlier runs have not judged, and append the verdicts to the Delta table
     ``out``.
 
     The table has the columns of `batch_verdicts.judged` and the column `run` (the number of the run), and is
-    partitioned by verdict. ``now_ms`` is the clock time that decides which event times are in the future (by default,
-    now). Rows with coordinates are judged in the order of offsets; all runs together then give the verdicts of a single
-    run over all input. Rows without coordinates are judged run by run, and in the order of event times within a run.
-    From the second run on, a row without coordinates is late if it is behind stream time by more than the grace and its
-    ID is not known. In the following cases, the function publishes nothing and raises
+    partitioned by verdict. ``now_ms`` is the clock time in ms that decides which event times are in the future (by
+    default, now). Rows with offsets are judged in log order; all runs together then give the verdicts of a single run
+    over all input. Rows without offsets are judged run by run, and in the order of event times within a run. From the
+    second run on, a row without an offset is late if it is behind stream time by more than the grace and no sighting of
+    its ID is kept.
 
-    * StateIncompatible if someone else changed the table, the table belongs to another topology, another run committed
-      in the meantime, a file of the input was replaced, the type of an ID column changed, the input contains offsets
-      that were already judged, or rows have coordinates although the topology repartitions,
-    * the other errors that `backfill.backfill` lists.
+    Raises StateIncompatible, without publishing a verdict, if someone else has changed the table, the table belongs to
+    another topology, another run has committed in the meantime, a file of the input was replaced, the type of an ID
+    column has changed, the input contains offsets that earlier runs have judged, or rows have offsets although the
+    topology repartitions records. `incremental` also raises the other errors that `backfill.backfill` lists.
     """
     began_s = time.monotonic()
     with translated_errors():
@@ -188,8 +180,6 @@ def store_warning(path: str, log_store: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One attempt of a run, with the state of the previous run."""
-
     source: GrowingInput
     topology: Topology
     table: OutputTable
@@ -199,7 +189,6 @@ class _Run:
     say: Callable[[str], None]
 
     def publish(self) -> IncrementalReport:
-        """Judge the input that the intent names, write the state, commit, and return the report."""
         history = self.source.open(self.intent.pinned)
         types = self._id_types(history)
         empty = not history.placed and history.records.limit(1).count() == 0
@@ -212,8 +201,7 @@ class _Run:
             layers = {count: self._whole([each for each in known if each.buckets == count]) for count in buckets}
             now_ms, ends = self.intent.now_ms, self.state.ends
             verdicts = judging(history, self.topology, now_ms=now_ms, ends=ends, layers=layers)
-            # Two jobs judge these rows, because the state must be written before the commit. Without `persist`, Spark
-            # would repeat the shuffle for the second job.
+            # Two jobs judge these rows, because the state is written before the commit; Spark must not shuffle twice.
             verdicts = replace(verdicts, packed=verdicts.packed.persist(StorageLevel.DISK_ONLY))
             try:
                 left, counts, ends = self._leave(verdicts, known)
@@ -259,7 +247,6 @@ class _Run:
         return mode
 
     def _whole(self, layers: Sequence[Layer]) -> DataFrame:
-        """Return the rows of the layers. Raises StateIncompatible if sightings of a layer are missing."""
         places = [self.table.state_path(layer.path) for layer in layers]
         expected = sum(layer.rows for layer in layers)
         try:
@@ -280,8 +267,7 @@ class _Run:
         """Write the sightings, and return the state's layers, the number of rows by verdict, and each log's end."""
         older = [layer.rows for layer in known]
         whole = len(older) >= _MOST_LAYERS or sum(older[1:]) > max([_FEW_SIGHTINGS, *older[:1]])
-        # The session's number of shuffle partitions is not used, because another run in the same session may have
-        # changed it.
+        # Another run in the same session may have changed the session's number of shuffle partitions.
         reducers = verdicts.reducers
         split = -(-sum(older) // (reducers * PACKED_AT_ONCE)) if whole else 1
         buckets = reducers << max(0, split - 1).bit_length()
@@ -304,7 +290,7 @@ class _Run:
 
 
 class OutputTable:
-    """The Delta table of verdicts, with the state of its runs in the subdirectory `_dedup`."""
+    """The Delta table of verdicts; its subdirectory `_dedup` contains the state of the incremental runs."""
 
     def __init__(self, spark: SparkSession, out: str) -> None:
         self._spark: Final = spark
@@ -316,13 +302,14 @@ class OutputTable:
         """The latest version of the table when `last_run` read the log."""
 
     def state_path(self, name: str) -> str:
-        """Return the path of a file or directory within the state directory."""
+        """Return the path of a file or directory in the state directory."""
         return f"{self.path}/{_STATE}/{name}"
 
     def last_run(self) -> Attempt:
         """Return the last committed attempt, or an attempt of run 0 if the table does not exist.
 
-        Raises StateIncompatible if someone else has changed rows of the table since that run.
+        Raises StateIncompatible if someone else has changed rows of the table since the last run, or if the table's
+        history names no run.
         """
         latest: Attempt | None = None
         at = -1
@@ -383,7 +370,7 @@ class OutputTable:
     def state_of(self, last: Attempt, identity: str) -> RunState:
         """Return the state that the last run saved, or an empty state before the first run.
 
-        Raises StateIncompatible if ``identity`` differs from the identity that the earlier runs saved.
+        Raises StateIncompatible if the state is missing or was saved with another identity.
         """
         if last.run == 0:
             return RunState()
@@ -405,7 +392,7 @@ class OutputTable:
         return state
 
     def intent_after(self, last: Attempt, identity: str) -> Intent | None:
-        """Return the intent of a killed run after ``last``, or None if none exists or the topology has changed."""
+        """Return the intent of a killed run after ``last``, or None if no intent exists or the topology has changed."""
         place = self._at(f"runs/{last.run + 1:08}.json")
         if not self._files.exists(place):
             return None
@@ -413,7 +400,7 @@ class OutputTable:
         return intent if intent.identity == identity else None
 
     def begin(self, intent: Intent) -> Intent:
-        """Write the intent of a run, and return it."""
+        """Write the intent of a run to the state directory, and return the intent."""
         self._write(f"runs/{intent.run:08}.json", asdict(intent))
         return intent
 
@@ -423,9 +410,9 @@ class OutputTable:
         self._write(f"runs/{attempt.name}.json", {**asdict(state), "ends": ends})
 
     def commit(self, verdicts: DataFrame, attempt: Attempt, counts: Mapping[str, int]) -> None:
-        """Append the verdicts in a commit that names the attempt.
+        """Append the verdicts in one commit of the table; the commit names the attempt.
 
-        Raises StateIncompatible if another attempt has committed the run.
+        Raises StateIncompatible if another attempt has committed the same run.
         """
         run = attempt.run
         metadata = json.dumps({"dedup": {**attempt._asdict(), "verdicts": counts}})
@@ -451,7 +438,7 @@ class OutputTable:
                 )
 
     def forget_before(self, run: int, layers: Sequence[Layer]) -> None:
-        """Delete the files of the state that neither this run nor the previous run needs."""
+        """Delete the state files that neither run ``run`` nor the run before it needs."""
         kept = {layer.path.rpartition("/")[2] for layer in layers}
         old = [f"state/{name}" for name in self._names(self._at("state")) if name not in kept and _run_in(name) <= run]
         old += [f"runs/{name}" for name in self._names(self._at("runs")) if _run_in(name) < run - 1]
@@ -468,12 +455,10 @@ class OutputTable:
 
 
 def _run_in(name: str) -> float:
-    """Return the number at the beginning of a file name, or infinity if there is no number."""
     return int(name[:8]) if name[:8].isdecimal() else inf
 
 
 def _named(commit: TableCommit) -> Attempt | None:
-    """Return the attempt that a commit names, or None if the commit names no attempt."""
     try:
         named = commit.named["dedup"]
         return Attempt(named["run"], named["attempt"])

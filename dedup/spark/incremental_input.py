@@ -1,9 +1,8 @@
-"""Finds what is new in an input: the new files of a directory, the new versions of a Delta table, or a DataFrame's
-rows.
+"""Finds the new part of an input: new files of a directory, new versions of a Delta table, or the rows of a DataFrame.
 
-Each run *pins* its input before reading the input: the run stores a JSON description, so that another attempt reads the
-same input. The *position*, which is also JSON, says how far all runs together have read. Each kind of input has its own
-member in the position, so one output table can be filled from several kinds of input.
+Before a run reads its input, the run *pins* the input: it stores a JSON description, so that another attempt reads the
+same input. The *position*, which is also JSON, describes what all runs together have read, separately for each kind of
+input.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _SHOWN: Final = 3
 
 @dataclass(frozen=True)
 class NewFiles:
-    """The files that were added to directories since the last run.
+    """The files that were added to the input directories since the last run.
 
     A file is identified by its path, size, and modification time. A file may be deleted after a run has read it.
     """
@@ -52,9 +51,10 @@ class NewFiles:
         return ", ".join(self.paths)
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return the files that no run has read, or None if there are none.
+        """Return a description of the files that no run has read, or None if there are no such files.
 
-        Raises StateIncompatible if a file that an earlier run read has changed.
+        Raises StateIncompatible if a file has changed since a run read it, or if Spark would treat a file's name as a
+        pattern.
         """
         read = position.get("files", {})
         found = self._statuses(self.paths)
@@ -74,7 +74,7 @@ class NewFiles:
         return {"files": new} if new else None
 
     def has(self, pinned: Pinned) -> bool:
-        """Return whether the pinned files still exist, unchanged."""
+        """Return whether all pinned files still exist, unchanged."""
         found = self._statuses(self.paths)
         return "files" in pinned and pinned["files"].items() <= found.items()
 
@@ -103,11 +103,11 @@ class NewFiles:
             )
 
     def position(self, pinned: Pinned, before: Pinned) -> Pinned:
-        """Return the position ``before`` with the pinned files added to the files that earlier runs have read."""
+        """Return the position ``before`` with the pinned files added to the files that were read."""
         return {**before, "files": {**before.get("files", {}), **pinned["files"]}}
 
     def _statuses(self, paths: Sequence[str]) -> dict[str, list[int]]:
-        """Return, by path, the size and the modification time in ms of all files that Spark would read."""
+        """Return the size and the modification time in ms, by path, of all files that Spark would read."""
         try:
             files = self.spark.read.format("binaryFile").load(list(paths))
             rows = files.select("path", "length", F.unix_millis("modificationTime").alias("modified_ms")).collect()
@@ -127,9 +127,10 @@ class NewVersions:
     rows_are_events: bool = False
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return the range of new versions, or None if they appended no rows.
+        """Return a description of the table versions that no run has read, or None if these versions appended no rows.
 
-        Raises StateIncompatible if a new version changed or deleted rows, or if the table was created again.
+        Raises StateIncompatible if a new version changed or deleted rows, if its commit is missing from the log, or if
+        the table was dropped and created again.
         """
         table, log = self._detail()["id"], self._log()
         newest = max(log.versions(), default=-1)
@@ -145,7 +146,7 @@ class NewVersions:
         return pinned if version < 0 or self._appended(pinned) else None
 
     def has(self, pinned: Pinned) -> bool:
-        """Return whether the pinned table is this table, and not an earlier table at the same path."""
+        """Return whether the pinned versions belong to this table, and not to an earlier table at the same path."""
         return bool(pinned.get("table") == self._detail()["id"])
 
     def open(self, pinned: Pinned) -> History:
@@ -154,15 +155,14 @@ class NewVersions:
         return read_table(self._table(pinned), "delta", place, rows_are_events=self.rows_are_events)
 
     def refuse_changed(self, pinned: Pinned) -> None:
-        """Do nothing, because a Delta version never changes; if files of a version are missing, the job fails."""
+        """Do nothing, because a version of a Delta table never changes."""
 
     def position(self, pinned: Pinned, before: Pinned) -> Pinned:
-        """Return the position with the last pinned version as the last version that was read."""
+        """Return the position ``before``, advanced to the last pinned version."""
         read = [pinned["table"], pinned["until"]]
         return {**before, "versions": {**before.get("versions", {}), self._log().path: read}}
 
     def _table(self, pinned: Pinned) -> DataFrame:
-        """Return the rows of the pinned versions."""
         snapshot = self.spark.read.format("delta").option("versionAsOf", pinned["until"]).load(self.place)
         if pinned["after"] < 0:
             return snapshot
@@ -185,7 +185,6 @@ class NewVersions:
             ) from error
 
     def _appended(self, pinned: Pinned) -> list[str]:
-        """Return the files that the pinned versions added."""
         # The list contains commits as unparsed text, because a commit may have added hundreds of thousands of files.
         commits = list(self._log().commits(pinned["after"]))
         lost = pinned["after"] + 1 + len(commits)
@@ -224,10 +223,10 @@ class NewVersions:
 
 @dataclass(frozen=True)
 class NewRows:
-    """The rows of a DataFrame, which are all new.
+    """The rows of a DataFrame, all of which are new.
 
-    The columns are those of `rows.RECORDS`, or any columns if each row is an event. The rows of the last run are
-    recognized by their number and digest, so a run may be repeated.
+    The DataFrame has the columns of `rows.RECORDS` or, if each row is an event, any columns. If the number and the
+    digest of the rows are the same as in the last run, the run judges nothing.
     """
 
     frame: DataFrame = field(repr=False)
@@ -240,9 +239,7 @@ class NewRows:
         return self.frame.sparkSession
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return the number and digest of the rows, or None if there are no rows or the last run has already judged the
-        rows.
-        """
+        """Return the number and digest of the rows, or None if there are no rows or the last run judged equal rows."""
         found = {"rows": self._history().identity}
         return None if self.frame.isEmpty() or position.get("rows") == found["rows"] else found
 
@@ -258,7 +255,7 @@ class NewRows:
         """Do nothing, because a change could only be found by reading the DataFrame again."""
 
     def position(self, pinned: Pinned, before: Pinned) -> Pinned:
-        """Return the position with these rows as the rows that were read last."""
+        """Return the position ``before``, with the pinned rows as the rows that were read last."""
         return {**before, **pinned}
 
     def _history(self) -> History:
@@ -281,7 +278,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def id_types(schema: StructType | None, topology: Topology) -> dict[str, str]:
-    """Return the types of the columns that contain the tracking ID; the result is empty if rows are not events."""
+    """Return the types of the columns that contain the tracking ID, or an empty dict if rows are not events."""
     if schema is None:
         return {}
     match topology.tracking_id.rule:
