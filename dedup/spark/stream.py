@@ -189,8 +189,8 @@ class _IdleMarks:
     """Marks source partitions without new records as idle in the repartition topic, in a thread of the driver.
 
     Without a marker, an idle source partition holds stream time back: no record is late, and no sighting expires. The
-    `repartition` task of the idle partition writes the marker, but only while no micro-batch is running, because
-    opening a second session of the task fences the first.
+    `repartition` task of the idle partition writes the marker, but only while no micro-batch is running, because the
+    marker's transaction would fence a running task.
     """
 
     def __init__(self, ready: Prepared) -> None:

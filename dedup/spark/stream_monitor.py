@@ -201,7 +201,7 @@ class StreamMonitor:
         raise SettingsError([Problem("ID", why)])
 
     def pulse(self) -> Iterator[TaskPulse]:
-        """Yield the numbers of each feeding partition that the web pages show over time."""
+        """Yield the numbers of each feeding partition that the web server samples every second."""
         for seen in self._seen.values():
             yield TaskPulse(seen.numbers, seen.lag_records)
 

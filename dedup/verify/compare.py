@@ -18,7 +18,7 @@ DIGEST_BYTES: Final = 16
 
 
 def digest(key: bytes | None, value: bytes | None, headers: Headers, timestamp_ms: int) -> bytes:
-    """Return a BLAKE2b digest of a whole record. A faster checksum could be forged, which would hide a changed record."""
+    """Return a BLAKE2b digest of a whole record; a fast checksum could be forged, which would hide a changed record."""
     key_bytes = -1 if key is None else len(key)
     value_bytes = -1 if value is None else len(value)
     head = b"%d %d %d " % (timestamp_ms, key_bytes, value_bytes)

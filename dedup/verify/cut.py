@@ -83,7 +83,7 @@ class Order:
         return disorder(np.concatenate([offsets for offsets, _ in own]), np.concatenate([found for _, found in own]))
 
     def _matched(self) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield offsets, tasks, and positions as columns in ascending order of offset, one range of offsets at a time."""
+        """Yield offsets, tasks, and positions as columns in ascending order of offset, range by range."""
         for number in range(self._matches.buckets):
             # A record that is matched again in a second pass is counted only once.
             matches = {offset: (offset, *found) for offset, *found in self._matches.bucket(number)}

@@ -108,7 +108,7 @@ def source_rows(
 
 
 def keep(cut: Cut, log: Spill, row: Row) -> bool:
-    """Put a record into its bucket and return True; if the record is not in the sample, only count it and return False."""
+    """Put a sampled record into its bucket and return True; only count any other record, and return False."""
     place = place_of(row.id, row.key, row.value)
     if not cut.sampled(place):
         cut.report.unsampled += 1
@@ -266,7 +266,7 @@ def _plan_for(plan: Plan, output: WrittenPartition | None) -> Plan:
 
 
 def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition | None) -> tuple[int, bool]:
-    """Return the first judged offset of a source partition, and whether it is certain that no earlier one was judged."""
+    """Return a source partition's first judged offset, and whether it is certain that no earlier record was judged."""
     topic = cut.topology.source.topics[0]
     start = cut.configured_start(topic, partition)
     begin = cut.begins[topic].get(partition)
@@ -282,7 +282,7 @@ def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition 
 
 
 def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None) -> int:
-    """Return the source offset of the first record in a written topic; the offset of `start: latest` is not recorded."""
+    """Return the source offset of the first record in a written topic, because `start: latest` stores no offset."""
     first_letter = plan.dead_letters.first_offset(partition)
     if first_letter is None:
         first_letter = bounds.high

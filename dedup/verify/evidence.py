@@ -75,7 +75,7 @@ class SideTopic:
     def read(
         self, reader: KafkaReader, bounds: Mapping[int, Bounds], topics: Sequence[str], tail: Sequence[str]
     ) -> Self:
-        """Index the committed records within the bounds; a record that names no source record is indexed without one."""
+        """Index the committed records within the bounds, including records that name no source record."""
         for partition, each in bounds.items():
             self.complete = self.complete and not each.start_deleted
             try:
@@ -161,7 +161,7 @@ def header(headers: Headers, name: str) -> bytes | None:
 
 
 def parse_source(content: bytes | None, topics: Sequence[str]) -> Source | None:
-    """Parse ``topic/partition/offset``; return None if the content has another form or its topic is not in ``topics``."""
+    """Parse ``topic/partition/offset``; return None for any other content, or if the topic is not in ``topics``."""
     if content is None:
         return None
     topic, _, position = content.decode("utf-8", "replace").partition("/")

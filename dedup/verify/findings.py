@@ -103,7 +103,7 @@ class OrderFree:
             self._report_too_near()
 
     def must_be_somewhere(self, tracking_id: bytes, time_ms: int, source: Source) -> None:
-        """Report a judged record as lost unless it was forwarded, is late, or may be a duplicate of a forwarded record."""
+        """Report a judged record as lost unless it was forwarded, is late, or may repeat a forwarded record."""
         late, place = self._cut.plan.late, self._cut.plan.place(source)
         if late is not None and late.take([source]):
             return

@@ -72,7 +72,7 @@ class _Step:
 
 
 def verify_repartitioned(cut: Cut) -> None:
-    """Replay the repartition topic, compare the output with the replayed verdicts, and account for each source record."""
+    """Replay the repartition topic, compare the output with the verdicts, and account for every source record."""
     log, output = cut.topology.repartition_topic, cut.topology.output
     topics = (log, *cut.topology.source.topics)
     buckets = buckets_for(sum(bounds.high - bounds.low for topic in topics for bounds in cut.bounds[topic].values()))

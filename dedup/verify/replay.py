@@ -153,7 +153,7 @@ class LogScan:
         idle_rows: Collection[int] = (),
         pending: bool = False,
     ) -> Iterator[Row]:
-        """Convert consecutive records of the log to rows; an idle marker yields no row, and only advances stream time."""
+        """Convert consecutive records of the log to rows; an idle marker yields no row but advances stream time."""
         plan, topics = self._plan, self._plan.topology.source.topics
         extracted = extracted_of(plan.extract, columns)
         fingerprints = extracted.fingerprints or [b""] * len(columns.keys)
@@ -367,7 +367,7 @@ class TaskReplay:
         return True
 
     def _dead_by_evidence(self, row: Row, letter: Filed) -> None:
-        """Handle a dead letter whose record has no fault: the clock or the broker refused the record, or it was valid."""
+        """Handle a dead letter whose record has no fault: the clock or the broker refused it, or it is wrong."""
         far_ahead = row.time_ms > row.before_ms + self._plan.topology.max_clock_skew_ms
         by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
         if letter.reason == REFUSED_BY_THE_BROKER:

@@ -75,7 +75,7 @@ class Books:
 
     @property
     def balanced(self) -> bool:
-        """True if the counts of all verdicts add up to ``read`` and, if ``ended`` is known, ``ended`` equals ``read``."""
+        """True if the counts of verdicts add up to ``read`` and, if ``ended`` is known, ``ended`` equals ``read``."""
         by_model = self.unique + self.exempt + self.duplicates + self.late + self.dead_letters
         return self.read == by_model and self.ended in {None, self.read}
 
@@ -91,7 +91,7 @@ class Timeline:
     """Maps each verdict to its number of records without a usable event time, which a time axis cannot show."""
 
     def add(self, verdict: str, time_ms: int | None, number: int = 1) -> None:
-        """Count ``number`` records with this event time; if there are too many steps, all steps become twice as wide."""
+        """Count ``number`` records with this event time; if there are too many steps, each becomes twice as wide."""
         if time_ms is None:
             self.undated[verdict] = self.undated.get(verdict, 0) + number
             return
