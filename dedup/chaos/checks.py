@@ -41,7 +41,7 @@ _RECORD_ORACLES: Final = ("O1", "O2", "O3", "O4")
 
 @dataclass(slots=True)
 class Evidence:
-    """The evidence for the oracles. A value that could not be determined is None, and `unknown` contains the reason."""
+    """The evidence for the oracles; None means that a value could not be determined, for the reason in `unknown`."""
 
     verified: Report | None = None
     seen: Sightings | None = None
@@ -110,7 +110,7 @@ def oracles(found: Evidence) -> list[Oracle]:
 
 
 def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: ChaosEvents, *, judged: bool) -> Evidence:
-    """Return the evidence of a run; all workers must have stopped before the call."""
+    """Gather the evidence for the oracles of a run; all workers must have stopped before the call."""
     fleet = stage.fleet
     found = Evidence(judged=judged, unprovoked=fleet.unprovoked, unclean=fleet.unclean, starts=fleet.starts)
     found.away = sum(events.restarts.values())
@@ -132,7 +132,7 @@ def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: Ch
 
 
 def _or_why(found: Evidence, names: tuple[str, ...], look: Callable[[], T]) -> T | None:
-    """Return the result of ``look``; if ``look`` fails, return None, and record the reason for the named oracles."""
+    """Return the result of ``look``; if ``look`` fails, return None and record the reason for the oracles ``names``."""
     try:
         return look()
     except DedupError as error:
@@ -161,7 +161,8 @@ def _epochs(topology: Topology, settings: Settings) -> list[Epochs]:
 def _compare_stores(topology: Topology, settings: Settings, state_dirs: list[Path]) -> tuple[int, list[str]]:
     """Compare stores with the changelog; return the number of stores, and a sentence for each store that differs.
 
-    A store that an earlier owner left behind is compared only up to the store's own position in the changelog.
+    A store whose partition has moved to another worker is compared only up to the store's own position in the
+    changelog.
     """
     changelog = topology.changelog_topic
     compared, wrong = 0, []

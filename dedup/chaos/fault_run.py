@@ -45,7 +45,7 @@ class FaultType(enum.StrEnum):
     """The color of the fault in reports."""
 
     def __new__(cls, name: str, target: Literal["worker", "broker", "cluster"], per_minute: float, colour: str) -> Self:
-        """Return a member that reports call ``name``."""
+        """Return the kind of fault that reports call ``name``."""
         kind = str.__new__(cls, name)
         kind._value_ = name
         kind.target, kind.per_minute, kind.colour = target, per_minute, colour
@@ -207,9 +207,7 @@ class ChaosFleet(Processes):
         return codes
 
     def stop(self) -> None:
-        """Stop all workers with SIGTERM while the broker is up; any exit code that reports a failure is recorded as
-        unclean.
-        """
+        """Stop all workers with SIGTERM, and record in `unclean` each worker that did not shut down cleanly."""
         for name in list(self.running):
             self._end(name, clean=frozenset({0, _NOT_UP_YET}))
 
@@ -290,7 +288,7 @@ class ClusterFaults:
         return True
 
     def shorten_retention(self) -> bool:
-        """Make the broker delete the oldest past records; return False if some are not judged yet or none are left."""
+        """Make the broker delete the oldest past records; return False if none are left or some are not judged yet."""
         if not self._ages:
             return False
         age = self._ages[0]
@@ -307,7 +305,7 @@ class ClusterFaults:
         return False
 
     async def _attempt_group_deletion(self) -> bool:
-        """Try to delete the group if it has members; return True if the broker refused, as it must."""
+        """Try to delete the group if it has members; return True if the broker refuses the deletion, as it must."""
         connection = replace(Connection.of(self._settings, client_id="dedup-chaos"), patience_ms=_PATIENCE_MS)
         wire = KafkaWire(connection)
         group = Group(wire, self._topology.name)
@@ -345,7 +343,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """A scheduled fault; ``hit`` is False if the fault had no effect, for example on a worker that was down."""
+    """A scheduled fault; ``hit`` is False if the fault had no effect, for example because the worker was down."""
 
     at_s: float
     kind: FaultType

@@ -43,9 +43,9 @@ class GroupProgress:
 
 
 class Watch:
-    """Observes a consumer group on a topic that begins at offset 0, without joining the group; a context manager.
+    """Observes a consumer group on a topic that begins at offset 0, without joining the group.
 
-    A consumer asks for the group's offsets, because the admin client crashes the process with SIGSEGV when the
+    The group's offsets are read with a consumer, because the admin client crashes the process with SIGSEGV if the
     coordinator responds that it is loading or has moved (librdkafka issue 5040; seen with 2.16.0). `KafkaReader` is not
     used, because in one run it received no more responses after a broker restart.
     """
@@ -171,13 +171,15 @@ class LiveChecker:
 
     @property
     def sightings(self) -> Sightings:
-        """The result so far, for use in any thread. If the reading thread has failed, raises that thread's error."""
+        """The records seen so far; any thread may read them. Raises the reading thread's error if that thread has
+        failed.
+        """
         if self._failure is not None:
             raise self._failure
         return Sightings(self._records, self._duplicated, tuple(self._samples))
 
     def finish(self, ends: dict[int, int]) -> bool:
-        """Read up to ``ends``; return False after a minute, for example because a transaction stays open."""
+        """Read up to the offsets in ``ends``; return whether these offsets were reached within a minute."""
         self._targets = ends
         self._thread.join(_ENDS_WITHIN_S)
         return not self._thread.is_alive()

@@ -106,7 +106,7 @@ class MadeRecords:
             yield self.at(time.time_ns() // 1_000_000)
 
     def at(self, now_ms: int) -> Made:
-        """Return the next record, which repeats an earlier one or is new and has the event time ``now_ms``."""
+        """Return the next record: a repeated record, or a new record with the event time ``now_ms``."""
         dice = self._dice
         if self._sent and dice.random() < _REPEATS:
             made = self._sent[-1 - int(dice.random() ** 3 * len(self._sent))]
@@ -181,7 +181,7 @@ class Sender:
     def __init__(
         self, records: Iterable[Made], settings: Settings, *, per_s: int, options: Mapping[str, Any] | None = None
     ) -> None:
-        """``options`` take precedence over the sender's options for an idempotent producer."""
+        """``options`` override the default options, which make librdkafka's producer idempotent."""
         self._records: Final = iter(records)
         self._per_s: Final = per_s
         self._ended: Final = threading.Event()
@@ -317,9 +317,9 @@ def write_past(
 ) -> list[Age]:
     """Write records with several past event times to the source topics, so that retention can delete them during a run.
 
-    Each event time has its own log segments, and two event times are further apart than sightings are kept. Therefore,
-    the verifier can prove the verdicts on the records that retention leaves. Returns an `Age` for each event time,
-    oldest first. Raises BrokerUnavailable if the records cannot be written.
+    Each event time has its own log segments. The event times are so far apart that deleted records do not affect the
+    verdicts on later records. Returns an `Age` for each event time, oldest first. Raises BrokerUnavailable if the
+    records cannot be written.
     """
     window = topology.window
     step_ms = window.guard_ms + window.grace_ms + (window.extend_at_most_ms if window.extend else 0) + _DAY_MS

@@ -21,7 +21,7 @@ _PART_BYTES: Final = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class PartitionBounds:
-    """The first and last offsets of one Kafka partition in a job's input, and the number of rows between them."""
+    """The offsets of the first and last rows of a Kafka partition in a job's input, and the number of its rows."""
 
     topic: str
     partition: int
@@ -31,7 +31,7 @@ class PartitionBounds:
 
 
 class PlaceRanges(NamedTuple):
-    """The ranges into which the offsets of one Kafka partition are divided; one task sorts each range."""
+    """The ranges into which the offsets of one Kafka partition are divided; each range is sorted by one task."""
 
     topic: int
     """Position of the topic in ``source.topics``."""
@@ -65,7 +65,7 @@ def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: i
 def spread_function(
     ranges: Sequence[PlaceRanges], topics: tuple[str, ...], targets: tuple[int, ...], batch_rows: int
 ) -> BatchFunction:
-    """Return a function for `mapInArrow` that packs each record for the reduce task that sorts its range of offsets.
+    """Return a function for `mapInArrow` that packs each record for the task that sorts the record's range of offsets.
 
     The packed rows have the schema `map_side.PACKED_ROWS`. The returned function raises StateIncompatible for a record
     of a topic that the topology does not read.

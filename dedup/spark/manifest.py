@@ -53,7 +53,7 @@ def listed(spark: SparkSession, directory: Any, schema: StructType) -> RunManife
 def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame:
     """Return the verdicts that a run of `dedup spark backfill` published under ``path``, as Parquet or Delta.
 
-    Other files under ``path`` are ignored. Raises SettingsError if no run with this name was published.
+    Files under ``path`` that do not belong to the run are ignored. Raises SettingsError if the run was not published.
     """
     root = HadoopDirectory(spark, path)
     if root.files.exists(report_path(root, run, renamed=True)):
@@ -72,10 +72,10 @@ def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame
 
 
 def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> list[str]:
-    """Replace each path in a run that has a manifest by the paths of the run's files, and keep all other paths.
+    """Return ``paths``, but replace the path of each run that has a manifest by the paths of the run's files.
 
-    A path in a run is the run's own path, such as ``verdicts/run=may``, or a directory in the run, such as
-    ``verdicts/run=may/verdict=unique``. Raises SettingsError if the run has no files in that directory.
+    The path of a run is, for example, ``verdicts/run=may`` or, for one directory of the run,
+    ``verdicts/run=may/verdict=unique``. Raises SettingsError if a run has no files under its path.
     """
     found: list[str] = []
     for path in paths:

@@ -1,7 +1,7 @@
 """Implements the map side of a batch job, which prepares records for the reduce tasks that judge them.
 
 A map task extracts each record's ID and event time, and finds exempt records and dead letters. The task computes stream
-time within its own part of the input (`OffsetRuns`), and packs each record for the reduce task that judges its ID.
+time within its own part of the input (`OffsetRuns`), and packs each record for the reduce task that judges the record.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class OffsetRuns:
 
 
 class LogEnd(NamedTuple):
-    """The point up to which earlier jobs judged a source partition, or an input whose rows have no coordinates."""
+    """The point up to which earlier jobs have judged a source partition, or an input whose rows have no coordinates."""
 
     next_offset: int
     greatest_ms: int
@@ -167,8 +167,8 @@ UNPLACED: Final = (0, -1)
 def before_each(runs: Iterable[OffsetRun], topics: Sequence[str], ends: LogEnds) -> Mapping[int, int]:
     """Map the number of each offset run to the greatest event time in ms that precedes the run in its Kafka partition.
 
-    Raises StateIncompatible if two runs overlap, because records are repeated or out of order, or if earlier jobs
-    already judged some offsets of a run (``ends``).
+    Raises StateIncompatible if two runs overlap, because records are repeated or out of order, or if earlier jobs have
+    already judged offsets of a run, according to ``ends``.
     """
     reached = dict(ends)
     last: dict[tuple[int, int], int] = {}
@@ -203,7 +203,8 @@ def ends_after(ends: LogEnds, later: Iterable[tuple[tuple[int, int], LogEnd]]) -
 
 
 def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
-    """Restore the source records in a batch of the repartition topic; return them, and the rows that are idle markers.
+    """Restore the source records in a batch of the repartition topic; return the records and the indexes of idle
+    markers.
 
     The last two headers of each record contain the timestamp and coordinates of the source record, or denote an idle
     marker. Raises InvariantBroken for a record that no repartition task wrote.
@@ -285,8 +286,8 @@ class _Buffers:
 class Packer:
     """Packs the rows of one map task into separate values for each reduce task.
 
-    A packed value has the overhead of about a hundred rows. Therefore, the packer buffers sorted rows, in a file if
-    necessary, until the values are large enough or the map task ends.
+    The overhead of a packed value equals that of about a hundred rows. Therefore, the packer buffers sorted rows, in a
+    file if necessary, until the values are large enough or the map task ends.
     """
 
     def __init__(self, targets: Sequence[int], batch_rows: int) -> None:
@@ -310,9 +311,7 @@ class Packer:
         self._waiting.clear()
 
     def add(self, batch: pa.RecordBatch, reducers: npt.NDArray[np.uint16]) -> Batches:
-        """Add rows, and yield packed rows once enough are held; ``reducers`` is the index in ``targets`` for each added
-        row.
-        """
+        """Add rows, and yield packed rows once enough are held; ``reducers`` has each row's index in ``targets``."""
         self._held.append((batch, reducers))
         self._rows += batch.num_rows
         self._bytes += batch.nbytes

@@ -107,8 +107,8 @@ def layer_rows(
     """Judge the records of one reduce task, and yield the sightings that the next job needs, as rows of
     `sightings.LAYER`.
 
-    The last row is a report with the number of records by verdict and the position up to which each source partition
-    has been judged, as far as the task knows. ``buckets`` is a multiple of ``reducers``, the number of reduce tasks. If
+    The last row is a report: the number of records by verdict, and the end of the judged records in each source
+    partition, as far as the task knows it. ``buckets`` is a multiple of ``reducers``, the number of reduce tasks. If
     ``whole`` is true, the rows include the unexpired sightings of earlier jobs, so that the next job needs no earlier
     layer.
     """
@@ -165,7 +165,7 @@ def _left(folded: FoldedRows, topology: Topology) -> pa.Table:
 
 
 class Reducer:
-    """Judges the records of one reduce task, and holds only the columns that judging needs in memory."""
+    """Judges the records of one reduce task, and keeps in memory only the columns that the verdicts depend on."""
 
     def __init__(self, plan: ReducePlan, received: ReceivedRows) -> None:
         self._plan: Final = plan

@@ -48,10 +48,10 @@ def as_records(df: DataFrame, *, place: str = "the input", others: Sequence[str]
     """Convert a DataFrame, for example from Spark's Kafka source, to the schema `RECORDS`, and keep the columns
     ``others``.
 
-    The column `value` (text or bytes) is required. The columns `key`, `headers`, and `timestamp_ms` (integer) or
+    The column `value` (text or bytes) is required. The columns `key`, `headers`, and either `timestamp_ms` (integer) or
     `timestamp` are optional. The columns `topic`, `partition`, and `offset` must be either all present or all absent.
-    Raises TopologyError with a list of all columns that are missing or have an unsupported type; the error calls the
-    DataFrame ``place``.
+    Raises TopologyError with a list of all columns that are missing or have an unsupported type; ``place`` is the
+    DataFrame's name in the error.
     """
     problems = [text for text in (_problem(df, name) for name in _TYPES) if text]
     given = [name for name in COORDINATES if name in df.columns]
@@ -66,7 +66,7 @@ def as_records(df: DataFrame, *, place: str = "the input", others: Sequence[str]
 
 
 def headers_of(df: DataFrame) -> Column:
-    """Return the column `headers` with an empty array in place of null, or only empty arrays if ``df`` has no such
+    """Return the column `headers` with empty arrays instead of nulls, or only empty arrays if ``df`` has no such
     column.
 
     Spark 4.0 needs 16 µs to pass a null array to Python, but only 1 µs to pass an empty array (bench/README.md).

@@ -2,17 +2,18 @@
 
 The history is judged as in a backfill and reduced to the sightings that have not expired. The first transaction writes
 a seed mark in the phase `seeding` to every changelog partition. If the topology repartitions, the source offsets are
-committed next. Spark tasks then write the sightings of each partition under the fleet's transactional IDs. The last
-transaction of a partition contains the task record, the seed mark in the phase `seeded`, and the group's offset. A
-worker's task that starts before this last transaction stops with StateIncompatible.
+committed before any sightings are written. Spark tasks then write the sightings of each partition under the fleet's
+transactional IDs. The last transaction of a partition contains the task record, the seed mark in the phase `seeded`,
+and the group's offset. If a worker's task starts on a partition that is not completely seeded, the task stops with
+StateIncompatible.
 
-The seed marks contain the name, the offsets, and the clock time of the seed. Therefore, if the command is killed, the
-same command writes the same records again and finishes the seed. A run with a different history or different offsets is
+The seed marks contain the name, the offsets, and the clock time of the seed. Therefore, if the command is killed,
+running it again writes the same records and finishes the seed. A run with a different history or different offsets is
 refused, because records of the first run would stay in the changelog.
 
-A changelog record may be written twice, so attempts of a Spark task may be repeated or run concurrently. If an upstream
-Spark task fails, the writing task sees only a normal end of its input. Therefore, the writing task commits the last
-transaction only if the number and the digest of the records match the seed mark.
+Writing a changelog record twice does no harm, so attempts of a Spark task may be repeated or run concurrently. If an
+upstream Spark task fails, the writing task sees only a normal end of its input. Therefore, the writing task commits the
+last transaction of a partition only if the number and the digest of the records match the seed mark.
 """
 
 from __future__ import annotations
@@ -263,7 +264,7 @@ def _marks(
 
 
 def _write_sightings(rows: DataFrame, plan: WritePlan) -> dict[int, bool]:
-    """Write each partition that has sightings, and return for each whether an earlier run had finished it."""
+    """Write the partitions that have sightings; return, by partition, whether an earlier run had finished it."""
     placed = rows.repartition(len(plan.marks), "dedup_partition").sortWithinPartitions("dedup_partition")
     try:
         with translated_errors():
@@ -428,8 +429,8 @@ class _SeedWriter:
     async def begin(self, found: _ClusterState) -> None:
         """Write seed marks in the phase `seeding` to all changelog partitions in one transaction.
 
-        After this transaction, no task of the fleet starts until its partition is seeded. If the topology repartitions,
-        the source offsets are committed next, so that a fleet that starts early does not repartition the history again.
+        A `seeding` mark keeps the fleet from starting a task on the partition. If the topology repartitions, the method
+        then commits the source offsets, so that a fleet that starts early does not repartition the history again.
         """
         marks = {} if found.marks else self._plan.marks
         for partition in marks:
@@ -449,15 +450,14 @@ class _SeedWriter:
             await session.drop()
 
     async def write_empty(self) -> dict[int, bool]:
-        """Finish the partitions without sightings, and return for each whether an earlier run had finished it."""
+        """Finish the partitions without sightings; return, by partition, whether an earlier run had finished it."""
         empty = [task for task, mark in self._plan.marks.items() if not mark.sightings]
         return {task: await self.write(task, ()) for task in empty}
 
     async def write(self, partition: int, rows: Iterable[Row]) -> bool:
         """Seed one changelog partition, and return False; if an earlier run seeded it, write nothing and return True.
 
-        After PartitionTruncated, TaskMigrated, or CommitUnknown, the partition must be written again from the
-        beginning.
+        After PartitionTruncated, TaskMigrated, or CommitUnknown, the caller must write the whole partition again.
         """
         session, feeding = (
             self._session("dedup", partition),
@@ -468,8 +468,7 @@ class _SeedWriter:
             # The offset is read in this attempt's own epoch, when the transactions of older attempts have ended.
             if await self._is_begun(feeding):
                 return True
-            # The seed writes the whole state of the partition, so if the changelog later begins at a higher offset, it
-            # was truncated.
+            # The changelog holds the whole state; if it later begins at a higher offset, it was truncated.
             changelog = self._changelog(partition)
             kept_from = (await bounds_of(self._wire, changelog)).start
             await self._write_rows(session, partition, rows)

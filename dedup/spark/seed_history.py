@@ -57,7 +57,7 @@ class Folded:
 def fold_history(
     history: History, topology: Topology, *, tasks: int, source_partitions: Mapping[str, int], now_ms: int
 ) -> Folded:
-    """Judge a history, and return the resulting state of a fleet with this number of ``tasks``.
+    """Judge a history, and return the resulting state of a fleet with ``tasks`` tasks.
 
     A history with Kafka coordinates is judged in log order, and any other history by event time. Raises
     StateIncompatible if a row does not belong to a source partition, or lacks the key that determines its partition.
@@ -101,9 +101,8 @@ def _refuse_unplaceable(history: History, topology: Topology, source_partitions:
 def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order) -> DataFrame:
     """Return the verdicts with the column `dedup_partition`, the number of the task that judges the record's ID.
 
-    In a direct topology, the number is the source partition or, for rows without coordinates, the partition that
-    Kafka's default partitioner chooses for the key. With a repartition topic, the number is the partition that the
-    default partitioner chooses for the ID.
+    In a direct topology, a task's number is its source partition; Kafka's default partitioner determines the partition
+    of rows without coordinates from the key. With a repartition topic, the partitioner determines the task from the ID.
     """
     if topology.direct and order == "offsets":
         return verdicts.withColumn("dedup_partition", fn.col("partition"))
@@ -129,7 +128,7 @@ def _coordinates(topology: Topology, order: Order, of: str = "") -> list[str]:
 
 
 def _sightings(verdicts: DataFrame, topology: Topology, order: Order) -> DataFrame:
-    """Return the sightings that the verdicts produce; duplicates move their times forward if the topology says so."""
+    """Return the sightings that the verdicts produce, with the times to which duplicates may have extended them."""
     key, payload = ("dedup_partition", "dedup_id"), "dedup_fingerprint" if topology.fingerprints_wanted else "NULL"
     fingerprint = f"coalesce({payload}, cast('' AS binary)) AS fingerprint"
     times = ("dedup_time_ms AS first_ms", "dedup_time_ms AS last_ms")
@@ -167,8 +166,7 @@ def _progress(
         feeds = [FeedTime(0, task, greatest, idle=False)] if topology.direct else []
         for position, name in enumerate(() if topology.direct else topology.source.topics):
             for partition in range(source_partitions[name]):
-                # Rows without coordinates do not show their feed, so all feeds of a task get the task's greatest event
-                # time.
+                # Rows without coordinates show no feed, so all feeds of a task get the task's greatest event time.
                 max_ms = greatest if order == "event_time" else maxima.get((name, partition), BEFORE_ALL_TIME)
                 # A feed without history is idle, so that it does not hold stream time back.
                 feeds.append(FeedTime(position, partition, max_ms, idle=max_ms == BEFORE_ALL_TIME))
@@ -187,7 +185,7 @@ def seed_marks(spark: SparkSession, topology: Topology, settings: Settings) -> d
 
 
 def changelog_rows(sightings: DataFrame, window: Window) -> DataFrame:
-    """Encode sightings as changelog records, one for each ID and segment: `dedup_partition`, `key`, and `value`."""
+    """Encode sightings as changelog records (`dedup_partition`, `key`, `value`), one for each ID and segment."""
     segment = fn.col("last_ms") - fn.pmod(fn.col("last_ms"), fn.lit(window.segment_ms))
     grouped = sightings.withColumn("segment", segment).groupBy("dedup_partition", "segment", "dedup_id")
     seen = fn.sort_array(fn.collect_list(fn.struct(*_SEEN))).alias("seen")

@@ -92,7 +92,7 @@ class PicklableSettings:
         return cls(plain, *(None if secret is None else secret.get_secret_value() for secret in secrets))
 
     def reveal(self) -> Settings:
-        """Return the settings with secrets as `Secret` objects again."""
+        """Return the settings with their secrets as `Secret` objects."""
         password, key_password = (None if text is None else Secret(text) for text in (self.password, self.key_password))
         security = self.plain.security.model_copy(update={"password": password, "key_password": key_password})
         return self.plain.model_copy(update={"security": security})
@@ -198,8 +198,8 @@ def described(spark: SparkSession, text: str, *, group: str | None = None) -> It
 def shuffles_for(spark: SparkSession, size_bytes: int | None, *, power_of_two: bool = False) -> Iterator[None]:
     """Inside the ``with`` block, set Spark's number of shuffle partitions to suit an input of ``size_bytes``.
 
-    A number that the user has set is kept, and so is Spark's default if ``size_bytes`` is None. If ``power_of_two`` is
-    true, the number is rounded up to a power of two.
+    A number that the user has set does not change, nor does Spark's default if ``size_bytes`` is None. If
+    ``power_of_two`` is true, the number of partitions is rounded up to a power of two.
     """
     before = spark.conf.getAll.get(_SHUFFLE_PARTITIONS)
     if size_bytes is None or (before or "").isdecimal():
@@ -233,7 +233,7 @@ def translated_errors() -> Iterator[None]:
     """Inside the ``with`` block, turn Spark's errors into dedup's errors.
 
     An error that dedup raised on an executor is raised again on the driver. Raises SettingsError for files that cannot
-    be read, and StateIncompatible if Kafka deleted records while a job was reading them. All other errors stay
+    be read, and StateIncompatible if Kafka deleted records while a job was reading them. Other errors are raised
     unchanged.
     """
     try:

@@ -62,7 +62,7 @@ def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
     """Write the stream's identity (`Prepared.identity`) to a new checkpoint directory.
 
     Spark does not check whether a checkpoint belongs to a query, and would use one topology's offsets for another.
-    Raises StateIncompatible and changes nothing if the directory contains a different identity, or other files but no
+    Raises StateIncompatible and changes nothing if the directory contains another identity, or files without an
     identity.
     """
     path, files = checkpoint.at(_IDENTITY_FILE), checkpoint.files
@@ -121,7 +121,7 @@ class Prepared:
         return {"version": 1, "topology": name, "state": state, "topics": ids, "semantics": "exact"}
 
     async def pin_start(self) -> None:
-        """Commit the start offsets that would otherwise be determined again, and could differ, after a crash."""
+        """Commit start offsets that depend on the time, so that they are the same after a crash."""
         if self.unpinned:
             async with connected(self.settings, f"dedup-{self.topology.name}-spark") as wire:
                 for place in self.unpinned:
@@ -285,7 +285,7 @@ class StreamOptions:
 
 
 class _Query:
-    """A query of a stream; each of its micro-batches is judged and committed."""
+    """One streaming query, which judges and commits its micro-batches."""
 
     def __init__(
         self,
@@ -436,8 +436,8 @@ class Running:
 def start_stream(spark: SparkSession, topology: Topology, settings: Settings, options: StreamOptions) -> Running:
     """Create missing topics, and start the stream of a topology.
 
-    Raises StateIncompatible before a query starts if the checkpoint belongs to another topology, or for the reasons of
-    `prepared`. Raises BrokerUnavailable if no broker responds.
+    Raises StateIncompatible before a query starts, for example if the checkpoint belongs to another topology or
+    retention deleted records that were not judged. Raises BrokerUnavailable if no broker responds.
     """
     checkpoint = HadoopDirectory(spark, options.checkpoint)
     begun = bool(checkpoint.files.exists(checkpoint.at(_IDENTITY_FILE)))

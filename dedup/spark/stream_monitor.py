@@ -232,7 +232,7 @@ class Lag(NamedTuple):
 
 
 async def lag_after(wire: KafkaWire, place: TopicPartition, position: int) -> Lag:
-    """Return the lag of a partition after a position. Raises NoAnswer if the partition's leader changes meanwhile."""
+    """Return a partition's lag after a position. Raises NoAnswer if the partition's leader changes during the call."""
     bounds = await bounds_of(wire, place)
     # A recreated topic may end before the position.
     begin = at = max(bounds.start, position)

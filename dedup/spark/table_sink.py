@@ -45,7 +45,7 @@ expires: in Delta after `delta.logRetentionDuration` (30 days by default), in Ic
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """A table commit of the sink, read back from the table; the metadata contains the fields up to `id`."""
+    """A table commit of the sink, as read back from the table; its metadata contains the fields up to `id`."""
 
     topic_id: str
     """Kafka's ID of the output topic, which reveals a recreated topic, whose offsets belong to different records."""
@@ -121,8 +121,7 @@ class TableSink:
         if stops == begins and (last is None or now_ms - self._renewed_ms < _RENEWED_AFTER_MS):
             return None
         self._last = replace(self._write(topic_id, begins, stops), more=stops != wanted)
-        # This is the caller's time, not the table's, so that the position is renewed only once if the caller's clock is
-        # ahead.
+        # With the table's time, a caller whose clock is ahead would renew the position again and again.
         self._renewed_ms = now_ms
         log.info("%s: version %d, %d rows appended", self.path, self._last.table_version, self._last.rows)
         return self._last
@@ -208,8 +207,7 @@ class TableSink:
         later: list[TableCommit | SnapshotCommit] = []
         last: Appended | None = None
         for entry in self._log.commits():
-            # Look back to the previous commit, because the sink may have been stopped before it checked its last
-            # commit.
+            # Look back to the previous commit: the sink may have been stopped before it checked its last commit.
             if last is not None and entry.version <= last.after:
                 break
             last = last or self._sink_commit(entry)
@@ -230,7 +228,7 @@ class TableSink:
         return None
 
     def _sink_commit(self, entry: TableCommit | SnapshotCommit) -> Appended | None:
-        """Convert an entry of the table's log, or return None if the entry is not a commit of this sink."""
+        """Convert an entry of the table's log to `Appended`, or return None if it is not a commit of this sink."""
         found = entry.named
         if found.get("sink") != self._sink:
             return None
@@ -275,10 +273,11 @@ class TableSink:
 def following(
     sink: TableSink, every_s: float, *, stopped: threading.Event, failed: Callable[[], None]
 ) -> Iterator[None]:
-    """Append the records that a stream commits inside the ``with`` block, in a thread; at the end, append the rest.
+    """In a thread, append the records that a stream commits inside the ``with`` block; after the block, append the
+    rest.
 
-    If ``stopped`` is set, the rest is left for the next run. If the thread fails, it calls ``failed``, and the end of
-    the ``with`` block raises the thread's error.
+    If ``stopped`` is set, the remaining records are left for the next run of the sink. If the appending thread fails,
+    it calls ``failed``, and the end of the ``with`` block raises the thread's error.
     """
     over, errors = threading.Event(), list[Exception]()
 
@@ -308,8 +307,8 @@ def follow(
 ) -> None:
     """Append new records until ``over`` is set, and pause for ``every_s`` seconds when there are no new records.
 
-    Raises BrokerUnavailable if no broker responds to the first attempt. After the first success, the function retries
-    for as long as no broker responds.
+    Raises BrokerUnavailable if no broker responds to the first attempt. After a successful attempt, the function keeps
+    retrying while no broker responds.
     """
     reached = False
     while not over.is_set():
@@ -330,7 +329,7 @@ def follow(
 def catch_up(
     sink: TableSink, *, over: threading.Event | None = None, tell: Callable[[Appended], None] = lambda _: None
 ) -> None:
-    """Append all records that were committed before the call, unless ``over`` is set earlier."""
+    """Append all records that were committed before the call, unless ``over`` is set first."""
     ends = sink.ends()
     while over is None or not over.is_set():
         appended = sink.append(now_ms=_now_ms(), until=ends)

@@ -5,8 +5,8 @@ record is newer (`ORDER`), and only a newer record replaces a row. Therefore, ru
 in any order, with the same result.
 
 Spark's JDBC writer cannot upsert. Each run therefore writes its rows to its own staging table, and a single SQL
-statement moves the rows to the target table. If a run is killed before that statement, the target table is unchanged,
-and the staging table is left behind.
+statement moves the rows to the target table. If a run is killed before the rows are moved, the target table is
+unchanged, and the staging table is left behind.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
     """Convert records (`rows.RECORDS`) to rows of a table.
 
     ``schema`` is Spark DDL for the members of the JSON value that become columns; records with values of other types
-    are rejected. Without ``schema``, the columns are `key` and `value` as bytes. A null value becomes a row whose
-    payload columns are null. ``order`` is `event_time`, a column of ``schema``, or `offset`, which is correct only if
-    all records of an ID are in the same Kafka partition. Raises SettingsError for an invalid schema or order.
+    are rejected. Without ``schema``, the columns are `key` and `value` as bytes. A record with a null value becomes a
+    row whose payload columns are null. ``order`` is `event_time`, a column of ``schema``, or `offset`, which is correct
+    only if all records of an ID are in the same Kafka partition. Raises SettingsError for an invalid schema or order.
     """
     payload = _schema(schema)
     if order not in {_EVENT_TIME, _OFFSET, *([] if payload is None else payload.names)}:
@@ -319,8 +319,7 @@ def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
     # The table may have been created with another collation, so this statement also names the collation.
     order = [f'"{name}"{to.collated(schema[name])}' for name in ORDER]
     newer = f"({_listed(order, 'excluded.')}) > ({_listed(order, f'{table}.')})"
-    # DISTINCT is needed because a task whose commit succeeded but was not acknowledged is retried, and stages its rows
-    # twice.
+    # DISTINCT, because a task whose commit was not acknowledged is retried and may have staged its rows twice.
     return (
         f"INSERT INTO {table} ({listed}) SELECT DISTINCT {listed} FROM {staging} WHERE true "  # noqa: S608  # checked names
         f'ON CONFLICT ("{ID}") DO UPDATE SET {changed} WHERE {newer}'
@@ -349,8 +348,7 @@ def _move(connection: Any, staging: str, table: str, move: str, expected: int) -
 def _connected(spark: SparkSession, to: Jdbc) -> Iterator[Any]:
     """Yield a JDBC connection in the driver's JVM, with a separate transaction for each statement."""
     java: Any = spark._jvm  # noqa: SLF001  # PySpark's only way to its JVM
-    # DriverManager does not find drivers in Spark's jars, which are not on the system class path, so the driver is
-    # registered here.
+    # DriverManager finds drivers only on the system class path, where Spark's jars are not.
     java.org.apache.spark.sql.execution.datasources.jdbc.DriverRegistry.register(to.dialect.driver)
     properties = java.java.util.Properties()
     for name, value in to.properties().items():

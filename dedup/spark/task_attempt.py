@@ -1,7 +1,7 @@
 """Judges one partition of a micro-batch in an attempt of a Spark task, with the same code as a worker's task.
 
 Every transaction contains the sent records, their sightings, the task record with the next offset to judge, and the
-group's offset. An attempt begins at this next offset, whatever Spark does:
+group's offset. An attempt begins at the next offset to judge, whatever Spark does:
 
 * After a crash, Spark repeats a micro-batch; the attempt skips the rows that were judged before the crash.
 * If an upstream task fails, the attempt sees only a normal end of its input. The attempt can commit the rows that it
@@ -10,8 +10,8 @@ group's offset. An attempt begins at this next offset, whatever Spark does:
   remaining records again.
 * If two attempts run at the same time (speculative execution, or an executor that has lost its driver), the
   InitProducerId request of the newer attempt fences the older one.
-* If the rows begin after the next offset to judge, the attempt reads the offsets in between. If these offsets contain
-  records, the attempt stops, because the records would be lost.
+* If there are records between the next offset to judge and the first row, the attempt stops, because they would be
+  lost.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
     """Judge and commit the rows of one Spark partition, and yield one row of `REPORT`, or nothing if there are no rows.
 
     An error that a new attempt may avoid is raised, so that Spark starts a new attempt. Any other error becomes part of
-    the report, and the driver raises it.
+    the report, and the driver raises the error.
     """
     gc.set_threshold(_GC_THRESHOLD)
     batches = feed_batches(arrow)
@@ -274,7 +274,7 @@ def deleted_unjudged(task_id: TaskId, position: int, kept: int) -> StateIncompat
 def _own_directory(state_dir: Path, topology: str, feeding: TopicPartition) -> Iterator[Path]:
     """Yield a directory that is reserved for the partition's state while the ``with`` block runs.
 
-    If a fenced attempt still uses the regular directory, the result is a temporary directory without state.
+    If a fenced attempt still uses the regular directory, the function yields a temporary directory without state.
     """
     shared = state_dir / ".spark"
     shared.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -95,7 +95,7 @@ def matched(
 def _candidates(
     expected: Sequence[Sequence[Wanted]], actual: Sequence[Sequence[Seen]]
 ) -> dict[bytes, list[tuple[int, Wanted]]]:
-    """Map each digest to its expected records with their tasks, last record first, without surplus optional records."""
+    """Map each digest to its expected records with their tasks, last record first, without absent optional records."""
     candidates: defaultdict[bytes, list[tuple[int, Wanted]]] = defaultdict(list)
     for task, records in enumerate(expected):
         for wanted in records:

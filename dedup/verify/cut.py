@@ -1,4 +1,4 @@
-"""Determines the offsets up to which one verification reads, and reads the records that workers wrote below them.
+"""Determines the offsets where one verification stops reading, and reads the records that workers wrote before them.
 
 Records are sorted into buckets by tracking ID (`spill`), and the order of the records is checked separately (`Order`).
 """

@@ -108,7 +108,7 @@ def source_rows(
 
 
 def keep(cut: Cut, log: Spill, row: Row) -> bool:
-    """Put a sampled record into its bucket and return True; only count any other record, and return False."""
+    """Add a record to its bucket; if the record is not in the sample, only count the record and return False."""
     place = place_of(row.id, row.key, row.value)
     if not cut.sampled(place):
         cut.report.unsampled += 1
@@ -189,7 +189,7 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
 
 
 def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
-    """Make expected records optional that precede the output's first record, because they may have been deleted."""
+    """Make expected records optional if they precede the output's first record, because they may have been deleted."""
     excused = 0
     for row, wanted in enumerate(task.forwarded):
         if wanted.position < held.gone_position and not wanted.optional:
@@ -200,7 +200,7 @@ def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
 
 
 def _copies(cut: Cut, partition: int, buckets: int, *, known: bool) -> Copies:
-    """Return the duplicates and conflicts of a source partition, which workers write to the same partition number."""
+    """Return the duplicates and conflicts of a source partition, which are in the partitions with the same number."""
     whole: dict[str, list[int]] = {}
     for topic in copy_topics(cut).values():
         if cut.partitions[topic] >= cut.partitions[cut.topology.source.topics[0]]:
@@ -249,7 +249,7 @@ def _judgeable(cut: Cut, columns: RecordColumns, partition: int) -> Iterator[tup
 
 
 def output_of(cut: Cut, partition: int, buckets: int) -> WrittenPartition | None:
-    """Return the output partition with the same number, or None if the topology has no output topic."""
+    """Return the given partition of the output topic, or None if the topology has no output topic."""
     output = cut.topology.output
     if output is None:
         return None
@@ -282,7 +282,7 @@ def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition 
 
 
 def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None) -> int:
-    """Return the source offset of the first record in a written topic, because `start: latest` stores no offset."""
+    """Return the source offset of the first record that workers wrote, because `start: latest` stores no offset."""
     first_letter = plan.dead_letters.first_offset(partition)
     if first_letter is None:
         first_letter = bounds.high

@@ -121,7 +121,7 @@ class SideTopic:
         return not self._empty and self._db.execute(ask, source).fetchone() is not None
 
     def first_offset(self, partition: int) -> int | None:
-        """Return the lowest source offset that an entry names in a partition of the first source topic, or None."""
+        """Return the lowest offset that an entry names in a partition of the first source topic, or None."""
         ask = "SELECT min(position) FROM filed WHERE topic=0 AND feed=?"
         found: int | None = self._db.execute(ask, (partition,)).fetchone()[0]
         return found
@@ -153,7 +153,7 @@ def extracted_of(extract: Extractor, columns: RecordColumns) -> Extracted:
 
 
 def header(headers: Headers, name: str) -> bytes | None:
-    """Return the value of the last header named ``name``, because a worker appends its headers after the producer's."""
+    """Return the value of the last header with this name, because a worker's headers follow the producer's headers."""
     for each, content in reversed(headers):
         if each == name:
             return content

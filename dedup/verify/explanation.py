@@ -93,7 +93,8 @@ class Explanation:
     def contradictions(self) -> int:
         """The number of contradictions between the verdicts and the topics.
 
-        Strays count only if every judged record is listed, because an unlisted record could account for a stray.
+        A written record without a source record counts only if all judged records are listed, because an unlisted
+        source record could account for it.
         """
         complete = self.whole and not self.more
         return sum(bool(explained.wrong) for explained in self.records) + (len(self.strays) if complete else 0)
@@ -230,7 +231,7 @@ def _find_uncarried(search: _Search) -> None:
 
 
 def _find_written(search: _Search) -> None:
-    """Find the ID in the output, duplicates, and conflicts topics, and match the records with the listed ones."""
+    """Find the ID's records in the output, duplicates, and conflicts topics, and assign them to source records."""
     cut, topology = search.cut, search.cut.topology
     # The timestamps in the output may come from another clock, so records are compared without timestamps.
     plan = replace(cut.plan, output_stamped=False)
@@ -255,7 +256,7 @@ def _find_written(search: _Search) -> None:
 
 
 def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord]], *, copies: bool = False) -> None:
-    """Add the place of each written record to the listed record that accounts for it, or to the strays."""
+    """Assign each written record to the source record that accounts for it, or else to the strays."""
     for partition, columns, _, row in _records(search, topic):
         headers = columns.headers[row]
         if not copies and forwarded_by_replay(headers, search.cut.topology.source.topics):

@@ -30,7 +30,7 @@ def explain(
     *,
     partial: bool,
 ) -> list[tuple[int, Wanted]]:
-    """Report every difference between the output and the records that tasks had to forward, for one bucket.
+    """Report every difference between the output and the records that tasks had to forward, in one bucket.
 
     If ``partial`` is true, the output is incomplete: expected records that are absent are not reported as lost but
     returned, each with the index of its task.
@@ -94,8 +94,7 @@ class OrderFree:
                 if each.id is not None:
                     self._times_ms.setdefault(each.id, []).append(each.time_ms)
                     if each.exempt:
-                        # The record was forwarded outside the guarantee, so its ID may be in the output twice within a
-                        # guard period.
+                        # Outside the guarantee, an ID may be in the output twice within a guard period.
                         self._exempt.add(each.id)
         if any(each.broker_time for each in written):
             cut.report.unprovable(WHY_NO_TIMES, sum(len(times) for times in self._times_ms.values()))

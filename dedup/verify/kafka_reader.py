@@ -1,4 +1,4 @@
-"""Reads Kafka with librdkafka, a client that workers do not use, so that a bug in one client is noticed."""
+"""Reads Kafka with librdkafka, which workers do not use, so that workers and verifier do not share a client's bugs."""
 
 from __future__ import annotations
 
@@ -148,8 +148,7 @@ class KafkaReader:
                 "enable.partition.eof": True,
                 "auto.offset.reset": "error",
                 "isolation.level": "read_committed",
-                # The client pauses for this time when its local queue is full. The default of 1 s halves the
-                # throughput.
+                # The client pauses for this time when its local queue is full. The default, 1 s, halves throughput.
                 "fetch.queue.backoff.ms": 5,
                 "queued.max.messages.kbytes": 32_768,
                 # An empty fetch takes this time to report the end of a partition.
@@ -168,8 +167,7 @@ class KafkaReader:
     def partitions(self, topics: Iterable[str]) -> dict[str, int]:
         """Return the partition count of each topic, or 0 for a topic that does not exist."""
         try:
-            # The consumer is used instead of the admin client, so that it has the metadata of each topic when it reads
-            # the topic.
+            # Unlike a request of the admin client, this one leaves the metadata with the consumer, which reads later.
             known = self._consumer.list_topics(timeout=_ANSWER_WITHIN_S).topics
         except KafkaException as error:
             raise self._unavailable("listing the topics", error) from error
@@ -178,8 +176,8 @@ class KafkaReader:
     def bounds(
         self, topic: str, partitions: Iterable[int] | None = None, since: Mapping[int, int] | None = None
     ) -> dict[int, Bounds]:
-        """Return the current bounds of the given or all partitions; ``since`` contains lower limits for their first
-        offsets.
+        """Return the bounds of the given partitions (by default, all); ``since`` contains lower limits for their
+        starts.
         """
         wanted = list(range(self.partitions([topic])[topic]) if partitions is None else partitions)
         low = self._list_offsets(topic, wanted, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
@@ -191,7 +189,7 @@ class KafkaReader:
         return found
 
     def stable_ends(self, topic: str, partitions: Iterable[int] | None = None) -> dict[int, int]:
-        """Map each of the given partitions, by default all, to its last stable offset."""
+        """Map each of the given partitions (by default, all partitions) to its last stable offset."""
         wanted = range(self.partitions([topic])[topic]) if partitions is None else partitions
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
         return self._list_offsets(topic, wanted, latest, IsolationLevel.READ_COMMITTED)
@@ -243,8 +241,8 @@ class KafkaReader:
     def _committed(self, group: str, places: list[TopicPartition]) -> list[TopicPartition]:
         """Read the committed offsets with a consumer that never joins the group. Raises KafkaException.
 
-        The admin client would crash the process with SIGSEGV when the coordinator responds that it is loading or has
-        moved (librdkafka issue 5040; seen with 2.16.0).
+        The admin client crashes the process with SIGSEGV if the coordinator responds that it is loading or has moved
+        (librdkafka issue 5040; seen with 2.16.0).
         """
         if group not in self._askers:
             # With read_committed, no offset is returned while a transaction that changes it is open.
@@ -273,8 +271,7 @@ class KafkaReader:
         reached = start
         try:
             while reached < end:
-                # Wait for the first message only. Waiting for a whole batch would be useless at the end of a partition
-                # that ends with markers instead of records.
+                # Wait for the first message only: a partition may end with markers instead of more records.
                 messages = self._consumer.consume(1, _POLL_S)
                 if messages and end - reached > 1:
                     messages += self._consumer.consume(min(_BATCH, end - reached) - 1, 0)

@@ -188,8 +188,7 @@ def _read_sources(cut: Cut, step: _Step) -> None:
         scan = LogScan(cut.plan, step.feeds, from_start=True)
         start = cut.configured_start(topic, partition)
         if start is None:
-            # The start is `latest`, whose offset is not recorded. The offset of the first record in the repartition
-            # topic is used instead.
+            # `latest` stores no offset, so the first record in the repartition topic determines the start.
             start = step.firsts.get(feed, bounds.high)
             if step.purged:
                 cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
@@ -241,7 +240,7 @@ def _account(cut: Cut, step: _Step, number: int) -> None:
 
 
 def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
-    """Report a record in the repartition topic that is not in the source."""
+    """Report a record that is in the repartition topic but not in the source."""
     start, end = step.spans.get((source.topic, source.partition), (0, 0))
     if start <= source.offset < end and cut.topology.source.topics[source.topic] in cut.compacted:
         cut.report.unprovable(WHY_COMPACTED)

@@ -172,8 +172,7 @@ class LogScan:
             # Stream time before a judged record is unknown if the log's beginning was deleted.
             begins_in_doubt = judged and not self._from_start and self._anchor_ms is None
             if begins_in_doubt and not self._perhaps_late(original, late):
-                # The record was unique, or it was a duplicate of a sighting that was still kept, regardless of the
-                # record's age.
+                # The record was unique, or a duplicate of a sighting that was still kept, whatever the record's age.
                 rules = plan.rules
                 longest_ms = rules.extend_at_most_ms if rules.extend else 0
                 self._doubt_from(record.time_ms + 2 * rules.guard_ms + rules.grace_ms + longest_ms)
@@ -216,7 +215,7 @@ class LogScan:
         self._model.sightings.clear()
 
     def _perhaps_late(self, original: Original, late: Mapping[Source, Filed]) -> bool:
-        """Return whether a record may have been late; a late record that is dropped is in no written topic."""
+        """Return whether a record may have been late; a late record that is dropped leaves no trace in any topic."""
         plan = self._plan
         if plan.late is not None:
             return original.source in late
@@ -312,9 +311,7 @@ class TaskReplay:
         return self._plan.place(source)
 
     def doubtful(self, tracking_id: bytes | None, time_ms: int, *, timed: bool) -> bool:
-        """Return whether the verdict on a record was in doubt or, if not ``timed``, the verdict on any record of the
-        ID.
-        """
+        """Return whether the verdict on a record was in doubt; if ``timed`` is false, on any record of the ID."""
         until_ms = BEFORE_ALL_TIME if tracking_id is None else self._doubt.until_ms(tracking_id)
         return time_ms <= until_ms if timed else until_ms > BEFORE_ALL_TIME
 
@@ -367,7 +364,7 @@ class TaskReplay:
         return True
 
     def _dead_by_evidence(self, row: Row, letter: Filed) -> None:
-        """Handle a dead letter whose record has no fault: the clock or the broker refused it, or it is wrong."""
+        """Handle a dead letter for a record without a fault, which the clock or the broker may have refused."""
         far_ahead = row.time_ms > row.before_ms + self._plan.topology.max_clock_skew_ms
         by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
         if letter.reason == REFUSED_BY_THE_BROKER:

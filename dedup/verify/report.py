@@ -91,7 +91,7 @@ class Timeline:
     """Maps each verdict to its number of records without a usable event time, which a time axis cannot show."""
 
     def add(self, verdict: str, time_ms: int | None, number: int = 1) -> None:
-        """Count ``number`` records with this event time; if there are too many steps, each becomes twice as wide."""
+        """Count ``number`` records with this event time; if there are too many steps, merge steps in pairs."""
         if time_ms is None:
             self.undated[verdict] = self.undated.get(verdict, 0) + number
             return
@@ -131,7 +131,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """True if there is no violation; a record that is not provable is no violation."""
+        """True if no violation was found; a record that is not provable does not count as a violation."""
         return not any(self.counts.values())
 
     @property
@@ -146,7 +146,7 @@ class Report:
             self.samples.append(Violation(kind, place, text))
 
     def unprovable(self, reason: str, number: int = 1) -> None:
-        """Count ``number`` records as not provable for this reason."""
+        """Count ``number`` records as not provable for the given reason."""
         if number:
             self.not_provable[reason] = self.not_provable.get(reason, 0) + number
 

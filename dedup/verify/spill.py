@@ -28,7 +28,7 @@ def buckets_for(rows: int) -> int:
 
 
 def place_of(tracking_id: bytes | None, key: bytes | None, value: bytes | None) -> int:
-    """Return the 64-bit hash that determines a record's bucket, of the ID or, without an ID, of the key and value."""
+    """Return a 64-bit hash, which determines a record's bucket, of the ID or, if absent, of the key and value."""
     content = tracking_id if tracking_id is not None else b"\0%b\0%b" % (key or b"", value or b"")
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 

@@ -1,12 +1,12 @@
 """Implements `dedup verify`, which reads only Kafka, replays the records with an exact model, and reports differences.
 
-The verifier first reads the group's committed offsets, because workers must have written the results of these records.
-The verifier then reads the ends of the topics that workers write, and all those results are below the ends. Records
-that workers judge while the verifier is running are *pending*.
+The verifier first reads the group's committed offsets: workers must have written the results of all records below these
+offsets. The verifier then reads the ends of the topics that workers write, so that these results are below the ends.
+Records that workers judge while the verifier is running are *pending*.
 
-A partition is replayed if a log still contains its records in order (`direct`, `repartitioned`). Otherwise, only the
-checks that do not depend on order are made (`findings.OrderFree`). Records that these checks cannot decide are counted
-as not provable, never as correct.
+The verifier replays a partition if a log still contains the partition's records in order (`direct`, `repartitioned`).
+If no log does, the verifier makes only the checks that do not depend on order (`findings.OrderFree`). Records whose
+verdicts cannot be checked are counted as not provable, never as correct.
 
 Memory use hardly depends on the size of the topics, because records are sorted into files by tracking ID (`spill`).
 """
@@ -44,8 +44,7 @@ def verify(
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "replay", int(began_s * 1000), sample=sample)
-    # The verification creates millions of small tuples without cycles, which the garbage collector would only traverse
-    # repeatedly.
+    # The garbage collector would only traverse millions of small tuples, which have no cycles, again and again.
     collecting = gc.isenabled()
     gc.disable()
     try:
