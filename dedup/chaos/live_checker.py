@@ -171,9 +171,7 @@ class LiveChecker:
 
     @property
     def sightings(self) -> Sightings:
-        """The records seen so far; any thread may read them. Raises the reading thread's error if that thread has
-        failed.
-        """
+        """What the thread has read so far. Raises the reading thread's error if that thread has failed."""
         if self._failure is not None:
             raise self._failure
         return Sightings(self._records, self._duplicated, tuple(self._samples))

@@ -317,9 +317,9 @@ def write_past(
 ) -> list[Age]:
     """Write records with several past event times to the source topics, so that retention can delete them during a run.
 
-    Each event time has its own log segments. The event times are so far apart that deleted records do not affect the
-    verdicts on later records. Returns an `Age` for each event time, oldest first. Raises BrokerUnavailable if the
-    records cannot be written.
+    Records with different event times are in different log segments. The event times are so far apart that deleted
+    records do not affect the verdicts on later records. Returns an `Age` for each event time, oldest first. Raises
+    BrokerUnavailable if the records cannot be written.
     """
     window = topology.window
     step_ms = window.guard_ms + window.grace_ms + (window.extend_at_most_ms if window.extend else 0) + _DAY_MS

@@ -181,6 +181,6 @@ def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges) ->
 
 
 def offsets_at(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], time_ms: int) -> dict[int, int]:
-    """Map each partition to the offset of its first record at or after ``time_ms``, or to the partition's end."""
+    """Map each partition to the offset of its first record at or after ``time_ms``, or to its end if it has none."""
     found = {partition: reader.offset_for_time(topic, partition, time_ms) for partition in bounds}
     return {partition: bounds[partition].high if at is None else at for partition, at in found.items()}

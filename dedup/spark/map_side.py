@@ -1,7 +1,8 @@
 """Implements the map side of a batch job, which prepares records for the reduce tasks that judge them.
 
-A map task extracts each record's ID and event time, and finds exempt records and dead letters. The task computes stream
-time within its own part of the input (`OffsetRuns`), and packs each record for the reduce task that judges the record.
+A map task extracts each record's ID and event time, and finds exempt records and dead letters. A map task computes
+stream time within its own part of the input (`OffsetRuns`), and packs each record for the reduce task that judges the
+record.
 """
 
 from __future__ import annotations

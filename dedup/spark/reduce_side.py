@@ -107,7 +107,7 @@ def layer_rows(
     """Judge the records of one reduce task, and yield the sightings that the next job needs, as rows of
     `sightings.LAYER`.
 
-    The last row is a report: the number of records by verdict, and the end of the judged records in each source
+    The last yielded row is a report: the number of records by verdict, and the end of the judged records in each source
     partition, as far as the task knows it. ``buckets`` is a multiple of ``reducers``, the number of reduce tasks. If
     ``whole`` is true, the rows include the unexpired sightings of earlier jobs, so that the next job needs no earlier
     layer.

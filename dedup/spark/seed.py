@@ -8,8 +8,8 @@ and the group's offset. If a worker's task starts on a partition that is not com
 StateIncompatible.
 
 The seed marks contain the name, the offsets, and the clock time of the seed. Therefore, if the command is killed,
-running it again writes the same records and finishes the seed. A run with a different history or different offsets is
-refused, because records of the first run would stay in the changelog.
+running it again writes the same records and finishes the seed. A second run with a different history or different
+offsets is refused, because records of the first run would stay in the changelog.
 
 Writing a changelog record twice does no harm, so attempts of a Spark task may be repeated or run concurrently. If an
 upstream Spark task fails, the writing task sees only a normal end of its input. Therefore, the writing task commits the

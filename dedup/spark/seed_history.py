@@ -102,7 +102,8 @@ def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order)
     """Return the verdicts with the column `dedup_partition`, the number of the task that judges the record's ID.
 
     In a direct topology, a task's number is its source partition; Kafka's default partitioner determines the partition
-    of rows without coordinates from the key. With a repartition topic, the partitioner determines the task from the ID.
+    of rows without coordinates from the key. With a repartition topic, Kafka's default partitioner determines the
+    task's number from the ID.
     """
     if topology.direct and order == "offsets":
         return verdicts.withColumn("dedup_partition", fn.col("partition"))

@@ -233,8 +233,8 @@ def translated_errors() -> Iterator[None]:
     """Inside the ``with`` block, turn Spark's errors into dedup's errors.
 
     An error that dedup raised on an executor is raised again on the driver. Raises SettingsError for files that cannot
-    be read, and StateIncompatible if Kafka deleted records while a job was reading them. Other errors are raised
-    unchanged.
+    be read, and StateIncompatible if Kafka deleted records while a job was reading them. Errors with no counterpart in
+    dedup are raised unchanged.
     """
     try:
         yield

@@ -279,8 +279,8 @@ def _refuse_other_columns(table: str, wanted: Sequence[str], found: Sequence[str
 def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
     """Upsert the newest row of each ID into a database table, and create the table if it does not exist.
 
-    Returns the number of inserted or replaced rows. A run that fails leaves all rows of the table unchanged. Raises
-    StateIncompatible if the table lacks a column or has no unique `tracking_id`.
+    Returns the number of inserted or replaced rows. Only the last SQL statement of a run changes rows of the table.
+    Raises StateIncompatible if the table lacks a column or has no unique `tracking_id`.
     """
     if not _NAME.fullmatch(to.table):
         text = f"{to.table!r} is not a valid name; write letters, digits and _, such as orders or shop.orders"

@@ -104,8 +104,8 @@ def _clock_and_memory() -> tuple[SteadyClock, RocksMemory]:
 def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Judge and commit the rows of one Spark partition, and yield one row of `REPORT`, or nothing if there are no rows.
 
-    An error that a new attempt may avoid is raised, so that Spark starts a new attempt. Any other error becomes part of
-    the report, and the driver raises the error.
+    An error that a new attempt may avoid is raised, so that Spark starts a new attempt. An error that every attempt
+    would meet becomes part of the report, and the driver raises the error.
     """
     gc.set_threshold(_GC_THRESHOLD)
     batches = feed_batches(arrow)

@@ -1,4 +1,4 @@
-"""Determines the offsets where one verification stops reading, and reads the records that workers wrote before them.
+"""Determines the end offsets of one verification, and reads the records that workers wrote below these offsets.
 
 Records are sorted into buckets by tracking ID (`spill`), and the order of the records is checked separately (`Order`).
 """

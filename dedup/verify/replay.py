@@ -215,7 +215,7 @@ class LogScan:
         self._model.sightings.clear()
 
     def _perhaps_late(self, original: Original, late: Mapping[Source, Filed]) -> bool:
-        """Return whether a record may have been late; a late record that is dropped leaves no trace in any topic."""
+        """Return whether a record may have been late; workers write a dropped late record to no topic."""
         plan = self._plan
         if plan.late is not None:
             return original.source in late

@@ -28,7 +28,7 @@ def buckets_for(rows: int) -> int:
 
 
 def place_of(tracking_id: bytes | None, key: bytes | None, value: bytes | None) -> int:
-    """Return a 64-bit hash, which determines a record's bucket, of the ID or, if absent, of the key and value."""
+    """Hash a record's ID or, if absent, its key and value to the 64-bit number that determines the record's bucket."""
     content = tracking_id if tracking_id is not None else b"\0%b\0%b" % (key or b"", value or b"")
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
