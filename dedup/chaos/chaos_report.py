@@ -19,7 +19,7 @@ _HEIGHT: Final = 200
 
 @dataclass(slots=True)
 class Oracle:
-    """A condition that must hold in every run, and whether it held."""
+    """A condition that must hold in every run of `dedup chaos`, and whether the condition held."""
 
     name: str
     meaning: str
@@ -28,13 +28,13 @@ class Oracle:
 
     @property
     def verdict(self) -> str:
-        """The text that says in reports whether the condition held."""
+        """The word in reports for whether the condition held: "held" or "BROKEN"."""
         return "held" if self.held else "BROKEN"
 
 
 @dataclass(slots=True)
 class ChaosReport:
-    """The results of a whole run."""
+    """The results of a whole run of `dedup chaos`."""
 
     topology: str
     seed: int
@@ -42,9 +42,7 @@ class ChaosReport:
     workers: int
     events: ChaosEvents
     verified: Report | None
-    """The result of the verification, or None if the verification was not possible; the oracles then contain the
-    reason.
-    """
+    """The result of the verification; None if the verification was not possible (the oracles contain the reason)."""
     oracles: list[Oracle] = field(default_factory=list)
 
     @property
@@ -69,9 +67,7 @@ class ChaosReport:
         return Counter(fault.kind for fault in self.events.injected if fault.hit)
 
     def to_json(self) -> str:
-        """Return the report as a JSON document, whose keys for the faults are "blows" (the counts) and "struck" (the
-        list).
-        """
+        """Return the report as JSON, in which "blows" counts the faults by kind and "struck" lists all faults."""
         document = {
             "dedup_chaos": 1,
             "passed": self.passed,
@@ -105,7 +101,7 @@ class ChaosReport:
         return page(f"dedup chaos {self.topology}", parts)
 
     def _plot(self, label: str, figure: Callable[[Tick, Tick], tuple[float, float]]) -> str:
-        """Return an SVG line over time, with a mark for each fault that hit."""
+        """Return an SVG plot of a figure over time, with a mark for each fault that hit its target."""
         steps = [
             (now.at_s, max(0.0, number / per))
             for before, now in pairwise(self.events.ticks)

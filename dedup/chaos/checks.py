@@ -1,7 +1,6 @@
-"""Computes the nine oracles of `dedup chaos` after a run, from Kafka, the stores, and the workers' logs and exit codes.
+"""Computes the nine oracles of `dedup chaos`, which are conditions that must hold in every run.
 
-An oracle is a condition that must hold in every run. If the evidence for an oracle cannot be gathered, the oracle does
-not hold, but the report is still complete.
+The evidence is gathered from Kafka, the stores, and the workers' logs and exit codes, when all workers have stopped.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _RECORD_ORACLES: Final = ("O1", "O2", "O3", "O4")
 
 @dataclass(slots=True)
 class Evidence:
-    """The evidence of a run. Values that could not be determined are None, and `unknown` contains the reason."""
+    """The evidence for the oracles; None means that a value could not be determined, for the reason in `unknown`."""
 
     verified: Report | None = None
     seen: Sightings | None = None
@@ -69,7 +68,7 @@ class Evidence:
 
 
 def oracles(found: Evidence) -> list[Oracle]:
-    """Return the oracles O1 to O9. An oracle that could not be computed does not hold."""
+    """Return the oracles O1 to O9; an oracle that could not be computed does not hold."""
     report, seen, epochs = found.verified, found.seen, found.epochs or []
     there = report is not None
     counts, books, read = (report.counts, report.books, report.read) if report is not None else ({}, [], 0)
@@ -111,7 +110,7 @@ def oracles(found: Evidence) -> list[Oracle]:
 
 
 def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: ChaosEvents, *, judged: bool) -> Evidence:
-    """Return the evidence of a run. No worker may be running when this function is called."""
+    """Gather the evidence for the oracles of a run; all workers must have stopped before the call."""
     fleet = stage.fleet
     found = Evidence(judged=judged, unprovoked=fleet.unprovoked, unclean=fleet.unclean, starts=fleet.starts)
     found.away = sum(events.restarts.values())
@@ -133,7 +132,7 @@ def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: Ch
 
 
 def _or_why(found: Evidence, names: tuple[str, ...], look: Callable[[], T]) -> T | None:
-    """Return the result of ``look``. If ``look`` fails, record the reason for the oracles with these names."""
+    """Return the result of ``look``; if ``look`` fails, return None and record the reason for the oracles ``names``."""
     try:
         return look()
     except DedupError as error:
@@ -160,10 +159,10 @@ def _epochs(topology: Topology, settings: Settings) -> list[Epochs]:
 
 
 def _compare_stores(topology: Topology, settings: Settings, state_dirs: list[Path]) -> tuple[int, list[str]]:
-    """Compare stores with the changelog; return the number of stores, and a sentence for each store that does not
-    match.
+    """Compare stores with the changelog; return the number of stores, and a sentence for each store that differs.
 
-    A store that an earlier owner left behind must match the changelog up to the store's own position.
+    A store whose partition has moved to another worker is compared only up to the store's own position in the
+    changelog.
     """
     changelog = topology.changelog_topic
     compared, wrong = 0, []

@@ -1,4 +1,4 @@
-"""Executes a run of `dedup chaos`: injects faults into a fleet and its cluster, and records figures every second."""
+"""Executes a run of `dedup chaos`: injects faults into a fleet and its cluster, and measures progress every second."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ if TYPE_CHECKING:
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
-# The faults of `dedup chaos`, and their schedule. The schedule is drawn in advance from a seed, so that a run can be
-# repeated.
+# The faults of `dedup chaos` are drawn in advance from a seed, so that a run can be repeated.
 
 
 class FaultType(enum.StrEnum):
-    """A kind of fault. The value is the name of the fault in reports."""
+    """A kind of fault; the value of each member is the fault's name in reports."""
 
     target: Literal["worker", "broker", "cluster"]
     """What the fault hits. Faults of a cluster are changes that people make to it while workers run."""
@@ -46,7 +45,7 @@ class FaultType(enum.StrEnum):
     """The color of the fault in reports."""
 
     def __new__(cls, name: str, target: Literal["worker", "broker", "cluster"], per_minute: float, colour: str) -> Self:
-        """Return the kind of fault with this name in reports."""
+        """Return the kind of fault that reports call ``name``."""
         kind = str.__new__(cls, name)
         kind._value_ = name
         kind.target, kind.per_minute, kind.colour = target, per_minute, colour
@@ -71,7 +70,7 @@ QUIET_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class ScheduledFault:
-    """A fault with its time, its kind, and the worker that it targets, if any."""
+    """A fault with its time, its kind, and the number of the worker that it targets, if it targets a worker."""
 
     at_s: float
     kind: FaultType
@@ -79,13 +78,13 @@ class ScheduledFault:
 
 
 def rates(*, harder: float, embedded: bool) -> dict[FaultType, float]:
-    """Return the number of faults of each kind per minute; ``embedded`` says whether the run has its own broker."""
+    """Return the number of faults of each kind per minute; ``embedded`` is true if the run has its own broker."""
     targets = ["worker", *(["broker"] if embedded else []), *(["cluster"] if embedded and harder > 1 else [])]
     return {kind: kind.per_minute * harder for kind in FaultType if kind.target in targets}
 
 
 def draw(*, seed: int, seconds: float, workers: int, per_minute: Mapping[FaultType, float]) -> list[ScheduledFault]:
-    """Return the faults of a run in order of time. Each kind occurs at random times, at its own rate."""
+    """Return the faults of a run in order of time; each kind of fault occurs at random times, at its own rate."""
     dice = random.Random(seed)  # noqa: S311  # no secret; a run must be repeatable
     span_s = max(0.0, seconds - QUIET_S)
     return sorted(
@@ -127,7 +126,7 @@ _CONFIG_CHANGES: Final[tuple[Mapping[str, str], ...]] = (
 
 
 class ChaosFleet(Processes):
-    """A fleet of the workers 0 to `count` - 1 and, at times, an extra one, each with its own ID and state directory."""
+    """A fleet of ``count`` workers and, at times, one extra worker, each with its own ID and state directory."""
 
     def __init__(self, directory: Path, topology_file: Path, config: Path, overrides: list[str], count: int) -> None:
         self.most: Final = count + 1
@@ -150,7 +149,7 @@ class ChaosFleet(Processes):
         return self
 
     def start(self, *names: str) -> None:
-        """Start workers with the local state that they left behind."""
+        """Start workers with the local state that their previous processes left behind."""
         super().start(*names)
         self.starts += len(names)
 
@@ -179,7 +178,7 @@ class ChaosFleet(Processes):
         self.running[_name(number)].resume()
 
     def add_worker(self) -> bool:
-        """Start the extra worker; return False if it is already running."""
+        """Start the extra worker; return False if the extra worker is already running."""
         extra = _name(self.most - 1)
         if extra in self.running:
             return False
@@ -191,10 +190,10 @@ class ChaosFleet(Processes):
         self._end(_name(self.most - 1))
 
     def bring_back(self) -> Counter[int]:
-        """Restart workers that ended without a fault, as a supervisor does; return the number of these workers by exit
+        """Restart workers that ended although no fault stopped them, and return the number of these workers by exit
         code.
 
-        The only valid reason for a worker to end is that the broker is down. Every other end is recorded as unprovoked.
+        A worker may end only because the broker is down; `unprovoked` lists workers that ended for another reason.
         """
         codes: Counter[int] = Counter()
         for name, process in list(self.running.items()):
@@ -208,14 +207,12 @@ class ChaosFleet(Processes):
         return codes
 
     def stop(self) -> None:
-        """Stop all workers with SIGTERM, and record how they ended. Because the broker is up, exit code 5 does not
-        count as clean.
-        """
+        """Stop all workers with SIGTERM, and record in `unclean` each worker that did not shut down cleanly."""
         for name in list(self.running):
             self._end(name, clean=frozenset({0, _NOT_UP_YET}))
 
     def count_logged(self, number: int, text: str) -> int:
-        """Return how often a worker has logged a string since its first start."""
+        """Return how often a worker has logged ``text`` since the worker's first start."""
         path = self.log_file(_name(number))
         return path.read_text(encoding="utf-8", errors="replace").count(text) if path.exists() else 0
 
@@ -239,9 +236,9 @@ def _name(number: int) -> str:
 
 
 class ClusterFaults:
-    """Injects faults into an embedded broker, and makes changes to the cluster that people make while workers run.
+    """Injects faults into an embedded broker, and changes the cluster as administrators do while workers run.
 
-    Every method returns whether it had an effect. A fleet must survive each change.
+    Every method returns whether the fault or the change had an effect.
     """
 
     def __init__(
@@ -262,7 +259,7 @@ class ClusterFaults:
         self._changes: Final = itertools.cycle(_CONFIG_CHANGES)
 
     def inject(self, kind: FaultType) -> bool:
-        """Inject a fault; return False if the broker is down."""
+        """Inject a fault; return False if the fault has no effect, for example because the broker is down."""
         if kind is FaultType.CUT:
             return self._proxy.cut() > 0
         if not self.kafka.running:
@@ -291,9 +288,7 @@ class ClusterFaults:
         return True
 
     def shorten_retention(self) -> bool:
-        """Make the broker delete the oldest past records; return False if some of them are not judged yet or none are
-        left.
-        """
+        """Make the broker delete the oldest past records; return False if none are left or some are not judged yet."""
         if not self._ages:
             return False
         age = self._ages[0]
@@ -310,7 +305,7 @@ class ClusterFaults:
         return False
 
     async def _attempt_group_deletion(self) -> bool:
-        """If the group has members, try to delete it; the broker must refuse."""
+        """Try to delete the group if it has members; return True if the broker refuses the deletion, as it must."""
         connection = replace(Connection.of(self._settings, client_id="dedup-chaos"), patience_ms=_PATIENCE_MS)
         wire = KafkaWire(connection)
         group = Group(wire, self._topology.name)
@@ -324,7 +319,7 @@ class ClusterFaults:
 
 @dataclass(frozen=True, slots=True)
 class ChaosStage:
-    """The processes of a run; `cluster` is None if the run has no embedded broker."""
+    """The processes and observers of a run; `cluster` is None if the run has no embedded broker."""
 
     fleet: ChaosFleet
     sender: Sender
@@ -336,7 +331,7 @@ class ChaosStage:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """The figures of a run at one moment; times are in seconds since the start of fault injection."""
+    """The record counts of a run at one moment, ``at_s`` seconds after the start of fault injection."""
 
     at_s: float
     sent: int
@@ -348,7 +343,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """A fault that was scheduled; ``hit`` is False if its target was already down or frozen."""
+    """A scheduled fault; ``hit`` is False if the fault had no effect, for example because the worker was down."""
 
     at_s: float
     kind: FaultType
@@ -358,19 +353,18 @@ class InjectedFault:
 
 @dataclass(slots=True)
 class ChaosEvents:
-    """The events of a run, which are the input of its report."""
+    """The events of a run of `dedup chaos`, from which the report is created."""
 
     injected: list[InjectedFault] = field(default_factory=list)
     ticks: list[Tick] = field(default_factory=list)
     restarts: Counter[int] = field(default_factory=Counter)
-    """Maps each exit code to the number of times that a worker ended with this code without a fault and was restarted.
-    """
+    """Maps an exit code to the number of times that a worker ended with it without a fault and was restarted."""
     early: str | None = None
     """The reason why the run ended early, or None if it did not."""
 
 
 class ChaosRun:
-    """A run of `dedup chaos`. An instance can run only once."""
+    """Executes one run of `dedup chaos`; every run needs a new instance."""
 
     def __init__(self, stage: ChaosStage, faults: list[ScheduledFault], on_tick: Callable[[Tick], None]) -> None:
         self._stage: Final = stage
@@ -385,7 +379,7 @@ class ChaosRun:
     def run(self, seconds: float) -> bool:
         """Inject all faults, undo them, and wait for the workers; return whether all sent records were judged in time.
 
-        If an error ends the run early, the error is recorded in the run's events.
+        If an error ends the run early, `events` contains the error.
         """
         try:
             self._inject_all(seconds)
@@ -441,7 +435,7 @@ class ChaosRun:
         return None
 
     def _inject(self, fault: ScheduledFault) -> None:
-        """Inject a fault, record whether it hit, and schedule its end if it has one."""
+        """Inject a fault, record whether the fault hit its target, and schedule the fault's end if necessary."""
         fleet, cluster, worker = self._stage.fleet, self._stage.cluster, fault.worker
         lasts_s = 0.0
         end: Callable[[], None] | None = None

@@ -1,8 +1,4 @@
-"""Observes a group's progress and the records in the output while workers run, for `dedup chaos` and the demo.
-
-The live checker is a `read_committed` consumer of the output. The live checker must never see an ID twice within a
-guard period.
-"""
+"""Observes a consumer group's progress and the records in the output while workers run."""
 
 from __future__ import annotations
 
@@ -29,9 +25,9 @@ _ANSWER_WITHIN_S: Final = 10.0
 _POLL_RECORDS: Final = 5_000
 _POLL_S: Final = 0.2
 _QUIET_S: Final = 5.0
-"""After this time without a message, a new consumer replaces the old one, because librdkafka's consumer may stop
-permanently after several restarts of a broker, even if its partitions are assigned again (confluentinc/librdkafka#5153;
-seen with 2.16.1).
+"""After this time without a message, a new consumer replaces the old one: librdkafka's consumer may stop permanently
+after several broker restarts, even if it is assigned its partitions again (confluentinc/librdkafka#5153; seen with
+2.16.1).
 """
 _ENDS_WITHIN_S: Final = 60.0
 _MOST_SAMPLES: Final = 20
@@ -39,7 +35,7 @@ _MOST_SAMPLES: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class GroupProgress:
-    """The progress of a group on one topic at one moment."""
+    """The progress of a consumer group on one topic at one moment."""
 
     in_topic: int
     judged: int
@@ -47,11 +43,11 @@ class GroupProgress:
 
 
 class Watch:
-    """Follows a group on a topic that begins at offset 0, without joining the group. Use it as a context manager.
+    """Observes a consumer group on a topic that begins at offset 0, without joining the group.
 
-    A consumer asks for the group's offsets, because the admin client crashes the process with SIGSEGV when the
+    The group's offsets are read with a consumer, because the admin client crashes the process with SIGSEGV if the
     coordinator responds that it is loading or has moved (librdkafka issue 5040; seen with 2.16.0). `KafkaReader` is not
-    used, because in one run, it got no more responses after a restart of the broker.
+    used, because in one run it received no more responses after a broker restart.
     """
 
     def __init__(self, settings: Settings, group: str, topic: str, partitions: int) -> None:
@@ -85,7 +81,7 @@ class Watch:
         return GroupProgress(sum(ends), sum(max(offset, 0) for offset in self._committed().values()))
 
     def beyond(self, offsets: Mapping[int, int]) -> bool:
-        """Return whether the group has committed each partition up to the given offset. Raises the errors of `look`."""
+        """Return whether the group has committed each partition up to the given offset. May raise BrokerUnavailable."""
         committed = self._committed()
         return all(committed.get(partition, -1) >= offset for partition, offset in offsets.items())
 
@@ -95,7 +91,7 @@ class Watch:
         return {place.partition: place.offset for place in known}
 
     def begins(self) -> dict[int, int]:
-        """Map each partition to its first offset. Raises the errors of `look`."""
+        """Map each partition to its first offset. Raises BrokerUnavailable if the broker does not respond."""
         with self._asking(f"where {self.topic} begins"):
             return {
                 place.partition: self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[0]
@@ -103,7 +99,7 @@ class Watch:
             }
 
     def members(self) -> frozenset[str]:
-        """Return the IDs of the group's members. A restarted process gets a new ID. Raises the errors of `look`."""
+        """Return the IDs of the group's members; a restarted process gets a new ID. May raise BrokerUnavailable."""
         with self._asking(f"who is in {self._group}"):
             group = self._admin.describe_consumer_groups([self._group], request_timeout=_ANSWER_WITHIN_S)[self._group]
             return frozenset(member.member_id for member in group.result().members)
@@ -127,10 +123,13 @@ class Sightings:
 
 
 class LiveChecker:
-    """Reads the output topic in a thread. Use it as a context manager, and call `finish` before the context ends."""
+    """Reads the committed records of the output in a thread, and counts IDs that occur twice within a guard period.
+
+    Use the live checker as a context manager, and call `finish` before the context ends.
+    """
 
     def __init__(self, topology: Topology, settings: Settings, ends: dict[int, int]) -> None:
-        """``ends`` maps each partition to the offset to start from."""
+        """``ends`` maps each partition to the offset where the live checker begins to read."""
         if topology.output is None:
             raise ValueError(f"{topology.name} forwards nothing: it has no output topic")
         self._topic: Final = topology.output.topic
@@ -172,15 +171,13 @@ class LiveChecker:
 
     @property
     def sightings(self) -> Sightings:
-        """The result so far, which any thread may read. Raises the error that ended the reading thread, if any."""
+        """What the thread has read so far. Raises the reading thread's error if that thread has failed."""
         if self._failure is not None:
             raise self._failure
         return Sightings(self._records, self._duplicated, tuple(self._samples))
 
     def finish(self, ends: dict[int, int]) -> bool:
-        """Read up to these ends; return False if this takes more than a minute, for example because a transaction stays
-        open.
-        """
+        """Read up to the offsets in ``ends``; return whether these offsets were reached within a minute."""
         self._targets = ends
         self._thread.join(_ENDS_WITHIN_S)
         return not self._thread.is_alive()
@@ -206,7 +203,7 @@ class LiveChecker:
             self.take(messages)
 
     def take(self, messages: list[Message]) -> None:
-        """Process the result of one poll: records, and ends of partitions, which include transaction markers."""
+        """Process the messages of one poll, which are records and end-of-partition events."""
         self._note([message for message in messages if message.error() is None])
         for message in messages:
             error, partition, offset = message.error(), message.partition(), message.offset()

@@ -1,9 +1,4 @@
-"""Creates the load on a fleet under test: artificial records for any topology, and the producer that sends them.
-
-`Sender` sends records at a steady rate. With the `AT_LEAST_ONCE` options, it creates duplicates in the most common way:
-the broker appends a batch, a fault proxy drops the response, and the non-idempotent producer retries. `write_past`
-writes old records before a run, so that retention can delete them during the run.
-"""
+"""Creates the load on a fleet under test: artificial records for any topology, and the producer that sends them."""
 
 from __future__ import annotations
 
@@ -52,8 +47,8 @@ _AT_ONCE: Final = 1_000_000_000
 _STOPS_WITHIN_S: Final = 120.0
 _STANDS_STILL_S: Final = 15.0
 """If no record is confirmed for this time, a new producer replaces the old one. The time is longer than a broker is
-ever down in a run. In one run, a producer of librdkafka 2.16.1 sent nothing after a restart of its only broker until
-its records timed out, even after further restarts.
+ever down in a run. In one run, a producer of librdkafka 2.16.1 sent nothing after its only broker had restarted, until
+its records timed out.
 """
 _AGES: Final = 20
 _RECORDS_PER_AGE: Final = 50
@@ -74,7 +69,7 @@ AT_LEAST_ONCE: Final[Mapping[str, Any]] = {
     "reconnect.backoff.ms": 10,
     "reconnect.backoff.max.ms": 100,
 }
-"""Options of a producer that writes each record at least once, and that retries soon after a lost connection."""
+"""Options of a producer that retries soon after a lost response; if the broker has the record, a duplicate results."""
 ANY_PARTITION: Final = -1
 """The partition number that lets the producer's partitioner choose the partition."""
 
@@ -92,9 +87,9 @@ class Made:
 
 
 class MadeRecords:
-    """Makes records with new IDs, and repeats some of them later, like a producer that received no acknowledgment.
+    """Creates records with new IDs, and repeats some records later, like a producer that received no acknowledgment.
 
-    The ID is the key of a record, and Kafka's default partitioner sends equal keys to the same partition.
+    A record's key is its ID, and Kafka's default partitioner sends equal keys to the same partition.
     """
 
     def __init__(self, topology: Topology, partitions: Mapping[str, int], *, run: str, seed: int) -> None:
@@ -106,12 +101,12 @@ class MadeRecords:
         self._sent: Final[list[Made]] = []
 
     def __iter__(self) -> Iterator[Made]:
-        """Yield an unlimited number of records. The event time of a new record is the time at which it is made."""
+        """Yield records without end; the event time of a new record is the current time."""
         while True:
             yield self.at(time.time_ns() // 1_000_000)
 
     def at(self, now_ms: int) -> Made:
-        """Return the next record. A new record gets the event time ``now_ms``, in the topology's unit."""
+        """Return the next record: a repeated record, or a new record with the event time ``now_ms``."""
         dice = self._dice
         if self._sent and dice.random() < _REPEATS:
             made = self._sent[-1 - int(dice.random() ** 3 * len(self._sent))]
@@ -130,7 +125,7 @@ class MadeRecords:
         return made
 
     def new(self, now_ms: int) -> Made:
-        """Return a valid record with a new ID and this event time."""
+        """Return a valid record with a new ID and the event time ``now_ms``."""
         self._count += 1
         text = f"{self._run}-{self._count}"
         document: dict[str, Any] = {"number": self._count, "padding": _PADDING}
@@ -171,7 +166,7 @@ def _with(here: Any, path: Path, value: object) -> Any:  # noqa: ANN401  # a JSO
 
 
 def make_topic(bootstrap: str, name: str, partitions: int) -> None:
-    """Create a topic with one replica and unlimited retention time. Raises BrokerUnavailable if the creation fails."""
+    """Create a topic with one replica and unlimited retention. Raises BrokerUnavailable if the creation fails."""
     topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config={"retention.ms": "-1"})
     try:
         admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
@@ -181,15 +176,12 @@ def make_topic(bootstrap: str, name: str, partitions: int) -> None:
 
 
 class Sender:
-    """Sends records at a steady rate in a thread. Each record is sent at least once.
-
-    Use a sender as a context manager. `stop` returns when all records have arrived.
-    """
+    """Sends records at a steady rate in a thread, each record at least once. Use a sender as a context manager."""
 
     def __init__(
         self, records: Iterable[Made], settings: Settings, *, per_s: int, options: Mapping[str, Any] | None = None
     ) -> None:
-        """``options`` are options of librdkafka's producer that replace those for idempotence."""
+        """``options`` override the default options, which make librdkafka's producer idempotent."""
         self._records: Final = iter(records)
         self._per_s: Final = per_s
         self._ended: Final = threading.Event()
@@ -222,19 +214,19 @@ class Sender:
 
     @property
     def running(self) -> bool:
-        """Return whether there are records left to send."""
+        """Whether the sender still has records to send."""
         return self._thread.is_alive()
 
     def stop(self) -> int:
         """Stop sending, wait until all sent records have arrived, and return their number.
 
-        Raises BrokerUnavailable if the records cannot be sent.
+        Raises BrokerUnavailable if some records do not arrive in time.
         """
         self._ended.set()
         return self.finish()
 
     def finish(self) -> int:
-        """Wait until all records have arrived, and return their number. May raise BrokerUnavailable."""
+        """Wait until all records have been sent and have arrived; return their number. May raise BrokerUnavailable."""
         self._thread.join(_STOPS_WITHIN_S)
         if self._failure is not None:
             raise self._failure
@@ -262,14 +254,14 @@ class Sender:
             self._failure = failure
 
     def _wait_until(self, due_s: float) -> bool:
-        """Process confirmations until a time; return False if no more records are to be sent."""
+        """Process confirmations until ``due_s``; return False if the sender has been stopped."""
         while time.monotonic() < due_s and not self._ended.is_set():
             self._poll(0)
             self._ended.wait(_TICK_S)
         return not self._ended.is_set()
 
     def _poll(self, wait_s: float) -> None:
-        """Process confirmations. If none has arrived for too long, continue with a new producer."""
+        """Process confirmations; if no confirmation has arrived for too long, continue with a new producer."""
         self._producer.poll(wait_s)
         now_s = time.monotonic()
         if not self._unconfirmed:
@@ -312,7 +304,7 @@ class Sender:
 
 @dataclass(frozen=True, slots=True)
 class Age:
-    """Past records of the same age."""
+    """Records that `write_past` wrote with the same event time."""
 
     until_ms: int
     """If retention keeps only records after this time, the broker deletes the records of this age."""
@@ -323,11 +315,11 @@ class Age:
 def write_past(
     topology: Topology, settings: Settings, partitions: Mapping[str, int], *, run: str, seed: int, now_ms: int
 ) -> list[Age]:
-    """Write past records of several ages to the source topics; return the ages, oldest first.
+    """Write records with several past event times to the source topics, so that retention can delete them during a run.
 
-    Each age has its own log segments, and the time between two ages is longer than sightings are kept. Therefore, if
-    the retention of the source is shortened to one of the ages, the verifier can still prove every verdict on the
-    remaining records. Raises BrokerUnavailable if the records cannot be written.
+    Records with different event times are in different log segments. The event times are so far apart that deleted
+    records do not affect the verdicts on later records. Returns an `Age` for each event time, oldest first. Raises
+    BrokerUnavailable if the records cannot be written.
     """
     window = topology.window
     step_ms = window.guard_ms + window.grace_ms + (window.extend_at_most_ms if window.extend else 0) + _DAY_MS
@@ -351,7 +343,7 @@ def write_past(
 
 
 def alter(settings: Settings, topics: list[str], configs: Mapping[str, str]) -> None:
-    """Set these configs on the topics. Raises BrokerUnavailable if the broker refuses or is down."""
+    """Set these configs on the topics. Raises BrokerUnavailable if the broker is down or refuses the change."""
     entries = [ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in configs.items()]
     resources = [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries) for topic in topics]
     try:

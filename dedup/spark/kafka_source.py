@@ -1,7 +1,4 @@
-"""Builds the Kafka options that Spark jobs need to reach the cluster, and reads ranges of offsets as records to judge.
-
-A range of offsets is either read completely or refused with an error that names the offsets that retention deleted.
-"""
+"""Builds the options of Spark's Kafka source, and reads ranges of offsets from Kafka as records to judge."""
 
 from __future__ import annotations
 
@@ -109,10 +106,10 @@ def read_kafka(
     until: Until = "now",
     repartitioned: bool = False,
 ) -> History:
-    """Return the committed records of the source topics, or of the repartition topic if ``repartitioned``.
+    """Return the committed records of the source topics, or of the repartition topic if ``repartitioned`` is true.
 
-    Raises StateIncompatible if ``start`` is ``whole`` and retention deleted records, and BrokerUnavailable if a topic
-    does not exist.
+    Raises StateIncompatible if ``start`` is ``whole`` and retention has deleted the first records of a partition, and
+    BrokerUnavailable if a topic does not exist.
     """
     topics = (topology.repartition_topic,) if repartitioned else topology.source.topics
     ranges: dict[str, dict[int, tuple[int, int]]] = {}
@@ -147,7 +144,7 @@ def read_kafka(
 
 
 def feeds_of(topology: Topology, counts: Mapping[str, int]) -> tuple[Feed, ...]:
-    """Return every source partition as a feed, given the partition counts by topic."""
+    """Return a feed for every source partition; ``counts`` maps each topic to its number of partitions."""
     return tuple(
         Feed(position, partition)
         for position, topic in enumerate(topology.source.topics)
@@ -169,7 +166,7 @@ def read_range(spark: SparkSession, settings: Settings, ranges: Ranges, **option
 
 
 def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges) -> History:
-    """Return the committed records in these ranges of offsets as a history."""
+    """Return the committed records in these ranges of offsets as a `History`."""
     # Several tasks may read one partition, because `map_side.OffsetRuns` tracks the order of the offsets.
     table = read_range(spark, settings, ranges, minPartitions=str(spark.sparkContext.defaultParallelism * 2))
     named = {f"{topic}/{at}": list(each) for topic, part in ranges.items() for at, each in part.items()}
@@ -184,6 +181,6 @@ def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges) ->
 
 
 def offsets_at(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], time_ms: int) -> dict[int, int]:
-    """Return, by partition, the offset of the first record at or after a time, or the end if none exists."""
+    """Map each partition to the offset of its first record at or after ``time_ms``, or to its end if it has none."""
     found = {partition: reader.offset_for_time(topic, partition, time_ms) for partition in bounds}
     return {partition: bounds[partition].high if at is None else at for partition, at in found.items()}

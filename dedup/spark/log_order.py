@@ -1,9 +1,4 @@
-"""Sorts records into the order of their logs, with one shuffle of packed rows.
-
-The offsets of all Kafka partitions are divided into ranges with about the same number of rows, and each task receives
-the rows of one range. The task sorts only the coordinates of its rows in memory. The task then reads the complete rows
-in sorted order, part by part, so that it never needs all of them in memory.
-"""
+"""Sorts records by topic, partition, and offset, with a single shuffle. Each task sorts one range of offsets."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ _PART_BYTES: Final = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class PartitionBounds:
-    """The range of offsets and the number of rows of one Kafka partition in an input."""
+    """The offsets of the first and last rows of a Kafka partition in a job's input, and the number of its rows."""
 
     topic: str
     partition: int
@@ -36,7 +31,7 @@ class PartitionBounds:
 
 
 class PlaceRanges(NamedTuple):
-    """The ranges that the offsets of one Kafka partition are divided into, with one range for each task."""
+    """The ranges into which the offsets of one Kafka partition are divided; each range is sorted by one task."""
 
     topic: int
     """Position of the topic in ``source.topics``."""
@@ -48,9 +43,10 @@ class PlaceRanges(NamedTuple):
 
 
 def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: int) -> list[PlaceRanges]:
-    """Return at most ``count`` ranges, which have about the same number of rows if offsets are evenly spaced.
+    """Divide the Kafka partitions of a job's input into at most ``count`` ranges of offsets.
 
-    Topics that are not source topics are left out, because the job refuses their rows.
+    The ranges have about the same number of rows if offsets are evenly spaced. Topics that are not in ``topics`` are
+    ignored, because the job refuses their rows.
     """
     found = sorted((topics.index(each.topic), each.partition, each) for each in bounds if each.topic in topics)
     total = sum(each.rows for *_, each in found)
@@ -69,10 +65,10 @@ def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: i
 def spread_function(
     ranges: Sequence[PlaceRanges], topics: tuple[str, ...], targets: tuple[int, ...], batch_rows: int
 ) -> BatchFunction:
-    """Return a function for `mapInArrow` that packs records as `map_side.PACKED_ROWS` and assigns one range to each
-    reduce task.
+    """Return a function for `mapInArrow` that packs each record for the task that sorts the record's range of offsets.
 
-    The running job raises StateIncompatible for rows of topics that the topology does not read.
+    The packed rows have the schema `map_side.PACKED_ROWS`. The returned function raises StateIncompatible for a record
+    of a topic that the topology does not read.
     """
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
@@ -90,7 +86,7 @@ def spread_function(
 
 
 def in_log_order(topics: Sequence[str]) -> BatchFunction:
-    """Return a function for `mapInArrow` that turns `map_side.PACKED_ROWS` into records in the order of each log."""
+    """Return a function for `mapInArrow` that unpacks `map_side.PACKED_ROWS` and yields the records in log order."""
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         with ReceivedRows(batches) as received:
@@ -118,7 +114,7 @@ def _sorted(received: ReceivedRows, topics: Sequence[str]) -> Batches:
 
 
 def _part(received: ReceivedRows, rank: Integers, first: int, end: int) -> pa.RecordBatch:
-    """Return the rows whose rank is at least ``first`` and less than ``end``, in the order of their ranks."""
+    """Return the rows whose rank is at least ``first`` and less than ``end``, sorted by rank."""
     found, ranks, begin = [], [], 0
     for rows in received.rows():
         here = rank[begin : begin + rows.num_rows]

@@ -1,9 +1,7 @@
-"""Defines the manifest of a published run, which names the run's files, and reads published runs.
+"""Reads runs that `dedup spark backfill` published, and defines the manifest that lists the files of a run.
 
-Theory of operation. Renaming a directory is atomic only on a local disk or HDFS; on an object store, a rename copies
-file by file. On an object store, the files of a run therefore stay in a directory that Spark ignores. The run's
-*manifest*, a small object that names the files, is written last, and readers see it complete or not at all. On an
-object store, a run is not published until its manifest exists.
+Renaming a directory is atomic only on a local disk or HDFS. On an object store, a job therefore leaves a run's files in
+a directory that Spark ignores, and publishes the run by writing the manifest last.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _IN_A_RUN: Final = re.compile(r"(?P<root>.+)/run=(?P<run>[^/]+)(?P<rest>(?:/[^/]
 
 @dataclass(frozen=True, slots=True)
 class RunManifest:
-    """The files that a run published on a file system that cannot rename a directory atomically."""
+    """Lists the files of a run that was published on an object store, where renaming a directory is not atomic."""
 
     directory: str
     """The directory that contains the files, relative to the directory of all runs."""
@@ -41,22 +39,21 @@ class RunManifest:
 
 
 def report_path(root: HadoopDirectory, run: str, *, renamed: bool) -> Any:  # noqa: ANN401 - a path of Hadoop's
-    """Return the path of a run's report, which exists if and only if the run was published."""
+    """Return the path of a run's report; the report exists if and only if the run was published."""
     return root.at(f"run={run}/{REPORT}" if renamed else f"_runs/{run}.json")
 
 
 def listed(spark: SparkSession, directory: Any, schema: StructType) -> RunManifest:  # noqa: ANN401
-    """Return the manifest of all files that a finished job wrote to ``directory``."""
+    """Return a manifest of all files that a finished job wrote to ``directory``."""
     name = directory.getName()
     files = spark.read.schema(schema).parquet(str(directory)).inputFiles()
     return RunManifest(name, tuple(sorted(file.rpartition(f"/{name}/")[2] for file in files)), schema.json())
 
 
 def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame:
-    """Return the verdicts that a run of `backfill` published under ``path``, on any file system and in any format.
+    """Return the verdicts that a run of `dedup spark backfill` published under ``path``, as Parquet or Delta.
 
-    The function reads exactly the files of the run, regardless of other files under ``path``. Raises SettingsError if
-    the run does not exist or is not completely published.
+    Files under ``path`` that do not belong to the run are ignored. Raises SettingsError if the run was not published.
     """
     root = HadoopDirectory(spark, path)
     if root.files.exists(report_path(root, run, renamed=True)):
@@ -75,10 +72,10 @@ def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame
 
 
 def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> list[str]:
-    """Return the paths, with the path of a run that has a manifest (``verdicts/run=may``) replaced by the run's files.
+    """Return ``paths``, but replace the path of each run that has a manifest by the paths of the run's files.
 
-    The path of a directory in such a run, for example ``verdicts/run=may/verdict=unique``, is replaced by the files in
-    that directory.
+    The path of a run is, for example, ``verdicts/run=may`` or, for one directory of the run,
+    ``verdicts/run=may/verdict=unique``. Raises SettingsError if a run has no files under its path.
     """
     found: list[str] = []
     for path in paths:
@@ -97,7 +94,6 @@ def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> list[str]:
 
 
 def _read(root: HadoopDirectory, run: str) -> RunManifest | None:
-    """Return the manifest of a run, or None if the run was not published by a manifest."""
     path = report_path(root, run, renamed=False)
     if not root.files.exists(path):
         return None

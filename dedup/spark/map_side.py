@@ -1,8 +1,8 @@
-"""Implements the map side of a batch job, which extracts IDs and event times, computes stream time, and packs the rows.
+"""Implements the map side of a batch job, which prepares records for the reduce tasks that judge them.
 
-A map task extracts the ID and event time of each record, and sets the verdict of records that must not be judged. The
-task computes stream time within its own part of the input (`OffsetRuns`), and packs each row for the reduce task that
-judges the row's ID.
+A map task extracts each record's ID and event time, and finds exempt records and dead letters. A map task computes
+stream time within its own part of the input (`OffsetRuns`), and packs each record for the reduce task that judges the
+record.
 """
 
 from __future__ import annotations
@@ -44,35 +44,26 @@ ID: Final = "dedup_id"
 TIME: Final = "dedup_time_ms"
 FINGERPRINT: Final = "dedup_fingerprint"
 STREAM: Final = "_dedup_stream_ms"
-"""This column contains stream time or, if rows have the column `RUN`, the running maximum of event time within the
-offset run.
-"""
+"""Stream time or, if rows have the column `RUN`, the running maximum of event time within the offset run."""
 UNJUDGED: Final = "_dedup_unjudged"
-"""This column contains the verdict, reason, and detail of a row that must not be judged, separated by `SEPARATOR`; it
-is null for all other rows.
-"""
+"""Verdict, reason, and detail of a row that must not be judged, separated by `SEPARATOR`; null for other rows."""
 TASK: Final = "_dedup_task"
 PLACE: Final = "_dedup_place"
-"""The columns `TASK` and `PLACE` contain the record's partition and offset in the repartition topic, if the job reads
-that topic.
-"""
+"""`TASK` and `PLACE` are the record's partition and offset in the repartition topic, if the job reads that topic."""
 RUN: Final = "_dedup_run"
-"""This column contains the number of the record's offset run."""
+"""Number of the record's offset run."""
 SEPARATOR: Final = "\n"
 
 TARGET: Final = "_dedup_target"
 KNOWN: Final = "known"
-"""This optional column of packed rows contains the sightings of earlier jobs as an Arrow stream; see
-`dedup.spark.sightings`.
-"""
+"""Optional column of packed rows with the sightings of earlier jobs as an Arrow stream (`dedup.spark.sightings`)."""
 _PACKED_SCHEMA: Final = pa.schema([(TARGET, pa.int32()), ("packed", pa.binary()), ("notice", pa.binary())])
 PACKED_ROWS: Final = from_arrow_schema(_PACKED_SCHEMA)
 MOST_REDUCERS: Final = 1 << 16
 BATCH_BYTES: Final = 64 << 20
 """Maximum size of the packed rows in a batch that Spark passes to Python."""
 _WRITE_OPTIONS: Final = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
-"""Compression is worthwhile because it halves the number of bytes, and each byte is copied eight times between tasks.
-"""
+"""Compression halves the number of bytes, and each byte is copied eight times between tasks."""
 _READ_OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
 _BATCH_ROWS: Final = 8_192
 """Number of rows that `_Screener` processes at a time; they fit into the processor's caches."""
@@ -84,24 +75,17 @@ _LEAST_ROWS: Final = 1_024
 _LEAST_BYTES: Final = 256 << 10
 """A packed value should contain at least `_LEAST_ROWS` rows or `_LEAST_BYTES` bytes."""
 _MOST_PACKED_BYTES: Final = 16 << 20
-"""When the uncompressed rows of a packed value reach this size, further rows for the same reduce task begin a new
-value.
-"""
+"""Uncompressed size at which a packed value is full; further rows for the same reduce task begin a new value."""
 _IN_MEMORY_BYTES: Final = 256 << 20
-"""Maximum total size of packed or buffered rows that a task keeps in memory; if they are larger, it writes them to a
-file.
-"""
+"""Total size of packed or buffered rows above which a task writes them to a file."""
 _MOST_RUNS: Final = 10_000
-"""Maximum number of offset runs in one Spark task; a task that reads a log in order has one run for each Kafka
-partition.
-"""
+"""Maximum number of offset runs in one Spark task; a log that is read in order has one run for each partition."""
 
-# How stream time is computed in one pass. Stream time is the running maximum of event time over a source partition, in
-# offset order, but Spark reads the partition as several input splits, on several machines. An *offset run* is a
-# sequence of ascending offsets that one Spark task reads. The task knows the running maximum within the run, but not
-# the greatest event time of the runs before it. Therefore, after its rows, each map task sends every reduce task a
-# notice that describes its offset runs. A reduce task has all notices before it judges its first record, and computes
-# stream time from these notices. The log is neither read twice nor sorted as a whole.
+# How stream time is computed in one pass. Stream time is the running maximum of event time over a source partition, but
+# several Spark tasks read that partition. A task knows the running maximum within each of its *offset runs* (sequences
+# of ascending offsets), but not the greatest event time before the run. Therefore, each map task ends with a notice to
+# every reduce task that describes its offset runs. A reduce task has all notices before it judges its first record. The
+# log is neither read twice nor sorted as a whole.
 
 
 @dataclass(slots=True)
@@ -118,7 +102,7 @@ class OffsetRun:
 
 
 class OffsetRuns:
-    """The offset runs that one Spark task has read so far."""
+    """Tracks the offset runs (sequences of ascending offsets in a Kafka partition) that one Spark task reads."""
 
     def __init__(self) -> None:
         context = TaskContext.get()
@@ -127,10 +111,11 @@ class OffsetRuns:
         self.all: Final[list[OffsetRun]] = []
 
     def take(self, topics: Integers, partitions: Integers, offsets: Integers, times_ms: Integers) -> list[Integers]:
-        """Return, for each record, the number of its offset run and the running maximum of event time within the run.
+        """Return two arrays: the number of each record's offset run, and the running maximum of event time within the
+        run.
 
         ``times_ms`` is `BEFORE_ALL_TIME` for a record that does not advance stream time. Raises StateIncompatible if
-        the offsets go backward so often that the rows cannot be in log order.
+        there are so many offset runs that the rows cannot be in log order.
         """
         numbers = np.empty(len(offsets), np.int64)
         running = np.empty(len(offsets), np.int64)
@@ -167,9 +152,7 @@ class OffsetRuns:
 
 
 class LogEnd(NamedTuple):
-    """The position that earlier jobs have reached in one source partition, or in the whole input if its rows have no
-    coordinates.
-    """
+    """The point up to which earlier jobs have judged a source partition, or an input whose rows have no coordinates."""
 
     next_offset: int
     greatest_ms: int
@@ -185,8 +168,8 @@ UNPLACED: Final = (0, -1)
 def before_each(runs: Iterable[OffsetRun], topics: Sequence[str], ends: LogEnds) -> Mapping[int, int]:
     """Map the number of each offset run to the greatest event time in ms that precedes the run in its Kafka partition.
 
-    Raises StateIncompatible if two runs overlap (because a record occurs twice, or because the rows are not in log
-    order), or if a run contains offsets that earlier jobs, according to ``ends``, have already judged.
+    Raises StateIncompatible if two runs overlap, because records are repeated or out of order, or if earlier jobs have
+    already judged offsets of a run, according to ``ends``.
     """
     reached = dict(ends)
     last: dict[tuple[int, int], int] = {}
@@ -213,7 +196,7 @@ def before_each(runs: Iterable[OffsetRun], topics: Sequence[str], ends: LogEnds)
 
 
 def ends_after(ends: LogEnds, later: Iterable[tuple[tuple[int, int], LogEnd]]) -> dict[tuple[int, int], LogEnd]:
-    """Return how far each source partition has been judged, given where earlier and later jobs or tasks ended."""
+    """Merge log ends: keep the greatest offset and the greatest event time of each source partition."""
     result = dict(ends)
     for place, end in later:
         result[place] = LogEnd(*map(max, result.get(place, NOTHING_JUDGED), end))
@@ -221,10 +204,10 @@ def ends_after(ends: LogEnds, later: Iterable[tuple[tuple[int, int], LogEnd]]) -
 
 
 def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
-    """Restore the source records in a batch of the repartition topic, and return the records and the set of idle marker
-    rows.
+    """Restore the source records in a batch of the repartition topic; return the records and the indexes of idle
+    markers.
 
-    The last two headers of each record contain the original timestamp and coordinates, or show that it is an idle
+    The last two headers of each record contain the timestamp and coordinates of the source record, or denote an idle
     marker. Raises InvariantBroken for a record that no repartition task wrote.
     """
     columns: dict[str, list[object]] = {name: [] for name in ("headers", "timestamp_ms", *COORDINATES)}
@@ -252,17 +235,15 @@ def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
 
 
 # Why rows are packed. In a shuffle, each row costs microseconds on its way out of Python, through the JVM, and back.
-# Therefore, a map task packs the rows for one reduce task into one binary value, an Arrow stream, and Spark shuffles
-# these values. The cost then depends on the number of bytes, not on the number of rows. Spark's own hash of `TARGET`
-# determines which reduce task receives a value.
+# Therefore, a map task packs the rows for one reduce task into one binary value, an Arrow stream: the cost then depends
+# on the number of bytes. Spark's own hash of `TARGET` determines which reduce task receives a value.
 #
-# Spark passes batches of `maxRecordsPerBatch` rows to Python, regardless of the size of the rows, and a batch must stay
-# below 2 GiB. Therefore, each packed value is followed by as many empty rows as are needed to keep a full batch within
-# `BATCH_BYTES`.
+# Spark passes batches of `maxRecordsPerBatch` rows to Python, whatever the size of the rows, and a batch must stay
+# below 2 GiB. Therefore, enough empty rows follow each packed value to keep a full batch within `BATCH_BYTES`.
 
 
 class _Buffers:
-    """Stores buffers in order, in memory or, if their total size is too large, in a file in Spark's local directory."""
+    """Stores buffers in order: in memory, or in a file in Spark's local directory if they are too large for memory."""
 
     def __init__(self) -> None:
         self._held: list[pa.Buffer] = []
@@ -271,7 +252,6 @@ class _Buffers:
         self._size_bytes = 0
 
     def add(self, buffer: pa.Buffer) -> None:
-        """Append a buffer."""
         self._size_bytes += buffer.size
         self._held.append(buffer)
         if self._size_bytes < _IN_MEMORY_BYTES:
@@ -287,7 +267,7 @@ class _Buffers:
         self._held.clear()
 
     def all(self) -> list[pa.Buffer]:
-        """Return all buffers; no buffer may be added after this call."""
+        """Return all buffers; no buffer may be added afterward."""
         if self._file is not None and not self._held:
             self._file.flush()
             whole = pa.py_buffer(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -296,7 +276,6 @@ class _Buffers:
         return self._held
 
     def clear(self) -> None:
-        """Remove all buffers, and close the temporary file."""
         self._held.clear()
         self._sizes.clear()
         if self._file is not None:
@@ -306,15 +285,14 @@ class _Buffers:
 
 
 class Packer:
-    """Packs the rows of one map task separately for each reduce task.
+    """Packs the rows of one map task into separate values for each reduce task.
 
-    Each packed value has the overhead of about a hundred rows. Therefore, if the rows in memory would make the values
-    for the reduce tasks too small, sorted rows are buffered (in a file if necessary) until the values are large enough
-    or the map task ends.
+    The overhead of a packed value equals that of about a hundred rows. Therefore, the packer buffers sorted rows, in a
+    file if necessary, until the values are large enough or the map task ends.
     """
 
     def __init__(self, targets: Sequence[int], batch_rows: int) -> None:
-        """``batch_rows`` is the number of rows in a batch that Spark passes to Python."""
+        """Spark passes batches of up to ``batch_rows`` rows to Python."""
         self._targets: Final = targets
         self._batch_rows: Final = batch_rows
         self._full: Final = min(_MOST_ROWS, _ROWS_PER_REDUCER * len(targets))
@@ -323,9 +301,7 @@ class Packer:
         self._bytes = 0
         self._waiting: Final = _Buffers()
         self._borders: Final[list[Integers]] = []
-        """For each sorted batch, the position where the rows of each reduce task begin, followed by the end of the
-        batch.
-        """
+        """For each sorted batch, the position where each reduce task's rows begin, followed by the end of the batch."""
         self._sorted_rows = 0
         self._sorted_bytes = 0
 
@@ -336,10 +312,7 @@ class Packer:
         self._waiting.clear()
 
     def add(self, batch: pa.RecordBatch, reducers: npt.NDArray[np.uint16]) -> Batches:
-        """Add rows, and yield packed rows when enough rows have been added.
-
-        ``reducers`` contains, for each row, the position of its reduce task in ``targets``.
-        """
+        """Add rows, and yield packed rows once enough are held; ``reducers`` has each row's index in ``targets``."""
         self._held.append((batch, reducers))
         self._rows += batch.num_rows
         self._bytes += batch.nbytes
@@ -352,11 +325,10 @@ class Packer:
                 self._waiting.add(packed_stream(rows, None))
 
     def rest(self) -> Batches:
-        """Yield all remaining rows in packed form."""
+        """Pack and yield the rows that `add` has not yielded yet."""
         yield from self._packed(self._sorted() if self._held else None)
 
     def _sorted(self) -> pa.RecordBatch:
-        """Return the held rows, sorted by reduce task."""
         reducers = np.concatenate([reducers for _, reducers in self._held])
         # NumPy's stable sort of 16-bit integers is a radix sort, which is fast and keeps the rows in log order.
         order = np.argsort(reducers, kind="stable")
@@ -369,7 +341,7 @@ class Packer:
         return rows
 
     def _packed(self, last: pa.RecordBatch | None) -> Batches:
-        """Yield the buffered rows, followed by ``last``, in packed form."""
+        """Pack and yield the buffered rows, followed by ``last``."""
         parts = [*map(unpacked, self._waiting.all()), *([] if last is None else [last])]
         for reducer, target in enumerate(self._targets):
             slices: list[pa.RecordBatch] = []
@@ -390,7 +362,7 @@ class Packer:
         self._sorted_rows = self._sorted_bytes = 0
 
     def notices(self, text: bytes) -> pa.RecordBatch:
-        """Return packed rows that send the same notice to every reduce task."""
+        """Return rows that send the same notice to every reduce task."""
         count = len(self._targets)
         columns = [pa.array(self._targets, pa.int32()), pa.nulls(count, pa.binary()), pa.array([text] * count)]
         return pa.RecordBatch.from_arrays(columns, schema=_PACKED_SCHEMA)
@@ -407,10 +379,10 @@ class Packer:
 
 
 class ReceivedRows:
-    """All packed rows that one reduce task has received."""
+    """The packed rows, sightings, and notices that one reduce task has received."""
 
     def __init__(self, batches: Iterable[pa.RecordBatch]) -> None:
-        """Read all rows, which have the schema `PACKED_ROWS` and include notices."""
+        """Read all batches, which have the schema `PACKED_ROWS` and may have the column `KNOWN`."""
         self._packed: Final = _Buffers()
         self._known: Final = _Buffers()
         self.notices: Final[list[bytes]] = []
@@ -434,11 +406,11 @@ class ReceivedRows:
         self._known.clear()
 
     def known(self) -> Batches:
-        """Yield the sightings of earlier jobs, in the same order on every call."""
+        """Yield the sightings of earlier jobs in the same order on every call."""
         yield from map(unpacked, self._known.all())
 
     def rows(self) -> Batches:
-        """Yield the rows in the same order on every call, with small packed values combined into larger batches."""
+        """Yield the unpacked rows in the same order on every call; a batch may combine several packed values."""
         held: list[pa.RecordBatch] = []
         count = size_bytes = 0
         for packed in self._packed.all():
@@ -453,7 +425,7 @@ class ReceivedRows:
 
 
 def packed_stream(rows: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None = _WRITE_OPTIONS) -> pa.Buffer:
-    """Return rows as an Arrow stream, which is compressed by default."""
+    """Return rows as an Arrow stream, compressed by default."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema, options=options) as writer:
         writer.write_batch(rows)
@@ -461,7 +433,7 @@ def packed_stream(rows: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None =
 
 
 def unpacked(stream: pa.Buffer) -> pa.RecordBatch:
-    """Return the rows that `packed_stream` has packed."""
+    """Return the rows of an Arrow stream that `packed_stream` made."""
     return pa.ipc.open_stream(stream, options=_READ_OPTIONS).read_next_batch()
 
 
@@ -485,7 +457,7 @@ class MapPlan:
 
 
 def map_rows(plan: MapPlan, batches: Iterable[pa.RecordBatch]) -> Batches:
-    """Pack the records of one map task (`rows.RECORDS`) into rows of `PACKED_ROWS`, and yield these rows."""
+    """Run one map task: read records with the schema `rows.RECORDS`, and yield them as rows of `PACKED_ROWS`."""
     screener = _Screener(plan)
     with Packer(plan.targets, plan.batch_rows) as packer:
         for batch in batches:
@@ -499,9 +471,8 @@ def map_rows(plan: MapPlan, batches: Iterable[pa.RecordBatch]) -> Batches:
 
 
 def buckets_of(ids: pa.Array, count: int) -> npt.NDArray[np.uint32]:
-    """Return the number of each ID's bucket, which is the ID's hash modulo ``count``; a null ID may get any bucket.
-
-    A bucket is a reduce task or a group of sightings.
+    """Return each ID's bucket (a reduce task or a group of sightings): the ID's hash modulo ``count``. Null IDs may be
+    in any bucket.
     """
     names = binary_column(ids)
     if ids.null_count:
@@ -510,17 +481,19 @@ def buckets_of(ids: pa.Array, count: int) -> npt.NDArray[np.uint32]:
 
 
 def write_notice(runs: Sequence[OffsetRun]) -> bytes:
-    """Return offset runs in the encoding that `read_notice` decodes."""
+    """Encode the offset runs of one map task for `read_notice`."""
     return orjson.dumps([asdict(each) for each in runs])
 
 
 def read_notice(values: Iterable[bytes]) -> list[OffsetRun]:
-    """Return the offset runs that several tasks have encoded with `write_notice`."""
+    """Decode the offset runs that several map tasks encoded with `write_notice`."""
     return [OffsetRun(**each) for value in values for each in orjson.loads(value)]
 
 
 class _Screener:
-    """Extracts IDs and event times from a Spark task's batches in order, and finds records that must not be judged."""
+    """Extracts the IDs and event times of the records that a Spark task reads, and finds exempt records and dead
+    letters.
+    """
 
     def __init__(self, plan: MapPlan) -> None:
         self._plan: Final = plan
@@ -531,7 +504,7 @@ class _Screener:
         self._stream_time = StreamTime.before(plan.feeds)
 
     def screened(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the records without idle markers, and append the columns that judging in the plan's mode requires."""
+        """Drop idle markers, and append the columns that the reduce task needs to judge the records."""
         plan = self._plan
         partitions, offsets = integers_of(batch, "partition"), integers_of(batch, "offset")
         idle: frozenset[int] = frozenset()
@@ -570,7 +543,7 @@ class _Screener:
         return result.filter(pa.array(~np.isin(np.arange(batch.num_rows), list(idle)))) if idle else result
 
     def _along_log(self, partitions: Integers, rows: Rows, times_ms: Integers, skipped: set[int]) -> Integers:
-        """Return the stream time at each row of the repartition topic, whose partitions are read one after another."""
+        """Return stream time at each row of the repartition topic; a Spark task reads one partition after another."""
         result = np.empty(len(partitions), np.int64)
         borders = [0, *(np.flatnonzero(partitions[1:] != partitions[:-1]) + 1).tolist(), len(partitions)]
         for begin, end in pairwise(borders):

@@ -1,4 +1,4 @@
-"""Implements the reduce side of a batch job, which judges records after all rows of an ID have reached one task."""
+"""Implements the reduce side of a batch job, where one task receives and judges all records with the same ID."""
 
 from __future__ import annotations
 
@@ -55,17 +55,16 @@ JUDGED: Final = (
     StructField("first_partition", IntegerType()),
     StructField("first_offset", LongType()),
 )
-"""`dedup_time_ms` is the event time that was used to judge the record (the greatest allowed time if a future time was
-clamped, or 0 if the record has no event time). `reason` is the code of a dead letter, an exemption, or a forwarded
-conflict, and `detail` explains a dead letter. `dedup_partition` and `dedup_offset` are the position in the task's log,
-or null if rows are not judged in the order of a task's log. `stream_time_ms` is the task's stream time after this
-record. The `first_*` columns describe the sighting that a duplicate repeats.
+"""`dedup_time_ms` is the event time by which the record was judged (0 if the record has none, and the greatest allowed
+time if it was clamped). `reason` is the code of a dead letter, an exemption, or a forwarded conflict. `dedup_partition`
+and `dedup_offset` are the position in the task's log, or null if rows are not judged in the order of a log.
+`stream_time_ms` is the task's stream time after the record. The `first_*` columns describe the sighting that a
+duplicate repeats.
 """
 _NAMES: Final = pa.array(["unique", "duplicate", "conflict", "late", "unique"])
 _REASONS: Final = pa.array([None, None, None, None, "conflict"], pa.string())
 _TASKS: Final[Mapping[Mode, tuple[str, str]]] = {"direct": ("partition", "offset"), "log": (TASK, PLACE)}
-"""Maps a mode in which rows are judged in the order of a task's log to the columns with the log's partition and offset.
-"""
+"""Maps a mode that judges rows in the order of a task's log to the columns with the log's partition and offset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +90,13 @@ class FoldedRows:
     ids: pa.Array
     """The ID of each row."""
     known: pa.Table
-    """The sightings of earlier jobs that have one of these IDs and have not expired, in the schema
-    `sightings.SIGHTINGS`.
-    """
+    """Unexpired sightings of earlier jobs that have one of these IDs, in the schema `sightings.SIGHTINGS`."""
     unjudged: dict[str, int]
     """The number of rows that were not judged, by verdict."""
 
 
 def reduce_rows(plan: ReducePlan, batches: Iterable[pa.RecordBatch]) -> Batches:
-    """Judge the `map_side.PACKED_ROWS` of one reduce task, and yield the records with the columns `JUDGED` appended."""
+    """Judge one reduce task's records (`map_side.PACKED_ROWS`), and yield them with the columns `JUDGED` appended."""
     with ReceivedRows(batches) as received:
         yield from Reducer(plan, received).judged()
 
@@ -107,12 +104,13 @@ def reduce_rows(plan: ReducePlan, batches: Iterable[pa.RecordBatch]) -> Batches:
 def layer_rows(
     plan: ReducePlan, batches: Iterable[pa.RecordBatch], *, reducers: int, buckets: int, whole: bool
 ) -> Batches:
-    """Yield the sightings of one of ``reducers`` tasks for the next job as rows of `sightings.LAYER`, followed by a
-    report.
+    """Judge the records of one reduce task, and yield the sightings that the next job needs, as rows of
+    `sightings.LAYER`.
 
-    ``buckets`` is a multiple of ``reducers``. If ``whole`` is true, earlier sightings that have not expired are written
-    again, so that no earlier layer is needed. The report contains the number of rows by verdict and the position that
-    this task knows to have been reached in each source partition.
+    The last yielded row is a report: the number of records by verdict, and the end of the judged records in each source
+    partition, as far as the task knows it. ``buckets`` is a multiple of ``reducers``, the number of reduce tasks. If
+    ``whole`` is true, the rows include the unexpired sightings of earlier jobs, so that the next job needs no earlier
+    layer.
     """
     context = TaskContext.get()
     reducer = 0 if context is None else context.partitionId()
@@ -142,7 +140,7 @@ def _report(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None)
 
 
 def _left(folded: FoldedRows, topology: Topology) -> pa.Table:
-    """Return the sightings that the judged rows created or extended."""
+    """Return the new sightings, and the existing ones whose time a duplicate moved forward."""
     rows, decided = folded.rows, folded.decided
     made = {
         "id": folded.ids,
@@ -167,7 +165,7 @@ def _left(folded: FoldedRows, topology: Topology) -> pa.Table:
 
 
 class Reducer:
-    """Judges all rows of one Spark task; only the columns that judging needs are kept as a table in memory."""
+    """Judges the records of one reduce task, and keeps in memory only the columns that the verdicts depend on."""
 
     def __init__(self, plan: ReducePlan, received: ReceivedRows) -> None:
         self._plan: Final = plan
@@ -181,7 +179,7 @@ class Reducer:
         self._rows: Final = pa.Table.from_batches(parts) if parts else None
 
     def judged(self) -> Batches:
-        """Yield the records with their verdicts, in the same batches as `ReceivedRows.rows`."""
+        """Yield the records with their verdicts in the same batches as `ReceivedRows.rows`."""
         if self._rows is None:
             return
         stream_ms = self._stream_times(self._rows)
@@ -199,7 +197,7 @@ class Reducer:
             begin = end
 
     def folded(self) -> FoldedRows | None:
-        """Return the judged rows with their verdicts, or None if this task has no rows."""
+        """Return the judged rows with their verdicts, or None if the task received no rows."""
         return None if self._rows is None else self._fold(self._rows, self._stream_times(self._rows))
 
     def _fold(self, rows: pa.Table, stream_ms: Integers) -> FoldedRows:
@@ -222,7 +220,7 @@ class Reducer:
         return FoldedRows(open_rows[order], sorted_rows, decided, ids, known, counts)
 
     def _by_group(self, known: pa.Table, names: pa.Array, rows: SortedRows) -> dict[int, Sightings]:
-        """Return the known sightings by the group numbers that `_sorted_rows` assigns."""
+        """Map the group numbers that `_sorted_rows` assigns to the sightings of earlier jobs."""
         numbers = pc.index_in(known.column("id"), value_set=names).to_numpy().astype(np.int64)
         if self._plan.mode == "direct":
             width = int(rows.partitions.max(initial=0)) + 1
@@ -251,7 +249,7 @@ class Reducer:
                 return within
 
     def _judging_order(self, rows: pa.Table, several: Integers, stream_ms: Integers) -> list[Integers]:
-        """Return the sort columns that define the judging order within an ID, the least significant column first."""
+        """Return the columns by which the rows of an ID are sorted for judging, the least significant column first."""
         match self._plan.mode:
             case "direct" | "log":
                 partition, offset = _TASKS[self._plan.mode]
@@ -265,7 +263,7 @@ class Reducer:
         return [column[several] for column in columns]
 
     def _ties_ordered(self, rows: pa.Table, order: Integers, groups: Integers, open_rows: Integers) -> Integers:
-        """Return ``order`` with rows of the same ID and event time sorted by the digest of their content."""
+        """Return ``order``, with rows of the same ID and event time sorted by the digest of their content."""
         times_ms = integers_of(rows, TIME)[order]
         same = (groups[order][1:] == groups[order][:-1]) & (times_ms[1:] == times_ms[:-1])
         if not same.any():
@@ -279,7 +277,7 @@ class Reducer:
         return result
 
     def _digests(self, wanted: Integers) -> npt.NDArray[np.uint64]:
-        """Return the content digest of each row as two numbers; only one batch of content is in memory at a time."""
+        """Return the content digest of each wanted row as two numbers; only one batch of content is in memory."""
         found = np.empty((len(wanted), 2), np.uint64)
         ascending = np.argsort(wanted)
         begin = 0
@@ -345,7 +343,7 @@ class Reducer:
 
 
 def _groups(ids: pa.ChunkedArray) -> tuple[Integers, Integers, pa.Array]:
-    """Number the distinct IDs; return the ID number of each row, the row count of each ID, and the IDs by number."""
+    """Number the distinct IDs; return the number of each row's ID, the row count of each ID, and the distinct IDs."""
     chunks = ids.dictionary_encode().chunks
     groups = [chunk.indices.to_numpy().astype(np.int64) for chunk in chunks]
     together: Integers = np.concatenate(groups) if groups else np.empty(0, np.int64)

@@ -1,6 +1,6 @@
 """Defines the DataFrame schema of a Kafka record, which all Spark jobs share.
 
-Coordinates (topic, partition, offset) are null for rows that were never in Kafka or whose coordinates were not kept.
+Topic, partition, and offset are null for rows that were never in Kafka or whose coordinates were not kept.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ ARROW_RECORDS: Final = pa.schema(
         "offset": pa.int64(),
     }
 )
-"""Key and value are bytes or null, headers are an empty array if there are none, and the timestamp is in ms since
-1970-01-01 UTC.
-"""
+"""Headers are an empty array if there are none, and the timestamp is in ms since 1970-01-01 UTC."""
 RECORDS: Final = from_arrow_schema(ARROW_RECORDS)
 HEADERS: Final = RECORDS["headers"].dataType
 COORDINATES: Final = ("topic", "partition", "offset")
@@ -47,12 +45,13 @@ _TYPES: Final[dict[str, tuple[str, ...]]] = {
 
 
 def as_records(df: DataFrame, *, place: str = "the input", others: Sequence[str] = ()) -> DataFrame:
-    """Convert a table, such as Spark's Kafka source, to the schema `RECORDS`, and append its columns in ``others``.
+    """Convert a DataFrame, for example from Spark's Kafka source, to the schema `RECORDS`, and keep the columns
+    ``others``.
 
-    Columns are found by name. The column `value` (text or bytes) is required. The columns `key`, `headers`, and
-    `timestamp_ms` (integer) or `timestamp` are optional, and so are `topic`, `partition`, and `offset`, of which either
-    all three or none must be present. Raises TopologyError with a list of all columns that are missing or have an
-    unsupported type; the error refers to the table as ``place``.
+    The column `value` (text or bytes) is required. The columns `key`, `headers`, and either `timestamp_ms` (integer) or
+    `timestamp` are optional. The columns `topic`, `partition`, and `offset` must be either all present or all absent.
+    Raises TopologyError with a list of all columns that are missing or have an unsupported type; ``place`` is the
+    DataFrame's name in the error.
     """
     problems = [text for text in (_problem(df, name) for name in _TYPES) if text]
     given = [name for name in COORDINATES if name in df.columns]
@@ -67,7 +66,8 @@ def as_records(df: DataFrame, *, place: str = "the input", others: Sequence[str]
 
 
 def headers_of(df: DataFrame) -> Column:
-    """Return the column `headers`, with an empty array for each null and for a missing column.
+    """Return the column `headers` with empty arrays instead of nulls, or only empty arrays if ``df`` has no such
+    column.
 
     Spark 4.0 needs 16 µs to pass a null array to Python, but only 1 µs to pass an empty array (bench/README.md).
     """

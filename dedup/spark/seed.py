@@ -1,20 +1,19 @@
 """Implements `dedup spark seed`, which turns a history into the initial state of a fleet.
 
-Theory of operation. The history is judged as in a backfill and reduced to the sightings that have not expired. One
-transaction then writes a seed mark in the phase `seeding` to every changelog partition. If the topology repartitions,
-the source offsets are committed next. Spark tasks then write the sightings of each partition under the fleet's
+The history is judged as in a backfill and reduced to the sightings that have not expired. The first transaction writes
+a seed mark in the phase `seeding` to every changelog partition. If the topology repartitions, the source offsets are
+committed before any sightings are written. Spark tasks then write the sightings of each partition under the fleet's
 transactional IDs. The last transaction of a partition contains the task record, the seed mark in the phase `seeded`,
-and the group's offset. If a task of the fleet starts before this last transaction, the task stops with
+and the group's offset. If a worker's task starts on a partition that is not completely seeded, the task stops with
 StateIncompatible.
 
-To finish a seed after its command was killed, run the same command again. The seed marks contain the name, the offsets,
-and the clock time of the seed, so the second run writes the same records. The second run refuses a different history or
-different offsets, because the records of the first run would stay in the changelog.
+The seed marks contain the name, the offsets, and the clock time of the seed. Therefore, if the command is killed,
+running it again writes the same records and finishes the seed. A second run with a different history or different
+offsets is refused, because records of the first run would stay in the changelog.
 
-Opening a partition's session fences the previous owner of the partition. Each attempt writes the whole partition.
-Writing a changelog record twice has the same effect as writing it once, so attempts may be repeated, killed, or run
-concurrently. If an upstream task fails, the Python code sees only a normal end of its input. Therefore, the last
-transaction is committed only if the number and the digest of the records match the seed mark.
+Writing a changelog record twice does no harm, so attempts of a Spark task may be repeated or run concurrently. If an
+upstream Spark task fails, the writing task sees only a normal end of its input. Therefore, the writing task commits the
+last transaction of a partition only if the number and the digest of the records match the seed mark.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ from dedup.worker.offsets import bounds_of, committed_offset, first_offset, firs
 from dedup.worker.topics import Cluster, group_is_new, prepare
 
 Until = Mapping[TopicPartition, int] | int | Literal["earliest", "latest"]
-"""The point where the fleet begins: an offset for each source partition, a record time in ms, or all current starts or
-ends.
+"""The point where the history ends and the fleet takes over: an offset for each source partition, a record time in ms,
+or the first or last offsets of all source partitions.
 """
 
 Row = tuple[int, bytes, bytes, int]
@@ -79,7 +78,9 @@ _WRITTEN: Final = pa.schema([("partition", pa.int32()), ("was_there", pa.bool_()
 
 
 class PartitionTruncated(DedupError):
-    """Raised if rows of a partition are missing because an upstream Spark task failed; Spark then repeats the task."""
+    """Raised if some rows of a partition did not arrive because an upstream Spark task failed; Spark then retries the
+    task.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class Seeded:
 
 @dataclass(frozen=True, slots=True)
 class _ClusterState:
-    """The state of a cluster that is ready for `dedup spark seed` to begin a seed or to finish an interrupted seed."""
+    """The state of the cluster before `dedup spark seed` begins a seed or finishes an interrupted one."""
 
     cluster: Cluster
     begins: Mapping[TopicPartition, int]
@@ -132,9 +133,7 @@ class _ClusterState:
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """The parameters of a Spark task that writes sightings to the changelog; the driver sends them to the executors
-    with the task.
-    """
+    """The parameters of the Spark tasks that write sightings to the changelog."""
 
     topology: Topology
     settings: PicklableSettings
@@ -156,8 +155,9 @@ def seed(
     """Write a fleet's changelog and offsets as if the fleet had judged the history up to `SeedOptions.until`.
 
     ``history`` is a `History` of files, a DataFrame of `rows.RECORDS`, or None for the source topics from their start.
-    Rows are left out if their offset or timestamp shows that the fleet will read them itself. Raises StateIncompatible
-    and writes no seed if the group has offsets, the changelog is not new, or a different seed was begun.
+    Rows that the fleet will read itself, according to their offset or timestamp, are ignored. Raises StateIncompatible
+    and writes no seed if the group or the changelog contains state that `dedup spark seed` did not write, or if an
+    earlier run began a different seed.
     """
     began_s = time.monotonic()
     work = partial(on_cluster, settings, f"dedup-{topology.name}-seed")
@@ -199,7 +199,7 @@ def seed(
 
 
 def _of_topics(spark: SparkSession, settings: Settings, found: _ClusterState) -> History:
-    """Return the records of the source topics before the offsets where the fleet begins."""
+    """Return the records of the source topics up to the offsets where the fleet takes over."""
     ranges: dict[str, dict[int, tuple[int, int]]] = {}
     with KafkaReader(settings) as reader:
         bounds = {topic: reader.bounds(topic) for topic in dict.fromkeys(place.topic for place in found.begins)}
@@ -209,7 +209,7 @@ def _of_topics(spark: SparkSession, settings: Settings, found: _ClusterState) ->
 
 
 def _before(history: History, found: _ClusterState, until: Until) -> History:
-    """Return the history without the rows that the fleet will read itself, according to their offset or time."""
+    """Return the history without the rows that the fleet will read itself, according to their offset or timestamp."""
     pairs = ((f"{place.topic}/{place.partition}", offset) for place, offset in found.begins.items())
     begins = fn.create_map(*(fn.lit(each) for pair in pairs for each in pair))
     begin = begins[fn.concat_ws("/", "topic", fn.col("partition").cast("string"))]
@@ -223,7 +223,7 @@ def _before(history: History, found: _ClusterState, until: Until) -> History:
 def _marks(
     topology: Topology, found: _ClusterState, folded: Folded, rows: DataFrame, origin: Literal["topics", "files"]
 ) -> tuple[dict[int, SeedMark], dict[int, TaskRecord]]:
-    """Return the seed marks in the phase `seeding` and the task records, by task.
+    """Return each task's seed mark, in the phase `seeding`, and each task's task record.
 
     Raises StateIncompatible if an earlier run began a different seed.
     """
@@ -264,7 +264,7 @@ def _marks(
 
 
 def _write_sightings(rows: DataFrame, plan: WritePlan) -> dict[int, bool]:
-    """Write every partition that has sightings, and return for each whether an earlier run had finished it."""
+    """Write the partitions that have sightings; return, by partition, whether an earlier run had finished it."""
     placed = rows.repartition(len(plan.marks), "dedup_partition").sortWithinPartitions("dedup_partition")
     try:
         with translated_errors():
@@ -342,7 +342,7 @@ async def _first_record(wire: KafkaWire, partition: TopicPartition) -> FetchedRe
 def _refuse_other_begins(topology: Topology, until: Until, begins: Mapping[TopicPartition, int]) -> None:
     """Raise StateIncompatible if the offsets in ``until`` differ from those of the earlier run.
 
-    `latest`, `earliest`, and times are not compared, because the first run has already turned them into offsets.
+    `latest`, `earliest`, and times are accepted, because the earlier run has already turned them into offsets.
     """
     if not isinstance(until, Mapping) or dict(until) == dict(begins):
         return
@@ -392,7 +392,7 @@ async def _begins(
 
 
 def _write_partitions(plan: WritePlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Write rows that are sorted by changelog partition, and yield a row of `_WRITTEN` for each partition."""
+    """Write changelog records, which are sorted by partition, and yield a row of `_WRITTEN` for each partition."""
 
     async def write(partition: int, rows: Iterable[Row]) -> bool:
         async with connected(plan.settings.reveal(), f"dedup-{plan.topology.name}-seed") as wire:
@@ -415,7 +415,6 @@ class _SeedWriter:
         self._wire: Final = wire
 
     def _session(self, kind: SubTopology, partition: int, topic: str | None = None) -> Session:
-        """Return the session of the fleet's task for a partition."""
         topology, timeout_ms = self._topology, self._settings.transaction_timeout_ms
         name = topology.transactional_id(kind, partition, topic)
         return Session(self._wire, name, topology.name, timeout_ms=timeout_ms, deadline_ms=_DEADLINE_MS)
@@ -430,9 +429,8 @@ class _SeedWriter:
     async def begin(self, found: _ClusterState) -> None:
         """Write seed marks in the phase `seeding` to all changelog partitions in one transaction.
 
-        After this transaction, no task of the fleet starts until its partition is seeded. If the topology repartitions,
-        the source offsets are committed next, before a task can start on any partition, because a fleet that starts in
-        the meantime must not repartition the history again.
+        A `seeding` mark keeps the fleet from starting a task on the partition. If the topology repartitions, the method
+        then commits the source offsets, so that a fleet that starts early does not repartition the history again.
         """
         marks = {} if found.marks else self._plan.marks
         for partition in marks:
@@ -452,16 +450,14 @@ class _SeedWriter:
             await session.drop()
 
     async def write_empty(self) -> dict[int, bool]:
-        """Finish the partitions that have no sightings; the result has the same form as that of `_write_sightings`."""
+        """Finish the partitions without sightings; return, by partition, whether an earlier run had finished it."""
         empty = [task for task, mark in self._plan.marks.items() if not mark.sightings]
         return {task: await self.write(task, ()) for task in empty}
 
     async def write(self, partition: int, rows: Iterable[Row]) -> bool:
-        """Seed one changelog partition and return False; if the partition is already seeded, write nothing and return
-        True.
+        """Seed one changelog partition, and return False; if an earlier run seeded it, write nothing and return True.
 
-        If the method raises PartitionTruncated, TaskMigrated, or CommitUnknown, another attempt writes the partition
-        again.
+        After PartitionTruncated, TaskMigrated, or CommitUnknown, the caller must write the whole partition again.
         """
         session, feeding = (
             self._session("dedup", partition),
@@ -472,8 +468,7 @@ class _SeedWriter:
             # The offset is read in this attempt's own epoch, when the transactions of older attempts have ended.
             if await self._is_begun(feeding):
                 return True
-            # The seed writes the whole state of the partition, so if the changelog later begins at a higher offset, it
-            # was truncated.
+            # The changelog holds the whole state; if it later begins at a higher offset, it was truncated.
             changelog = self._changelog(partition)
             kept_from = (await bounds_of(self._wire, changelog)).start
             await self._write_rows(session, partition, rows)
@@ -513,10 +508,10 @@ class _SeedWriter:
         lines: Mapping[TopicPartition, list[Line]],
         offsets: Mapping[TopicPartition, Position] | None = None,
     ) -> None:
-        """Commit changelog records and offsets; if the result of a commit is unknown, repeat it in a new epoch.
+        """Commit changelog records and offsets; if the result of a commit is unknown, repeat the commit in a new epoch.
 
-        Records may be written twice. Raises TaskMigrated if another owner has taken over the partition, and
-        CommitUnknown after `_MOST_ATTEMPTS` attempts.
+        A repeated commit may write the records twice. Raises TaskMigrated if another owner has taken over the
+        partition, and CommitUnknown after `_MOST_ATTEMPTS` attempts.
         """
         for attempt in range(_MOST_ATTEMPTS):
             try:
@@ -538,5 +533,4 @@ class _SeedWriter:
 
 
 def _line(key: bytes, value: bytes) -> Line:
-    """Return a changelog record with the current time."""
     return -1, int(time.time() * 1000), key, value, []

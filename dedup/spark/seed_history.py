@@ -1,7 +1,4 @@
-"""Turns a history into a fleet's state: the sightings that have not expired, and the progress of each task's feeds.
-
-Sightings are encoded as changelog records with `dedup.store.changelog`, which workers also use.
-"""
+"""Turns a history into the state of a fleet: the unexpired sightings, and the stream time and feeds of each task."""
 
 from __future__ import annotations
 
@@ -32,16 +29,15 @@ from dedup.topology.model import Topology
 OUTSIDE_KAFKA: Final = (1 << 63) - 1
 """The source offset of a sighting whose record was read from files without Kafka coordinates."""
 _SEEN: Final = ("first_ms", "last_ms", "source_topic", "source_partition", "source_offset", "fingerprint")
-"""The columns of a sighting, besides `dedup_partition` (its task) and `dedup_id` (the state key): the interval of event
-times in ms, the coordinates of its record (the topic as its position in `source.topics`), and the fingerprint, which
-may be empty.
+"""The columns of a sighting, besides `dedup_partition` (its task) and `dedup_id`: the first and last event times in ms,
+the coordinates of its record (the topic as its index in `source.topics`), and the fingerprint, which may be empty.
 """
 _CHANGELOG_ROWS: Final = ("dedup_partition", "key", "value")
 
 
 @dataclass(frozen=True, slots=True)
 class SeedProgress:
-    """The state of one task after it has judged the history, except for the sightings."""
+    """The stream time and the feeds of one task after it has judged the history."""
 
     stream_time_ms: int
     feeds: tuple[FeedTime, ...]
@@ -61,11 +57,10 @@ class Folded:
 def fold_history(
     history: History, topology: Topology, *, tasks: int, source_partitions: Mapping[str, int], now_ms: int
 ) -> Folded:
-    """Judge a history (`rows.RECORDS`), and return the resulting state of each of the ``tasks`` tasks.
+    """Judge a history, and return the resulting state of a fleet with ``tasks`` tasks.
 
-    Rows with Kafka coordinates are judged in log order, and rows without coordinates are judged by event time. Raises
-    StateIncompatible if the task of a row cannot be determined, because the row belongs to no source topic or lacks the
-    key that decides the partition.
+    A history with Kafka coordinates is judged in log order, and any other history by event time. Raises
+    StateIncompatible if a row does not belong to a source partition, or lacks the key that determines its partition.
     """
     order: Order = "offsets" if history.placed else "event_time"
     _refuse_unplaceable(history, topology, source_partitions)
@@ -106,8 +101,9 @@ def _refuse_unplaceable(history: History, topology: Topology, source_partitions:
 def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order) -> DataFrame:
     """Return the verdicts with the column `dedup_partition`, the number of the task that judges the record's ID.
 
-    In a direct topology, the number is the source partition or, for rows without coordinates, the partition of the key.
-    With a repartition topic, the number is the partition of the ID.
+    In a direct topology, a task's number is its source partition; Kafka's default partitioner determines the partition
+    of rows without coordinates from the key. With a repartition topic, Kafka's default partitioner determines the
+    task's number from the ID.
     """
     if topology.direct and order == "offsets":
         return verdicts.withColumn("dedup_partition", fn.col("partition"))
@@ -124,9 +120,7 @@ def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order)
 
 
 def _coordinates(topology: Topology, order: Order, of: str = "") -> list[str]:
-    """Return SQL for the coordinates of a record or, if ``of`` is ``"first_"``, of the sighting that the record
-    repeats.
-    """
+    """Return SQL for the coordinates of a record or, if ``of`` is "first_", of the sighting that the record repeats."""
     if order == "event_time":
         return ["0 AS source_topic", "dedup_partition AS source_partition", f"{OUTSIDE_KAFKA} AS source_offset"]
     topics = ", ".join(f"'{name}'" for name in topology.source.topics)
@@ -135,7 +129,7 @@ def _coordinates(topology: Topology, order: Order, of: str = "") -> list[str]:
 
 
 def _sightings(verdicts: DataFrame, topology: Topology, order: Order) -> DataFrame:
-    """Return the sightings that result from the verdicts, with extensions if the topology extends sightings."""
+    """Return the sightings that the verdicts produce, with the times to which duplicates may have extended them."""
     key, payload = ("dedup_partition", "dedup_id"), "dedup_fingerprint" if topology.fingerprints_wanted else "NULL"
     fingerprint = f"coalesce({payload}, cast('' AS binary)) AS fingerprint"
     times = ("dedup_time_ms AS first_ms", "dedup_time_ms AS last_ms")
@@ -160,7 +154,7 @@ def _sightings(verdicts: DataFrame, topology: Topology, order: Order) -> DataFra
 def _progress(
     verdicts: DataFrame, topology: Topology, tasks: int, source_partitions: Mapping[str, int], order: Order
 ) -> dict[int, SeedProgress]:
-    """Return each task's stream time and the greatest event time of each of its feeds."""
+    """Return each task's stream time, and the greatest event time of each of its feeds."""
     moved = verdicts.where("verdict IN ('unique', 'duplicate', 'conflict', 'late')")
     grouped = moved.groupBy("dedup_partition", "topic", "partition").agg(fn.max("dedup_time_ms"))
     found: defaultdict[int, dict[tuple[str | None, int | None], int]] = defaultdict(dict)
@@ -173,8 +167,7 @@ def _progress(
         feeds = [FeedTime(0, task, greatest, idle=False)] if topology.direct else []
         for position, name in enumerate(() if topology.direct else topology.source.topics):
             for partition in range(source_partitions[name]):
-                # Rows without coordinates do not show their feed, so all feeds of a task get the task's greatest event
-                # time.
+                # Rows without coordinates show no feed, so all feeds of a task get the task's greatest event time.
                 max_ms = greatest if order == "event_time" else maxima.get((name, partition), BEFORE_ALL_TIME)
                 # A feed without history is idle, so that it does not hold stream time back.
                 feeds.append(FeedTime(position, partition, max_ms, idle=max_ms == BEFORE_ALL_TIME))
@@ -184,7 +177,7 @@ def _progress(
 
 
 def seed_marks(spark: SparkSession, topology: Topology, settings: Settings) -> dict[int, changelog.SeedMark]:
-    """Return the seed marks in a changelog, by partition; the result is empty for a fleet that was not seeded."""
+    """Return the newest seed mark in each changelog partition; the result is empty if the fleet was not seeded."""
     options = {**kafka_options(settings), "subscribe": topology.changelog_topic, "startingOffsets": "earliest"}
     records = spark.read.format("kafka").options(**options).option("endingOffsets", "latest").load()
     marks = records.where(fn.col("key") == fn.lit(changelog.SEED_MARK_KEY)).groupBy("partition")
@@ -193,10 +186,7 @@ def seed_marks(spark: SparkSession, topology: Topology, settings: Settings) -> d
 
 
 def changelog_rows(sightings: DataFrame, window: Window) -> DataFrame:
-    """Return sightings as changelog records, one for each ID and segment.
-
-    The columns are `dedup_partition`, `key`, and `value`.
-    """
+    """Encode sightings as changelog records (`dedup_partition`, `key`, `value`), one for each ID and segment."""
     segment = fn.col("last_ms") - fn.pmod(fn.col("last_ms"), fn.lit(window.segment_ms))
     grouped = sightings.withColumn("segment", segment).groupBy("dedup_partition", "segment", "dedup_id")
     seen = fn.sort_array(fn.collect_list(fn.struct(*_SEEN))).alias("seen")
@@ -213,7 +203,7 @@ def _encoded(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _encoded_values(lists: pa.ListArray) -> list[bytes]:
-    """Return the encoded value of each list of sightings, with a fast path for lists of one unextended sighting."""
+    """Encode each list of sightings, with a fast path if each list has one sighting that no duplicate extended."""
     flat = lists.flatten()
     first, last, *place = (flat.field(name).to_numpy(zero_copy_only=False) for name in _SEEN[:-1])
     fingerprints = [each or b"" for each in flat.field("fingerprint").to_pylist()]

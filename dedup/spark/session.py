@@ -1,6 +1,4 @@
-"""Contains the code that Spark jobs share for sessions, executor settings, errors, progress bars, files, and
-connections.
-"""
+"""Creates Spark sessions, and contains the helpers that all Spark jobs share."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ from dedup.topology.model import Topology
 ERRORS_BY_NAME: Final[Mapping[str, type[DedupError]]] = {
     kind.__name__: kind for kind in (StateIncompatible, RecordFailed, InvariantBroken, BrokerUnavailable)
 }
-"""Maps the name of an error class to the class, for errors that the driver raises again after an executor raised them.
-"""
+"""Maps the name of an error class to the class, so that the driver can raise an executor's error again."""
 _RAISED: Final = re.compile(rf"^dedup\.[\w.]+\.({'|'.join(ERRORS_BY_NAME)}): (.*)$", re.MULTILINE)
 _UNREADABLE: Final = re.compile(
     r"(?:FAILED_READ_FILE|CANNOT_READ_FILE|Error while reading file|is not a Parquet file|Could not read footer)"
@@ -68,19 +65,17 @@ _SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
 _DEFAULT_PARTITIONS: Final = 200
 _PARTITION_BYTES: Final = 32 << 20
 _SMALL_BYTES: Final = 1 << 20
-"""A shuffle partition should receive at most `_PARTITION_BYTES` of input; an input of less than `_SMALL_BYTES` is not
-worth another partition.
-"""
+"""A shuffle partition should receive between `_SMALL_BYTES` and `_PARTITION_BYTES` of input."""
 RECORD_BYTES: Final = 256
 """The assumed size of a record in bytes if only the number of records is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class PicklableSettings:
-    """Settings for executors, in which secrets are plain strings, because a `Secret` cannot be pickled.
+    """Settings for executors, with secrets as plain strings, because a `Secret` cannot be pickled.
 
-    The settings are sent over Spark's own connections, which must be encrypted (`spark.network.crypto.enabled`) if the
-    network is not trusted. The repr of the settings shows no secrets.
+    Spark sends the settings over its own connections, which must be encrypted (`spark.network.crypto.enabled`) if the
+    network is not trusted.
     """
 
     plain: Settings
@@ -89,7 +84,7 @@ class PicklableSettings:
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """Return the settings in a form that can be pickled, without the settings for a worker's web pages."""
+        """Return the settings in picklable form, without the settings for a worker's web pages."""
         security = settings.security
         without = security.model_copy(update={"password": None, "key_password": None})
         plain = settings.model_copy(update={"security": without, "web": Web()})
@@ -97,7 +92,7 @@ class PicklableSettings:
         return cls(plain, *(None if secret is None else secret.get_secret_value() for secret in secrets))
 
     def reveal(self) -> Settings:
-        """Return the original settings."""
+        """Return the settings with their secrets as `Secret` objects."""
         password, key_password = (None if text is None else Secret(text) for text in (self.password, self.key_password))
         security = self.plain.security.model_copy(update={"password": password, "key_password": key_password})
         return self.plain.model_copy(update={"security": security})
@@ -105,7 +100,7 @@ class PicklableSettings:
 
 @contextmanager
 def job_progress(spark: SparkSession, *, enabled: bool) -> Iterator[None]:
-    """Show a progress bar for each running stage inside the ``with`` block, if standard error is a terminal."""
+    """Show a progress bar for each running Spark stage inside the ``with`` block, if standard error is a terminal."""
     console = Console(stderr=True)
     if not (enabled and console.is_terminal):
         yield
@@ -136,7 +131,7 @@ def _show_stages(spark: SparkSession, bars: Bars, over: threading.Event) -> None
 
 
 class HadoopDirectory:
-    """A directory with text files on any file system that Hadoop supports; all paths are Hadoop paths."""
+    """A directory of text files on any file system that Hadoop supports; methods accept and return Hadoop paths."""
 
     def __init__(self, spark: SparkSession, path: str) -> None:
         jvm: Any = spark._jvm  # noqa: SLF001  # PySpark's only way to Hadoop's file systems
@@ -160,8 +155,8 @@ class HadoopDirectory:
             return bytes(self._jvm.org.apache.commons.io.IOUtils.toByteArray(stream)).decode()
 
     def write(self, path: Any, text: str, part_name: str) -> None:  # noqa: ANN401
-        """Write the text to the file ``part_name``, and then rename this file to ``path``, so that no reader sees a
-        partial file.
+        """Write ``text`` to the file ``part_name``, and rename the file to ``path``, so that readers see no incomplete
+        file.
         """
         part = self.at(part_name, path.getParent())
         with closing(self.files.create(part, True)) as stream:  # noqa: FBT003  # Java has no keywords: overwrite
@@ -175,17 +170,17 @@ class HadoopDirectory:
 
 
 def shuffle_partitions(spark: SparkSession) -> int:
-    """Return the number of Spark's shuffle partitions, or Spark's default if the setting is not a number (``auto``)."""
+    """Return Spark's number of shuffle partitions, or its default number if the setting is not a number (``auto``)."""
     found = spark.conf.get(_SHUFFLE_PARTITIONS)
     return int(found) if found is not None and found.isdecimal() else _DEFAULT_PARTITIONS
 
 
 @contextmanager
 def described(spark: SparkSession, text: str, *, group: str | None = None) -> Iterator[None]:
-    """Give the jobs that this thread runs inside the ``with`` block a description and, if ``group`` is set, a job
-    group.
+    """Inside the ``with`` block, set the description and, if given, the job group of the Spark jobs that this thread
+    runs.
 
-    Jobs of a stream must keep the job group of their query, because Spark uses this group to cancel them.
+    The jobs of a stream must keep the job group of their query, because Spark uses the group to cancel them.
     """
     wanted = {"spark.job.description": text} | ({} if group is None else {"spark.jobGroup.id": group})
     context = spark.sparkContext
@@ -201,10 +196,10 @@ def described(spark: SparkSession, text: str, *, group: str | None = None) -> It
 
 @contextmanager
 def shuffles_for(spark: SparkSession, size_bytes: int | None, *, power_of_two: bool = False) -> Iterator[None]:
-    """Inside the ``with`` block, set the number of Spark's shuffle partitions to suit an input of this size.
+    """Inside the ``with`` block, set Spark's number of shuffle partitions to suit an input of ``size_bytes``.
 
-    A number that the user has set is kept, and so is Spark's default if the size is not known. If ``power_of_two`` is
-    true, the number is rounded up to a power of two.
+    A number that the user has set does not change, nor does Spark's default if ``size_bytes`` is None. If
+    ``power_of_two`` is true, the number of partitions is rounded up to a power of two.
     """
     before = spark.conf.getAll.get(_SHUFFLE_PARTITIONS)
     if size_bytes is None or (before or "").isdecimal():
@@ -224,7 +219,7 @@ def shuffles_for(spark: SparkSession, size_bytes: int | None, *, power_of_two: b
 
 @asynccontextmanager
 async def connected(settings: Settings, client_id: str) -> AsyncIterator[KafkaWire]:
-    """Yield a started connection to the cluster, and close it at the end."""
+    """Yield an open connection to the Kafka cluster, and close the connection at the end of the block."""
     wire = KafkaWire(Connection.of(settings, client_id=client_id))
     await wire.start()
     try:
@@ -235,10 +230,11 @@ async def connected(settings: Settings, client_id: str) -> AsyncIterator[KafkaWi
 
 @contextmanager
 def translated_errors() -> Iterator[None]:
-    """Inside the ``with`` block, raise dedup's own errors unchanged, and SettingsError for files that cannot be read.
+    """Inside the ``with`` block, turn Spark's errors into dedup's errors.
 
-    Raises StateIncompatible if Kafka deleted records while a job was reading them. Other errors from Spark are passed
-    on unchanged.
+    An error that dedup raised on an executor is raised again on the driver. Raises SettingsError for files that cannot
+    be read, and StateIncompatible if Kafka deleted records while a job was reading them. Errors with no counterpart in
+    dedup are raised unchanged.
     """
     try:
         yield
@@ -273,12 +269,13 @@ def session_for(
     packages: Iterable[Package] = (),
     conf: Mapping[str, str] | None = None,
 ) -> SparkSession:
-    """Return the Spark session of this process or a new session, configured with the right Java, Python, and jars.
+    """Return the Spark session of this process, or create one with the right Java and Python and the jars of
+    ``packages``.
 
-    ``conf`` overrides the settings that this function makes. If ``master`` is None, the master is ``local[*]`` or,
-    under spark-submit, the master that spark-submit names. Under spark-submit, or if ``conf`` names jars, no jars are
-    downloaded, and any version of Spark is accepted. Raises BrokerUnavailable if Java or jars cannot be obtained, or if
-    the version of PySpark is not supported.
+    ``conf`` takes precedence over the settings that this function chooses. If ``master`` is None, the master is
+    ``local[*]`` or, under spark-submit, the master of spark-submit. Under spark-submit, or if ``conf`` lists jars, no
+    jars are downloaded, and any version of Spark is accepted. Raises BrokerUnavailable if Java or a jar cannot be
+    obtained, or if the version of PySpark is not supported.
     """
     wanted = tuple(packages)
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ

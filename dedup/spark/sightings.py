@@ -1,9 +1,8 @@
 """Packs the sightings that a batch job saves for the next job into the rows of a table.
 
-A *layer* is the set of sightings that one job saves. A layer contains the sightings that the job's records created or
-extended. A full layer, unlike an incremental layer, also contains all earlier sightings that have not expired. The
-sightings of a layer are packed into buckets by a hash of their ID. The next job therefore shuffles only a few large
-values, and each reduce task receives the sightings of its own IDs.
+A *layer* is the set of sightings that one job saves. An incremental layer contains the sightings that the job created
+or whose time a duplicate moved forward. A full layer also contains all earlier sightings that have not expired.
+Sightings are packed into buckets by a hash of their ID, so that the next job shuffles only a few large values.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ SIGHTINGS: Final = pa.schema(
         ("fingerprint", pa.binary()),
     ]
 )
-"""The columns `topic`, `partition`, and `offset` are the fields of `dedup.core.window.Source`; partition and offset are
--1 for rows without Kafka coordinates. `fingerprint` is empty unless the topology compares payloads.
+"""`topic`, `partition`, and `offset` are the fields of `dedup.core.window.Source`; partition and offset are -1 for rows
+without Kafka coordinates. `fingerprint` is empty unless the topology compares payloads.
 """
 _LAYER_SCHEMA: Final = pa.schema(
     [
@@ -61,14 +60,14 @@ _HELD: Final = 1 << 20
 
 
 def sightings_of(table: pa.Table) -> Iterator[Sighting]:
-    """Yield each row of a table with the schema `SIGHTINGS` as a `Sighting`."""
+    """Convert each row of a table with the schema `SIGHTINGS` to a `Sighting`."""
     ids_aside = (table.column(name).to_pylist() for name in SIGHTINGS.names[1:])
     for first_ms, last_ms, topic, partition, offset, fingerprint in zip(*ids_aside, strict=True):
         yield Sighting(first_ms, last_ms, Source(topic, partition, offset), fingerprint)
 
 
 def current(found: Sequence[pa.RecordBatch], topology: Topology, ends: LogEnds) -> pa.Table:
-    """Return the sightings that had not expired when the earlier jobs ended, each with its latest time."""
+    """Return the sightings that had not expired when earlier jobs ended, each with its latest time."""
     table = pa.Table.from_batches([live(batch, topology, ends) for batch in found], SIGHTINGS)
     if not topology.window.extend:
         return table
@@ -78,7 +77,7 @@ def current(found: Sequence[pa.RecordBatch], topology: Topology, ends: LogEnds) 
 
 
 def live(batch: pa.RecordBatch, topology: Topology, ends: LogEnds) -> pa.RecordBatch:
-    """Return the sightings in ``batch`` that had not expired when the earlier jobs ended."""
+    """Return the sightings in ``batch`` that had not expired when earlier jobs ended."""
     partitions = batch.column("partition").to_numpy()
     oldest_ms = np.zeros(batch.num_rows, np.int64)
     for (_, partition), end in ends.items():
@@ -87,10 +86,10 @@ def live(batch: pa.RecordBatch, topology: Topology, ends: LogEnds) -> pa.RecordB
 
 
 def merged(new: pa.Table, repeated: pa.Table, known: pa.Table, topology: Topology) -> pa.Table:
-    """Return the new sightings, and the known sightings that a duplicate extended.
+    """Return the new sightings, and the existing ones whose time a duplicate moved forward.
 
-    ``repeated`` has one row for each duplicate: the sighting that the duplicate repeats, with the `last_ms` that
-    results from this duplicate alone. ``known`` contains the sightings of earlier jobs.
+    ``known`` contains the sightings of earlier jobs. ``repeated`` has one row for each duplicate: the sighting that the
+    duplicate repeats, with the `last_ms` that results from this duplicate alone.
     """
     if not topology.window.extend:
         return new
@@ -115,7 +114,7 @@ def merged(new: pa.Table, repeated: pa.Table, known: pa.Table, topology: Topolog
 
 
 class LayerWriter:
-    """Packs the sightings of one reduce task into rows of `LAYER`, grouped by bucket."""
+    """Groups the sightings of one reduce task by bucket, and packs them into rows of `LAYER`."""
 
     def __init__(self, buckets: int) -> None:
         self._buckets: Final = buckets
@@ -123,7 +122,7 @@ class LayerWriter:
         self._rows = 0
 
     def add(self, rows: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Add sightings, and yield rows of `LAYER` when enough sightings have been collected."""
+        """Add sightings, and yield rows of `LAYER` once enough sightings are held."""
         for batch in rows:
             self._held.append(batch)
             self._rows += batch.num_rows
@@ -131,7 +130,7 @@ class LayerWriter:
                 yield from self.rest()
 
     def rest(self) -> Iterator[pa.RecordBatch]:
-        """Yield rows of `LAYER` with all remaining sightings."""
+        """Pack and yield the sightings that `add` has not yielded yet."""
         if not self._rows:
             return
         rows = pa.concat_batches(self._held)
@@ -166,17 +165,15 @@ class Layer:
     buckets: int
     rows: int
     newest_ms: int
-    """The greatest `last_ms` in the layer; once a sighting with this `last_ms` has expired, the whole layer has
-    expired.
-    """
+    """The greatest `last_ms` in the layer; when the sighting with this time expires, the whole layer has expired."""
 
 
 def routed(frame: DataFrame, buckets: int, targets: Sequence[int], batch_rows: int) -> DataFrame:
-    """Return rows of `LAYER` as packed rows with the column `KNOWN`, with one copy for each reduce task that may judge
-    their IDs.
+    """Turn rows of `LAYER` into packed rows with the column `KNOWN`, one copy for each reduce task that may judge the
+    IDs.
 
-    ``batch_rows`` is the number of rows in a batch that Spark passes to Python. Each packed value is followed by as
-    many empty rows as are needed to keep a full batch within `BATCH_BYTES`.
+    Spark passes batches of up to ``batch_rows`` rows to Python. Enough empty rows follow each packed value to keep a
+    full batch within `BATCH_BYTES`.
     """
     common = gcd(buckets, len(targets))
     wanted = [[target for at, target in enumerate(targets) if at % common == rest] for rest in range(common)]

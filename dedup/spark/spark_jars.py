@@ -1,12 +1,10 @@
-"""Lists the supported Spark releases, and fetches the jars that Spark lacks (Kafka connector, Delta, Iceberg, S3,
-JDBC).
+"""Downloads the jars that PySpark lacks (Kafka connector, Delta, Iceberg, S3, JDBC) from Maven Central.
 
-The library jgo downloads the jars from Maven Central into the user's cache, and Spark receives their local paths.
 Spark's own resolver, Ivy, is not used, because it fails if a Maven cache contains POM files without their jars, and
 because it requests a jar that some mirrors lack.
 
 `spark-jars.lock` lists the jars for every supported version of Spark with their SHA-256 digests. The command `python -m
-dedup.spark.spark_jars` prints a new lock file, which includes the jars for the installed version of PySpark.
+dedup.spark.spark_jars` prints a new lock file that includes the jars for the installed version of PySpark.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _SCALA: Final = "2.13"
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The library versions that match a release line of Spark, such as 4.1, regardless of the patch release."""
+    """The library versions that match a minor release of Spark, such as 4.1."""
 
     kafka: str
     """The version of the Kafka connector, chosen so that Maven Central has all dependencies of the connector."""
@@ -58,9 +56,8 @@ _VERSIONED: Final = re.compile(r"-\d[\w.\-]*\.jar$")
 
 
 def release_of(spark_version: str) -> Release:
-    """Return the library versions that match a version of PySpark.
-
-    Raises BrokerUnavailable if the version of PySpark is not supported.
+    """Return the library versions that match a version of Spark; raises BrokerUnavailable if Spark's version is not
+    supported.
     """
     release = RELEASES.get(_line(spark_version))
     if release is None:
@@ -83,7 +80,7 @@ def _either(lines: Iterable[str]) -> str:
 def coordinates(package: Package, spark_version: str) -> tuple[str, ...]:
     """Return the Maven coordinates of a package for a version of Spark.
 
-    Raises BrokerUnavailable if the package has no known coordinates for that version.
+    Raises BrokerUnavailable if no version of the package supports that version of Spark.
     """
     release, line = release_of(spark_version), _line(spark_version)
     if package == "iceberg" and release.iceberg is None:
@@ -103,9 +100,9 @@ def coordinates(package: Package, spark_version: str) -> tuple[str, ...]:
 
 
 def jars_for(packages: Iterable[Package], environ: Mapping[str, str] | None = None) -> list[Path]:
-    """Return the jars of these packages that are not part of Spark, and download the jars that the cache lacks.
+    """Return the paths of the jars that these packages need in addition to PySpark's own; download jars if necessary.
 
-    Raises BrokerUnavailable with the coordinates if Maven Central cannot be reached or lacks a jar.
+    Raises BrokerUnavailable with the Maven coordinates if Maven Central cannot be reached or lacks a jar.
     """
     base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME")
     root = Path(base) if base else Path.home() / ".cache"
@@ -138,7 +135,6 @@ def _fetch(wanted: tuple[str, ...], directory: Path) -> None:
 
 
 def _locks() -> Mapping[str, Jar]:
-    """Return the jars in the lock file by their Maven coordinates."""
     text = resources.files(__package__).joinpath(_LOCK_FILE).read_text(encoding="utf-8")
     return {jar.coordinate: jar for jar in read_lock(text)}
 
@@ -162,7 +158,7 @@ def _resolve(wanted: Iterable[str], repository: Path) -> list[Artifact]:
 
 
 def _beside_spark(wanted: Iterable[str], repository: Path) -> Iterator[Artifact]:
-    """Yield the resolved artifacts whose jars are not part of Spark, regardless of version."""
+    """Yield the resolved artifacts that PySpark does not include, not even in another version."""
     own = (Path(pyspark.__file__).parent / "jars").glob("*.jar")
     bundled = {_VERSIONED.sub("", jar.name) for jar in own}
     for artifact in _resolve(wanted, repository):

@@ -1,19 +1,12 @@
-"""Implements `dedup spark run`, a Structured Streaming job with the verdicts, state, and exactly-once protocol of a
-fleet.
+"""Implements `dedup spark run`, a Structured Streaming job with the verdicts, state, and transactions of a fleet.
 
-Theory of operation. Spark reads the topics, schedules and retries tasks, and stores the offsets of each micro-batch. A
-Spark task judges its Kafka partition as a worker does (`task_attempt`) and commits records, sightings, task record, and
-group offset in one transaction, under the transactional ID that the fleet uses for this partition. A fleet can
-therefore take over where the stream stops, and vice versa, but the two cannot run at the same time, because they would
-fence each other. `dedup status` and `dedup verify` work for both a fleet and a stream.
+Spark reads the topics, schedules and retries tasks, and stores the offsets of each micro-batch. A Spark task judges its
+Kafka partition as a worker does (`task_attempt`). The task commits records, sightings, task record, and group offset in
+one transaction, under the transactional ID that the fleet uses for the partition. A fleet can therefore take over where
+a stream stops, and vice versa, but a fleet and a stream that run at the same time fence each other.
 
-The stream of a topology with a repartition topic runs two queries, just as a fleet runs two kinds of task. The query
-`repartition` writes records to the repartition topic, in which equal IDs share a partition. The query `dedup` judges
-the records in the order of the repartition topic.
-
-Spark does not check whether a checkpoint belongs to a query, so it could use the offsets of one topology for another.
-Therefore, the checkpoint directory contains a file that identifies the topology and its topics, and every start checks
-this file. The checkpoint directory may be on any file system that Hadoop supports.
+A topology with a repartition topic needs two queries. The query `repartition` writes records to the repartition topic,
+in which equal IDs share a partition. The query `dedup` judges the records in the order of the repartition topic.
 """
 
 from __future__ import annotations
@@ -68,7 +61,9 @@ _ERROR_LINES: Final = 12
 def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
     """Write the stream's identity (`Prepared.identity`) to a new checkpoint directory.
 
-    Raises StateIncompatible and changes nothing if the directory contains a different identity or other files.
+    Spark does not check whether a checkpoint belongs to a query, and would use one topology's offsets for another.
+    Raises StateIncompatible and changes nothing if the directory contains another identity, or files without an
+    identity.
     """
     path, files = checkpoint.at(_IDENTITY_FILE), checkpoint.files
     if not files.exists(path):
@@ -96,32 +91,29 @@ def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A topology whose topics exist on the cluster, with the positions where a stream can start."""
+    """A topology whose topics exist on the cluster, with the offsets where a stream can start."""
 
     topology: Topology
     settings: Settings
     cluster: Cluster
     positions: Mapping[TopicPartition, int]
-    """Maps each partition to the offset where a stream without a checkpoint begins: the committed offset or the
+    """Maps each partition to the offset where a stream without a checkpoint starts: the committed offset or the
     topology's start.
     """
     unpinned: tuple[TopicPartition, ...]
-    """Partitions without a committed offset, if the topology's start depends on the time and could differ after a
-    crash.
-    """
+    """Partitions without a committed offset whose start, unlike `earliest`, could differ after a crash."""
 
     def feeding(self, sub_topology: SubTopology) -> dict[TopicPartition, int]:
-        """Return the positions of the partitions that the tasks of a sub-topology read."""
+        """Return the start offsets of the partitions that the tasks of a sub-topology read."""
         topology = self.topology
         topics = topology.source.topics if sub_topology == "repartition" else topology.feeding_topics
         return {at: offset for at, offset in self.positions.items() if at.topic in topics}
 
     def identity(self) -> dict[str, object]:
-        """Return the values that must be the same for a stream to continue from a checkpoint.
+        """Return the values that must stay the same for a stream to continue from its checkpoint.
 
-        `state` contains rules and partition counts. `topics` contains Kafka's IDs of the topics that the stream reads,
-        because a recreated topic has different records at the same offsets. `semantics` is a constant, which is kept
-        because existing checkpoints contain this field.
+        `state` contains rules and partition counts. `topics` contains Kafka's topic IDs, because a recreated topic has
+        different records at the same offsets. `semantics` is a constant that existing checkpoints contain.
         """
         name, partitions = self.topology.name, self.cluster.source_partitions(self.topology)
         ids = {topic: self.cluster.topics[topic].topic_id for topic in partitions}
@@ -129,7 +121,7 @@ class Prepared:
         return {"version": 1, "topology": name, "state": state, "topics": ids, "semantics": "exact"}
 
     async def pin_start(self) -> None:
-        """Commit the start offsets that could otherwise differ after a crash."""
+        """Commit start offsets that depend on the time, so that they are the same after a crash."""
         if self.unpinned:
             async with connected(self.settings, f"dedup-{self.topology.name}-spark") as wire:
                 for place in self.unpinned:
@@ -140,11 +132,11 @@ class Prepared:
 async def prepared(
     topology: Topology, settings: Settings, *, onto_existing_output: bool = False, begun: bool = False
 ) -> Prepared:
-    """Create missing topics, and return the topology with its positions on the cluster.
+    """Create missing topics, and return the topology with its start offsets on the cluster.
 
-    ``begun`` is true if the stream already has a checkpoint; the function then does not check whether the output topic
-    is empty. Raises StateIncompatible if topics do not match the topology, if retention deleted records that were not
-    judged, or if ``onto_existing_output`` is false and the output topic of a new group already contains records. Raises
+    If the stream already has a checkpoint (``begun``), the output topic may contain records. Raises StateIncompatible
+    if the topics do not match the topology, if retention deleted records that were not judged, or if
+    ``onto_existing_output`` is false and the output topic of a new group already contains records. Raises
     BrokerUnavailable if no broker responds.
     """
     async with connected(settings, f"dedup-{topology.name}-spark") as wire:
@@ -182,7 +174,7 @@ async def _with_positions(topology: Topology, settings: Settings, cluster: Clust
 
 @asynccontextmanager
 async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition) -> AsyncIterator[Task]:
-    """Yield a started task of the partition, with empty local state."""
+    """Yield a started task for the partition, with empty local state."""
     with tempfile.TemporaryDirectory(prefix="dedup-spark-") as empty:
         here = ready.settings.model_copy(update={"state_dir": Path(empty)})
         task = TaskFactory(ready.topology, here, ready.cluster, wire, SteadyClock(), RocksMemory()).build(feeding)
@@ -194,12 +186,11 @@ async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition)
 
 
 class _IdleMarks:
-    """In a thread of the driver, marks source partitions without new records as idle in the repartition topic.
+    """Marks source partitions without new records as idle in the repartition topic, in a thread of the driver.
 
-    With a repartition topic, stream time is the smallest of the feeds' greatest event times. Without a marker, a source
-    partition without new records would hold stream time back, so that no record would be late and no sighting would
-    expire. The partition's own `repartition` task writes the marker. The marker is written only while no micro-batch is
-    running, because writing it would fence a running task.
+    Without a marker, an idle source partition holds stream time back: no record is late, and no sighting expires. The
+    `repartition` task of the idle partition writes the marker, but only while no micro-batch is running, because the
+    marker's transaction would fence a running task.
     """
 
     def __init__(self, ready: Prepared) -> None:
@@ -208,17 +199,15 @@ class _IdleMarks:
         """Lock for writing to the repartition topic."""
         self._over: Final = threading.Event()
         self._quiet: dict[TopicPartition, tuple[int, float]] = {}
-        """Maps a partition without new records to its position and the time when this was first seen, or inf once it is
-        marked.
+        """Maps a partition without new records to its position and to the time when the partition was first seen idle
+        (inf once marked).
         """
         self._thread: Final = threading.Thread(target=self._run, name="idle-marks", daemon=True)
 
     def start(self) -> None:
-        """Start to watch the partitions, until `stop` is called."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread, and return when it has ended."""
         self._over.set()
         self._thread.join()
 
@@ -261,7 +250,7 @@ class _IdleMarks:
         return None if lag.records else lag.position
 
     async def _mark(self, wire: KafkaWire, feeding: TopicPartition, position: int) -> bool:
-        """Write the idle marker unless a micro-batch is running or has moved the position; return whether it was
+        """Write an idle marker unless a micro-batch is running or has moved the position; return whether it was
         written.
         """
         if not self.busy.acquire(blocking=False):
@@ -296,7 +285,7 @@ class StreamOptions:
 
 
 class _Query:
-    """One query of a stream, which judges each of its micro-batches."""
+    """One streaming query, which judges and commits its micro-batches."""
 
     def __init__(
         self,
@@ -320,7 +309,7 @@ class _Query:
         self._query: StreamingQuery | None = None
 
     def start(self, spark: SparkSession) -> None:
-        """Start the query from its checkpoint or, if there is none, from the positions in `Prepared.positions`."""
+        """Start the query from its checkpoint or, if it has no checkpoint, from `Prepared.positions`."""
         options, starting = self._options, dict[str, dict[str, int]]()
         for at, offset in self._ready.feeding(self._sub_topology).items():
             starting.setdefault(at.topic, {})[str(at.partition)] = offset
@@ -337,7 +326,7 @@ class _Query:
         self._query = (writer.trigger(availableNow=True) if options.exit_when_done else writer).start()
 
     def _judge(self, rows: DataFrame, batch_id: int) -> None:
-        """Judge a micro-batch and send the results; if an attempt reported an error, raise this error."""
+        """Judge and commit a micro-batch; if an attempt of a Spark task reported an error, raise that error."""
         began_s = time.monotonic()
         with self._busy, described(rows.sparkSession, f"{self._name}: judge and commit micro-batch {batch_id}"):
             judged = feeding_columns(rows).mapInArrow(partial(judge_partition, self._plan), REPORT)
@@ -356,16 +345,14 @@ class _Query:
 
     @property
     def is_active(self) -> bool:
-        """Whether the query is running."""
         return self._query is not None and self._query.isActive
 
     def stop(self) -> None:
-        """Stop the query, if it was started."""
         if self._query is not None:
             self._query.stop()
 
     def raise_failure(self) -> None:
-        """If the query has ended with an error, raise this error."""
+        """Raise the query's error if the query has failed."""
         if self._failure is not None:
             raise self._failure
         error = None if self._query is None else self._query.exception()
@@ -378,7 +365,7 @@ class _Query:
 
 
 class Running:
-    """A running stream; `wait` returns when the stream has ended.
+    """A running stream, whose method `wait` returns when the stream has ended.
 
     If ``in_turn`` is true, each query starts only after the previous query has read all its input.
     """
@@ -417,7 +404,7 @@ class Running:
             self._idle_marks.start()
 
     def wait(self) -> None:
-        """Wait until every query has been stopped or has read all its input. If a query fails, raise its error."""
+        """Wait until every query has stopped or has read all its input. If a query has failed, raise its error."""
         try:
             self._watch(self._first)
             for query in self._later:
@@ -434,11 +421,11 @@ class Running:
             query.raise_failure()
 
     def stop(self) -> None:
-        """Make `wait` return soon; the next run judges uncommitted records. Signal handlers may call this method."""
+        """Make `wait` return soon, even from a signal handler; the next run judges the uncommitted records."""
         self._stopping.set()
 
     def _watch(self, queries: Sequence[_Query]) -> None:
-        """Wait until a query has ended or `stop` has been called."""
+        """Wait until one of the queries has ended or `stop` has been called."""
         while all(query.is_active for query in queries):
             if self._stopping.wait(_QUERY_LOOK_S):
                 return
@@ -449,10 +436,8 @@ class Running:
 def start_stream(spark: SparkSession, topology: Topology, settings: Settings, options: StreamOptions) -> Running:
     """Create missing topics, and start the stream of a topology.
 
-    If `exit_when_done` is set, the second query starts when the first query has ended. Raises StateIncompatible before
-    a query starts if the checkpoint belongs to another topology, topics do not match the topology, the output topic of
-    a new group already contains records, or retention deleted records that were not judged. Raises BrokerUnavailable if
-    no broker responds.
+    Raises StateIncompatible before a query starts, for example if the checkpoint belongs to another topology or
+    retention deleted records that were not judged. Raises BrokerUnavailable if no broker responds.
     """
     checkpoint = HadoopDirectory(spark, options.checkpoint)
     begun = bool(checkpoint.files.exists(checkpoint.at(_IDENTITY_FILE)))

@@ -1,9 +1,7 @@
-"""Shows the state of a running stream with a log line for each micro-batch and the same pages and metrics as a worker.
+"""Shows the state of a running stream: a log line for each micro-batch, and the same pages and metrics as a worker.
 
-On the executors, attempts keep the same counts as a worker's tasks (`TaskNumbers`), and report them after they have
-committed. In a thread of the driver, the monitor adds up the reports of all attempts. The monitor also asks the brokers
-for the lag, because only the brokers know the lag while a micro-batch is running. `dedup status`, Prometheus, and the
-Grafana dashboard therefore work for a stream as they do for a worker.
+A thread of the driver adds up the counts that Spark tasks report after a commit. The thread also asks the brokers for
+the lag, because Spark does not know the lag while a micro-batch is running.
 """
 
 from __future__ import annotations
@@ -42,8 +40,6 @@ _ANSWER_WITHIN_S: Final = 5.0
 
 @dataclass(slots=True)
 class _Seen:
-    """What the monitor knows about one feeding partition."""
-
     position: int
     """The offset where the stream begins to read if the group has no offset yet."""
     numbers: TaskNumbers = field(default_factory=TaskNumbers)
@@ -79,17 +75,17 @@ class StreamMonitor:
         """The address of the pages, or None if no pages are served."""
 
     def start(self) -> None:
-        """Start to serve the pages, if the settings enable them, and to watch the lag."""
+        """Begin to watch the lag and, if the settings enable web pages, to serve the pages."""
         self._thread.start()
         self._runs.wait()
 
     def stop(self) -> None:
-        """Log the micro-batches that have not been logged yet, and stop serving the pages."""
+        """Log the micro-batches that have not been logged yet, and stop serving the web pages."""
         self._call(self._stop)
         self._thread.join()
 
     def add(self, report: BatchReport) -> None:
-        """Count a micro-batch, and log it; any thread may call this method."""
+        """Count a micro-batch, and schedule its log line; any thread may call this method."""
         self._call(lambda: self._take(report))
 
     def _call(self, what: Callable[[], None]) -> None:
@@ -187,7 +183,7 @@ class StreamMonitor:
         return None
 
     def seen(self) -> WorkerSeen:
-        """Return the stream's current state."""
+        """Return the current state of the stream in the form of a worker's state."""
         tasks = []
         for (kind, place), seen in self._seen.items():
             most = self._topology.state.max_bytes_per_partition if kind == "dedup" else None
@@ -200,17 +196,17 @@ class StreamMonitor:
         return exposition(self.seen())
 
     def look_up(self, text: str) -> LookedUp:
-        """Raise SettingsError, because the state is on the executors, and is open only while an attempt is running."""
+        """Raise SettingsError, because the state is open only on executors, while their tasks are running."""
         why = f"a stream on Spark does not keep its state open; `dedup explain` finds {text!r} in the topics"
         raise SettingsError([Problem("ID", why)])
 
     def pulse(self) -> Iterator[TaskPulse]:
-        """Yield the numbers of each feeding partition that are sampled every second."""
+        """Yield the numbers of each feeding partition that the web server samples every second."""
         for seen in self._seen.values():
             yield TaskPulse(seen.numbers, seen.lag_records)
 
     def latest(self) -> Iterable[Noted]:
-        """Return nothing, because attempts report only counts, not individual records."""
+        """Return nothing, because Spark tasks report counts but no individual records."""
         return ()
 
     def peers(self) -> tuple[Peer, ...]:
@@ -218,14 +214,14 @@ class StreamMonitor:
         return ()
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
-        """Raise StateIncompatible, because a stream keeps no latest duplicates or dead letters to show."""
+        """Raise StateIncompatible, because a stream keeps no duplicates or dead letters that a web page could show."""
         raise StateIncompatible(
             f"{topic}/{partition}/{offset}: a stream on Spark shows no records; use `dedup explain`."
         )
 
 
 class Lag(NamedTuple):
-    """The lag of a partition after a position."""
+    """The number of offsets between a position and the end of a partition."""
 
     position: int
     """The position, or the beginning of the log if that is greater."""
@@ -236,7 +232,7 @@ class Lag(NamedTuple):
 
 
 async def lag_after(wire: KafkaWire, place: TopicPartition, position: int) -> Lag:
-    """Return the lag after a position. Raises NoAnswer if the partition's leader changes in the meantime."""
+    """Return a partition's lag after a position. Raises NoAnswer if the partition's leader changes during the call."""
     bounds = await bounds_of(wire, place)
     # A recreated topic may end before the position.
     begin = at = max(bounds.start, position)

@@ -1,12 +1,11 @@
 """Implements `dedup spark sink`, which appends each committed output record to a table exactly once.
 
-Theory of operation. The position is part of the table: the metadata of each commit contains the offsets where the
-commit ends. Rows and position become visible together, and there is no checkpoint that could disagree with them. If a
-driver is killed, its commit is either complete or absent, and the next driver continues after the last commit.
+The metadata of each table commit contains the Kafka offsets where the commit ends. Rows and offsets become visible
+together, so no checkpoint is needed: if a driver is killed, the next driver continues after the last table commit.
 
-Two sinks that write to the same table exclude each other, because each commit is appended only after the commit that
-the sink has read. `delta_log` and `iceberg_log` describe how the two formats guarantee this. A sink reads each of its
-commits back and checks the ID in the commit's metadata.
+If two sinks write to the same table, one of them fails, because a table commit succeeds only directly after the table
+commit that the sink has read (`delta_log`, `iceberg_log`). A sink reads each of its table commits back and checks the
+ID in the metadata.
 """
 
 from __future__ import annotations
@@ -39,15 +38,14 @@ _COLUMNS: Final = ("key", "value", "headers", "topic", "partition", "offset", "t
 _SETTLED_WITHIN_S: Final = 60.0
 _SETTLED_LOOK_S: Final = 0.2
 _RENEWED_AFTER_MS: Final = 24 * 3_600_000
-"""The sink commits its position again after this time without records, because the commit that contains the position
-would otherwise be deleted: by Delta after `delta.logRetentionDuration` (30 days by default), or by Iceberg's
-`expire_snapshots` (after 5 days by default).
+"""The sink commits its offsets again after this time without records, because the table commit that contains them
+expires: in Delta after `delta.logRetentionDuration` (30 days by default), in Iceberg by `expire_snapshots` (5 days).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """A commit of the sink, as it was read back from the table; the fields up to `id` are in its metadata."""
+    """A table commit of the sink, as read back from the table; its metadata contains the fields up to `id`."""
 
     topic_id: str
     """Kafka's ID of the output topic, which reveals a recreated topic, whose offsets belong to different records."""
@@ -65,7 +63,7 @@ class Appended:
 
 
 class TableSink:
-    """Appends the records of the output topic to one Delta or Iceberg table; not thread-safe."""
+    """Appends the records of the output topic to one Delta or Iceberg table. This class is not thread-safe."""
 
     def __init__(
         self,
@@ -93,17 +91,18 @@ class TableSink:
         self._renewed_ms = 0
 
     def ends(self) -> dict[int, int]:
-        """Return the current end offset of the committed records in each partition of the output topic."""
+        """Return the end offset of the committed records in each partition of the output topic."""
         with KafkaReader(self._settings) as reader:
             return reader.stable_ends(self._topic)
 
     def append(self, *, now_ms: int, until: Mapping[int, int] | None = None) -> Appended | None:
-        """Append the topic's new committed records, and return the sink's commit, or None if there are no new records.
+        """Append the topic's new committed records in one table commit; return the commit, or None if there are no new
+        records.
 
         If ``until`` is given, only records before these offsets are appended. Afterward, the table contains every
-        record before the ends of the commit exactly once. Raises StateIncompatible if another sink has written in the
-        meantime, if rows of the sink were replaced or removed by a restore, if the position belongs to another table or
-        topic, or if retention deleted records that are not in the table.
+        record before the offsets in `Appended.ends` exactly once. Raises StateIncompatible if another sink has written
+        to the table meanwhile, if rows of the sink were replaced or removed, if the table or the topic was recreated,
+        or if retention deleted records that are not in the table.
         """
         if not self._looked:
             self._before = self._log.latest()
@@ -124,8 +123,7 @@ class TableSink:
         if stops == begins and not due:
             return None
         self._last = replace(self._write(topic_id, begins, stops), more=stops != wanted)
-        # This is the caller's time, not the table's, so that the position is renewed only once if the caller's clock is
-        # ahead.
+        # With the table's time, a caller whose clock is ahead would renew the position again and again.
         self._renewed_ms = now_ms
         log.info("%s: version %d, %d rows appended", self.path, self._last.table_version, self._last.rows)
         return self._last
@@ -133,7 +131,7 @@ class TableSink:
     def _begins(
         self, last: Appended | None, topic_id: str, lows: Mapping[int, int], ends: Mapping[int, int]
     ) -> dict[int, int]:
-        """Return the offset where each partition continues, or 0 for a partition added since the last commit."""
+        """Return the offset where each partition continues, or 0 for a partition added since the last table commit."""
         if last is None:
             gone = [f"{self._topic}/{partition} before offset {low}" for partition, low in lows.items() if low]
             if gone:
@@ -169,13 +167,13 @@ class TableSink:
         return {partition: position.get(partition, 0) for partition in lows}
 
     def _stops(self, begins: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, int]:
-        """Return the end offsets of the next commit, which covers about `most_offsets` offsets of all partitions."""
+        """Return the end offsets of the next table commit, which covers about `most_offsets` offsets in total."""
         open_at = [at for at in begins if ends.get(at, 0) > begins[at]]
         share = max(1, self._most_offsets // max(1, len(open_at)))
         return {at: max(begin, min(ends.get(at, begin), begin + share)) for at, begin in begins.items()}
 
     def _write(self, topic_id: str, begins: Mapping[int, int], stops: Mapping[int, int]) -> Appended:
-        """Append the records from ``begins`` to ``stops``, and return the commit as read back from the table."""
+        """Append the records from ``begins`` to ``stops``, and return the table commit as read back from the table."""
         last = self._last
         number, after = (1, self._before) if last is None else (last.number + 1, last.table_version)
         commit = {"number": number, "after": after, "ends": stops, "id": uuid.uuid4().hex}
@@ -210,12 +208,11 @@ class TableSink:
         return entries
 
     def _found(self) -> Appended | None:
-        """Return the sink's last commit, or None if there is none and the table is empty or does not exist."""
+        """Return the sink's last table commit, or None if it has none and the table is empty or does not exist."""
         later: list[TableCommit | SnapshotCommit] = []
         last: Appended | None = None
         for entry in self._log.commits():
-            # Look back to the previous commit, because the sink may have been stopped before it checked its last
-            # commit.
+            # Look back to the previous commit: the sink may have been stopped before it checked its last commit.
             if last is not None and entry.version <= last.after:
                 break
             last = last or self._sink_commit(entry)
@@ -236,7 +233,7 @@ class TableSink:
         return None
 
     def _sink_commit(self, entry: TableCommit | SnapshotCommit) -> Appended | None:
-        """Return the commit that an entry of the log describes, or None if it is not a commit of this sink."""
+        """Convert an entry of the table's log to `Appended`, or return None if it is not a commit of this sink."""
         found = entry.named
         if found.get("sink") != self._sink:
             return None
@@ -250,7 +247,7 @@ class TableSink:
         return Appended(*position, entry.version, entry.committed_ms, entry.rows)
 
     def _refuse_replaced(self, entries: Sequence[TableCommit | SnapshotCommit]) -> None:
-        """Raise StateIncompatible if one of these commits may have removed rows of the sink by replacing the table."""
+        """Raise StateIncompatible if a table commit may have removed rows of the sink by replacing the table."""
         for entry in entries:
             if entry.replaces:
                 raise StateIncompatible(
@@ -260,11 +257,10 @@ class TableSink:
                 )
 
     def settle(self, stopped: threading.Event) -> None:
-        """Wait, for at most one minute, until no transaction in the topic is open or ``stopped`` is set.
+        """Wait until no transaction in the output topic is open, for at most one minute or until ``stopped`` is set.
 
-        If a transaction is still open after one minute, the method logs a warning. Kafka acknowledges a commit before
-        its markers are in all partitions, and a reader of committed records does not see the commit's records until the
-        markers are there.
+        Kafka acknowledges a commit before the commit markers are in all partitions, and `read_committed` readers do not
+        see records without a marker. If a transaction is still open after one minute, the method logs a warning.
         """
         until_s = time.monotonic() + _SETTLED_WITHIN_S
         while time.monotonic() < until_s and not stopped.is_set():
@@ -282,10 +278,11 @@ class TableSink:
 def following(
     sink: TableSink, every_s: float, *, stopped: threading.Event, failed: Callable[[], None]
 ) -> Iterator[None]:
-    """In a thread, append the records that a stream commits inside the ``with`` block; at the end, append the rest.
+    """In a thread, append the records that a stream commits inside the ``with`` block; after the block, append the
+    rest.
 
-    If ``stopped`` is set, the rest is left for the next run. If the thread fails, it calls ``failed``, and the end of
-    the ``with`` block raises the thread's error.
+    If ``stopped`` is set, the remaining records are left for the next run of the sink. If the appending thread fails,
+    it calls ``failed``, and the end of the ``with`` block raises the thread's error.
     """
     over, errors = threading.Event(), list[Exception]()
 
@@ -313,10 +310,10 @@ def following(
 def follow(
     sink: TableSink, *, every_s: float, over: threading.Event, tell: Callable[[Appended], None] = lambda _: None
 ) -> None:
-    """Append new records until ``over`` is set, and pause for ``every_s`` seconds whenever there are no new records.
+    """Append new records until ``over`` is set, and pause for ``every_s`` seconds when there are no new records.
 
-    Raises BrokerUnavailable if no broker responds to the first attempt. After the first success, the function waits for
-    brokers that do not respond, because the position is safe in the table.
+    Raises BrokerUnavailable if no broker responds to the first attempt. After a successful attempt, the function keeps
+    retrying while no broker responds.
     """
     reached = False
     while not over.is_set():
@@ -337,7 +334,7 @@ def follow(
 def catch_up(
     sink: TableSink, *, over: threading.Event | None = None, tell: Callable[[Appended], None] = lambda _: None
 ) -> None:
-    """Append until the table contains all records that were committed when the call began, or until ``over`` is set."""
+    """Append all records that were committed before the call, unless ``over`` is set first."""
     ends = sink.ends()
     while over is None or not over.is_set():
         appended = sink.append(now_ms=_now_ms(), until=ends)

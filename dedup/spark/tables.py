@@ -1,13 +1,12 @@
 """Implements `dedup spark upsert`, which keeps one row per tracking ID in a Delta table (MERGE) or a database (JDBC).
 
-If several records have the same ID, the table keeps the newest record according to an *explicit* order. The table
-stores the order of each row (`order_value`, `order_partition`, `order_offset`), so a record that is older than the
-existing row changes nothing. Runs may be repeated, killed, and started in any order, and the result is the same. A
-record that equals the existing row in all three order columns also changes nothing.
+If several records have the same ID, the table keeps the newest record. The table stores the columns that define which
+record is newer (`ORDER`), and only a newer record replaces a row. Therefore, runs may be repeated, killed, and started
+in any order, with the same result.
 
-Spark's JDBC writer cannot upsert. Each run therefore writes its rows to its own staging table, and one statement in one
-database transaction moves the rows to the target table. If a run is killed before this statement, its staging table is
-left behind, and the target table is unchanged.
+Spark's JDBC writer cannot upsert. Each run therefore writes its rows to its own staging table, and a single SQL
+statement moves the rows to the target table. If a run is killed before the rows are moved, the target table is
+unchanged, and the staging table is left behind.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ from dedup.verify.kafka_reader import KafkaReader
 
 ID: Final = "tracking_id"
 ORDER: Final = ("order_value", "order_partition", "order_offset")
-"""The columns that decide which of two rows with the same ID is newer; partition and offset are -1 for records without
-coordinates.
-"""
+"""Columns that define which row of an ID is newer; partition and offset are -1 for records without coordinates."""
 _EVENT_TIME, _OFFSET = "event_time", "offset"
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?")
 _BAD_JSON: Final = "_dedup_bad_json"
@@ -46,7 +43,7 @@ _BAD_JSON: Final = "_dedup_bad_json"
 
 @dataclass(frozen=True, slots=True)
 class Jdbc:
-    """A table in a database."""
+    """A table in a database that Spark reaches by JDBC."""
 
     url: str
     """`jdbc:postgresql://…` or `jdbc:sqlite:FILE`."""
@@ -63,12 +60,12 @@ class Jdbc:
         return dialect
 
     def properties(self) -> dict[str, str]:
-        """Return the JDBC properties of a connection."""
+        """Return the properties for a JDBC connection."""
         given = {"driver": self.dialect.driver, "user": self.user, "password": self.password}
         return {name: value for name, value in given.items() if value is not None}
 
     def collated(self, field: t.StructField) -> str:
-        """Return the COLLATE clause for an order column, or an empty string if the column needs no clause."""
+        """Return the COLLATE clause for an order column, or an empty string if the column is not a string."""
         return f" COLLATE {self.dialect.binary_collation}" if isinstance(field.dataType, t.StringType) else ""
 
 
@@ -88,7 +85,7 @@ class Dialect:
     """Whether only one task may write at a time."""
 
     def column(self, kind: t.DataType) -> str:
-        """Return the SQL type for a Spark type. Raises SettingsError for a type that no column can hold."""
+        """Return the SQL type for a Spark type. Raises SettingsError if the database has no suitable type."""
         name, digits = kind.simpleString(), self.digits
         known: dict[type[t.DataType], str] = dict(_SQL_TYPES)
         known |= {t.BinaryType: self.binary, t.DoubleType: self.double, t.FloatType: self.double}
@@ -120,7 +117,7 @@ _SQLITE: Final = Dialect("jdbc:sqlite:", "org.sqlite.JDBC", "BLOB", "DOUBLE", "B
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """Records as rows of a table, and records that cannot become rows."""
+    """Records converted to rows of a table, and the records that cannot be converted."""
 
     rows: DataFrame
     """The columns are `tracking_id`, the payload's columns, `event_time_ms`, and the three order columns."""
@@ -129,12 +126,12 @@ class TableRows:
 
 
 def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = None, order: str) -> TableRows:
-    """Return records (`rows.RECORDS`) as rows of a table.
+    """Convert records (`rows.RECORDS`) to rows of a table.
 
-    ``schema`` is Spark DDL that names the members of the JSON value that become columns; records with values of other
-    types are rejected. Without ``schema``, the columns are `key` and `value` as bytes. A null value becomes a row whose
-    payload columns are null. ``order`` is `event_time`, `offset` (which requires that all records of an ID are in the
-    same Kafka partition), or a column of ``schema``. Raises SettingsError for an unusable schema or order.
+    ``schema`` is Spark DDL for the members of the JSON value that become columns; records with values of other types
+    are rejected. Without ``schema``, the columns are `key` and `value` as bytes. A record with a null value becomes a
+    row whose payload columns are null. ``order`` is `event_time`, a column of ``schema``, or `offset`, which is correct
+    only if all records of an ID are in the same Kafka partition. Raises SettingsError for an invalid schema or order.
     """
     payload = _schema(schema)
     if order not in {_EVENT_TIME, _OFFSET, *([] if payload is None else payload.names)}:
@@ -171,10 +168,7 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
 
 
 def output_records(spark: SparkSession, topology: Topology, settings: Settings) -> DataFrame:
-    """Return the committed records of a topology's output topic.
-
-    Raises StateIncompatible if the topic does not exist.
-    """
+    """Return the committed records of the output topic. Raises StateIncompatible if the topic does not exist."""
     ranges = {}
     if topology.output is not None:
         with KafkaReader(settings) as reader:
@@ -186,9 +180,9 @@ def output_records(spark: SparkSession, topology: Topology, settings: Settings) 
 
 
 def keep_rejected(found: TableRows, path: str | None) -> dict[str, int]:
-    """Write the records that cannot become rows to ``path``, and return how many there are for each reason.
+    """Write the rejected records to ``path``, and return the number of rejected records for each reason.
 
-    Raises DedupError if ``path`` is None and a record cannot be converted to a row.
+    Raises DedupError if ``path`` is None and a record was rejected.
     """
     rejected = found.rejected
     if path is not None:
@@ -249,7 +243,7 @@ def _newest(rows: DataFrame) -> DataFrame:
 def upsert_delta(rows: DataFrame, path: str) -> int:
     """Merge the newest row of each ID into the Delta table at ``path``, and create the table if it does not exist.
 
-    Returns how many rows were inserted or replaced. Raises StateIncompatible if the table lacks a column.
+    Returns the number of inserted or replaced rows. Raises StateIncompatible if the table lacks a column.
     """
     spark = rows.sparkSession
     source = _newest(rows)
@@ -283,11 +277,10 @@ def _refuse_other_columns(table: str, wanted: Sequence[str], found: Sequence[str
 
 
 def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
-    """Upsert the newest row of each ID into the table, and create the table with the key `tracking_id` if necessary.
+    """Upsert the newest row of each ID into a database table, and create the table if it does not exist.
 
-    Returns how many rows were inserted or replaced. Raises StateIncompatible if the table lacks a column or has no
-    unique `tracking_id`. Only the last statement changes rows of the target table, so a run that ends before this
-    statement leaves all rows unchanged.
+    Returns the number of inserted or replaced rows. Only the last SQL statement of a run changes rows of the table.
+    Raises StateIncompatible if the table lacks a column or has no unique `tracking_id`.
     """
     if not _NAME.fullmatch(to.table):
         text = f"{to.table!r} is not a valid name; write letters, digits and _, such as orders or shop.orders"
@@ -320,15 +313,13 @@ def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
 
 
 def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
-    """Return the SQL statement that moves the staged rows to the target table."""
     table, names = to.table, schema.names
     listed = ", ".join(f'"{name}"' for name in names)
     changed = ", ".join(f'"{name}" = excluded."{name}"' for name in names if name != ID)
     # The table may have been created with another collation, so this statement also names the collation.
     order = [f'"{name}"{to.collated(schema[name])}' for name in ORDER]
     newer = f"({_listed(order, 'excluded.')}) > ({_listed(order, f'{table}.')})"
-    # DISTINCT is needed because a task whose commit succeeded but was not acknowledged is retried, and stages its rows
-    # twice.
+    # DISTINCT, because a task whose commit was not acknowledged is retried and may have staged its rows twice.
     return (
         f"INSERT INTO {table} ({listed}) SELECT DISTINCT {listed} FROM {staging} WHERE true "  # noqa: S608  # checked names
         f'ON CONFLICT ("{ID}") DO UPDATE SET {changed} WHERE {newer}'
@@ -336,7 +327,7 @@ def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
 
 
 def _move(connection: Any, staging: str, table: str, move: str, expected: int) -> int:  # noqa: ANN401  # Java's
-    """Move the staged rows to the target table in one transaction, and return how many rows were inserted or replaced.
+    """Move the staged rows to the target table in one transaction; return the number of inserted or replaced rows.
 
     Raises StateIncompatible unless the staging table contains all ``expected`` rows.
     """
@@ -355,10 +346,9 @@ def _move(connection: Any, staging: str, table: str, move: str, expected: int) -
 
 @contextlib.contextmanager
 def _connected(spark: SparkSession, to: Jdbc) -> Iterator[Any]:
-    """Yield a JDBC connection in the driver's JVM; each statement runs in its own transaction."""
+    """Yield a JDBC connection in the driver's JVM, with a separate transaction for each statement."""
     java: Any = spark._jvm  # noqa: SLF001  # PySpark's only way to its JVM
-    # DriverManager does not find drivers in Spark's jars, which are not on the system class path, so the driver is
-    # registered here.
+    # DriverManager finds drivers only on the system class path, where Spark's jars are not.
     java.org.apache.spark.sql.execution.datasources.jdbc.DriverRegistry.register(to.dialect.driver)
     properties = java.java.util.Properties()
     for name, value in to.properties().items():
@@ -371,7 +361,7 @@ def _connected(spark: SparkSession, to: Jdbc) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turn database errors inside the ``with`` block into StateIncompatible."""
+    """Inside the ``with`` block, turn database errors into StateIncompatible."""
     try:
         yield
     except Py4JJavaError as error:
@@ -382,7 +372,7 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _execute(connection: Any, sql: str) -> int:  # noqa: ANN401  # Java's
-    """Execute a statement, and return how many rows it changed, which is 0 for a statement such as CREATE TABLE."""
+    """Execute a statement, and return the number of changed rows (0 for a statement such as CREATE TABLE)."""
     with contextlib.closing(connection.createStatement()) as statement, _explained(sql.partition(" (")[0]):
         return int(statement.executeUpdate(sql))
 

@@ -1,21 +1,17 @@
-"""Runs one attempt of a Spark task, which judges one partition of a micro-batch with the same code as a worker's task.
+"""Judges one partition of a micro-batch in an attempt of a Spark task, with the same code as a worker's task.
 
-Theory of operation. Every transaction contains the sent records, their sightings, the task record with the next offset,
-and the group's offset, so the position of a partition is part of its state. Each attempt begins where the last
-committed transaction ended, regardless of what Spark does:
+Every transaction contains the sent records, their sightings, the task record with the next offset to judge, and the
+group's offset. An attempt begins at the next offset to judge, whatever Spark does:
 
-* If a micro-batch is run again after a crash, rows below the position are skipped and the rest are judged.
-* If an upstream task fails, the Python code sees only a normal end of its input. (A prototype that recorded finished
-  micro-batches instead of positions lost 10,000 of 40,000 rows in this way.) With positions, a truncated input is
-  merely a shorter prefix of the log. The attempt can safely commit this prefix, because the next attempt continues
-  after it.
-* If the broker's response to a commit is lost, the attempt opens a new epoch, finds out what was committed, and judges
-  the remaining records again, as a worker does.
-* If Spark runs a speculative copy of a task, or an executor has lost its driver, the InitProducerId request of the
-  newer attempt fences the older attempt, which can then no longer commit.
-* If the rows begin *after* the position, the attempt reads the offsets between the position and the first row from the
-  log. If these offsets contain records, and not only transaction markers, the attempt stops, because the records would
-  be lost.
+* After a crash, Spark repeats a micro-batch; the attempt skips the rows that were judged before the crash.
+* If an upstream task fails, the attempt sees only a normal end of its input. The attempt can commit the rows that it
+  received, because the next attempt continues after them.
+* If the response to a commit is lost, the attempt opens a new epoch, finds out what was committed, and judges the
+  remaining records again.
+* If two attempts run at the same time (speculative execution, or an executor that has lost its driver), the
+  InitProducerId request of the newer attempt fences the older one.
+* If there are records between the next offset to judge and the first row, the attempt stops, because they would be
+  lost.
 """
 
 from __future__ import annotations
@@ -52,19 +48,14 @@ from dedup.worker.task_factory import TaskFactory
 from dedup.worker.topics import Cluster
 
 _GC_THRESHOLD: Final = 100_000
-"""The threshold is the same as in a worker, because a batch creates tens of thousands of objects but no reference
-cycles.
-"""
+"""Same threshold as in a worker: a batch creates tens of thousands of objects but no reference cycles."""
 _MOST_RENEWALS: Final = 3
 """Maximum number of new epochs in which a commit is retried; then the attempt fails, and Spark starts a new attempt."""
 _MARGIN: Final = 4
-"""The broker aborts a transaction after its timeout, so the attempt commits when a quarter of the timeout has passed.
-"""
+"""The broker aborts a transaction after a timeout, so the attempt commits after a quarter of the timeout."""
 _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt", "repartitioned")
 _BROKER_TROUBLE: Final = 5
-"""Exit code of BrokerUnavailable. Apart from TaskMigrated, BrokerUnavailable is the only dedup error that a new attempt
-may avoid.
-"""
+"""Exit code of BrokerUnavailable, which is, besides TaskMigrated, the only error that a new attempt may avoid."""
 
 _REPORT_SCHEMA: Final = pa.schema(
     {
@@ -80,15 +71,13 @@ REPORT: Final = from_arrow_schema(_REPORT_SCHEMA)
 
 @dataclass(frozen=True, slots=True)
 class AttemptPlan:
-    """The parameters of a Spark task that judges a partition; the driver sends them to the executors with the task."""
+    """The parameters of a Spark task that judges a partition."""
 
     topology: Topology
     settings: PicklableSettings
     cluster: Cluster
     commit_rows: int
-    """A transaction is committed after this many rows, because a transaction must not stay open longer than its
-    timeout.
-    """
+    """Number of rows in a transaction, which must not stay open longer than its timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +97,15 @@ class BatchReport:
 
 @cache
 def _clock_and_memory() -> tuple[SteadyClock, RocksMemory]:
-    """Return the clock and the RocksDB memory that all attempts in this process share."""
+    """Return the clock and the RocksDB memory limit that all attempts in a process share."""
     return SteadyClock(), RocksMemory()
 
 
 def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Judge the rows of one Spark partition and send the results; yield one row of `REPORT`, or nothing if there are no
-    rows.
+    """Judge and commit the rows of one Spark partition, and yield one row of `REPORT`, or nothing if there are no rows.
 
-    An error that a new attempt may avoid is raised, so that Spark starts a new attempt. Any other error becomes part of
-    the report, and the driver raises it.
+    An error that a new attempt may avoid is raised, so that Spark starts a new attempt. An error that every attempt
+    would meet becomes part of the report, and the driver raises the error.
     """
     gc.set_threshold(_GC_THRESHOLD)
     batches = feed_batches(arrow)
@@ -160,7 +148,7 @@ async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatc
 
 
 class _Attempt:
-    """Runs a worker's task for one partition, and keeps the batches that have not been committed yet."""
+    """Runs a worker's task for one partition, and keeps the batches that the task has not committed yet."""
 
     def __init__(self, factory: TaskFactory, wire: KafkaWire, feeding: TopicPartition, plan: AttemptPlan) -> None:
         self._factory: Final = factory
@@ -175,7 +163,6 @@ class _Attempt:
         self._task = factory.build(feeding)
 
     async def run(self, first: FeedBatch, batches: Iterator[FeedBatch]) -> dict[str, Any]:
-        """Judge and commit all batches, and return the report."""
         try:
             await self._start()
             await _refuse_gap(self._wire, self._task, first)
@@ -207,7 +194,7 @@ class _Attempt:
         return await coming
 
     async def _start(self) -> None:
-        """Start the task; if its local state is damaged, delete the state and start the task once more."""
+        """Start the task; if its local state is damaged, delete the local state and start the task again."""
         try:
             await self._task.start()
         except TaskCorrupted:
@@ -241,7 +228,6 @@ class _Attempt:
             follows = batch.next_offset
 
     def _report(self) -> dict[str, Any]:
-        """Return the counts of the records that this attempt committed, and the size of its state."""
         task, done = self._task, self._done
         done.add_counters(task.numbers)
         done.stream_time_ms, done.committed_time_ms = task.numbers.stream_time_ms, task.numbers.committed_time_ms
@@ -259,7 +245,7 @@ class _Attempt:
 
 
 async def _refuse_gap(wire: KafkaWire, task: Task, first: FeedBatch) -> None:
-    """Raise StateIncompatible if there are records between the state's position and the first row."""
+    """Raise StateIncompatible if there are records between the next offset to judge and the first row."""
     feeding, position, begins = first.feeding, task.next_offset, first.offsets[0]
     kept = (await bounds_of(wire, feeding)).start if position < begins else 0
     if position < kept:
@@ -275,7 +261,7 @@ async def _refuse_gap(wire: KafkaWire, task: Task, first: FeedBatch) -> None:
 
 
 def deleted_unjudged(task_id: TaskId, position: int, kept: int) -> StateIncompatible:
-    """Return the error for a log in which retention deleted records before they were judged."""
+    """Return the error for a partition in which retention deleted records before they were judged."""
     feeding = task_id.feeding
     return StateIncompatible(
         f"{feeding.topic}/{feeding.partition} no longer holds offset {position}, which is to be judged next: it begins "
@@ -288,8 +274,7 @@ def deleted_unjudged(task_id: TaskId, position: int, kept: int) -> StateIncompat
 def _own_directory(state_dir: Path, topology: str, feeding: TopicPartition) -> Iterator[Path]:
     """Yield a directory that is reserved for the partition's state while the ``with`` block runs.
 
-    If a fenced attempt is still using that directory, a temporary directory is used, and the state is restored from the
-    changelog.
+    If a fenced attempt still uses the regular directory, the function yields a temporary directory without state.
     """
     shared = state_dir / ".spark"
     shared.mkdir(mode=0o700, parents=True, exist_ok=True)

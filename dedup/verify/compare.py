@@ -1,4 +1,4 @@
-"""Compares the records that the model expects in a topic with the actual records, using pure functions on digests."""
+"""Compares the records that the model expects in a topic with the records that are in the topic."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ DIGEST_BYTES: Final = 16
 
 
 def digest(key: bytes | None, value: bytes | None, headers: Headers, timestamp_ms: int) -> bytes:
-    """Return a digest of a whole record. Each part is preceded by its length, so that parts cannot be confused.
-
-    The digest is BLAKE2b, not a fast checksum, because a forged collision would hide a change.
-    """
+    """Return a BLAKE2b digest of a whole record; a fast checksum could be forged, which would hide a changed record."""
     key_bytes = -1 if key is None else len(key)
     value_bytes = -1 if value is None else len(value)
     head = b"%d %d %d " % (timestamp_ms, key_bytes, value_bytes)
@@ -61,7 +58,7 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True)
 class Comparison:
-    """The differences between the records of a topic and the expected ones, regardless of order."""
+    """The differences between the records in a topic and the expected records, regardless of order."""
 
     missing: list[tuple[int, Wanted]] = field(default_factory=list)
     """Expected records that are absent, each with the index of its task."""
@@ -74,10 +71,10 @@ class Comparison:
 def matched(
     expected: Sequence[Sequence[Wanted]], actual: Sequence[Sequence[Seen]], *, from_end: bool = False
 ) -> Comparison:
-    """Match the records of each partition with those expected from each task, regardless of order.
+    """Match the records in each partition with the records expected from each task, regardless of order.
 
-    If equal records are present more often than expected, the last ones count as extra or, with ``from_end``, the first
-    ones.
+    If a record is present more often than expected, its last copies count as extra or, if ``from_end`` is true, its
+    first copies.
     """
     candidates = _candidates(expected, actual)
     if from_end:
@@ -98,9 +95,7 @@ def matched(
 def _candidates(
     expected: Sequence[Sequence[Wanted]], actual: Sequence[Sequence[Seen]]
 ) -> dict[bytes, list[tuple[int, Wanted]]]:
-    """Map each digest to the expected records that have it, with their tasks, last first, without surplus optional
-    records.
-    """
+    """Map each digest to its expected records with their tasks, last record first, without absent optional records."""
     candidates: defaultdict[bytes, list[tuple[int, Wanted]]] = defaultdict(list)
     for task, records in enumerate(expected):
         for wanted in records:
@@ -116,7 +111,7 @@ def _candidates(
 
 
 def out_of_order(wanted: array[int]) -> Iterator[int]:
-    """Yield the smallest set of indexes whose removal leaves the values in ascending order (by patience sorting)."""
+    """Yield the fewest indexes whose removal leaves the values in ascending order, found by patience sorting."""
     tops, top_places, previous = array("q"), array("q"), array("q")
     for at, each in enumerate(wanted):
         pile = bisect_left(tops, each)

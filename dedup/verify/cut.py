@@ -1,8 +1,6 @@
-"""Takes a cut of a topology's topics: reads the committed offsets and the topics' bounds once, and then the written
-records within the bounds.
+"""Determines the end offsets of one verification, and reads the records that workers wrote below these offsets.
 
-Records are sorted into buckets by tracking ID (`spill`). The order of records is checked by positions only. For each
-written record, a file contains the task that wrote it and the record's position in the log of this task.
+Records are sorted into buckets by tracking ID (`spill`), and the order of the records is checked separately (`Order`).
 """
 
 from __future__ import annotations
@@ -39,15 +37,11 @@ _MOST_LATE: Final = 100_000
 
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with the partition that is being read, the number of records read so far, and the number of all records to
-read.
-"""
+"""Called with the partition that is being read, the number of records read so far, and the number of all records."""
 
 
 class Order:
-    """The records of a written partition that match expected records, with the tasks and positions of the expected
-    records.
-    """
+    """Checks the order of the records in a written partition; each task must write records in the order of its log."""
 
     def __init__(self, bounds: Bounds, matches: Spill) -> None:
         self._bounds: Final = bounds
@@ -59,7 +53,7 @@ class Order:
         self._matches.clear()
 
     def match(self, found: Iterable[tuple[int, int, int]]) -> None:
-        """Store records that match an expected record, given as (offset, task, position)."""
+        """Add matched records as (offset, task, position in the task's log)."""
         for match in found:
             self._matches.add((match[0] - self._bounds.low) // BUCKET_ROWS, match)
         self._matches.flush()  # many partitions are matched in turn, so none keeps rows in memory
@@ -69,11 +63,11 @@ class Order:
         return next((int(offsets[0]) for offsets, _, _ in self._matched()), self._bounds.high)
 
     def first_position(self, task: int) -> int | None:
-        """Return the position of a task's first matched record, or None if the task has no matched record."""
+        """Return the log position of a task's first matched record, or None if the task has no matched record."""
         return next((int(own[0]) for _, tasks, found in self._matched() if len(own := found[tasks == task])), None)
 
     def displaced(self) -> list[int]:
-        """Return the smallest set of offsets whose removal leaves the records of each task in order."""
+        """Return the offsets of the fewest records whose removal would leave each task's records in log order."""
         last: dict[int, int] = {}
         unsorted: set[int] = set()
         for _, tasks, positions in self._matched():
@@ -89,7 +83,7 @@ class Order:
         return disorder(np.concatenate([offsets for offsets, _ in own]), np.concatenate([found for _, found in own]))
 
     def _matched(self) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield columns of offsets, tasks, and positions in ascending order of offsets, one range at a time."""
+        """Yield offsets, tasks, and positions as columns in ascending order of offset, range by range."""
         for number in range(self._matches.buckets):
             # A record that is matched again in a second pass is counted only once.
             matches = {offset: (offset, *found) for offset, *found in self._matches.bucket(number)}
@@ -98,7 +92,7 @@ class Order:
 
 
 def disorder(rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> list[int]:
-    """Return the smallest set of rows that are out of order."""
+    """Return the fewest ``rows`` whose removal leaves ``positions`` in ascending order."""
     greatest = np.maximum.accumulate(positions)
     least = np.minimum.accumulate(positions[::-1])[::-1]
     # All positions before a border are less than all positions after it, so only the runs between borders are searched.
@@ -114,7 +108,7 @@ def disorder(rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> l
 
 @dataclass(slots=True)
 class WrittenPartition:
-    """The sampled records of one partition of a topic that workers write, within the cut and sorted into buckets."""
+    """The sampled records of one partition of a topic that workers write, sorted into buckets."""
 
     topic: str
     partition: int
@@ -133,22 +127,22 @@ class WrittenPartition:
 
     @property
     def late_digests(self) -> set[bytes] | None:
-        """Digests of all records that are marked as forwarded late, or None if some may be unknown."""
+        """Digests of all records that are marked as forwarded late, or None if some digests may be unknown."""
         partial = self.bounds.start_deleted or self.truncated or len(self.late) > _MOST_LATE
         return None if partial else self.late
 
     def place(self, offset: int) -> str:
-        """Return the position of a record as shown in reports."""
+        """Return the topic, partition, and offset of a record as text for reports."""
         return f"{self.topic}/{self.partition} offset {offset}"
 
     def bucket(self, number: int) -> list[Seen]:
-        """Return the records of a bucket, in order."""
+        """Return the records of a bucket in ascending order of offset."""
         return [Seen(*values) for values in self.spill.bucket(number)]
 
 
 @dataclass(slots=True)
 class Cut:
-    """The data that one verification reads, and the offsets at which the reading stops."""
+    """The offsets up to which one verification reads each topic, and the data that it has read."""
 
     topology: Topology
     reader: KafkaReader
@@ -172,9 +166,7 @@ class Cut:
     total: int = 0
     done: int = 0
     starts: dict[int, int] = field(default_factory=dict)
-    """Maps a source partition to the offset of its first written record, if earlier written records may have been
-    deleted.
-    """
+    """Maps a source partition to the offset of its first written record, if earlier records may have been deleted."""
     unread: set[tuple[str, int]] = field(default_factory=set)
     """Topics and partitions that could not be read to their end."""
     held: list[Spill] = field(default_factory=list)
@@ -193,26 +185,26 @@ class Cut:
 
     @property
     def feeds(self) -> list[Feed]:
-        """All source partitions. A topic is given by its position in `source.topics`."""
+        """All source partitions, each with the index of its topic in `source.topics`."""
         topics = enumerate(self.topology.source.topics)
         return [(at, partition) for at, topic in topics for partition in range(self.partitions[topic])]
 
     def whole(self, topic: str) -> bool:
-        """Return whether no partition of a topic has lost its beginning."""
+        """Return whether every partition of a topic still contains its first record."""
         return not any(bounds.start_deleted for bounds in self.bounds[topic].values())
 
     def sampled(self, place: int) -> bool:
-        """Return whether a record with this hash (`spill.place_of`) is in the sample."""
+        """Return whether a record is in the sample, given the record's hash (`spill.place_of`)."""
         return self.sample == 1 or (place >> 32) % self.sample == 0
 
     def spill(self, buckets: int) -> Spill:
-        """Return an empty spill."""
+        """Return an empty spill that `free` closes."""
         made = Spill(self.scratch, buckets)
         self.held.append(made)
         return made
 
     def written(self, topic: str, partition: int, buckets: int, *, stamped: bool) -> WrittenPartition:
-        """Return the records of a written partition; with ``stamped``, digests include producers' timestamps."""
+        """Read a partition that workers write; if ``stamped`` is true, digests include the producers' timestamps."""
         bounds = self.bounds[topic][partition]
         order = Order(bounds, self.spill(buckets_for(bounds.high - bounds.low)))
         found = WrittenPartition(topic, partition, bounds, self.spill(buckets), order)
@@ -244,13 +236,13 @@ class Cut:
             yield place_of(tracking_id, key, value), Seen(offset, content, tracking_id, extracted.times_ms[at], exempt)
 
     def _of_workers(self, columns: RecordColumns) -> RecordColumns:
-        """Leave out the records that `dedup replay` has forwarded, because no verdict accounts for them."""
+        """Drop the records that `dedup replay` has forwarded, because no verdict accounts for them."""
         topics = self.topology.source.topics
         kept = [row for row, own in enumerate(columns.headers) if not (own and forwarded_by_replay(own, topics))]
         return columns if len(kept) == len(columns.offsets) else columns.rows(kept)
 
     def free(self) -> None:
-        """Delete the temporary files of all records that were read so far, except those of the side topics."""
+        """Delete the temporary files of all records except those of the late and dead-letter topics."""
         while self.held:
             self.held.pop().close()
 
@@ -261,7 +253,7 @@ class Cut:
             side.close()
 
     def pending(self, topic: str, partition: int) -> int:
-        """Return the lag of a feeding partition, counted in the same way as by `dedup status`."""
+        """Return the lag of a feeding partition as `dedup status` counts it."""
         bounds, committed = self.bounds[topic][partition], self.committed[topic].get(partition)
         begin = max(bounds.low, committed or 0)
         if committed is None or begin >= bounds.high:
@@ -269,8 +261,8 @@ class Cut:
         return bounds.high - begin if self.reader.holds_records(topic, partition, begin, bounds.high) else 0
 
     def configured_start(self, topic: str, partition: int) -> int | None:
-        """Return the source offset that a reset or `source.start` sets, or None for `latest`, whose offset is not
-        stored.
+        """Return the start offset that `dedup reset` or `source.start` sets, or None for `latest`, which stores no
+        offset.
         """
         bounds, begin = self.bounds[topic][partition], self.begins[topic].get(partition)
         if begin is not None:
@@ -285,9 +277,7 @@ class Cut:
                 return None
 
     def still_committed(self, topic: str, partition: int) -> int:
-        """Return the group's current committed offset. Records from the offset in the cut up to the current offset are
-        pending.
-        """
+        """Return the group's committed offset at this moment, which may be greater than the offset in the cut."""
         now = self.reader.committed(self.topology.name, topic, [partition])
         return now.get(partition, self.committed[topic].get(partition, 0))
 
@@ -300,7 +290,7 @@ def _of_first(columns: RecordColumns, time_ms: int) -> frozenset[bytes]:
 
 
 class TopicOffsets(NamedTuple):
-    """The offsets that are read first for a `Cut`."""
+    """The offsets that a verification reads before it reads any records."""
 
     partitions: dict[str, int]
     committed: dict[str, dict[int, int]]
@@ -309,9 +299,10 @@ class TopicOffsets(NamedTuple):
 
 
 def offsets_of(topology: Topology, reader: KafkaReader, report: Report) -> TopicOffsets:
-    """Read the committed offsets, then the first and last offsets of all topics that the topology reads or writes.
+    """Read the group's committed offsets, then the first and last offsets of all topics that the topology reads or
+    writes.
 
-    Raises StateIncompatible if topology and cluster do not match.
+    Raises StateIncompatible if the topology and the cluster do not match.
     """
     output = topology.output.topic if topology.output is not None else None
     late = topology.late.topic if isinstance(topology.late, LateTo) else None
@@ -331,7 +322,7 @@ def offsets_of(topology: Topology, reader: KafkaReader, report: Report) -> Topic
 def take_cut(
     topology: Topology, reader: KafkaReader, report: Report, progress: OnProgress, scratch: str, sample: int
 ) -> Cut:
-    """Read the committed offsets, then the bounds of all topics, then the records of the side topics.
+    """Read the committed offsets, then the bounds of all topics, then the records of the late and dead-letter topics.
 
     Raises StateIncompatible if the topology and the cluster do not match.
     """

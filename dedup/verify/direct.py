@@ -1,8 +1,6 @@
-"""Verifies a topology that reads its source topic directly, by replaying each partition in the order of its log.
+"""Verifies a topology that reads its source topic directly, by replaying each source partition in log order.
 
-The records of a partition, and the records that workers wrote for them, are read once and sorted into buckets by
-tracking ID (`spill`). Each record is stored with the stream time at which it was judged (`replay.LogScan`). The buckets
-are then judged and compared one by one. For a compacted source, only the checks that do not depend on order are made.
+A compacted source cannot be replayed, so only the checks that do not depend on order are made.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ WHY_BEFORE: Final = "source offsets before the first record that left a trace; t
 
 
 def verify_direct(cut: Cut) -> None:
-    """Replay every partition of the source topic, and report unexpected records in the side topics."""
+    """Verify every partition of the source topic, and report unexpected records in the late and dead-letter topics."""
     source = cut.topology.source.topics[0]
     if cut.compacted:
         _verify_compacted(cut, source)
@@ -60,8 +58,7 @@ class _Partition:
     known: bool
     """True if it is certain that no record was judged before the first record that is read."""
     excused_below: int | None = None
-    """Output records below this offset come from source records that have been deleted; None until the offset is known.
-    """
+    """Output records below this offset come from deleted source records; None until the offset is known."""
     gone_position: int = -1
     """Records below this position may have been forwarded to the deleted start of the output."""
     uncertain: bool = False
@@ -102,7 +99,7 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
 def source_rows(
     cut: Cut, plan: Plan, partition: int, spans: Iterable[tuple[int, int, bool]], *, known: bool
 ) -> Iterator[Row]:
-    """Yield the records of a source partition in the given ranges of offsets; each range is (first, end, pending)."""
+    """Yield a source partition's records in the given ranges of offsets; each range is (first, end, pending)."""
     scan = LogScan(plan, ((0, partition),), from_start=known)
     for begin, end, pending in spans:
         for columns in cut.read(cut.topology.source.topics[0], partition, begin, end):
@@ -111,7 +108,7 @@ def source_rows(
 
 
 def keep(cut: Cut, log: Spill, row: Row) -> bool:
-    """Put a record into its bucket. Return False, and only count the record, if it is not in the sample."""
+    """Add a record to its bucket; if the record is not in the sample, only count the record and return False."""
     place = place_of(row.id, row.key, row.value)
     if not cut.sampled(place):
         cut.report.unsampled += 1
@@ -179,7 +176,7 @@ def _balance(held: _Partition, filed: int) -> None:
 
 
 def _gone_position(held: _Partition, output: WrittenPartition) -> int:
-    """Return the position, in the log, of the first record that the output still contains."""
+    """Return the log position of the first record that the output still contains."""
     if output.first_kept is None:
         return 1 << 62
     place, first = output.first_kept
@@ -192,7 +189,7 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
 
 
 def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
-    """Make the expected records that precede the output's first record optional, because they may have been deleted."""
+    """Make expected records optional if they precede the output's first record, because they may have been deleted."""
     excused = 0
     for row, wanted in enumerate(task.forwarded):
         if wanted.position < held.gone_position and not wanted.optional:
@@ -203,7 +200,7 @@ def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
 
 
 def _copies(cut: Cut, partition: int, buckets: int, *, known: bool) -> Copies:
-    """Return the duplicates and conflicts of a source partition, which were written to the same partition number."""
+    """Return the duplicates and conflicts of a source partition, which are in the partitions with the same number."""
     whole: dict[str, list[int]] = {}
     for topic in copy_topics(cut).values():
         if cut.partitions[topic] >= cut.partitions[cut.topology.source.topics[0]]:
@@ -215,9 +212,7 @@ def _copies(cut: Cut, partition: int, buckets: int, *, known: bool) -> Copies:
 
 
 def _verify_compacted(cut: Cut, source: str) -> None:
-    """Make only the checks that do not depend on order, because the verdicts also depended on records that compaction
-    has removed.
-    """
+    """Make only the checks that do not depend on order, because compaction removed records that verdicts depend on."""
     cut.report.method = f"order-free checks: {' and '.join(sorted(cut.compacted))} is compacted"
     buckets = buckets_for(sum(each.high - each.low for each in cut.bounds[source].values()))
     numbers = range(cut.partitions[source])
@@ -254,7 +249,7 @@ def _judgeable(cut: Cut, columns: RecordColumns, partition: int) -> Iterator[tup
 
 
 def output_of(cut: Cut, partition: int, buckets: int) -> WrittenPartition | None:
-    """Return the output's partition with the same number, or None if nothing is forwarded."""
+    """Return the given partition of the output topic, or None if the topology has no output topic."""
     output = cut.topology.output
     if output is None:
         return None
@@ -271,7 +266,7 @@ def _plan_for(plan: Plan, output: WrittenPartition | None) -> Plan:
 
 
 def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition | None) -> tuple[int, bool]:
-    """Return the first offset that was judged, and whether it is certain that no earlier record was judged."""
+    """Return a source partition's first judged offset, and whether it is certain that no earlier record was judged."""
     topic = cut.topology.source.topics[0]
     start = cut.configured_start(topic, partition)
     begin = cut.begins[topic].get(partition)
@@ -287,9 +282,7 @@ def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition 
 
 
 def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None) -> int:
-    """Return the offset for ``start: latest``, which is not recorded. It is the source offset of the first record that
-    is in a written topic.
-    """
+    """Return the source offset of the first record that workers wrote, because `start: latest` stores no offset."""
     first_letter = plan.dead_letters.first_offset(partition)
     if first_letter is None:
         first_letter = bounds.high
@@ -305,7 +298,7 @@ def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: 
 
 
 def report_leftovers(cut: Cut) -> None:
-    """Report the records of the side topics that no replayed record accounts for."""
+    """Report the records in the late and dead-letter topics that no replayed record accounts for."""
     for side, (source, filed, again) in ((each, entry) for each in cut.plan.sides for entry in each.left()):
         place = side.place(filed)
         if source is None:

@@ -1,4 +1,4 @@
-"""Reads the records of the late and dead-letter topics, and indexes them by their source records."""
+"""Reads the late and dead-letter topics, and indexes their records by the source records that they name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WHERE topic=? AND feed=? AND position BETWEEN ? AND ? ORDER BY rowid
 
 
 class Filed(NamedTuple):
-    """One record of a side topic."""
+    """A record of a late or dead-letter topic."""
 
     digest: bytes
     """Digest of the record as it was in the source, with its original timestamp."""
@@ -75,9 +75,7 @@ class SideTopic:
     def read(
         self, reader: KafkaReader, bounds: Mapping[int, Bounds], topics: Sequence[str], tail: Sequence[str]
     ) -> Self:
-        """Store the committed records within the bounds. A record that names no source record is stored without a
-        source.
-        """
+        """Index the committed records within the bounds, including records that name no source record."""
         for partition, each in bounds.items():
             self.complete = self.complete and not each.start_deleted
             try:
@@ -95,13 +93,11 @@ class SideTopic:
         return self
 
     def place(self, filed: Filed) -> str:
-        """Return the position of a record as shown in reports."""
+        """Return the topic, partition, and offset of a record as text for reports."""
         return f"{self.name}/{filed.partition} offset {filed.offset}"
 
     def take(self, sources: Sequence[Source]) -> dict[Source, Filed]:
-        """Remove and return the entries of these source records. Entries that remain at the end belong to no source
-        record.
-        """
+        """Remove and return the entries of these source records; `left` yields the entries that are never taken."""
         if self._empty:
             return {}
         wanted: dict[tuple[int, int], list[int]] = {}
@@ -120,25 +116,25 @@ class SideTopic:
         return found
 
     def holds(self, source: Source) -> bool:
-        """Return whether a source record has an entry that has not been taken yet."""
+        """Return whether a source record has an entry that `take` has not removed."""
         ask = "SELECT 1 FROM filed WHERE topic=? AND feed=? AND position=? LIMIT 1"
         return not self._empty and self._db.execute(ask, source).fetchone() is not None
 
     def first_offset(self, partition: int) -> int | None:
-        """Return the lowest source offset of the entries for a partition of the first source topic, or None if there
-        are none.
-        """
+        """Return the lowest offset that an entry names in a partition of the first source topic, or None."""
         ask = "SELECT min(position) FROM filed WHERE topic=0 AND feed=?"
         found: int | None = self._db.execute(ask, (partition,)).fetchone()[0]
         return found
 
     def count_below(self, feed: tuple[int, int], offset: int) -> int:
-        """Return the number of entries not yet taken for the records below an offset of a source partition."""
+        """Return the number of entries that name an offset below ``offset`` in a source partition."""
         ask = "SELECT count(*) FROM filed WHERE topic=? AND feed=? AND position<?"
         return int(self._db.execute(ask, (*feed, offset)).fetchone()[0])
 
     def left(self) -> Iterator[tuple[Source | None, Filed, bool]]:
-        """Yield each entry that was not taken, its source if it names one, and whether another copy was taken."""
+        """Yield each remaining entry, its source if it names one, and whether `take` removed another entry of that
+        source.
+        """
         for row in self._db.execute("SELECT * FROM filed ORDER BY part, at"):
             yield None if row[0] is None else Source(*row[:3]), Filed(*row[3:9]), bool(row[9])
 
@@ -148,7 +144,7 @@ class SideTopic:
 
 
 def extracted_of(extract: Extractor, columns: RecordColumns) -> Extracted:
-    """Return the IDs, times, and faults (also of header names) that a worker would extract from the records."""
+    """Extract IDs, event times, and faults from records as a worker does; an unreadable header name is also a fault."""
     extracted = extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
     if not columns.odd_names:
         return extracted
@@ -157,7 +153,7 @@ def extracted_of(extract: Extractor, columns: RecordColumns) -> Extracted:
 
 
 def header(headers: Headers, name: str) -> bytes | None:
-    """Return the value of the last header with a name; a worker appends its headers after the producer's."""
+    """Return the value of the last header with this name, because a worker's headers follow the producer's headers."""
     for each, content in reversed(headers):
         if each == name:
             return content
@@ -165,7 +161,7 @@ def header(headers: Headers, name: str) -> bytes | None:
 
 
 def parse_source(content: bytes | None, topics: Sequence[str]) -> Source | None:
-    """Parse a source position in the form ``topic/partition/offset``; return None unless it is in one of ``topics``."""
+    """Parse ``topic/partition/offset``; return None for any other content, or if the topic is not in ``topics``."""
     if content is None:
         return None
     topic, _, position = content.decode("utf-8", "replace").partition("/")
@@ -178,7 +174,7 @@ def parse_source(content: bytes | None, topics: Sequence[str]) -> Source | None:
 
 
 def forwarded_by_replay(headers: Headers, topics: Sequence[str]) -> bool:
-    """Return whether `dedup replay` wrote this late record to the output, according to its last two headers."""
+    """Return whether `dedup replay` forwarded a record as late, according to the record's last two headers."""
     if len(headers) < 2 or tuple(headers[-2]) != (VERDICT_HEADER, b"late"):  # noqa: PLR2004  # verdict and position
         return False
     name, place = headers[-1]
@@ -186,7 +182,7 @@ def forwarded_by_replay(headers: Headers, topics: Sequence[str]) -> bool:
 
 
 def parse_time_ms(content: bytes | None) -> int | None:
-    """Parse a time in ms that is written in ASCII decimal digits; return None for any other content."""
+    """Parse a time in ms that is written in ASCII decimal digits, or return None for any other content."""
     if content is None or not content.removeprefix(b"-").isdigit():
         return None
     return int(content)
@@ -195,7 +191,7 @@ def parse_time_ms(content: bytes | None) -> int | None:
 def _as_in_source(
     key: bytes | None, value: bytes | None, headers: Headers, tail: Sequence[str]
 ) -> tuple[bytes, bytes, str]:
-    """Return the first fields of `Filed` for a record of a side topic, to which a worker has added headers (`tail`)."""
+    """Return the first three fields of `Filed` for a record to which a worker added the headers ``tail``."""
     stands_for = b""
     if headers and headers[-1][0] == DIGEST_HEADER:
         stands_for = headers[-1][1] or b""

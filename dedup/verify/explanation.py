@@ -1,8 +1,7 @@
-"""Finds all data about one tracking ID in Kafka: its records, their verdicts with reasons, and the written copies.
+"""Finds everything about one tracking ID in Kafka: its records, their verdicts with reasons, and what workers wrote.
 
-The search reads all topics from the beginning and keeps only records with the ID, so the memory that the search needs
-depends only on the number of these records. The exact model computes the verdicts. The topics show what the workers
-wrote, so contradictions are visible.
+The exact model computes the verdicts, so a contradiction between a verdict and the topics is visible. All topics are
+read from the beginning, but only records with the ID are kept in memory.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _MOST_LISTED: Final = 1_000
 
 @dataclass(slots=True)
 class ExplainedRecord:
-    """A source record with the ID, its verdict, and its copies in other topics."""
+    """A source record with the searched ID, its verdict, and its copies in other topics."""
 
     place: str
     """``topic/partition offset n`` in the source."""
@@ -64,7 +63,7 @@ class ExplainedRecord:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A sighting of the ID in the changelog."""
+    """A sighting of the searched ID in the changelog."""
 
     place: str
     first_ms: int
@@ -77,7 +76,7 @@ class Kept:
 
 @dataclass(slots=True)
 class Explanation:
-    """The result of a search for one ID."""
+    """The result of a search for one tracking ID."""
 
     topology: str
     id: str
@@ -92,8 +91,10 @@ class Explanation:
 
     @property
     def contradictions(self) -> int:
-        """The number of contradictions. Strays count only if every judged record is listed, because an unlisted record
-        could account for them.
+        """The number of contradictions between the verdicts and the topics.
+
+        A written record without a source record counts only if all judged records are listed, because an unlisted
+        source record could account for it.
         """
         complete = self.whole and not self.more
         return sum(bool(explained.wrong) for explained in self.records) + (len(self.strays) if complete else 0)
@@ -120,10 +121,10 @@ class _Search:
 def explain_id(
     topology: Topology, settings: Settings, text: str, keys: Collection[bytes], *, progress: OnProgress
 ) -> Explanation:
-    """Search the topics for an ID, and return the result; ``keys`` are the state keys that the ID's text may stand for.
+    """Search the topics for a tracking ID; ``keys`` are the state keys that the text of the ID may stand for.
 
-    Raises StateIncompatible if the topology and the cluster do not match. Raises BrokerUnavailable if the cluster
-    cannot be read.
+    Raises StateIncompatible if the topology and the cluster do not match, and BrokerUnavailable if the cluster cannot
+    be read.
     """
     found = Explanation(topology.name, text)
     report = Report(topology.name, "", "", 0)
@@ -147,7 +148,7 @@ def explain_id(
 
 
 def _logs(cut: Cut) -> Iterator[tuple[str, Iterator[Row]]]:
-    """Yield each log that workers judge, with its name ("" for a source partition) and its records up to its end."""
+    """Yield the name and the records of each log that workers judge; the name of a source partition is empty."""
     if not cut.topology.direct:
         for partition in range(cut.partitions[cut.topology.repartition_topic]):
             yield f"{cut.topology.repartition_topic}/{partition}", log_rows(cut, partition)
@@ -201,7 +202,7 @@ def _explain_verdict(cut: Cut, model: ReferenceModel, doubt: Doubt, row: Row, ex
 
 
 def _records(search: _Search, topic: str) -> Iterator[tuple[int, RecordColumns, Extracted, int]]:
-    """Yield each record of a topic that has the ID, as (partition, columns, values extracted from the columns, row)."""
+    """Yield each record of a topic that has the ID, as (partition, columns, extracted values, row)."""
     cut = search.cut
     for partition in range(cut.partitions[topic]):
         bounds = cut.bounds[topic][partition]
@@ -213,7 +214,7 @@ def _records(search: _Search, topic: str) -> Iterator[tuple[int, RecordColumns, 
 
 
 def _find_uncarried(search: _Search) -> None:
-    """List the source records with the ID that are not yet, or no longer, in the repartition topic."""
+    """List the ID's source records that are not yet, or no longer, in the repartition topic."""
     cut, found = search.cut, search.found
     known = {explained.place for explained in found.records}
     for position, topic in enumerate(cut.topology.source.topics):
@@ -230,7 +231,7 @@ def _find_uncarried(search: _Search) -> None:
 
 
 def _find_written(search: _Search) -> None:
-    """Find the ID in the output, duplicates, and conflicts topics, and match the records found with the listed ones."""
+    """Find the ID's records in the output, duplicates, and conflicts topics, and assign them to source records."""
     cut, topology = search.cut, search.cut.topology
     # The timestamps in the output may come from another clock, so records are compared without timestamps.
     plan = replace(cut.plan, output_stamped=False)
@@ -255,7 +256,7 @@ def _find_written(search: _Search) -> None:
 
 
 def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord]], *, copies: bool = False) -> None:
-    """Add the place of each written record to the listed record that accounts for it, or else to the strays."""
+    """Assign each written record to the source record that accounts for it, or else to the strays."""
     for partition, columns, _, row in _records(search, topic):
         headers = columns.headers[row]
         if not copies and forwarded_by_replay(headers, search.cut.topology.source.topics):
@@ -276,7 +277,7 @@ def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord
 
 
 def _find_sightings(search: _Search) -> None:
-    """Find the ID's sightings in the changelog. Only the last record with a key counts."""
+    """Find the ID's sightings in the changelog, where only the last record of a key counts."""
     cut, topic = search.cut, search.cut.topology.changelog_topic
     window = cut.topology.window
     for partition, bounds in cut.reader.bounds(topic).items():

@@ -1,8 +1,5 @@
-"""Reports violations for replayed tasks, for records whose order is not known, and for copies of duplicates.
-
-`explain` reports the differences that a comparison found in the output. `OrderFree` makes the checks that do not depend
-on order: no ID was forwarded twice within a guard period, and the ID of each judged record is in the output or a side
-topic. `Copies` checks the duplicates and conflicts topics.
+"""Reports violations: in the output (`explain`), among records whose order is not known (`OrderFree`), and in the
+duplicates and conflicts topics (`Copies`).
 """
 
 from __future__ import annotations
@@ -33,10 +30,10 @@ def explain(
     *,
     partial: bool,
 ) -> list[tuple[int, Wanted]]:
-    """Report every difference between the output and the records that tasks had to forward, for one bucket.
+    """Report every difference between the output and the records that tasks had to forward, in one bucket.
 
-    If the output is ``partial``, return the expected records that are not in it, each with the index of its task,
-    instead of reporting them as lost.
+    If ``partial`` is true, the output is incomplete: expected records that are absent are not reported as lost but
+    returned, each with the index of its task.
     """
     absent: defaultdict[bytes | None, list[tuple[int, Wanted]]] = defaultdict(list)
     for task, wanted in comparison.missing:
@@ -61,20 +58,24 @@ def explain(
 
 
 def report_lost(written: Sequence[WrittenPartition], place: str, report: Report) -> None:
-    """Report that a record is lost, because it had to be forwarded but is not in the output."""
+    """Report a record as lost, because it had to be forwarded but is not in the output."""
     text = f"the model forwards it; it is not in {written[0].topic}" if written else "the model forwards it"
     report.violation("lost", place, text)
 
 
 def report_displaced(written: Sequence[WrittenPartition], report: Report) -> None:
-    """Report the records that were written in the wrong order. Call this function after all buckets are matched."""
+    """Report records that were written in the wrong order; all buckets must have been matched before the call."""
     for each in written:
         for offset in each.order.displaced():
             report.violation("reordered", each.place(offset), "passed a record that came before it")
 
 
 class OrderFree:
-    """The output records of one bucket, grouped by tracking ID. The constructor reports IDs forwarded twice."""
+    """Checks the output records of one bucket without regard to order.
+
+    The constructor reports IDs that were forwarded twice within a guard period, and `must_be_somewhere` reports lost
+    records.
+    """
 
     def __init__(self, cut: Cut, written: Sequence[WrittenPartition], seen: Iterable[Sequence[Seen]]) -> None:
         self._cut: Final = cut
@@ -93,8 +94,7 @@ class OrderFree:
                 if each.id is not None:
                     self._times_ms.setdefault(each.id, []).append(each.time_ms)
                     if each.exempt:
-                        # The record was forwarded outside the guarantee, so its ID may be in the output twice within a
-                        # guard period.
+                        # Outside the guarantee, an ID may be in the output twice within a guard period.
                         self._exempt.add(each.id)
         if any(each.broker_time for each in written):
             cut.report.unprovable(WHY_NO_TIMES, sum(len(times) for times in self._times_ms.values()))
@@ -133,13 +133,11 @@ class OrderFree:
 
 
 class Copies:
-    """The records in the given partitions of the duplicates and conflicts topics.
+    """Checks the records in the given partitions of the duplicates and conflicts topics.
 
-    A task writes its copies in the order of its log. The partition to which it writes is its own number modulo the
-    topic's number of partitions. Each partition of the topics is compared with the tasks that write to it.
-
-    ``known`` is True if it is certain that no record was judged before the first record of the log. ``purged`` contains
-    the numbers of the repartition topic's partitions that are not replayed.
+    A task writes its copies in the order of its log, to the partition whose number is the task's own number modulo the
+    topic's number of partitions. ``known`` is true if it is certain that no record was judged before the first record
+    of the log. ``purged`` contains the partitions of the repartition topic that are not replayed.
     """
 
     def __init__(
@@ -157,7 +155,7 @@ class Copies:
         """Maps each topic that has lost its beginning to the number of copies that it should have received."""
 
     def judge(self, number: int, tasks: Sequence[TaskReplay], report: Report) -> None:
-        """Compare the copies of one bucket with the copies that the tasks had to write."""
+        """Compare the copies in one bucket with the copies that the tasks had to write."""
         for kind, written in self._written:
             own = [task for task in tasks if self._write_to(written, task.books.partition)]
             expected = [task.copies[kind] for task in own]
@@ -195,7 +193,7 @@ class Copies:
                 report.violation("wrong_duplicate", written.place(copy.offset), NOT_EXPECTED)
 
     def conclude(self) -> None:
-        """Report copies that are in the wrong order or may have been deleted."""
+        """Report copies in the wrong order, and count copies that may have been deleted as not provable."""
         for topic, number in self.gone.items():
             self._cut.report.unprovable(f"{topic} has lost its beginning", number)
         for _, written in self._written:
@@ -205,6 +203,6 @@ class Copies:
 
 
 def copy_topics(cut: Cut) -> dict[CopyKind, str]:
-    """Return the duplicates and conflicts topics that exist, by kind."""
+    """Return the names of the duplicates and conflicts topics that exist, by kind."""
     named: dict[CopyKind, str | None] = {"duplicates": cut.topology.duplicates, "conflicts": cut.topology.conflicts}
     return {kind: topic for kind, topic in named.items() if topic is not None and cut.partitions[topic]}

@@ -1,4 +1,4 @@
-"""Reads Kafka with librdkafka, which is not the worker's client, so that neither client can hide a bug in the other."""
+"""Reads Kafka with librdkafka, which workers do not use, so that workers and verifier do not share a client's bugs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from dedup.verify.compare import Headers
 _TOKEN_FOR_S: Final = 3600.0
 _ANSWER_WITHIN_S: Final = 30.0
 _NO_PROGRESS_S: Final = 60.0
-"""A read fails after this time without progress. The time is longer than the settings allow a transaction to stay open.
-"""
+"""A read without progress fails after this time, which is longer than a transaction may stay open."""
 _BATCH: Final = 10_000
 _POLL_S: Final = 0.1
 _AGAIN: Final = frozenset(
@@ -66,7 +65,7 @@ class Bounds:
 
 @dataclass(slots=True)
 class RecordColumns:
-    """Records of one partition in log order, as columns."""
+    """Records of one partition in log order, stored as columns."""
 
     offsets: list[int] = field(default_factory=list)
     keys: list[bytes | None] = field(default_factory=list)
@@ -80,7 +79,7 @@ class RecordColumns:
 
     @classmethod
     def of(cls, messages: list[Message]) -> Self:
-        """Return messages as columns."""
+        """Convert messages to columns."""
         stamps = [message.timestamp() for message in messages]
         headers, odd_names = _headers(messages)
         return cls(
@@ -94,7 +93,7 @@ class RecordColumns:
         )
 
     def rows(self, wanted: list[int]) -> RecordColumns:
-        """Return the records of these rows."""
+        """Return only the records at the indexes ``wanted``."""
         return RecordColumns(
             [self.offsets[row] for row in wanted],
             [self.keys[row] for row in wanted],
@@ -107,7 +106,7 @@ class RecordColumns:
 
 
 def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
-    """Return the headers of each row, and the offsets of records whose header names cannot be read."""
+    """Return the headers of each message, and the offsets of messages with unreadable header names."""
     found: list[Headers] = []
     odd: set[int] = set()
     for message in messages:
@@ -125,11 +124,11 @@ def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
 
 
 class OpenTransaction(Exception):  # a fact about a partition, to be reported, and not an error
-    """A partition could not be read to its end, because a transaction in the partition stays open."""
+    """Raised if a partition cannot be read to its end, because a transaction in the partition stays open."""
 
 
 class KafkaReader:
-    """Reads a cluster, and never writes to it. Methods block; use one instance per thread, as a context manager.
+    """Reads a Kafka cluster, and never writes to it. Methods block; use one instance per thread, as a context manager.
 
     Every method raises BrokerUnavailable if no response arrives in time or if the broker refuses a request.
     """
@@ -149,8 +148,7 @@ class KafkaReader:
                 "enable.partition.eof": True,
                 "auto.offset.reset": "error",
                 "isolation.level": "read_committed",
-                # The client pauses for this time when its local queue is full. The default of 1 s halves the
-                # throughput.
+                # The client pauses for this time when its local queue is full. The default, 1 s, halves throughput.
                 "fetch.queue.backoff.ms": 5,
                 "queued.max.messages.kbytes": 32_768,
                 # An empty fetch takes this time to report the end of a partition.
@@ -169,8 +167,7 @@ class KafkaReader:
     def partitions(self, topics: Iterable[str]) -> dict[str, int]:
         """Return the partition count of each topic, or 0 for a topic that does not exist."""
         try:
-            # The consumer is used instead of the admin client, so that it has the metadata of each topic when it reads
-            # the topic.
+            # Unlike a request of the admin client, this one leaves the metadata with the consumer, which reads later.
             known = self._consumer.list_topics(timeout=_ANSWER_WITHIN_S).topics
         except KafkaException as error:
             raise self._unavailable("listing the topics", error) from error
@@ -179,8 +176,8 @@ class KafkaReader:
     def bounds(
         self, topic: str, partitions: Iterable[int] | None = None, since: Mapping[int, int] | None = None
     ) -> dict[int, Bounds]:
-        """Return the current bounds of these partitions, or of all partitions; ``since`` contains minimum values for
-        their starts.
+        """Return the bounds of the given partitions (by default, all); ``since`` contains lower limits for their
+        starts.
         """
         wanted = list(range(self.partitions([topic])[topic]) if partitions is None else partitions)
         low = self._list_offsets(topic, wanted, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
@@ -192,7 +189,7 @@ class KafkaReader:
         return found
 
     def stable_ends(self, topic: str, partitions: Iterable[int] | None = None) -> dict[int, int]:
-        """Map each of these partitions, or of all partitions, to its last stable offset."""
+        """Map each of the given partitions (by default, all partitions) to its last stable offset."""
         wanted = range(self.partitions([topic])[topic]) if partitions is None else partitions
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
         return self._list_offsets(topic, wanted, latest, IsolationLevel.READ_COMMITTED)
@@ -206,7 +203,7 @@ class KafkaReader:
             raise self._unavailable(f"describing {topic}", error) from error
 
     def compacted(self, topics: Iterable[str]) -> frozenset[str]:
-        """Return the names of those topics that are compacted, which may lack records between other records."""
+        """Return the names of the topics that are compacted and may therefore lack records between other records."""
         asked = self._admin.describe_configs(
             [ConfigResource(ResourceType.TOPIC, topic) for topic in topics], request_timeout=_ANSWER_WITHIN_S
         )
@@ -221,12 +218,12 @@ class KafkaReader:
         return frozenset(found)
 
     def offset_for_time(self, topic: str, partition: int, time_ms: int) -> int | None:
-        """Return the offset of the first record whose timestamp is at or after a time, or None if there is none."""
+        """Return the offset of the first record at or after ``time_ms``, or None if there is no such record."""
         found = self._list_offsets(topic, [partition], OffsetSpec.for_timestamp(time_ms))[partition]
         return found if found >= 0 else None
 
     def committed(self, group: str, topic: str, partitions: Iterable[int]) -> dict[int, int]:
-        """Map each partition to the group's committed offset. Partitions without a committed offset are absent."""
+        """Map each partition to the group's committed offset; partitions without a committed offset are absent."""
         places = [TopicPartition(topic, partition) for partition in partitions]
         deadline = time.monotonic() + _NO_PROGRESS_S
         while places:
@@ -244,8 +241,8 @@ class KafkaReader:
     def _committed(self, group: str, places: list[TopicPartition]) -> list[TopicPartition]:
         """Read the committed offsets with a consumer that never joins the group. Raises KafkaException.
 
-        The admin client would crash the process with SIGSEGV when the coordinator responds that it is loading or has
-        moved (librdkafka issue 5040; seen with 2.16.0).
+        The admin client crashes the process with SIGSEGV if the coordinator responds that it is loading or has moved
+        (librdkafka issue 5040; seen with 2.16.0).
         """
         if group not in self._askers:
             # With read_committed, no offset is returned while a transaction that changes it is open.
@@ -258,16 +255,14 @@ class KafkaReader:
         return found
 
     def holds_records(self, topic: str, partition: int, start: int, end: int) -> bool:
-        """Return whether the offsets [start, end) hold a record, committed or in an open transaction, and not only
-        markers.
-        """
+        """Return whether the offsets [start, end) contain a record, which may be in an open transaction."""
         stable = self.stable_ends(topic, [partition])[partition]
         return stable < end or next(self.read(topic, partition, start, end), None) is not None
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[RecordColumns]:
         """Yield the committed records with offsets in [start, end).
 
-        Raises OpenTransaction if a transaction stays open for longer than allowed, so that the end is not reached.
+        Raises OpenTransaction if a transaction stays open for too long, so that ``end`` is not reached.
         """
         if start >= end:
             return
@@ -276,8 +271,7 @@ class KafkaReader:
         reached = start
         try:
             while reached < end:
-                # Wait for the first message only. Waiting for a whole batch would be useless at the end of a partition
-                # that ends with markers instead of records.
+                # Wait for the first message only: a partition may end with markers instead of more records.
                 messages = self._consumer.consume(1, _POLL_S)
                 if messages and end - reached > 1:
                     messages += self._consumer.consume(min(_BATCH, end - reached) - 1, 0)
@@ -302,7 +296,7 @@ class KafkaReader:
             self._consumer.unassign()
 
     def _sorted_out(self, messages: list[Message], end: int) -> tuple[list[Message], int]:
-        """Return the records below ``end``, and the offset that the read has reached."""
+        """Return the records below ``end``, and the next offset to read."""
         kept = []
         reached = -1
         for message in messages:
@@ -351,7 +345,7 @@ class KafkaReader:
 
 
 def client_config(settings: Settings) -> dict[str, Any]:
-    """Return librdkafka's configuration for the cluster in the settings."""
+    """Return the configuration of librdkafka for these settings."""
     security = settings.security
     by_token = security.mechanism == "OAUTHBEARER"
     wanted = {

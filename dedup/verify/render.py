@@ -39,7 +39,7 @@ svg{width:100%;height:auto}svg text{fill:var(--soft);font:12px system-ui,sans-se
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the counts, the violations, the number of records that are not provable, and the closing line."""
+    """Print a report's counts, violations, number of records that are not provable, and closing line."""
     table = Table(title=f"{report.topology}: {report.method}, {report.read:,} records in {report.seconds:.1f} s")
     sums = [sum(column) for column in zip(*map(_numbers, report.books), strict=True)]
     # Empty columns are left out, because they would take space on a narrow terminal.
@@ -102,7 +102,7 @@ def to_html(report: Report, command: str = "dedup verify") -> str:
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """Return an HTML page that follows the reader's dark or light color scheme. Empty parts are left out."""
+    """Return an HTML page that supports dark and light color schemes; empty parts are left out."""
     head = (
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>{escape(title)}</title><style>{_STYLE}</style>",
@@ -111,7 +111,7 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def _bars(books: Sequence[Books]) -> str:
-    """Return one bar per partition that shows the verdicts on its records. Unbalanced partitions have a red label."""
+    """Return one bar per partition that shows its verdicts; the label of an unbalanced partition is red."""
     shown = [each for each in books if each.read][:_MOST_BARS]
     if not shown:
         return ""
@@ -148,15 +148,13 @@ def _as_text(numbers: Mapping[str, int]) -> str:
 
 
 def legend(colours: Mapping[str, str]) -> str:
-    """Return a legend that names the meaning of each color."""
+    """Return an HTML legend; ``colours`` maps each name to its color."""
     keys = (f"<span class=key style='background:{colour}'></span>{escape(name)}" for name, colour in colours.items())
     return f"<p class=soft>{''.join(keys)}</p>"
 
 
 def plot(label: str, marks: str, height: int, most: float, span: tuple[str, str]) -> str:
-    """Return an SVG with marks above a time axis; ``most`` is the greatest value, and ``span`` labels the ends of the
-    axis.
-    """
+    """Return an SVG plot over time; ``most`` is the greatest value, and ``span`` labels the ends of the time axis."""
     floor = height - _BOTTOM
     return (
         f"<svg viewBox='0 0 {WIDTH} {height}' role=img aria-label='{label}'>{marks}"
@@ -169,13 +167,13 @@ def plot(label: str, marks: str, height: int, most: float, span: tuple[str, str]
 
 
 def scale(span: float, most: float, height: int) -> tuple[float, float, int]:
-    """Return the pixels per unit of a plot's time axis and of its values, and the y position of the axis."""
+    """Return a plot's pixels per unit of time, its pixels per unit of value, and the y position of the time axis."""
     floor = height - _BOTTOM
     return (WIDTH - LEFT) / span, (floor - 10) / most, floor
 
 
 def html_table(rows: Iterable[Sequence[str | int]], head: Sequence[str] = ()) -> str:
-    """Return a table that scrolls if it is too wide. Cells that report a problem are red."""
+    """Return an HTML table that scrolls if it is too wide. Cells that report a problem are red."""
     lines = ["".join(f"<th>{name}</th>" for name in head), *("".join(map(_cell, row)) for row in rows)]
     return f"<div class=scroll><table>{''.join(f'<tr>{line}</tr>' for line in lines if line)}</table></div>"
 
@@ -187,7 +185,7 @@ def _cell(value: str | int) -> str:
 
 
 def _plot(timeline: Timeline) -> str:
-    """Return stacked bars, one per step of event time, and a note about records without an event time."""
+    """Return the verdicts over event time as stacked bars, and a note about records without an event time."""
     undated = ""
     if timeline.undated:
         text = _as_text(timeline.undated)

@@ -1,9 +1,8 @@
-"""Verifies a topology with a repartition topic, by replaying the records that this topic still contains.
+"""Verifies a topology with a repartition topic.
 
-The two steps of the topology are verified separately. Every source record must be in the repartition topic once and
-unchanged; this is checked in buckets by source position. The verdicts on the records of the repartition topic must be
-those of the model; this is checked in buckets by tracking ID. For records that were deleted from the repartition topic,
-only the checks that do not depend on order are made (`findings.OrderFree`).
+Every source record must be in the repartition topic once and unchanged, and the verdicts on the records of the
+repartition topic must be those of the model. For records that were deleted from the repartition topic, only the checks
+that do not depend on order are made (`findings.OrderFree`).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _REPORTED: Final = -1
 
 @dataclass(slots=True)
 class _Step:
-    """The records of both steps of the topology, in buckets."""
+    """The records of the source topics and of the repartition topic, in buckets."""
 
     feeds: list[Feed]
     logs: list[tuple[Books, Spill]]
@@ -61,9 +60,7 @@ class _Step:
     judged: Spill
     """The source position, digest, ID, and event time of each source record."""
     absent: Spill
-    """The source position, ID, and event time of each source record that may have been purged from the repartition
-    topic.
-    """
+    """The source position, ID, and event time of each source record that the repartition topic may have lost."""
     unseen: Spill
     """Records that are absent from an incomplete output, as (task, position, source position)."""
     purged: bool
@@ -75,7 +72,7 @@ class _Step:
 
 
 def verify_repartitioned(cut: Cut) -> None:
-    """Replay the repartition topic, compare the output with the result, and account for every source record."""
+    """Replay the repartition topic, compare the output with the verdicts, and account for every source record."""
     log, output = cut.topology.repartition_topic, cut.topology.output
     topics = (log, *cut.topology.source.topics)
     buckets = buckets_for(sum(bounds.high - bounds.low for topic in topics for bounds in cut.bounds[topic].values()))
@@ -115,7 +112,7 @@ def verify_repartitioned(cut: Cut) -> None:
 
 
 def _count_pending(cut: Cut, log: str) -> None:
-    """Count the pending offsets of both steps; add partitions with pending offsets that are not in the report yet."""
+    """Count the pending offsets of all source and repartition partitions, and add missing partitions to the report."""
     known = {(books.topic, books.partition): books for books in cut.report.books}
     for topic in (*cut.topology.source.topics, log):
         for partition in range(cut.partitions[topic]):
@@ -143,7 +140,7 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
 
 
 def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
-    """Yield the records of a partition of the repartition topic up to its end, in the form they had in the source."""
+    """Yield the records of a partition of the repartition topic up to its end, as they were in the source topic."""
     log = cut.topology.repartition_topic
     bounds = cut.bounds[log][partition]
     committed = cut.committed[log].get(partition, bounds.low)
@@ -156,7 +153,7 @@ def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
 
 
 def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Source], set[int]]:
-    """Restore the records as they were in the source; return their source positions, and the rows of idle markers."""
+    """Restore the source records, and return their source positions and the rows of idle markers."""
     sources: list[Source] = []
     idle_rows: set[int] = set()
     for row, headers in enumerate(columns.headers):
@@ -191,8 +188,7 @@ def _read_sources(cut: Cut, step: _Step) -> None:
         scan = LogScan(cut.plan, step.feeds, from_start=True)
         start = cut.configured_start(topic, partition)
         if start is None:
-            # The start is `latest`, whose offset is not recorded. The offset of the first record in the repartition
-            # topic is used instead.
+            # `latest` stores no offset, so the first record in the repartition topic determines the start.
             start = step.firsts.get(feed, bounds.high)
             if step.purged:
                 cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
@@ -244,7 +240,7 @@ def _account(cut: Cut, step: _Step, number: int) -> None:
 
 
 def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
-    """Report a record in the repartition topic that is not in the source."""
+    """Report a record that is in the repartition topic but not in the source."""
     start, end = step.spans.get((source.topic, source.partition), (0, 0))
     if start <= source.offset < end and cut.topology.source.topics[source.topic] in cut.compacted:
         cut.report.unprovable(WHY_COMPACTED)
@@ -254,7 +250,7 @@ def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
 
 
 def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copies, number: int) -> None:
-    """Judge the records of a bucket, and check the output and the copies of duplicates against the verdicts."""
+    """Judge the records of a bucket, and compare the output and the copies of duplicates with the verdicts."""
     tasks: list[TaskReplay] = []
     owners: dict[bytes, int] = {}
     for books, spill in (*step.logs, step.without_id):
@@ -283,13 +279,13 @@ def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copie
 
 
 def _track(step: _Step, task: int, wanted: Wanted) -> tuple[int, int]:
-    """Return the task or source partition in which a record must keep its order, and the record's position in it."""
+    """Return the task or source partition whose order a record must keep, and the record's position there."""
     past = task == len(step.logs)
     return task + (step.feeds.index(wanted.source[:2]) if past else 0), wanted.position
 
 
 def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> None:
-    """Report absent records as lost unless they may have been in the part of the output that is missing."""
+    """Report absent records as lost unless they may have been in the missing part of the output."""
     truncated = any(each.truncated for each in written)
     gone: dict[int, int] = {}
     for task in range(len(step.logs)):
@@ -305,7 +301,7 @@ def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> No
 
 
 def _checked_owner(cut: Cut, books: Books, rows: Iterator[Row], owners: dict[bytes, int]) -> Iterator[Row]:
-    """Yield the rows, and report each ID that ``owners`` assigns to another partition, as both tasks forward it."""
+    """Yield the rows, and report each ID that is also in another partition, because two tasks judged the ID."""
     for row in rows:
         owner = _REPORTED if row.id is None else owners.setdefault(row.id, books.partition)
         if row.id is not None and owner not in {books.partition, _REPORTED}:

@@ -1,8 +1,7 @@
-"""Replays a task's log with the exact model, and derives the expected content of other topics.
+"""Replays a task's log with the exact model, and derives which records the task had to write to other topics.
 
-The log is scanned once to compute stream time before and after each record, which depends on the order of the log.
-After the scan, records can be judged in any grouping by ID: besides stream time, the exact model only needs the records
-with the same ID. The records are judged bucket by bucket.
+`LogScan` reads the log once, in order, to compute stream time at each record. `TaskReplay` can then judge the records
+in buckets, because a verdict depends only on stream time and on the records with the same ID.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ from dedup.verify.spill import condensed, stand_in_of
 
 CopyKind = Literal["duplicates", "conflicts"]
 REFUSED_BY_THE_BROKER: Final = "refused_by_broker"
-"""The reason in the dead letter of a record that the broker refused. A replay accepts this reason, although the record
-does not prove it.
-"""
+"""The reason in a dead letter that the broker refused. A replay accepts the reason without proof."""
 FUTURE: Final = "future_time"
 """The reason in the dead letter of a record whose event time is too far in the future."""
 _FORGET_EVERY: Final = 200_000
@@ -52,7 +49,7 @@ _ANY: Final = b"any"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The topology and the side topics that its workers write, as far as a replay needs them."""
+    """The parts of a topology, and the late and dead-letter topics, that a replay needs."""
 
     topology: Topology
     rules: ModelRules
@@ -66,7 +63,7 @@ class Plan:
 
     @property
     def late_forwarded(self) -> bool:
-        """True if late records are forwarded with a mark."""
+        """True if the topology forwards late records with a mark."""
         return isinstance(self.topology.late, LateForward)
 
     @property
@@ -75,12 +72,12 @@ class Plan:
         return [side for side in (self.late, self.dead_letters) if side is not None]
 
     def place(self, source: Source) -> str:
-        """Return a source position as shown in reports."""
+        """Return the topic, partition, and offset of a source record as text for reports."""
         return f"{self.topology.source.topics[source.topic]}/{source.partition} offset {source.offset}"
 
 
 class Original(NamedTuple):
-    """A record as it was in the source topic, with its value condensed by `spill.condensed`."""
+    """A record as it was in the source topic, but with its value shortened by `spill.condensed`."""
 
     source: Source
     key: bytes | None
@@ -90,13 +87,13 @@ class Original(NamedTuple):
 
     @classmethod
     def of(cls, columns: RecordColumns, at: int, source: Source) -> Self:
-        """Return the record in one row of ``columns``."""
+        """Return the record at index ``at`` of ``columns``."""
         value, headers = condensed(columns.values[at]), columns.headers[at]
         return cls(source, columns.keys[at], value, headers, columns.timestamps_ms[at])
 
 
 class Row(NamedTuple):
-    """A record of a log, with all data that determine its verdict except the other records with the same ID."""
+    """A record of a log, with everything that its verdict depends on except the other records with the same ID."""
 
     position: int
     """The offset in the log."""
@@ -119,9 +116,7 @@ class Row(NamedTuple):
     """Stream time before this record was judged."""
     after_ms: int
     doubt_ms: int | None
-    """Sightings up to this event time may be unknown, because the log has lost their records; None if all sightings are
-    known.
-    """
+    """Sightings up to this event time may be unknown, because the log lost their records; None if all are known."""
     doubt_by_clock: bool
     """True if the doubt arises from an event time that may have been clamped to the worker's clock."""
     late: Filed | None
@@ -130,7 +125,7 @@ class Row(NamedTuple):
 
     @classmethod
     def of(cls, values: list[object]) -> Row:
-        """Return a row from the plain values that a spill stores."""
+        """Convert the plain values that a spill stores to a `Row`."""
         row = cls._make(values)
         return row._replace(
             source=Source(*row.source),
@@ -158,7 +153,7 @@ class LogScan:
         idle_rows: Collection[int] = (),
         pending: bool = False,
     ) -> Iterator[Row]:
-        """Yield consecutive records of the log as rows. Idle markers yield no row, and only advance stream time."""
+        """Convert consecutive records of the log to rows; an idle marker yields no row but advances stream time."""
         plan, topics = self._plan, self._plan.topology.source.topics
         extracted = extracted_of(plan.extract, columns)
         fingerprints = extracted.fingerprints or [b""] * len(columns.keys)
@@ -177,8 +172,7 @@ class LogScan:
             # Stream time before a judged record is unknown if the log's beginning was deleted.
             begins_in_doubt = judged and not self._from_start and self._anchor_ms is None
             if begins_in_doubt and not self._perhaps_late(original, late):
-                # The record was unique, or it was a duplicate of a sighting that was still kept, regardless of the
-                # record's age.
+                # The record was unique, or a duplicate of a sighting that was still kept, whatever the record's age.
                 rules = plan.rules
                 longest_ms = rules.extend_at_most_ms if rules.extend else 0
                 self._doubt_from(record.time_ms + 2 * rules.guard_ms + rules.grace_ms + longest_ms)
@@ -221,22 +215,19 @@ class LogScan:
         self._model.sightings.clear()
 
     def _perhaps_late(self, original: Original, late: Mapping[Source, Filed]) -> bool:
-        """Return whether a record may have been late. A record that is dropped as late is in no written topic."""
+        """Return whether a record may have been late; workers write a dropped late record to no topic."""
         plan = self._plan
         if plan.late is not None:
             return original.source in late
         return plan.late_digests is None or forwarded_digest(plan, original, "late") in plan.late_digests
 
     def _doubt_from(self, time_ms: int) -> None:
-        """Remember that sightings up to this event time may be unknown."""
         if self._anchor_ms is None or time_ms > self._anchor_ms:
             self._anchor_ms = time_ms
 
 
 def forwarded_digest(plan: Plan, row: Row | Original, why: str = "") -> bytes:
-    """Return the digest that a record must have in the output, where the worker's headers follow the record's own
-    headers.
-    """
+    """Return the digest that a record must have in the output, including the headers that a worker appends."""
     headers, output = row.headers, plan.topology.output
     if why:
         headers = [*headers, (VERDICT_HEADER, why.encode())]
@@ -246,12 +237,12 @@ def forwarded_digest(plan: Plan, row: Row | Original, why: str = "") -> bytes:
 
 
 def position(plan: Plan, source: Source) -> bytes:
-    """Return a source position in the format of the headers."""
+    """Return a source position in the form ``topic/partition/offset``, as in a worker's headers."""
     return f"{plan.topology.source.topics[source.topic]}/{source.partition}/{source.offset}".encode()
 
 
 class Doubt:
-    """Tracks IDs whose verdicts may be affected by sightings whose records are no longer in the log."""
+    """Tracks IDs whose verdicts may depend on sightings that are unknown because the log lost their records."""
 
     def __init__(self, rules: ModelRules) -> None:
         self._retention_ms: Final = rules.guard_ms + rules.grace_ms
@@ -259,7 +250,8 @@ class Doubt:
         self._longest_ms: Final = rules.extend_at_most_ms if rules.extend else 0
 
     def about(self, tracking_id: bytes, time_ms: int, stream_time_ms: int, unseen_ms: int) -> bool:
-        """Return whether the verdict on a record may differ from the model's verdict, and remember this for its ID.
+        """Return whether a worker's verdict on a record may differ from the model's verdict, and remember a doubtful
+        ID.
 
         Sightings up to the event time ``unseen_ms`` may be unknown.
         """
@@ -270,12 +262,12 @@ class Doubt:
         return doubtful
 
     def until_ms(self, tracking_id: bytes) -> int:
-        """Return the latest event time at which a sighting of an ID was in doubt."""
+        """Return the event time up to which sightings of an ID are in doubt."""
         return self._ids.get(tracking_id, BEFORE_ALL_TIME)
 
 
 class TaskReplay:
-    """Judges the records of a task's log that share a bucket, and collects the expected records of each topic."""
+    """Judges the records in one bucket of a task's log, and collects the records that the task had to write."""
 
     def __init__(self, plan: Plan, books: Books, report: Report, feeds: Sequence[Feed]) -> None:
         self.books: Final = books
@@ -295,7 +287,7 @@ class TaskReplay:
         """Maps each frequent ID to the number of sightings that causes expired sightings to be dropped."""
 
     def take(self, rows: Iterable[Row]) -> None:
-        """Judge the given records, which must be in log order."""
+        """Judge records, which must be in log order."""
         for row in rows:
             self._pending = row.pending
             self.books.replayed += row.replayed and not row.pending
@@ -306,7 +298,7 @@ class TaskReplay:
                 self._model.forget()
 
     def _forget(self, tracking_id: bytes | None) -> None:
-        """Drop expired sightings of a frequent ID, because every verdict iterates over all sightings of an ID."""
+        """Drop expired sightings of a frequent ID, because every verdict iterates over all sightings of the ID."""
         known = [] if tracking_id is None else self._model.sightings.get(tracking_id, [])
         if tracking_id is None or len(known) < self._forget_at.get(tracking_id, _MANY_SIGHTINGS):
             return
@@ -315,11 +307,11 @@ class TaskReplay:
         self._forget_at[tracking_id] = max(_MANY_SIGHTINGS, 2 * len(known))
 
     def place(self, source: Source) -> str:
-        """Return a source position as shown in reports."""
+        """Return the topic, partition, and offset of a source record as text for reports."""
         return self._plan.place(source)
 
     def doubtful(self, tracking_id: bytes | None, time_ms: int, *, timed: bool) -> bool:
-        """Return whether the verdict on a record, or on any record of the ID if not ``timed``, was in doubt."""
+        """Return whether the verdict on a record was in doubt; if ``timed`` is false, on any record of the ID."""
         until_ms = BEFORE_ALL_TIME if tracking_id is None else self._doubt.until_ms(tracking_id)
         return time_ms <= until_ms if timed else until_ms > BEFORE_ALL_TIME
 
@@ -355,7 +347,7 @@ class TaskReplay:
                 self._violation("unbalanced", row, f"{text}, but the offset after it is committed")
 
     def _certain(self, row: Row, verdict: ModelVerdict) -> bool:
-        """Return whether the verdict is the only possible one; otherwise count it as not provable."""
+        """Return whether the verdict is the only possible one; if not, count the record as not provable."""
         if self._pending:
             return False
         if row.doubt_ms is None or row.id is None or verdict.kind == "dead_letter":
@@ -372,7 +364,7 @@ class TaskReplay:
         return True
 
     def _dead_by_evidence(self, row: Row, letter: Filed) -> None:
-        """Handle a dead letter whose record has no fault: the clock or the broker caused it, or it is wrong."""
+        """Handle a dead letter for a record without a fault, which the clock or the broker may have refused."""
         far_ahead = row.time_ms > row.before_ms + self._plan.topology.max_clock_skew_ms
         by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
         if letter.reason == REFUSED_BY_THE_BROKER:
@@ -399,10 +391,10 @@ class TaskReplay:
             self._count("unique", verdict.time_ms)
 
     def _expect(self, row: Row, why: str | None, *, certain: bool) -> None:
-        """Add a record to those expected in the output; ``why`` is the verdict that its header must contain.
+        """Add a record to those expected in the output, with the verdict ``why`` in its header.
 
-        Unless the verdict is ``certain``, the record may also have been forwarded with any other verdict, or not at
-        all. If ``why`` is None, the record is not forwarded according to the model's verdict.
+        If ``why`` is None, the model does not forward the record. Unless the verdict is ``certain``, the record may
+        also have been forwarded with any other verdict, or not at all.
         """
         whys = set() if why is None else {why}
         if not certain and row.id is not None:
@@ -476,7 +468,7 @@ class TaskReplay:
         self._count("dead_letters", row.time_ms if dated else None)
 
     def _count(self, outcome: str, time_ms: int | None) -> None:
-        """Count a judged record in the books and over event time; ``outcome`` is the name of the field in `Books`."""
+        """Count a judged record in the books and over event time; ``outcome`` is the name of a field in `Books`."""
         if not self._pending:
             setattr(self.books, outcome, getattr(self.books, outcome) + 1)
             self._report.timeline.add(outcome, time_ms)

@@ -1,4 +1,4 @@
-"""Defines the result of a verification, with counts per partition, violations, and records that are not provable."""
+"""Defines the report of a verification: counts per partition, violations, and records that are not provable."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Books:
-    """The number of records with each verdict in one judged partition, according to the model."""
+    """The number of records with each verdict in one partition, according to the model."""
 
     topic: str
     partition: int
@@ -65,9 +65,7 @@ class Books:
     replayed: int = 0
     """Number of records in ``read`` that were sent again by ``dedup replay``."""
     pending: int = 0
-    """Number of offsets from the committed offset to the end, like the lag in `dedup status`, or 0 if they hold no
-    record.
-    """
+    """Number of offsets from the committed offset to the end, as in `dedup status`, or 0 if they hold no record."""
     skipped: int = 0
     """Number of offsets before the start of the topology, which were never judged."""
     not_provable: int = 0
@@ -77,7 +75,7 @@ class Books:
 
     @property
     def balanced(self) -> bool:
-        """True if every record has exactly one outcome, by the model and, if this can be determined, in Kafka."""
+        """True if the counts of verdicts add up to ``read`` and, if ``ended`` is known, ``ended`` equals ``read``."""
         by_model = self.unique + self.exempt + self.duplicates + self.late + self.dead_letters
         return self.read == by_model and self.ended in {None, self.read}
 
@@ -93,7 +91,7 @@ class Timeline:
     """Maps each verdict to its number of records without a usable event time, which a time axis cannot show."""
 
     def add(self, verdict: str, time_ms: int | None, number: int = 1) -> None:
-        """Count records with this event time, if they have one. Steps become twice as wide if there are too many."""
+        """Count ``number`` records with this event time; if there are too many steps, merge steps in pairs."""
         if time_ms is None:
             self.undated[verdict] = self.undated.get(verdict, 0) + number
             return
@@ -112,7 +110,7 @@ class Timeline:
 
 @dataclass(slots=True)
 class Report:
-    """The result of a verification. All violations are counted, but only some examples of each kind are kept."""
+    """The result of a verification, with the number of all violations and some examples of each kind."""
 
     topology: str
     cluster: str
@@ -133,27 +131,27 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """True if nothing violates the guarantee; records that are not provable are neither correct nor wrong."""
+        """True if no violation was found; a record that is not provable does not count as a violation."""
         return not any(self.counts.values())
 
     @property
     def read(self) -> int:
-        """The number of records in all partitions that were judged."""
+        """The number of judged records in all partitions."""
         return sum(books.read for books in self.books)
 
     def violation(self, kind: ViolationKind, place: str, text: str) -> None:
-        """Count a violation, and keep it as an example if there are only a few violations of its kind so far."""
+        """Count a violation, and keep the first `SAMPLES_PER_KIND` violations of each kind as examples."""
         self.counts[kind] += 1
         if self.counts[kind] <= SAMPLES_PER_KIND:
             self.samples.append(Violation(kind, place, text))
 
     def unprovable(self, reason: str, number: int = 1) -> None:
-        """Count records that are not provable for this reason."""
+        """Count ``number`` records as not provable for the given reason."""
         if number:
             self.not_provable[reason] = self.not_provable.get(reason, 0) + number
 
     def closing_line(self) -> str:
-        """Return a line with the numbers of lost and duplicated records, and all other numbers that are not 0."""
+        """Return a line with the numbers of lost and duplicated records, and all other counts that are not 0."""
         others = "".join(
             f"  {kind} {number}"
             for kind, number in self.counts.items()
@@ -165,7 +163,7 @@ class Report:
         return f"lost {self.counts['lost']}  duplicated {self.counts['duplicated']}{others}{tail}"
 
     def blind_spots(self) -> list[str]:
-        """Return sentences that say what a sample cannot show; empty if all records were judged."""
+        """Return sentences that say what a sample cannot show, or an empty list if all records were judged."""
         if self.sample == 1:
             return []
         sampled = (

@@ -1,9 +1,4 @@
-"""Keeps rows on disk in buckets. The number of buckets is large enough for each bucket to fit into memory.
-
-All rows of a tracking ID are in the same bucket, so each ID can be checked within its bucket. The order of records is
-checked by the positions in the rows (`cut.Order`). The size of a bucket determines the memory that a verification
-needs.
-"""
+"""Keeps rows on disk in buckets that fit into memory. All rows of a tracking ID are in the same bucket."""
 
 from __future__ import annotations
 
@@ -28,27 +23,25 @@ _unpack = msgspec.msgpack.Decoder().decode
 
 
 def buckets_for(rows: int) -> int:
-    """Return the number of buckets that this many rows need."""
+    """Return the number of buckets for this many rows, so that each bucket fits into memory."""
     return 1 + rows // BUCKET_ROWS
 
 
 def place_of(tracking_id: bytes | None, key: bytes | None, value: bytes | None) -> int:
-    """Return a 64-bit hash that determines a record's bucket. The record's ID is hashed or, if there is no ID, its key
-    and value.
-    """
+    """Hash a record's ID or, if absent, its key and value to the 64-bit number that determines the record's bucket."""
     content = tracking_id if tracking_id is not None else b"\0%b\0%b" % (key or b"", value or b"")
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 
 def condensed(value: bytes | None) -> bytes | None:
-    """Return a short value unchanged, and a long value as its length and 256-bit digest."""
+    """Shorten a long value to its length and 256-bit digest; a prefix distinguishes it from a short, complete value."""
     if value is None or len(value) <= _WHOLE_BYTES:
         return None if value is None else b"=" + value
     return b"#%d " % len(value) + blake2b(value, digest_size=32).digest()
 
 
 def stand_in_of(value: bytes | None) -> bytes:
-    """Return the digest that a worker writes in place of a value that is too large, given the condensed value."""
+    """Return the digest that a worker writes in place of an oversized value, given the value from `condensed`."""
     if value is not None and value.startswith(b"#"):
         length, _, digest = value[1:].partition(b" ")
         return b"blake2b-256:%b of %b bytes" % (digest.hex().encode(), length)
@@ -56,13 +49,13 @@ def stand_in_of(value: bytes | None) -> bytes:
 
 
 def stand_in(value: bytes | None) -> bytes:
-    """Return the digest that a worker writes in place of a value that is too large for a side topic."""
+    """Return the digest that a worker writes to a late or dead-letter topic in place of an oversized value."""
     content = value or b""
     return f"blake2b-256:{blake2b(content, digest_size=32).hexdigest()} of {len(content)} bytes".encode()
 
 
 class Spill:
-    """Stores rows of plain values. Rows are added to any bucket; each bucket is read in the order of writing."""
+    """Stores rows in buckets on disk; the rows of a bucket are read in the order in which they were added."""
 
     def __init__(self, directory: str, buckets: int) -> None:
         self.buckets: Final = buckets
@@ -75,7 +68,9 @@ class Spill:
         """Maps each bucket to the file offsets of its chunks."""
 
     def add(self, place: int, row: Sequence[Any], size_bytes: int = 0) -> None:
-        """Add a row to the bucket for the hash ``place``; ``size_bytes`` is the approximate size of its long parts."""
+        """Add a row to the bucket for the hash ``place``; ``size_bytes`` is the approximate size of the row's long
+        values.
+        """
         self._pending[place % self.buckets].append(row)
         self.rows += 1
         self._pending_rows += 1
@@ -103,7 +98,7 @@ class Spill:
         self._file.close()
 
     def flush(self) -> None:
-        """Write the rows that are still in memory."""
+        """Write the rows that are still in memory to disk."""
         if not self._pending_rows:
             return
         self._file.seek(0, 2)

@@ -1,19 +1,14 @@
-"""Implements `dedup verify`, which reads only from Kafka, replays the records through an exact model, and reports
-every difference.
+"""Implements `dedup verify`, which reads only Kafka, replays the records with an exact model, and reports differences.
 
-All topics are read up to one cut (`cut`). The verifier first reads the group's committed offsets, because only the
-results of judged records can be expected. The verifier then reads the ends of the topics that workers write, including
-open transactions. The results of all records below the committed offsets are below those ends. Reading up to the ends
-with ``read_committed`` waits for transactions that are still open. Records that workers judge in the meantime are
-*pending*, because their results may be missing.
+The verifier first reads the group's committed offsets: workers must have written the results of all records below these
+offsets. The verifier then reads the ends of the topics that workers write, which are above the results of those
+records. Records that workers judge while the verifier is running are *pending*.
 
-A partition is replayed if a log still contains its records in order (`direct`, `repartitioned`). If no log preserves
-the order, the verifier makes only checks that do not depend on order (`findings.OrderFree`). Records that these checks
-cannot decide are counted as not provable, never as correct.
+The verifier replays a partition if a log still contains the partition's records in order (`direct`, `repartitioned`).
+If no log contains the records in order, the verifier makes only the checks that do not depend on order
+(`findings.OrderFree`). Records whose verdicts cannot be checked are counted as not provable, never as correct.
 
-The memory that a verification needs hardly depends on the size of the topics. Records are written to files in buckets
-by tracking ID (`spill`), and one bucket at a time is judged and compared. Data that depends on the order of all records
-is kept in a file by ranges of offsets (`cut.Order`); only the positions of its parts are in memory.
+Memory use hardly depends on the size of the topics, because records are sorted into files by tracking ID (`spill`).
 """
 
 from __future__ import annotations
@@ -41,17 +36,15 @@ def verify(
     sample: int = 1,
     scratch: Path | None = None,
 ) -> Report:
-    """Verify a topology by reading only Kafka, and return the report. The function blocks until all records are read.
+    """Verify a topology, and return the report when all records have been read.
 
-    One tracking ID out of ``sample`` is judged, with all its records. ``scratch`` is a directory for data that does not
-    fit into memory, about 200 bytes plus the key for each record; the default is the system's temporary directory.
-    Raises StateIncompatible if the topology and the cluster do not match, and BrokerUnavailable if the cluster cannot
-    be read.
+    One tracking ID out of ``sample`` is judged, with all its records. ``scratch`` is a directory for temporary files,
+    which take about 200 bytes plus the key for each record; the default is the system's temporary directory. Raises
+    StateIncompatible if the topology and the cluster do not match, and BrokerUnavailable if the cluster cannot be read.
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "replay", int(began_s * 1000), sample=sample)
-    # The verification creates millions of small tuples without cycles, which the garbage collector would only traverse
-    # repeatedly.
+    # The garbage collector would only traverse millions of small tuples, which have no cycles, again and again.
     collecting = gc.isenabled()
     gc.disable()
     try:
