@@ -59,10 +59,7 @@ _NEEDED: Final[tuple[type[Any], ...]] = (
 
 
 class Rights:
-    """Reports the caller's rights; every method may raise BrokerUnavailable.
-
-    Use `Rights` in an ``async with`` block.
-    """
+    """Reports the caller's rights in an ``async with`` block; every method may raise BrokerUnavailable."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
@@ -121,7 +118,7 @@ class Rights:
         return _operations(0 if code == _REFUSED_GROUP else operations)
 
     async def try_transactional_id(self, name: str, timeout_ms: int) -> int:
-        """Send `InitProducerId`, which fences any producer that uses the ID, and return the error code."""
+        """Send `InitProducerId`, which fences any producer with this transactional ID, and return the error code."""
         node = await self._coordinator(CoordinationType.TRANSACTION, name)
         if node is None:
             return REFUSED_ID

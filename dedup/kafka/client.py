@@ -212,10 +212,7 @@ class KafkaWire:
     async def produce(
         self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
     ) -> Awaitable[dict[TopicPartition, Produced]]:
-        """See `Wire`.
-
-        Batches for the same leader share a request, and the requests to all leaders are in flight at the same time.
-        """
+        """See `Wire`. The requests to several leaders are in flight at the same time."""
         by_leader: defaultdict[int, list[tuple[TopicPartition, bytes]]] = defaultdict(list)
         for target, payload in batches:
             by_leader[await self.leader(target)].append((target, payload))
@@ -355,10 +352,7 @@ class KafkaWire:
     async def fetch_raw(
         self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int, lane: str
     ) -> FetchedPartition:
-        """Fetch the same records as `fetch`, but return them without decoding them.
-
-        Raises the same errors as `fetch`.
-        """
+        """Fetch the same records as `fetch`, and raise the same errors, but do not decode the records."""
         node = await self.leader(source)
         pinned = self._topic_ids.get(source.topic)
         topic_id = pinned or self._seen_ids.get(source.topic)
@@ -394,8 +388,7 @@ class KafkaWire:
     async def fetch_partitions(
         self, node: int, wanted: Sequence[FetchFrom], *, wait_ms: int, least_bytes: int, most_bytes: int, lane: str
     ) -> tuple[int, list[FetchedPartition]]:
-        """Fetch committed records of several partitions from one broker, which fills the response in the order of
-        ``wanted``.
+        """Fetch committed records from one broker, which fills its response in the order of ``wanted``.
 
         Returns the response's top-level error code and its partitions. Raises NoAnswer if the broker does not respond.
         """
@@ -487,7 +480,7 @@ class KafkaWire:
     async def send(self, node: int, request: Any, group: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
         """Send a request to a broker over the connection of the given connection group.
 
-        Raises NoAnswer if there is no response, and BrokerUnavailable if the broker's release is too old.
+        Raises NoAnswer if the broker does not respond, and BrokerUnavailable if the broker's release is too old.
         """
         try:
             return await self._client.send(node, sendable(request), group=group)

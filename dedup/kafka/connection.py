@@ -49,10 +49,7 @@ class Connection:
         return cls(settings.brokers, settings.security, client_id)
 
     def security_options(self) -> dict[str, Any]:
-        """Return aiokafka's options for TLS and SASL.
-
-        The TLS context verifies host names and requires TLS 1.2 or later.
-        """
+        """Return aiokafka's options for TLS and SASL; TLS is 1.2 or later and verifies host names."""
         options: dict[str, Any] = {"security_protocol": self.security.protocol}
         if self.security.protocol in {"SSL", "SASL_SSL"}:
             options["ssl_context"] = self._tls()
@@ -260,7 +257,7 @@ async def _of_network(host: str, port: int) -> tuple[Trouble, str]:
 
 
 def _trusting_all() -> ssl.SSLContext:
-    """Return a TLS context that accepts any certificate, only to find out whether a listener uses TLS."""
+    """Return a TLS context for testing whether a listener uses TLS; the context accepts any certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -45,13 +45,11 @@ _FLOW_BYTES: Final = 512 << 10
 class TopicCheck:
     """Checks that topics were not deleted, recreated, or given more partitions since the process started.
 
-    A worker fetches by topic ID, so it never reads records of a recreated topic. If partitions are added, producers may
-    send an ID to a different partition than before, so the results must not be committed. Therefore, every task
+    A worker fetches by topic ID, so it never reads records of a recreated topic. If partitions are added to a topic,
+    producers may send an ID to a different partition than before, where the ID is unknown. Therefore, every task
     confirms that the topics are unchanged, after the last fetch of a transaction and before its commit. Tasks that
-    commit at the same time share one metadata request.
-
-    The check asks one broker, so it misses new partitions that a producer already uses but that broker does not know
-    yet.
+    commit at the same time share one metadata request. The check asks only one broker, so it may miss partitions that
+    have just been added.
     """
 
     def __init__(self, wire: Wire, expected: Mapping[str, TopicNow]) -> None:
@@ -65,9 +63,9 @@ class TopicCheck:
 
     @classmethod
     async def of(cls, wire: Wire, *names: str) -> Self:
-        """Return a check that the named topics stay as they are now.
+        """Create a check that compares the named topics with their current state.
 
-        Raises BrokerUnavailable if no broker describes one of the topics for about 20 s.
+        Raises BrokerUnavailable if, for about 20 s, no broker can describe one of the topics.
         """
         expected: dict[str, TopicNow] = {}
         for name in names:
@@ -90,10 +88,7 @@ class TopicCheck:
         return {name: topic.topic_id for name, topic in self._expected.items()}
 
     async def look(self) -> None:
-        """Raise StateIncompatible if a topic has changed.
-
-        Return normally if no topic has changed or no broker responds.
-        """
+        """Raise StateIncompatible if a topic has changed; do nothing if no broker responds."""
         await self._ask(most_silent=1)
 
     async def confirm(self) -> None:

@@ -1,9 +1,7 @@
-"""Lists the producer epochs of a partition's committed batches, to verify that no fenced producer wrote to the
-partition.
+"""Lists the producer epochs of a partition's committed batches, to verify that no fenced producer wrote them.
 
-Only one transactional ID writes to a changelog partition, and each new owner begins a newer epoch (KIP-98), so epochs
-never decrease from one batch to the next. If a batch with an older epoch follows one with a newer epoch, a zombie wrote
-the batch with the older epoch.
+Only one transactional ID writes to a changelog partition, and each new owner begins a newer epoch (KIP-98). If a batch
+with an older epoch follows a batch with a newer epoch, a zombie wrote the batch with the older epoch.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Limit:
 
     @cached_property
     def surely_fits_bytes(self) -> int:
-        """The largest uncompressed size of a batch that certainly fits, even if compression makes the batch larger."""
+        """The largest uncompressed size at which a batch certainly fits, even if compression makes the batch larger."""
         return max(0, self.batch_bytes - self.batch_bytes // 128 - 128)
 
 
@@ -415,7 +415,7 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
 def columns_of(
     source: TopicPartition, raw: bytes, aborted: Sequence[tuple[int, int]], position: int
 ) -> tuple[Columns, int]:
-    """Return the committed records at or after a position, and the next position to read."""
+    """Return the committed records at or after an offset, and the next offset to read."""
     found = Columns()
     batches = CommittedBatches(source, raw, aborted, position)
     for batch in batches.batches():
@@ -442,10 +442,7 @@ def _offsets(records: Sequence[Any]) -> Iterable[int]:
 
 
 def leader_epochs(raw: bytes) -> tuple[int, int]:
-    """Return the leader epochs of the first and the last complete batch in fetched data.
-
-    The epoch is -1 for a batch in an old format without leader epochs.
-    """
+    """Return the leader epochs of the first and last complete batches, or -1 for old formats without leader epochs."""
     first = last = NO_EPOCH
     at = 0
     while at + _BATCH_HEAD.size <= len(raw):

@@ -81,10 +81,7 @@ class WantedTopic:
 
 
 class Admin:
-    """Administers topics.
-
-    Use `Admin` in an ``async with`` block, which raises BrokerUnavailable if no broker responds.
-    """
+    """Administers topics in an ``async with`` block, which raises BrokerUnavailable if no broker responds."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection

@@ -123,10 +123,7 @@ class Session:
         return code
 
     def add(self, batches: Sequence[RecordBatch]) -> None:
-        """Add batches to the open transaction, or begin a transaction.
-
-        Errors in sending are raised by `settle` and `prepare`.
-        """
+        """Add batches to the current transaction; `settle` and `prepare` raise any errors."""
         if self._identity.epoch < 0:
             raise InvariantBroken(f"{self.transactional_id}: batches were added before the session was opened.")
         self._queue.extend(batches)
@@ -219,11 +216,9 @@ class Session:
             self._refused.also.append(refused)
 
     async def settle(self) -> Mapping[TopicPartition, int]:
-        """Wait for the acknowledgment of every batch, and return the offset after the last written record of each
-        partition.
+        """Wait until all batches are acknowledged, and return the offset after each partition's last written record.
 
-        If `settle` raises RecordRefused, TaskMigrated, CommitUnknown, or BrokerUnavailable, the transaction cannot be
-        committed.
+        After RecordRefused, TaskMigrated, CommitUnknown, or BrokerUnavailable, the transaction cannot be committed.
         """
         if self._sender is not None:
             await self._sender
@@ -280,9 +275,9 @@ class Session:
     async def _appended_everywhere(self) -> None:
         """Wait until every partition of the transaction has accepted a batch.
 
-        When a broker receives a partition's first batch, the broker asks the coordinator whether the partition belongs
-        to the transaction. If the offsets reach the same broker before the coordinator responds, the broker drops the
-        first question and rejects the batch with NotEnoughReplicas (KIP-890, `AddPartitionsToTxnManager` of Kafka 4.1).
+        If the offsets reach a broker while it asks the coordinator whether a partition belongs to the transaction, the
+        broker drops that question and rejects the batch with NotEnoughReplicas (KIP-890, `AddPartitionsToTxnManager` of
+        Kafka 4.1).
         """
         while any(batch.target not in self._ends for flight in self._unanswered for batch in flight.batches):
             await self._take_answer()
@@ -299,10 +294,7 @@ class Session:
         )
 
     async def drop(self) -> None:
-        """Forget the transaction locally.
-
-        The broker aborts the transaction after its timeout or when the next owner calls `open`.
-        """
+        """Forget the transaction locally; the broker aborts it at its timeout or when the next owner calls `open`."""
         work: list[asyncio.Future[Any]] = [flight.answer for flight in self._unanswered]
         if self._sender is not None:
             work.append(self._sender)
@@ -316,8 +308,7 @@ class Session:
     ) -> None:
         """Send a transactional request, and repeat the request after a response whose error code is in ``again``.
 
-        If there is no response, only a ``repeatable`` request is repeated: InitProducerId, which merely starts a newer
-        epoch.
+        Without a response, only InitProducerId is repeated (``repeatable``), because it just starts a newer epoch.
         """
         waited_ms, pause_ms = 0, PAUSE_MS
         while True:

@@ -113,10 +113,7 @@ STORES.aliases["dedup"] = "dedup.worker.app:SightingsStore"
 
 
 def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> DedupApp:
-    """Build the Faust app of a topology without starting the app.
-
-    Call `create_app` in the event loop that will run the app.
-    """
+    """Build the Faust app of a topology. Call `create_app` in the event loop that will run the app."""
     # Faust needs a directory. A topology's name contains no dot, so this one is never a state directory. The path is
     # absolute, because Faust would look for a relative table directory below the data directory.
     directory = settings.state_dir.absolute() / ".faust"

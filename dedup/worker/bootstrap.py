@@ -2,11 +2,10 @@
 
 A checkpoint is never required, because the changelog contains everything. If a checkpoint is damaged or unreachable,
 the worker logs a warning and restores the state from the changelog alone. If a checkpoint does not match the changelog
-or the topology, the worker refuses it with StateIncompatible.
+or the topology, the worker raises StateIncompatible.
 
-The archive is unpacked into a temporary directory, which becomes the store's directory only after the archive's digest
-has been checked. The event loop renames the directory, so a transfer thread that was abandoned cannot disturb a later
-owner of the partition.
+The archive is unpacked into a temporary directory, which is renamed only after the archive's digest was checked. The
+event loop renames the directory, so an abandoned transfer thread cannot disturb a later owner of the partition.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ _INSTEAD: Final = (
 async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = _STALLED_S) -> T:
     """Run the blocking function ``work`` in a daemon thread, and return its result.
 
-    ``work`` reports the bytes that it transfers. Raises any exception that ``work`` raises, and CheckpointUnusable if
-    no bytes are transferred for ``stalled_s``. The thread is not from the event loop's thread pool, because
-    unresponsive storage would exhaust that pool, which also resolves host names.
+    ``work`` receives a function to which it reports the bytes that it transfers. Raises any exception that ``work``
+    raises, and CheckpointUnusable if no bytes are transferred for ``stalled_s``. The thread is not from the event
+    loop's pool, because unresponsive storage would exhaust that pool, which also resolves host names.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()

@@ -51,7 +51,7 @@ async def make_checkpoint(
     No other process may use the state directory in the factory's settings. ``restoring`` is called with the progress in
     changelog offsets and ``packing`` with the progress in bytes, each as (done, total). Raises StateIncompatible if the
     changelog, the topology, and an older checkpoint do not match each other. Raises CheckpointUnusable if the
-    checkpoint cannot be stored, in which case the older checkpoint remains valid.
+    checkpoint cannot be stored; an older checkpoint then remains valid.
     """
     wanted = factory.wanted(partition)
     place = storage.place(wanted.identity.topology, partition)

@@ -5,8 +5,8 @@ again, so it is sent to the output, with a header that says that the guarantee d
 be sent, for example because only its digest was kept, is reported and stays in its topic.
 
 The sent records and the new position, a committed offset of the group `NAME.replay`, are committed in one transaction.
-The broker forgets the position `offsets.retention.minutes` after the last replay, and a transactional commit cannot
-prevent that. Therefore, each replay also sets a replay mark without expiry in the group `NAME.replay-mark`, by a
+The broker forgets the replay position `offsets.retention.minutes` after the last replay, and a transactional commit
+cannot prevent that. Therefore, each replay also sets a replay mark without expiry in the group `NAME.replay-mark`, by a
 non-transactional commit. If there is a replay mark but no position, nothing is sent until the user says where to begin.
 """
 
@@ -79,8 +79,7 @@ class Replay:
         """Send the records that the plan's topic contains when the replay starts, up to the plan's limit.
 
         Raises StateIncompatible, before anything is sent, if the broker has forgotten a position and the plan does not
-        say where to begin. Raises SettingsError if the plan says where to begin but the broker has forgotten no
-        position.
+        say where to begin. Raises SettingsError if the plan says where to begin but no position was forgotten.
         """
         topic = self.plan.topic
         sides = self.cluster.topics[topic].places

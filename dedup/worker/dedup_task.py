@@ -143,8 +143,7 @@ class Unwrapped:
 
 
 def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
-    """Return records of the repartition topic as they were in the source topics, according to the headers that were
-    added.
+    """Return records of the repartition topic as they were in the source topics, according to their headers.
 
     Raises InvariantBroken if a record has no source position.
     """
@@ -230,7 +229,7 @@ class DedupPlan:
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """The records of a transaction whose event time was judged to be in the future."""
+    """Records of the open transaction whose event time is in the future according to the worker's clock."""
 
     least_ms: int
     """The smallest event time of these records."""
@@ -273,8 +272,7 @@ class DedupTask(TaskWork):
     def truncate_below(self) -> int | None:
         """The lowest changelog offset that a live segment needs, or None if there is no segment.
 
-        The offset depends only on applied sightings, because the changelog records of all other sightings have higher
-        offsets.
+        Sightings that are not applied yet do not matter, because their changelog records have higher offsets.
         """
         store = self.store
         record = None if store is None else store.task_record
@@ -337,9 +335,10 @@ class DedupTask(TaskWork):
     def _kept_from(self, oldest_ms: int) -> int:
         """Return an offset at or above which the changelog contains all sightings that end at ``oldest_ms`` or later.
 
-        After a task record with this offset is applied, `truncate_below` never exceeds the offset, so a truncation by a
-        partition's owner is never mistaken for a loss. The offset does not rise when the changelog begins later than
-        before: if somebody else has truncated the changelog, this disk may hold the only copy of the deleted records.
+        After a task record with the returned offset is applied, `truncate_below` never exceeds that offset, so a
+        truncation by a partition's owner is never mistaken for a loss. The offset does not rise when the changelog
+        begins later than before: if somebody else has truncated the changelog, this disk may hold the only copy of the
+        deleted records.
         """
         store, _ = self._opened()
         births = [birth for start, birth in store.segments().items() if start + self._segment_ms > oldest_ms]
@@ -373,8 +372,8 @@ class DedupTask(TaskWork):
     def _judged_in(self, most_folds: int, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch] | None:
         """Judge a batch, or return None and change nothing if topics still refuse a record after ``most_folds`` folds.
 
-        Each fold turns only the first refused record into a dead letter, because a dead letter leaves no sighting and
-        may therefore change the verdicts on later records.
+        Each fold turns only the first refused record into a dead letter, because that may change the verdicts on later
+        records.
         """
         plan = self.plan
         source = unwrap(batch, plan.source_topics) if plan.wrapped else Unwrapped(batch, plan.feeds, batch.offsets)

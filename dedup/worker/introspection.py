@@ -248,9 +248,8 @@ class Introspection:
     def peers(self) -> tuple[Peer, ...]:
         """Return the group's members as of the last assignment, sorted by name, or nothing before the first assignment.
 
-        Each member announces an address when it joins, and the assignment distributes the addresses to all members,
-        like `application.server` in Kafka Streams (KIP-67). The result may include workers that have died since the
-        last assignment.
+        Each member announces its address when it joins, as with `application.server` in Kafka Streams (KIP-67). Some
+        members may have died since the last assignment.
         """
         tasks: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
         assignor = cast("PartitionAssignor", self.app.assignor)
@@ -287,9 +286,8 @@ class Introspection:
 def state_keys(topology: Topology, text: str) -> list[bytes]:
     """Return the state keys of all IDs that a user's input may stand for.
 
-    For example, the input ``7`` may stand for the string "7" or the number 7.
-
-    Users write a composite ID as a JSON array of its parts, and a content ID as the content itself.
+    For example, the input ``7`` may stand for the string "7" or the number 7. Users write a composite ID as a JSON
+    array of its parts, and a content ID as the content itself.
     """
     recipe = Recipe(topology.tracking_id, fmt=topology.source.format)
     keys: list[bytes] = []

@@ -1,7 +1,6 @@
 """Formats each event in a worker's logs as one line of text or JSON, and writes it to standard error.
 
-A JSON line also names the task, topic, and partition that occur in the message's arguments. Logs never contain record
-values.
+A JSON line also names the task, topic, and partition in the message's arguments. Logs never contain record values.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ class _Outage:
 class Outages(logging.Filter):
     """Limits aiokafka's messages about the same failure to one per minute, and logs when the failure is over.
 
-    Without this filter, aiokafka logs each failed attempt to reach a node, about 20 per second, and logs nothing when
-    an attempt succeeds.
+    Without this filter, aiokafka logs each failed attempt to reach a node, about 20 per second, but no success.
     """
 
     def __init__(self) -> None:

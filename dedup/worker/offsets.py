@@ -86,9 +86,9 @@ async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, st
 async def committed_position(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> Position | None:
     """Return the group's committed offset with its leader epoch and its note.
 
-    The function retries while the group's coordinator is unavailable and, if ``stable`` is True, while an open
-    transaction may change the offset (KIP-447). An observer may wait until the transaction of a dead worker times out,
-    but the owner of the partition, which has ended all earlier transactions of its transactional ID, never waits long.
+    The function retries while the coordinator is unavailable and, with ``stable``, while an open transaction may change
+    the offset (KIP-447). A caller that does not own the partition may have to wait until the transaction of a dead
+    worker times out.
     """
     while True:
         answer = await answered(wire, lambda: wire.committed_offset(group, source, stable=stable))

@@ -146,7 +146,7 @@ class Limits:
     """The size limits of the topics that a worker writes to. All tasks of a worker share one `Limits` object.
 
     A limit is trusted for a minute, so that an increase of `max.message.bytes` is noticed without a restart. When a
-    limit is older than a minute, a record that is too large is sent anyway, and the limit is read again only if the
+    limit is older than a minute, a record that seems too large is sent anyway, and the limit is read again only if the
     broker refuses the record.
     """
 
@@ -177,10 +177,7 @@ class Limits:
         )
 
     async def look_again(self, target: TopicPartition) -> None:
-        """Read the size limit of the partition's topic again.
-
-        If the broker does not respond, the known limit remains.
-        """
+        """Read the size limit of the partition's topic again; keep the known limit if the broker does not respond."""
         try:
             limit = await self._wire.limit(target)
         except NoAnswer as error:

@@ -89,10 +89,7 @@ class Reset:
         return Doomed(self.topology.name, tuple(sorted(have)), partitions, places)
 
     async def run(self, doomed: Doomed, to: Start | None) -> dict[TopicPartition, int]:
-        """Delete the state, and recreate the topics.
-
-        Return the offsets that were set, which are none if ``to`` is None.
-        """
+        """Delete the state, recreate the topics, and return the offsets that were set (none if ``to`` is None)."""
         topology = self.topology
         await self.look()  # a worker may have joined in the meantime
         have = await self.admin.topics(topic_names(topology))
@@ -164,10 +161,7 @@ class Reset:
             await asyncio.sleep(LOOK_S)
 
     async def _begin_at(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Write each partition's offset and task record in one transaction, as a task that has judged nothing would do.
-
-        Workers refuse offsets without task records, because such offsets look as if somebody had emptied the changelog.
-        """
+        """Write each partition's offset with a task record, because workers refuse offsets without task records."""
         topology = self.topology
         cluster = Cluster(await self.admin.topics(topic_names(topology)))
         fingerprint = topology.state_fingerprint(cluster.source_partitions(topology))

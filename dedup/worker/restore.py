@@ -1,15 +1,12 @@
 """Restores a store, in batches, from its own position to the end of the changelog, and maintains standbys.
 
 A restore ends at the high watermark as read after InitProducerId, which has ended all earlier transactions of the task.
-An open transaction of another transactional ID can hide records only until it times out. The store's *position* must
-reach the high watermark, because the last offsets may belong to transaction markers or to records that were compacted
-away.
+The store's *position* must reach the high watermark, because the last offsets may belong to transaction markers or to
+records that were compacted away.
 
-This module also refuses to restore if the state, changelog, topology, and offsets do not match each other. The module
-notices a changed guard period or grace only if their sum changes, because the state contains only the width of its
-segments, which is half of that sum.
-
-A standby is a copy of another worker's store that is kept up to date from the changelog.
+A changed guard period or grace is noticed only if their sum changes, because the state contains only the width of its
+segments, which is half of that sum. A standby is a copy of another worker's store that is kept up to date from the
+changelog.
 """
 
 from __future__ import annotations
@@ -114,9 +111,8 @@ async def restore(
 ) -> Restored:
     """Apply all committed changelog records from the store's position to the end of the changelog.
 
-    ``accept`` is called with each task record before the sightings that belong to the record are applied, and may raise
-    an exception. Raises StateIncompatible if the store does not match the changelog or if the changelog contains an
-    unfinished seed.
+    ``accept`` is called with each task record before the record's sightings are applied, and may raise an exception.
+    Raises StateIncompatible if the store does not match the changelog or if the changelog contains an unfinished seed.
     """
     bounds = await fitted(wire, changelog, store, window, accept)
     # A store without a task record may contain part of a seed, whose mark must be read again.
@@ -173,10 +169,9 @@ async def fitted(
 ) -> LogBounds:
     """Ensure that the store can be restored from its changelog, and return the changelog's bounds.
 
-    If the window requires segments of a different width, the store is cleared, so that its state is read again from the
-    changelog. Raises StateIncompatible and changes nothing if the changelog and the store do not match each other or if
-    the changelog no longer contains all records that must be read. Also raises any exception that ``accept`` raises;
-    see `restore`.
+    If the window requires segments of a different width, the store is cleared, so that its state is read again. Raises
+    StateIncompatible and changes nothing if the store does not match the changelog or if the changelog lacks records
+    that must be read. Also raises any exception that ``accept`` raises.
     """
     record = store.task_record
     if record is not None:
@@ -200,8 +195,8 @@ async def fitted(
 async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBounds, held: TaskRecord | None) -> None:
     """Raise StateIncompatible if the changelog lacks records at its start that its last task record requires.
 
-    A changelog without any task record is also refused if the local state has one (``held``), because owners never
-    delete the last task record.
+    A changelog without a task record is also refused if the local state has one (``held``): owners never delete the
+    last.
     """
     record = await _last_task_record(wire, changelog)
     if record is None and held is not None:
@@ -312,10 +307,10 @@ class LostOffsets:
             raise self._refusal(lost)
 
     async def refuse(self, feed: Feed) -> None:
-        """Raise StateIncompatible if a source partition without a committed offset was read before.
+        """Raise StateIncompatible if records of a source partition without a committed offset were already judged.
 
-        The caller must have fenced all earlier owners of the partition. Tasks that call `refuse` at the same time share
-        one search of the changelog.
+        The caller must have fenced all earlier owners of the partition. Concurrent calls share one search of the
+        changelog.
         """
         if self.look is None or self.look.done():
             self.look = asyncio.create_task(self._read_feeds(), name="look for lost offsets")

@@ -1,5 +1,4 @@
-"""Implements a task, which processes one feeding partition with its own transactional ID, store, and changelog
-partition.
+"""Implements a task, which has one feeding partition, transactional ID, store, and changelog partition.
 
 A task exists only for the duration of one assignment. Correctness depends on the order of the steps in `start`: fence
 the previous owner (InitProducerId), read the committed offset, restore the store to the end of the changelog, and only
@@ -10,8 +9,7 @@ then return the offset to read from. After that, each batch is processed in the 
 
 While a commit is in flight, later batches are judged, but their results are sent only after the commit. The store never
 contains an uncommitted sighting. After a crash before EndTxn, the broker aborts the transaction. After a crash between
-EndTxn and the write to the store, the next owner restores the sightings from the changelog. A task that is closed, is
-fenced, or does not know the outcome of its commit is discarded, and a new task is built.
+EndTxn and the write to the store, the next owner restores the sightings from the changelog.
 """
 
 from __future__ import annotations
@@ -117,10 +115,7 @@ class TaskWork(abc.ABC):
         """Judge a batch, keep its new sightings until they are applied, and return the record batches to send."""
 
     async def overtaken(self) -> bool:
-        """Return whether another owner has written state since the last commit.
-
-        Call `overtaken` only in a new epoch.
-        """
+        """In a new epoch, return whether another owner has written state since this task's last commit."""
         return False
 
     def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # for work that keeps state
@@ -390,10 +385,7 @@ class Task:
             self._sendable.set()
 
     def _learn(self, refused: Sequence[RecordRefused]) -> None:
-        """Remember refusals.
-
-        Remember refused records; raise RecordRefused if nothing is left to send in place of one of them.
-        """
+        """Remember refused records; raise RecordRefused if nothing is left to send in place of one of them."""
         more = f", and {len(refused) - 1} more batches" if len(refused) > 1 else ""
         text = "%s: %s%s. Records from offset %s on are judged again, with replacements for refused records."
         log.warning(text, self.task_id, refused[0], more, self._committed)
@@ -422,8 +414,7 @@ class Task:
         self._send_waiting()
 
     async def _refuse_if_overtaken(self) -> None:
-        """Raise TaskMigrated if another owner has committed, because this task may have lost its partition unnoticed.
-        """
+        """Raise TaskMigrated if another owner has committed, because this task may be a zombie."""
         committed = await committed_offset(self._wire, self._committing.group, self.task_id.feeding)
         if committed != self._committed or await self.work.overtaken():
             raise TaskMigrated(

@@ -169,8 +169,7 @@ class TaskManager:
     async def _build_again(self, partition: TopicPartition, error: CommitUnknown, outage: Outage) -> None:
         """Build a new task for the partition after a pause, while other tasks continue.
 
-        Raises ``error`` if this worker is no longer a member of the group, because a new task would fence the
-        partition's new owner.
+        Raises ``error`` if this worker has left the group, because a new task would fence the partition's new owner.
         """
         member, task = self._member(), self._tasks.get(partition)
         if task is None:

@@ -71,8 +71,7 @@ def _longest_retention(sources: Iterable[Topic]) -> Retention:
 def losing(topology: Topology, have: Mapping[str, Topic], wanted: Sequence[WantedTopic]) -> Iterator[tuple[str, str]]:
     """Yield each topic that would delete records too early, and a sentence that describes the problem.
 
-    ``wanted`` contains the topics as they would be created. Existing topics are checked with their actual configs.
-    ``have`` must contain every source topic.
+    ``wanted`` contains the topics to create; existing topics are checked with their actual configs in ``have``.
     """
     longest = _longest_retention(have[name] for name in topology.source.topics)
     output = topology.output.topic if topology.output is not None else None
@@ -245,8 +244,7 @@ def _refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "c
 async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_create_changelog: bool) -> Cluster:
     """Create the topics that are missing, and return the cluster with all topics.
 
-    Raises StateIncompatible if the changelog or the repartition topic is missing but the group has offsets or there is
-    local state.
+    Raises StateIncompatible if a topic with state is missing although the group has offsets or there is local state.
     """
     have = await admin.topics(topic_names(topology))
     wanted = missing_topics(topology, settings, have)
@@ -285,10 +283,7 @@ class TopicPlan:
 
 
 def plan_topics(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -> TopicPlan:
-    """Return the topics to create, and how existing topics differ.
-
-    Raises StateIncompatible if a source topic is missing.
-    """
+    """Return what `dedup apply` will do. Raises StateIncompatible if a source topic is missing."""
     sources = {name: topic for name, topic in have.items() if name in topology.source.topics}
     wanted = missing_topics(topology, settings, sources)
     differences = [each for topic in wanted if topic.name in have for each in _differences(have[topic.name], topic)]
@@ -316,8 +311,8 @@ def _differences(found: Topic, wanted: WantedTopic) -> Iterator[Difference]:
 async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) -> list[str]:
     """Create the topics of the plan, and return their names.
 
-    Raises StateIncompatible, before any topic is created, if the changelog or the repartition topic is missing but the
-    group has read records. Raises StateIncompatible after creating the topics if partition counts do not match.
+    Raises StateIncompatible if partition counts do not match. Raises StateIncompatible before any topic is created if
+    the changelog or the repartition topic is missing but the group has read records.
     """
     missing = {topic.name for topic in plan.make}
     if not missing.isdisjoint(state_topics(topology)) and not await group_is_new(topology, wire, admin):

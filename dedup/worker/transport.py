@@ -1,8 +1,7 @@
 """A Faust app and transport for batches, which is selected by the broker URL scheme ``dedup://``.
 
-Each Faust message is a whole batch of records, so Faust's overhead per message arises only once per batch. Tasks, not
-Faust, handle offsets, transactions, sends, and restores, so Faust's own methods for these operations raise an error
-(see `refused`).
+Each Faust message is a whole batch of records, so Faust's overhead arises only once per batch. Tasks, not Faust, handle
+offsets, transactions, sends, and restores, so Faust's methods for these operations raise an error (see `refused`).
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class DedupApp(faust.App):
 
     @property
     def member(self) -> Consumer:
-        """The app's consumer, with its actual type."""
+        """The app's consumer, typed as `Consumer`."""
         return cast("Consumer", self.consumer)
 
     @property
