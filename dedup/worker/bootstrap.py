@@ -1,6 +1,6 @@
 """Fetches the checkpoint of a partition that has no local state.
 
-A checkpoint is never required, because the changelog contains everything. If a checkpoint is damaged or unreachable,
+A checkpoint is never required, because the changelog contains all state. If a checkpoint is damaged or unreachable,
 the worker logs a warning and restores the state from the changelog alone. If a checkpoint does not match the changelog
 or the topology, the worker raises StateIncompatible.
 

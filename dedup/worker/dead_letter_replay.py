@@ -36,7 +36,7 @@ DEADLINE_MS: Final = 20_000
 WAIT_MS: Final = 200
 _MOST_UNKNOWN: Final = 10
 Begin = Literal["last", "start"]
-"""Where to begin without a position: at the end of the last finished replay or at the first remaining record."""
+"""Where to begin without a position: `last`, the end of the last finished replay, or `start`, the first record."""
 _DEAD_HEADERS: Final = (REASON, DETAIL, SOURCE, TIMESTAMP)
 _LATE_HEADERS: Final = (SOURCE, TIMESTAMP)
 

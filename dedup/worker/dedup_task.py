@@ -229,7 +229,7 @@ class DedupPlan:
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """Records of the open transaction whose event time is in the future according to the worker's clock."""
+    """Records of one transaction that have event times in the future, according to the worker's clock."""
 
     least_ms: int
     """The smallest event time of these records."""
@@ -372,7 +372,7 @@ class DedupTask(TaskWork):
     def _judged_in(self, most_folds: int, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch] | None:
         """Judge a batch, or return None and change nothing if topics still refuse a record after ``most_folds`` folds.
 
-        Each fold turns only the first refused record into a dead letter, because that may change the verdicts on later
+        Each fold makes one refused record a dead letter, because a dead letter may change the verdicts on later
         records.
         """
         plan = self.plan

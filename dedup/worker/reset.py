@@ -153,7 +153,7 @@ class Reset:
         return Session(self.wire, transactional_id, self.topology.name, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS)
 
     async def _until(self, there: int, names: Sequence[str], what: str) -> None:
-        """Wait until ``there`` of the named topics exist, because brokers learn of changes at different times."""
+        """Wait until exactly ``there`` of the named topics exist; brokers learn of changes at different times."""
         deadline_s = asyncio.get_running_loop().time() + _KNOWN_WITHIN_S
         while len(await self.admin.topics(names)) != there:
             if asyncio.get_running_loop().time() > deadline_s:

@@ -195,8 +195,8 @@ async def fitted(
 async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBounds, held: TaskRecord | None) -> None:
     """Raise StateIncompatible if the changelog lacks records at its start that its last task record requires.
 
-    A changelog without a task record is also refused if the local state has one (``held``): owners never delete the
-    last.
+    A changelog without a task record is also refused if the local state has one (``held``), because owners never delete
+    the last task record.
     """
     record = await _last_task_record(wire, changelog)
     if record is None and held is not None:

@@ -1,4 +1,4 @@
-"""A Faust app and transport for batches, which is selected by the broker URL scheme ``dedup://``.
+"""A Faust app and a transport for batches; the broker URL scheme ``dedup://`` selects the transport.
 
 Each Faust message is a whole batch of records, so Faust's overhead arises only once per batch. Tasks, not Faust, handle
 offsets, transactions, sends, and restores, so Faust's methods for these operations raise an error (see `refused`).
