@@ -88,7 +88,7 @@ class _Outage:
 class Outages(logging.Filter):
     """Limits aiokafka's messages about the same failure to one per minute, and logs when the failure is over.
 
-    Without this filter, aiokafka logs each failed attempt to reach a node, about 20 per second, but no success.
+    Without this filter, aiokafka logs each failed attempt to reach a node, about 20 per second, but never a success.
     """
 
     def __init__(self) -> None:
