@@ -1,8 +1,8 @@
-"""Checks a principal's permissions and the request versions that a broker supports, without disturbing any worker.
+"""Checks a principal's permissions, and whether the brokers support the request versions that dedup sends.
 
 Brokers report which operations a caller may perform on topics and groups (KIP-430), but not on transactional IDs. The
-only way to test the right to use a transactional ID is to send an `InitProducerId` request. The request names an ID
-that no task uses, so it fences no worker.
+only way to test the right to use a transactional ID is to send an `InitProducerId` request. This module sends
+`InitProducerId` with an ID that no task uses, so the test fences no worker.
 """
 
 from __future__ import annotations
@@ -59,14 +59,13 @@ _NEEDED: Final[tuple[type[Any], ...]] = (
 
 
 class Rights:
-    """Reports the caller's rights. Use an instance with ``async with``. Every method may raise BrokerUnavailable."""
+    """Reports the caller's rights in an ``async with`` block; every method may raise BrokerUnavailable."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
         self._client: Final = AIOKafkaClient(**connection.client_options())
 
     async def __aenter__(self) -> Self:
-        """Connect to a broker. Raises BrokerUnavailable if no broker responds."""
         try:
             await self._client.bootstrap()
         except KafkaError as error:
@@ -84,10 +83,7 @@ class Rights:
         return tuple(sorted(named))
 
     async def lacking(self) -> dict[str, list[str]]:
-        """Return, for each broker, the requests that the broker does not support in any version that dedup sends.
-
-        Raises BrokerUnavailable if a broker does not respond.
-        """
+        """Map each broker's address to the requests that the broker supports in no version that dedup sends."""
         found = {}
         for broker in self._client.cluster.brokers():
             try:
@@ -99,8 +95,8 @@ class Rights:
     async def on_topics(self, names: Iterable[str]) -> dict[str, frozenset[str] | None]:
         """Return the operations that the caller may perform on each topic, or None for a topic that does not exist.
 
-        If the caller may not describe a topic, the result contains all operations that do not imply Describe, because
-        the broker does not report which of these are allowed.
+        If the caller may not describe a topic, the broker reports no operations for the topic, and only DescribeConfigs
+        is assumed to be allowed.
         """
         request = metadata_request(sorted(set(names)), rights=True)
         answer = await self._ask(self._client.get_random_node(), request)
@@ -122,7 +118,7 @@ class Rights:
         return _operations(0 if code == _REFUSED_GROUP else operations)
 
     async def try_transactional_id(self, name: str, timeout_ms: int) -> int:
-        """Send an `InitProducerId` request, which fences any other user of the ID, and return its error code."""
+        """Send `InitProducerId`, which fences any producer with this transactional ID, and return the error code."""
         node = await self._coordinator(CoordinationType.TRANSACTION, name)
         if node is None:
             return REFUSED_ID

@@ -1,8 +1,7 @@
-"""Implements `Wire` with aiokafka's client: each method sends one request, and all readers share one way to fetch.
+"""Implements `Wire`, the requests of the exactly-once protocol, with aiokafka's client.
 
-The module uses aiokafka's client, protocol structures, and record batches, but not aiokafka's producer, which silently
-repeats EndTxn, commits a transaction even if a record was rejected, and has no deadlines
-(docs/decisions/0002-own-transactions.md).
+aiokafka's producer is not used, because it silently repeats EndTxn, commits a transaction even if a record was
+rejected, and has no deadlines (docs/decisions/0002-own-transactions.md).
 """
 
 from __future__ import annotations
@@ -78,7 +77,6 @@ _EPOCH_END: Final = Struct(">iq")
 
 @functools.lru_cache(maxsize=16)
 def _topics_in(body: bytes) -> Mapping[str, TopicNow | int]:
-    """Map each topic in a metadata response to its state, or to its error code if it has one."""
     answer = MetadataRequest_v10.RESPONSE_TYPE.decode(Int32.encode(0) + body)
     return {
         name: code or TopicNow(topic_id.hex(), len(partitions))
@@ -91,13 +89,13 @@ T = TypeVar("T")
 
 
 class _Prepared:
-    """Replaces aiokafka's `Request`, which would choose one of several versions."""
+    """Stands in for aiokafka's `Request` class, which would choose the version of a request itself."""
 
     def __init__(self, request: Any) -> None:  # noqa: ANN401  # untyped protocol structures
         self._request: Final = request
 
     def prepare(self, versions: Mapping[int, tuple[int, int]]) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Return the request. Raises IncompatibleBrokerVersion if the broker does not support its version."""
+        """Return the request. Raises IncompatibleBrokerVersion if the broker does not support the request's version."""
         request = self._request
         least, most = versions.get(request.API_KEY, (0, -1))
         if not least <= request.API_VERSION <= most:
@@ -106,14 +104,14 @@ class _Prepared:
 
 
 def sendable(request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-    """Wrap a request that has only one version, so that aiokafka sends exactly this version."""
+    """Wrap a request that is defined in only one version, so that aiokafka sends exactly that version."""
     return _Prepared(request) if isinstance(request, OneVersion) else request
 
 
 def metadata_request(
     names: Iterable[str], kind: type[MetadataRequest_v10] = MetadataRequest_v10, *, rights: bool = False
 ) -> Any:  # noqa: ANN401  # untyped protocol structures
-    """Return a request for the metadata of these topics, which does not create missing topics.
+    """Return a metadata request for the named topics; the broker does not create topics that are missing.
 
     If ``rights`` is set, the response includes the operations that the caller is authorized to perform.
     """
@@ -121,7 +119,7 @@ def metadata_request(
 
 
 def grouped(pairs: Iterable[tuple[K, T]]) -> list[tuple[K, list[T]]]:
-    """Group pairs by topic, and return each topic with a list of everything that was paired with it."""
+    """Group (topic, value) pairs by topic, and return each topic with the list of its values."""
     found: defaultdict[K, list[T]] = defaultdict(list)
     for topic, each in pairs:
         found[topic].append(each)
@@ -141,7 +139,7 @@ def _in_errors(answer: Any) -> Iterable[int]:  # noqa: ANN401  # untyped protoco
 
 
 class KafkaWire:
-    """A `Wire` that uses one aiokafka client, which all sessions and readers of a process share."""
+    """A `Wire` that sends every request through one aiokafka client, which all sessions and readers share."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection: Final = connection
@@ -153,9 +151,9 @@ class KafkaWire:
         """Maps the names of other topics to their IDs at the time of the last fetch."""
 
     async def start(self) -> None:
-        """Connect to the cluster. Raises BrokerUnavailable if no broker responds within the connection's time limit.
+        """Connect to the cluster. Raises BrokerUnavailable if no broker responds within the connection's `patience_ms`.
 
-        Permanent errors, such as a wrong password or an untrusted certificate, are raised immediately.
+        A permanent error, such as a wrong password or an untrusted certificate, raises BrokerUnavailable immediately.
         """
         client = AIOKafkaClient(**self.connection.client_options())
         deadline = asyncio.get_running_loop().time() + self.connection.patience_ms / 1000
@@ -214,7 +212,7 @@ class KafkaWire:
     async def produce(
         self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
     ) -> Awaitable[dict[TopicPartition, Produced]]:
-        """See `Wire`. All batches for one leader share a request, and requests to different leaders run in parallel."""
+        """See `Wire`. The requests to several leaders are in flight at the same time."""
         by_leader: defaultdict[int, list[tuple[TopicPartition, bytes]]] = defaultdict(list)
         for target, payload in batches:
             by_leader[await self.leader(target)].append((target, payload))
@@ -266,7 +264,7 @@ class KafkaWire:
     async def commit_offsets(
         self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, Position]
     ) -> int:
-        """See `Wire`. If several partitions have errors, the method returns the error code of the first one."""
+        """See `Wire`. If several partitions have errors, `commit_offsets` returns the first error code."""
         topics = grouped((topic, (partition, *position)) for (topic, partition), position in offsets.items())
         request = TxnOffsetCommitRequest_v2(transactional_id, group, identity.producer_id, identity.epoch, topics)
         return (await self._ask_coordinator(CoordinationType.GROUP, group, request, _in_errors))[0]
@@ -302,9 +300,9 @@ class KafkaWire:
         return None
 
     async def ask_group(self, group: str, request: Any, codes: Codes = _own_code) -> tuple[int, Any]:  # noqa: ANN401  # untyped protocol structures
-        """Send a request to a group's coordinator, and return the first error code in the response and the response.
+        """Send a request to a group's coordinator, and return the first nonzero error code (or 0) and the response.
 
-        The function ``codes`` returns all error codes in a response. Raises NoAnswer if there is no response.
+        ``codes`` extracts all error codes from a response. Raises NoAnswer if the broker does not respond.
         """
         return await self._ask_coordinator(CoordinationType.GROUP, group, request, codes)
 
@@ -319,7 +317,7 @@ class KafkaWire:
         return offset if offset >= 0 else None
 
     async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
-        """See `Wire`. The request may go to any broker."""
+        """See `Wire`. The request goes to a random broker."""
         node = self._client.get_random_node()
         if node is None:
             raise NoAnswer("no broker is known")
@@ -332,7 +330,7 @@ class KafkaWire:
         return _topics_in(answer.body)
 
     async def stable_end(self, source: TopicPartition) -> int:
-        """Return the last stable offset, below which every transaction has ended. May raise NoAnswer."""
+        """Return a partition's last stable offset, below which every transaction has ended. May raise NoAnswer."""
         return await self._list_offset(source, _LATEST, READ_COMMITTED)
 
     async def _list_offset(self, source: TopicPartition, timestamp: int, isolation: int = READ_UNCOMMITTED) -> int:
@@ -354,7 +352,7 @@ class KafkaWire:
     async def fetch_raw(
         self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int, lane: str
     ) -> FetchedPartition:
-        """Fetch the same data as `fetch`, but return it without decoding it. Raises the same errors as `fetch`."""
+        """Fetch the same records as `fetch`, and raise the same errors, but do not decode the records."""
         node = await self.leader(source)
         pinned = self._topic_ids.get(source.topic)
         topic_id = pinned or self._seen_ids.get(source.topic)
@@ -392,8 +390,7 @@ class KafkaWire:
     ) -> tuple[int, list[FetchedPartition]]:
         """Fetch committed records from one broker, which fills its response in the order of ``wanted``.
 
-        Returns the error code of the whole response, and the partitions in the response. Raises NoAnswer if there is no
-        response.
+        Returns the response's top-level error code and its partitions. Raises NoAnswer if the broker does not respond.
         """
         rows: list[tuple[bytes, list[Any]]] = grouped(
             (bytes.fromhex(topic_id), (partition, NO_EPOCH, position, leader_epoch, -1, most, {}))
@@ -453,10 +450,7 @@ class KafkaWire:
         return (found[0] if found else 0), answer
 
     async def _coordinator(self, kind: int, key: str) -> int:
-        """Return the node ID of a coordinator, and repeat the lookup while the cluster has no such coordinator.
-
-        Repeating the lookup is safe, because no request has been sent to the coordinator yet.
-        """
+        """Return the node ID of a coordinator; retry the lookup until it succeeds or the request timeout has passed."""
         known = self._coordinators.get((kind, key))
         if known is not None:
             return known
@@ -480,13 +474,13 @@ class KafkaWire:
         return len(self._client.cluster.brokers()) <= 1
 
     async def refresh(self) -> None:
-        """Look up the brokers and the leaders of all partitions again."""
+        """Refresh the metadata about brokers and partition leaders."""
         await self._client.force_metadata_update()
 
     async def send(self, node: int, request: Any, group: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Send one request to a broker over its connection for the given connection group.
+        """Send a request to a broker over the connection of the given connection group.
 
-        Raises NoAnswer if there is no response, and BrokerUnavailable if the broker's release is too old.
+        Raises NoAnswer if the broker does not respond, and BrokerUnavailable if the broker's release is too old.
         """
         try:
             return await self._client.send(node, sendable(request), group=group)
@@ -499,6 +493,6 @@ class KafkaWire:
 
 
 def _close_if_silent(connection: Any, answer: asyncio.Future[Any]) -> None:  # noqa: ANN401  # untyped client
-    """Close a connection if a response was not received in time, because every new epoch would reuse the connection."""
+    """Close the connection after a timeout; otherwise, every new epoch would reuse the silent connection."""
     if not answer.cancelled() and isinstance(answer.exception(), TimeoutError):
         connection.close(reason=CloseReason.CONNECTION_TIMEOUT)

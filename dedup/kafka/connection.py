@@ -1,9 +1,7 @@
 """Converts the settings to options of aiokafka's clients, and explains why a connection to a broker has failed.
 
-A broker may be unreachable because of the host name, the network, TLS, or authentication. aiokafka reports most of
-these problems as "unable to bootstrap". Therefore, each broker is tested over a separate connection. If the resulting
-error is not specific enough, a TLS handshake and an ApiVersions request show which protocol the listener uses. Each
-problem has its own message.
+aiokafka reports most problems with the host name, the network, TLS, or authentication as "unable to bootstrap".
+`diagnose` connects to each broker separately to find the actual problem.
 """
 
 from __future__ import annotations
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 
 
 class _Token(AbstractTokenProvider):  # type: ignore[misc]  # untyped base
-    """Provides the token from the settings to every connection."""
-
     def __init__(self, secret: Secret) -> None:
         self._secret: Final = secret
 
@@ -53,7 +49,7 @@ class Connection:
         return cls(settings.brokers, settings.security, client_id)
 
     def security_options(self) -> dict[str, Any]:
-        """Return aiokafka's options for TLS and SASL. Host names are verified, and TLS is 1.2 or later."""
+        """Return aiokafka's options for TLS and SASL; TLS is 1.2 or later and verifies host names."""
         options: dict[str, Any] = {"security_protocol": self.security.protocol}
         if self.security.protocol in {"SSL", "SASL_SSL"}:
             options["ssl_context"] = self._tls()
@@ -87,15 +83,14 @@ class Connection:
 
 
 PROBE_WITHIN_S: Final = 5.0
-# ApiVersions v0 with correlation ID 0 and no client ID. No other request gets a response from every listener before
-# authentication.
+# ApiVersions v0 with correlation ID 0 and no client ID, the only request that every listener answers unauthenticated.
 _API_VERSIONS: Final = bytes.fromhex("0000000a0012000000000000ffff")
 _HOST_CODES: Final = frozenset({62, 64})
 _EXPIRED_CODES: Final = frozenset({9, 10})
 
 
 class Trouble(enum.Enum):
-    """The reason why a broker cannot be used. The value is the text of a report, with placeholders for settings."""
+    """The reason why a broker cannot be used. Each `Trouble` value is a report text with placeholders for settings."""
 
     NAME = "the host name is not known here. Correct `brokers`, or the name server"
     UNREACHABLE = "nothing can be reached there. Start the broker, correct `brokers`, or open the firewall"
@@ -136,7 +131,7 @@ PASSING: Final = frozenset({Trouble.NAME, Trouble.UNREACHABLE, Trouble.SILENT})
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """A broker that cannot be used, and the reason."""
+    """A broker that cannot be used, and the reason why."""
 
     broker: str
     trouble: Trouble
@@ -149,7 +144,10 @@ class Diagnosis:
 
 
 async def diagnose(connection: Connection) -> list[Diagnosis]:
-    """Return a diagnosis for each broker that cannot be used. The list is empty if all brokers respond."""
+    """Return a diagnosis for each broker that cannot be used.
+
+    `diagnose` returns an empty list if all brokers can be used.
+    """
     found = await asyncio.gather(*(_examined(connection, broker) for broker in connection.brokers))
     return [finding for finding in found if finding is not None]
 
@@ -161,7 +159,7 @@ def most_telling(findings: Sequence[Diagnosis]) -> Diagnosis | None:
 
 @contextlib.asynccontextmanager
 async def probing(connection: Connection, host: str, port: int) -> AsyncIterator[AIOKafkaConnection]:
-    """Connect to one broker and read its API versions. Exceptions of aiokafka and of the socket are passed on."""
+    """Connect to one broker and read its API versions. Raises the exceptions of aiokafka and of the socket."""
     made = await create_conn(
         host,
         port,
@@ -188,7 +186,7 @@ async def _examined(connection: Connection, broker: str) -> Diagnosis | None:
 
 
 async def _named(connection: Connection, host: str, port: int, error: BaseException) -> tuple[Trouble, str]:
-    """Return the problem that an error indicates, and the broker's own message if the message adds information."""
+    """Return the problem that an error indicates, and a detail for the report if the error contains one."""
     match error:
         case socket.gaierror():
             return Trouble.NAME, f" ({error.strerror})"
@@ -244,7 +242,7 @@ def _of_certificate(error: ssl.SSLCertVerificationError) -> Trouble:
 async def _opened(
     host: str, port: int, context: ssl.SSLContext | None = None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Connect to a listener for a short time, over TLS if a context is given."""
+    """Connect to a listener for at most `PROBE_WITHIN_S`, over TLS if a context is given."""
     async with asyncio.timeout(PROBE_WITHIN_S):
         reader, writer = await asyncio.open_connection(host, port, ssl=context)
         try:
@@ -262,7 +260,7 @@ async def _of_network(host: str, port: int) -> tuple[Trouble, str]:
 
 
 def _trusting_all() -> ssl.SSLContext:
-    """Return a TLS context for testing whether a listener uses TLS; it must not be used to send data."""
+    """Return a TLS context for testing whether a listener uses TLS; the context accepts any certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -270,7 +268,7 @@ def _trusting_all() -> ssl.SSLContext:
 
 
 async def _handshake(host: str, port: int, context: ssl.SSLContext) -> OSError | None:
-    """Try a TLS handshake. Return None if the handshake succeeds, or the error that ended it."""
+    """Try a TLS handshake. Return the error that ended the handshake, or None if the handshake succeeded."""
     try:
         async with _opened(host, port, context) as (_, writer):
             pass

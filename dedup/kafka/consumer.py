@@ -1,8 +1,7 @@
-"""Reads feeding partitions as columns, and checks that their topics are still the same.
+"""Fetches the records of the partitions that feed a worker's tasks, and detects changes to their topics.
 
-For each broker, one fetch is in flight while the records of the previous fetch are being judged. aiokafka's consumer
-maintains the group membership. aiokafka's fetcher is not used, because it creates an object with twelve fields for
-every record, which takes a quarter of the event loop's time.
+For each broker, one fetch is in flight while the worker judges the records of the previous fetch. This module replaces
+aiokafka's fetcher, which creates an object for every record and thereby uses a quarter of the event loop's time.
 """
 
 from __future__ import annotations
@@ -40,23 +39,17 @@ MOST_DOUBTS: Final = 3
 """If this many consecutive responses say that the log does not contain a position, they are believed."""
 _FEED_LANE: Final = "feed"
 _FLOW_BYTES: Final = 512 << 10
-"""While records are arriving, a broker waits briefly for this many bytes.
-
-Without this wait, batches would be small, and a small batch takes nearly as much time as a large one.
-"""
+"""While records arrive, a broker waits briefly for this many bytes, because small batches are inefficient."""
 
 
 class TopicCheck:
     """Checks that topics were not deleted, recreated, or given more partitions since the process started.
 
-    A worker reads by topic ID, so it never reads records of a recreated topic. A worker must also not commit its
-    results if partitions were added, because a producer that knows the new partitions may send an ID to a different
-    partition, old or new. Therefore, every task checks, after the last fetch of a transaction and before its commit,
-    that the topics are unchanged. Tasks that commit at the same time share one request.
-
-    The request is sent to one broker, which receives changes from the controller's log. The check does not notice a
-    producer that already uses new partitions that this broker does not know yet. Kafka has no request that would reveal
-    such partitions.
+    A worker fetches by topic ID, so it never reads records of a recreated topic. If partitions are added to a topic,
+    producers may send an ID to a different partition than before, where the ID is unknown. Therefore, every task
+    confirms that the topics are unchanged, after the last fetch of a transaction and before its commit. Tasks that
+    commit at the same time share one metadata request. The check asks only one broker, so it may miss partitions that
+    have just been added.
     """
 
     def __init__(self, wire: Wire, expected: Mapping[str, TopicNow]) -> None:
@@ -70,9 +63,9 @@ class TopicCheck:
 
     @classmethod
     async def of(cls, wire: Wire, *names: str) -> Self:
-        """Return a check that these topics do not change from now on.
+        """Create a check that compares the named topics with their current state.
 
-        Raises BrokerUnavailable if no broker describes one of the topics.
+        Raises BrokerUnavailable if, for about 20 s, no broker can describe one of the topics.
         """
         expected: dict[str, TopicNow] = {}
         for name in names:
@@ -95,7 +88,7 @@ class TopicCheck:
         return {name: topic.topic_id for name, topic in self._expected.items()}
 
     async def look(self) -> None:
-        """Raise StateIncompatible if a topic has changed. Return if no topic has changed or if no broker responds."""
+        """Raise StateIncompatible if a topic has changed; do nothing if no broker responds."""
         await self._ask(most_silent=1)
 
     async def confirm(self) -> None:
@@ -173,7 +166,7 @@ class TopicCheck:
 
 
 class FeedEnd(NamedTuple):
-    """The end offsets of a partition, for all readers and for `read_committed` readers."""
+    """The high watermark and the last stable offset of a partition, as its leader has reported them."""
 
     high_watermark: int
     last_stable_offset: int
@@ -183,7 +176,7 @@ class FeedEnd(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """The state of one reading of a partition, which lasts from one call of `FeedFetcher.begin` to the next."""
+    """How far a partition has been read since `FeedFetcher.begin` was called; each call creates a new `Reading`."""
 
     position: int
     """The next offset to fetch."""
@@ -198,7 +191,7 @@ class Reading:
 
 
 class Answer(NamedTuple):
-    """The records of one partition in a fetch response."""
+    """The records that a fetch response contains for one partition."""
 
     source: TopicPartition
     columns: Columns
@@ -214,7 +207,7 @@ class Answer(NamedTuple):
 
 
 class FeedFetcher:
-    """Reads the feeding partitions of one worker, and identifies their topics by topic ID."""
+    """Fetches the partitions that feed a worker's tasks, and identifies their topics by topic ID."""
 
     def __init__(self, wire: KafkaWire, check: TopicCheck, *, wait_ms: int, gather_ms: int = 0) -> None:
         self._wire: Final = wire
@@ -237,10 +230,10 @@ class FeedFetcher:
         self._turn = 0
 
     def begin(self, source: TopicPartition, offset: int, *, leader_epoch: int = NO_EPOCH) -> int:
-        """Start reading a partition at an offset, and return the number that identifies this reading.
+        """Start reading a partition at an offset, and return a number that identifies this reading of the partition.
 
-        ``leader_epoch`` is the leader epoch of the record before the offset, which is committed with the offset.
-        Responses that belong to an older reading of the partition are discarded.
+        ``leader_epoch`` is the leader epoch of the record before the offset (KIP-320). Responses to earlier fetches of
+        the partition are discarded.
         """
         self.halt(source)
         self._lives += 1
@@ -248,13 +241,13 @@ class FeedFetcher:
         return self._lives
 
     def halt(self, source: TopicPartition) -> None:
-        """Stop reading a partition. Responses that are still in flight are discarded."""
+        """Stop reading a partition. Responses to fetches that are still in flight are discarded."""
         reading = self._readings.pop(source, None)
         if reading is not None:
             reading.over = True
 
     def forget(self) -> None:
-        """Stop reading all partitions. Responses that are still in flight are discarded."""
+        """Stop reading all partitions. Responses to fetches that are still in flight are discarded."""
         for flight in self._flights.values():
             flight.cancel()
         if self._looking is not None:
@@ -266,27 +259,26 @@ class FeedFetcher:
         self.life += 1
 
     def end(self, source: TopicPartition) -> FeedEnd | None:
-        """Return the end of the partition as of its leader's last response, or None if there was no response yet."""
+        """Return the partition's end offsets as of its leader's last response, or None before the first response."""
         return self._ends.get(source)
 
     def position(self, source: TopicPartition) -> int | None:
-        """Return the next offset to fetch. `poll` may not have returned all records below this offset yet."""
+        """Return the next offset to fetch, which may be ahead of the records that `poll` has returned."""
         reading = self._readings.get(source)
         return None if reading is None else reading.position
 
     async def poll(self, wanted: Collection[TopicPartition]) -> list[Answer]:
-        """Return the records of the wanted partitions, or an empty list if no response arrives in time.
+        """Fetch the wanted partitions, and return the records that have arrived, which may be none.
 
-        Raises StateIncompatible if the log no longer contains a position, if it contains other records at a position,
-        or if the topic was deleted or recreated.
+        Raises StateIncompatible if a log no longer contains the next offset to read, if a log was truncated and filled
+        with other records, or if a topic was deleted or recreated.
         """
         await self._launch(wanted)
         if not self._flights:
             await asyncio.sleep(self._wait_ms / 1000)
             return []
         done, _ = await asyncio.wait(self._flights.values(), return_when=asyncio.FIRST_COMPLETED)
-        # All responses are collected here, because the assignment may end during the refresh below, and all requests
-        # end with the assignment.
+        # All responses are collected before the refresh below, during which the assignment and its requests may end.
         landed = [self._flights.pop(node) for node, flight in list(self._flights.items()) if flight in done]
         found: list[Answer] = []
         for flight in landed:
@@ -356,8 +348,7 @@ class FeedFetcher:
                 failed.append((source, reading, part))
                 continue
             if part.parts_at is not None:
-                # The log no longer contains the epoch, for example after compaction, but the log continues past the
-                # position.
+                # The log no longer contains the epoch, for example after compaction, but continues past the position.
                 reading.leader_epoch = NO_EPOCH
             reading.doubts = 0
             self._ends[source] = FeedEnd(
@@ -405,7 +396,7 @@ class FeedFetcher:
 
 
 def _taken(source: TopicPartition, reading: Reading, begun: int, part: FetchedPartition) -> Answer:
-    """Return the records of one partition in a response, and advance its reading past these records."""
+    """Return the records that a response contains for one partition, and advance the reading past them."""
     columns, position = columns_of(source, part.records, part.aborted, begun)
     first, last = leader_epochs(part.records)
     if position > begun:

@@ -1,8 +1,7 @@
-"""Lists the producer epochs that wrote a partition's committed batches, to prove that no fenced owner wrote to it.
+"""Lists the producer epochs of a partition's committed batches, to verify that no fenced producer wrote them.
 
-Only one transactional ID writes to a changelog partition, and each new owner begins a newer epoch (KIP-98), so epochs
-never decrease from one batch to the next. If a batch with an older epoch follows one with a newer epoch, a zombie wrote
-the batch with the older epoch.
+Only one transactional ID writes to a changelog partition, and each new owner begins a newer epoch (KIP-98). If a batch
+with an older epoch follows a batch with a newer epoch, a zombie wrote the batch with the older epoch.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PAUSE_MS: Final = 250
 
 @dataclass(frozen=True, slots=True)
 class WrittenBatch:
-    """A committed batch and its producer."""
+    """A committed batch and the producer that wrote it."""
 
     base_offset: int
     producer_id: int
@@ -37,7 +36,7 @@ class WrittenBatch:
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """The producer epochs that wrote a partition."""
+    """The producer epochs of a partition's committed batches."""
 
     batches: int
     owners: int
@@ -47,7 +46,7 @@ class Epochs:
 
 
 def in_order(batches: Iterable[WrittenBatch]) -> Epochs:
-    """Return the producer epochs that wrote a partition, given its batches in log order."""
+    """Return the producer epochs of a partition's committed batches, which must be given in log order."""
     newest: dict[int, int] = {}
     current = -1
     owners: set[tuple[int, int]] = set()
@@ -68,7 +67,7 @@ def in_order(batches: Iterable[WrittenBatch]) -> Epochs:
 
 
 async def epochs_of(wire: KafkaWire, source: TopicPartition) -> Epochs:
-    """Return the producer epochs that wrote a partition, from its start to its current end."""
+    """Return the producer epochs of the committed batches from a partition's start to its current end."""
     found: list[WrittenBatch] = []
     try:
         bounds = await wire.bounds(source)

@@ -1,9 +1,7 @@
 """Builds record batches in the broker's format (message format v2, KIP-98), and reads record batches as columns.
 
-aiokafka's compiled builder builds the record batches. A batch that is ready to send lacks only the producer's identity.
-A fetch response is read into columns, which contain only the committed records. Brokers accept header names that are
-not UTF-8, but aiokafka's decoder rejects a batch that contains such a name. This module decodes such batches with its
-own code, which follows Kafka's protocol guide.
+Brokers accept header names that are not UTF-8, which aiokafka's decoder rejects, so `records_of` decodes batches that
+contain such a name.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ class TopicPartition(NamedTuple):
 
 @dataclass(frozen=True)
 class Limit:
-    """The limits of a topic, according to its configs."""
+    """The batch size limit and the compression of a topic, according to its configs."""
 
     batch_bytes: int
     """Maximum size of a record batch, both as sent and as stored (`max.message.bytes`)."""
@@ -78,7 +76,7 @@ class Limit:
 
     @cached_property
     def surely_fits_bytes(self) -> int:
-        """The largest uncompressed size at which every batch fits, even if compression makes the batch larger."""
+        """The largest uncompressed size at which a batch certainly fits, even if compression makes the batch larger."""
         return max(0, self.batch_bytes - self.batch_bytes // 128 - 128)
 
 
@@ -92,7 +90,7 @@ class ProducerIdentity:
 
 @dataclass(slots=True)
 class RecordBatch:
-    """A batch of records for one partition, which is complete except for the producer's identity."""
+    """A batch of records for one partition that lacks only the producer ID, the epoch, and the sequence number."""
 
     target: TopicPartition
     builder: Any
@@ -108,7 +106,7 @@ class RecordBatch:
         return len(self.rows)
 
     def sealed(self, identity: ProducerIdentity, base_sequence: int) -> bytes:
-        """Return the compressed bytes to send. The batch must not be used afterward."""
+        """Return the batch as compressed bytes to send. The `RecordBatch` must not be used afterward."""
         self.builder.set_producer_state(identity.producer_id, identity.epoch, base_sequence)
         return bytes(self.builder.build())
 
@@ -134,7 +132,7 @@ def fill(
     most_rows: int | None = None,
     most_bytes: int = BATCH_BYTES,
 ) -> list[RecordBatch]:
-    """Return the lines as record batches, in order. Each batch has at most ``most_rows`` records.
+    """Pack lines (records to send) into record batches, in order. Each batch has at most ``most_rows`` records.
 
     If a batch has several records, its uncompressed size is at most ``most_bytes`` and at most `BATCH_BYTES`.
     """
@@ -160,7 +158,7 @@ def fill(
 
 
 class _Laid(_DefaultRecordBatchBuilderPy):  # type: ignore[misc]  # untyped base
-    """aiokafka's Python builder, which here compresses encoded records and adds the batch header and checksum."""
+    """Turns encoded records into a batch, with aiokafka's compression, batch header, and checksum."""
 
     def take(self, records: bytes, count: int, timestamp_ms: int) -> None:
         self._buffer += records
@@ -178,11 +176,11 @@ def equal_records(
     compression: str,
     most_bytes: int = BATCH_BYTES,
 ) -> RecordBatch | None:
-    """Return a batch of records with these keys and values; ``prefix`` is put before each key.
+    """Return a batch of records with the given keys, each preceded by ``prefix``, and the given values.
 
-    The records equal those that `fill` builds. `equal_records` is faster than `fill`, which takes a tenth of a
-    microsecond per record, because here each record is a row of a byte table in which only a few columns differ. The
-    function returns None if the keys or the values differ in length, or if one batch cannot hold all records.
+    `equal_records` builds the same records as `fill`, but faster, because each record is a row of a byte table in which
+    only a few columns differ. The result is None if the keys or the values differ in length, or if one batch cannot
+    hold all records.
     """
     key_sizes, value_sizes = set(map(len, keys)), set(map(len, values))
     if len(key_sizes) != 1 or len(value_sizes) != 1:
@@ -240,10 +238,10 @@ def _varint(number: int) -> bytes:
 
 
 def oversize(batch: RecordBatch, limit: Limit, compression: str) -> int | None:
-    """Return the size of a one-record batch if the topic would reject the batch, or None if the topic accepts it.
+    """Return the size of a one-record batch if the topic would reject the batch for its size, or None otherwise.
 
-    Like the broker, the function measures the whole batch as sent and, if the topic stores batches with a different
-    compression, also as stored. A batch of several records always fits if `fill` was given the limit.
+    Like the broker, `oversize` measures the batch as sent and, if the topic recompresses batches, also as stored. The
+    result is None for a batch of several records, because `fill` keeps such batches within the limit.
     """
     first = batch.first
     if first is None or batch.count > 1 or batch.builder.size() <= limit.surely_fits_bytes:
@@ -256,7 +254,6 @@ def oversize(batch: RecordBatch, limit: Limit, compression: str) -> int | None:
 
 
 def _built_bytes(line: Line, compression: str) -> int:
-    """Return the size in bytes of a batch that contains only this record."""
     builder = DefaultRecordBatchBuilder(**builder_options(compression))
     builder.append(0, *line[1:])
     return len(builder.build())
@@ -270,7 +267,7 @@ _OFFSET, _TIMESTAMP, _KEY, _VALUE, _HEADERS = map(attrgetter, ("offset", "timest
 
 
 class _AnyText(bytearray):
-    """The content of a batch, which also decodes header names that are not UTF-8."""
+    """A buffer that decodes any header name, even if the name is not UTF-8."""
 
     def __getitem__(self, at: Any) -> Any:  # noqa: ANN401  # an index or a slice
         found = super().__getitem__(at)
@@ -284,8 +281,8 @@ def records_of(raw: bytes, base_offset: int) -> tuple[list[Any], set[int]]:
     r"""Return the records of the batch that begins at ``base_offset``, as aiokafka's objects.
 
     ``raw`` contains all batches of a response. In a header name that is not UTF-8, each invalid byte becomes four
-    characters such as ``\xff``. The function also returns the offsets of records with such a name. Raises
-    CorruptRecordException if the batch is missing or incomplete.
+    characters such as ``\xff``. `records_of` also returns the offsets of the records that have a header name that is
+    not UTF-8. Raises CorruptRecordException if the batch is missing or incomplete.
     """
     at = 0
     while at + _BATCH_START.size <= len(raw):
@@ -331,10 +328,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class FeedBatch:
-    """The batch that agents process: the records of one feeding partition from one fetch, as columns.
-
-    The records are in log order. Every column has one entry per record.
-    """
+    """A batch that a Faust agent processes: records of one partition in log order, as columns of equal length."""
 
     feeding: TopicPartition
     offsets: list[int]
@@ -388,7 +382,7 @@ def _rows_of(batch: B, rows: slice) -> B:
 
 
 def gather(rows: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return a fast function that selects these rows from a column. ``rows`` must not be empty."""
+    """Return a function that selects the given rows from a column. ``rows`` must not be empty."""
     if len(rows) == 1:
         (row,) = rows
         return lambda column: (column[row],)  # itemgetter would not return a sequence
@@ -396,14 +390,14 @@ def gather(rows: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
-    """The committed batches of a fetch response, selected by aiokafka's rules for aborted transactions."""
+    """The committed batches of a fetch response; aiokafka's code recognizes the aborted ones."""
 
     def __init__(self, source: TopicPartition, raw: bytes, aborted: Sequence[tuple[int, int]], position: int) -> None:
         crcs, isolation = True, READ_COMMITTED
         super().__init__(source, MemoryRecords(raw), aborted, position, None, None, crcs, isolation)
 
     def batches(self) -> Iterator[Any]:
-        """Yield the batches that contain committed records. `next_fetch_offset` also advances past other batches."""
+        """Yield the committed batches. `next_fetch_offset` also advances past control and aborted batches."""
         while self._records.has_next():
             batch = self._records.next_batch()
             if not batch.validate_crc():
@@ -421,7 +415,7 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
 def columns_of(
     source: TopicPartition, raw: bytes, aborted: Sequence[tuple[int, int]], position: int
 ) -> tuple[Columns, int]:
-    """Return the committed records at or after a position, and the next position to read."""
+    """Return the committed records at or after an offset, and the next offset to read."""
     found = Columns()
     batches = CommittedBatches(source, raw, aborted, position)
     for batch in batches.batches():
@@ -441,7 +435,6 @@ def columns_of(
 
 
 def _offsets(records: Sequence[Any]) -> Iterable[int]:
-    """Return the ascending offsets of records, which are read from each record only if compaction has left gaps."""
     if not records:
         return ()
     first, last = records[0].offset, records[-1].offset
@@ -449,7 +442,7 @@ def _offsets(records: Sequence[Any]) -> Iterable[int]:
 
 
 def leader_epochs(raw: bytes) -> tuple[int, int]:
-    """Return the leader epochs of the first and the last complete batch. Old formats without epochs give -1."""
+    """Return the leader epochs of the first and last complete batches, or -1 for old formats without leader epochs."""
     first = last = NO_EPOCH
     at = 0
     while at + _BATCH_HEAD.size <= len(raw):

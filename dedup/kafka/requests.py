@@ -2,8 +2,7 @@
 # mypy: disallow-subclassing-any=False
 """Defines the versions of Kafka's requests that aiokafka lacks, according to Kafka's protocol guide.
 
-`dedup.kafka.client` creates the requests and reads the responses. A broker must support all these versions, as Kafka
-3.1 and later releases do.
+A broker must support all versions in this module, as Kafka 3.1 and later releases do.
 """
 
 from __future__ import annotations
@@ -60,8 +59,6 @@ NO_ID: Final = bytes(_ID_BYTES)
 
 
 class _TopicId(AbstractType[Any]):
-    """A topic ID (KIP-516), as bytes."""
-
     encode = staticmethod(bytes)
     decode = staticmethod(methodcaller("read", _ID_BYTES))
 
@@ -76,7 +73,7 @@ def _array(**types: object) -> CompactArray:
 
 
 class OneVersion:
-    """A request that clients send only in this version (`client.sendable`)."""
+    """The base class of requests that are sent in exactly one version; see `client.sendable`."""
 
     ANSWER: ClassVar[Schema]
     """The fields of the response."""
@@ -90,11 +87,11 @@ class OneVersion:
 
 
 class ProduceRequest(OneVersion, ProduceRequest_v8):
-    """Writes batches. The response names the records that caused the broker to refuse a batch (KIP-467)."""
+    """Writes batches. The produce response names the records that caused the broker to refuse a batch (KIP-467)."""
 
 
 class CreateTopicsRequest_v4(OneVersion, RequestStruct):
-    """Creates topics. A replication factor of -1 means the brokers' default (KIP-464), which v3 does not support."""
+    """Creates topics. Unlike v3, v4 accepts a replication factor of -1, which means the brokers' default (KIP-464)."""
 
     API_KEY, API_VERSION = 19, 4
     SCHEMA = CreateTopicsRequest_v3.SCHEMA
@@ -102,19 +99,13 @@ class CreateTopicsRequest_v4(OneVersion, RequestStruct):
 
 
 class DescribeGroupRightsRequest_v3(OneVersion, DescribeGroupsRequest_v3):
-    """Describes groups and the operations that the caller may perform on them (KIP-430).
+    """Describes groups and the operations that the caller may perform on them (KIP-430)."""
 
-    aiokafka would decode the v3 response as v2.
-    """
-
-    RESPONSE_TYPE = DescribeGroupsResponse_v3
+    RESPONSE_TYPE = DescribeGroupsResponse_v3  # aiokafka's own class names v2
 
 
 class MetadataRequest_v10(OneVersion, RequestStruct):
-    """Requests the metadata of topics, including topic IDs (KIP-516).
-
-    A topic ID distinguishes a topic from an earlier topic with the same name.
-    """
+    """Requests topic metadata, including the IDs (KIP-516) that distinguish a recreated topic from its predecessor."""
 
     FLEXIBLE_VERSION = True
     API_KEY, API_VERSION = 3, 10
@@ -150,24 +141,22 @@ class MetadataRequest_v10(OneVersion, RequestStruct):
 
 
 class _Unparsed(AbstractType[Any]):
-    """The rest of a response, which is not decoded."""
-
     encode = staticmethod(bytes)
     decode = staticmethod(methodcaller("read"))
 
 
 class UnparsedMetadataRequest_v10(MetadataRequest_v10):
-    """`MetadataRequest_v10` with an undecoded response, because each commit requests metadata, which rarely changes."""
+    """`MetadataRequest_v10` with an undecoded response: every commit requests metadata, but metadata rarely changes."""
 
     ANSWER = Schema(("throttle_time_ms", Int32), ("body", _Unparsed))
 
 
 class OffsetFetchRequest_v7(OneVersion, RequestStruct):
-    """Requests a group's committed offsets, even if a transaction may still change them.
+    """Requests a group's committed offsets.
 
     With `require_stable` (KIP-447), the response is an error while an open transaction may change an offset. Without
-    `require_stable`, the response may contain outdated offsets, because brokers before Kafka 4 may respond to the next
-    InitProducerId shortly before they apply the offsets of the ended transaction.
+    `require_stable`, the offsets may be outdated: a broker before Kafka 4 may respond to InitProducerId shortly before
+    it applies the offsets of the transaction that the request ended.
     """
 
     FLEXIBLE_VERSION = True
@@ -184,7 +173,7 @@ class OffsetFetchRequest_v7(OneVersion, RequestStruct):
 
 
 class TxnOffsetCommitRequest_v2(OneVersion, RequestStruct):
-    """Commits a group's offsets and their leader epochs (KIP-320) in a transaction. Version 0 has no leader epochs."""
+    """Commits a group's offsets and their leader epochs (KIP-320) in a transaction."""
 
     API_KEY, API_VERSION = 28, 2
     SCHEMA = Schema(
@@ -238,11 +227,10 @@ class FetchedPartition(NamedTuple):
 
 
 class FetchRequest_v13(OneVersion, RequestStruct):
-    """Requests records by topic ID (KIP-516) and the leader epoch of the record before each position (KIP-320).
+    """Fetches records by topic ID (KIP-516) and by the leader epoch of the record before each fetch offset (KIP-320).
 
-    A fetch by topic name would continue in a recreated topic with the same name. A fetch by offset alone would continue
-    in a log that was truncated and filled again. A fetch by topic ID gets UNKNOWN_TOPIC_ID if the topic was recreated.
-    A fetch with a leader epoch gets the offset at which the broker's log diverges if the log was truncated.
+    The topic ID prevents a fetch from continuing in a recreated topic of the same name. The leader epoch prevents a
+    fetch from continuing in a log that was truncated and filled again.
     """
 
     FLEXIBLE_VERSION = True

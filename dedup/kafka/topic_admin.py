@@ -1,7 +1,6 @@
 """Describes, creates, and deletes topics, and manages consumer groups without joining them.
 
-This module checks every error code in a response, because aiokafka's admin client does not raise an error if, for
-example, a topic cannot be created.
+This module checks every error code, because aiokafka's admin client ignores an error if a topic cannot be created.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Topic:
 
     @property
     def max_record_bytes(self) -> int:
-        """The size of the largest batch that the topic accepts, which also limits the size of a record."""
+        """The maximum size of a batch, and therefore of a record, that the topic accepts (`max.message.bytes`)."""
         return int(self.configs.get("max.message.bytes", 1_048_588))
 
     @property
@@ -82,7 +81,7 @@ class WantedTopic:
 
 
 class Admin:
-    """Administers topics. Use an instance with ``async with``, which raises BrokerUnavailable if no broker responds."""
+    """Administers topics in an ``async with`` block, which raises BrokerUnavailable if no broker responds."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
@@ -119,10 +118,7 @@ class Admin:
         return {name: Topic(name, *described, configs.get(name, {})) for name, described in found.items()}
 
     async def settled(self, names: Iterable[str]) -> dict[str, Topic]:
-        """Wait until the broker knows all named topics, and return them. A new topic appears after a short delay.
-
-        Raises BrokerUnavailable if a topic does not appear within the connection's time limit.
-        """
+        """Wait until the named topics exist, and return them. Raises BrokerUnavailable if a topic stays missing."""
         wanted = set(names)
         deadline = asyncio.get_running_loop().time() + self._connection.patience_ms / 1000
         while True:
@@ -148,17 +144,13 @@ class Admin:
             raise BrokerUnavailable(f"the broker did not describe the configs of topics: {error!r}") from error
         for answer in answers:
             for code, _, _, name, entries in answer.resources:
-                # If the principal may not describe the configs, defaults are assumed; the broker then refuses records
-                # that are too large.
+                # Without permission to describe the configs, defaults are assumed.
                 if code == 0:
                     found[name] = {entry[0]: entry[1] for entry in entries if entry[1] is not None}
         return found
 
     async def create(self, topics: Sequence[WantedTopic]) -> list[str]:
-        """Create the topics that do not exist, and return their names.
-
-        Raises BrokerUnavailable if the broker refuses to create a topic.
-        """
+        """Create the missing topics and return their names. Raises BrokerUnavailable if the broker refuses a topic."""
         if not topics:
             return []
         wanted: list[Any] = [
@@ -207,7 +199,7 @@ def _refused(what: str, code: int, why: str = "") -> BrokerUnavailable:
 
 
 def on_cluster(settings: Settings, client_id: str, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:
-    """Connect to the cluster, and return the result of ``work``. Raises BrokerUnavailable if no broker responds."""
+    """Connect to the cluster, call ``work``, and return its result. Raises BrokerUnavailable if no broker responds."""
 
     async def run() -> T:
         wire = KafkaWire(Connection.of(settings, client_id=client_id))
@@ -232,10 +224,7 @@ class GroupMember:
 
 
 class Group:
-    """Manages a consumer group without joining it.
-
-    All methods raise BrokerUnavailable if a request fails or gets no response.
-    """
+    """Manages a consumer group without joining it. Every method raises BrokerUnavailable if its request fails."""
 
     def __init__(self, wire: KafkaWire, name: str) -> None:
         self._wire: Final = wire
@@ -265,8 +254,8 @@ class Group:
     ) -> None:
         """Set the offsets of a group that has no members, and store ``note`` as the metadata of each offset.
 
-        If ``for_ever`` is set, `offsets.retention.minutes` does not apply to these offsets, because an OffsetCommit
-        request of version 2 to 4 sets its own retention, which brokers still respect (KIP-211).
+        If ``for_ever`` is set, the broker keeps the offsets regardless of `offsets.retention.minutes`, because
+        OffsetCommit versions 2 to 4 carry their own retention time (KIP-211).
         """
         topics = grouped((topic, (partition, offset, note)) for (topic, partition), offset in offsets.items())
         kept_ms = FOR_EVER_MS if for_ever else _BROKERS_RETENTION
@@ -276,7 +265,7 @@ class Group:
         )
 
     async def _insist(self, what: str, request: object, codes: Codes, fine: Collection[int] = ()) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Repeat a request until the coordinator is available. Each request in this class can be repeated safely."""
+        """Repeat a request until the coordinator is available. All requests of `Group` can be repeated safely."""
         deadline_s = asyncio.get_running_loop().time() + DEADLINE_MS / 1000
         while True:
             try:

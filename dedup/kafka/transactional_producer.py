@@ -1,25 +1,20 @@
-"""Implements transactional sessions: all records and offsets that a task writes become visible together or not at all.
+"""Implements transactional sessions: the records and offsets of a transaction become visible together or not at all.
 
-The partition determines the transactional ID of a session. `open` sends InitProducerId, which makes the broker fence
-older epochs of the ID, end a transaction that they left open, and write its markers (KIP-98). Within an epoch, these
-requests are sent:
+`open` sends InitProducerId, which makes the broker fence older epochs of the transactional ID and end a transaction
+that they left open (KIP-98). Within an epoch, these requests are sent:
 
     add(batches)       AddPartitions for partitions not announced yet, Produce, then AddOffsets once per transaction;
                        in this order, in the background
     commit(offsets)    TxnOffsetCommit, then EndTxn after every produce request has succeeded
 
-AddPartitions, AddOffsets, TxnOffsetCommit, and EndTxn are never sent while an earlier copy may still be in flight.
-These requests are repeated in the same epoch only after a *response* with error 14, 15, or 16 (coordinator loading, not
-available, or moved) or 51 (the previous transaction is still ending). An error response does not always mean that the
-request had no effect, because a coordinator that responds with 15 may have appended its record. Repeating the request
-after a response is safe, because the first request is finished, both requests have the same effect, and the next
-transaction does not begin until the response is OK. After a *missing response*, repeating the request is not safe,
-because a late EndTxn could commit half of the next transaction. If a response is missing, the epoch ends, the session
-raises `CommitUnknown`, and only a new InitProducerId can find out the outcome. Produce requests are never repeated,
-either. Sequence numbers would make repeating them safe, but one rule for all requests is simpler.
+AddPartitions, AddOffsets, TxnOffsetCommit, and EndTxn are repeated in the same epoch only after a *response* with error
+14, 15, or 16 (coordinator loading, not available, or moved) or 51 (the previous transaction is still ending). Repeating
+a request after its response is safe, because the first copy is no longer in flight and both copies have the same
+effect. After a *missing response*, repeating a request is not safe, because a late EndTxn could commit half of the next
+transaction. If a response is missing, the session raises `CommitUnknown`, and only a new InitProducerId reveals the
+outcome of the transaction. Produce requests are never repeated.
 
-To abort a transaction, the session starts a new epoch, because InitProducerId ends the open transaction. The session
-never sends an EndTxn that aborts a transaction.
+To abort a transaction, the session starts a new epoch, because InitProducerId ends the open transaction.
 """
 
 from __future__ import annotations
@@ -45,8 +40,7 @@ from dedup.kafka.wire import (
 )
 
 OK: Final = 0
-# Error codes after which a request is repeated: the coordinator is loading, is not available, has moved, or is still
-# ending the previous transaction.
+# The coordinator is loading, is not available, has moved, or is still ending the previous transaction: try again.
 AGAIN: Final = COORDINATOR_MOVED | {51}
 # Only AddPartitions returns error 3, while the coordinator's broker does not know the partition yet.
 AGAIN_ANNOUNCING: Final = AGAIN | {3}
@@ -58,8 +52,7 @@ TOO_LARGE: Final = frozenset({10, 18})
 # Sequence out of order, unknown producer: the broker also responds with these errors to batches after a refused batch.
 OUT_OF_SEQUENCE: Final = frozenset({45, 59})
 UNAUTHORIZED: Final = frozenset({29, 30, 31, 53, 58})
-# Leader moved or unavailable, too few replicas, request timed out at the broker: this epoch is over, but a new epoch
-# may succeed.
+# Leader moved or unavailable, too few replicas, request timed out at the broker: a new epoch may succeed.
 EPOCH_OVER: Final = frozenset({2, 3, 5, 6, 7, 8, 9, 13, 19, 20, 56, 74, 75})
 COMPRESSION: Final = 76
 NOT_ATTEMPTED: Final = 55
@@ -130,7 +123,7 @@ class Session:
         return code
 
     def add(self, batches: Sequence[RecordBatch]) -> None:
-        """Add batches to the open transaction, or to a new one. Errors are raised later, by `settle` and `prepare`."""
+        """Add batches to the current transaction; `settle` and `prepare` raise any errors."""
         if self._identity.epoch < 0:
             raise InvariantBroken(f"{self.transactional_id}: batches were added before the session was opened.")
         self._queue.extend(batches)
@@ -158,7 +151,7 @@ class Session:
                 await self._announce_group()
 
     def _next_wave(self) -> list[RecordBatch]:
-        """Take the next batches in order, but at most one per partition, because a produce request cannot hold more."""
+        """Take the next batches in order, at most one per partition, because a produce request cannot hold more."""
         wave: dict[TopicPartition, RecordBatch] = {}
         rest: list[RecordBatch] = []
         for batch in self._queue:
@@ -223,10 +216,9 @@ class Session:
             self._refused.also.append(refused)
 
     async def settle(self) -> Mapping[TopicPartition, int]:
-        """Wait until every batch is acknowledged, and return the offset after the last record of each partition.
+        """Wait until all batches are acknowledged, and return the offset after each partition's last written record.
 
-        If this method raises RecordRefused, TaskMigrated, CommitUnknown, or BrokerUnavailable, the transaction cannot
-        be committed.
+        After RecordRefused, TaskMigrated, CommitUnknown, or BrokerUnavailable, the transaction cannot be committed.
         """
         if self._sender is not None:
             await self._sender
@@ -237,7 +229,7 @@ class Session:
         return self._ends
 
     async def commit(self, offsets: Mapping[TopicPartition, Position]) -> Mapping[TopicPartition, int]:
-        """Commit the offsets and everything that was added since the last commit, and return the result of `settle`.
+        """Commit the offsets and all batches added since the last commit, and return the end offsets as `settle` does.
 
         Raises the same errors as `prepare` and `end`.
         """
@@ -246,7 +238,7 @@ class Session:
         return ends
 
     async def prepare(self, offsets: Mapping[TopicPartition, Position]) -> Mapping[TopicPartition, int]:
-        """Write the offsets and everything that was added, but do not commit yet; return the result of `settle`.
+        """Write the offsets and all added batches without committing them, and return the end offsets as `settle` does.
 
         Raises the same errors as `settle`, such as TaskMigrated if another owner has fenced this session, and
         CommitUnknown if a response is missing.
@@ -258,8 +250,7 @@ class Session:
         await self._appended_everywhere()
         if self._refused is not None:
             await self.settle()  # raises the refusal, so no offset is sent
-        # The offsets need not wait for the other produce responses, because EndTxn waits for the offsets and for all
-        # responses.
+        # The offsets need not wait for the other produce responses, because EndTxn waits for all of them.
         sent = asyncio.ensure_future(self._commit_offsets(offsets))
         try:
             ends = await self.settle()
@@ -273,10 +264,7 @@ class Session:
         return ends
 
     async def end(self) -> None:
-        """Make everything that `prepare` has written visible.
-
-        Raises TaskMigrated, CommitUnknown, or BrokerUnavailable.
-        """
+        """Commit what `prepare` has written. Raises TaskMigrated, CommitUnknown, or BrokerUnavailable."""
         crashpoints.reached("before_end")
         await self._insist(
             "EndTxn", lambda: self._wire.end_transaction(self.transactional_id, self._identity, commit=True)
@@ -287,10 +275,9 @@ class Session:
     async def _appended_everywhere(self) -> None:
         """Wait until every partition of the transaction has accepted a batch.
 
-        When a broker receives the first batch for a partition, it asks the coordinator whether the partition was added
-        to the transaction. If the offsets reach the same broker in the meantime, the broker asks about the offsets as
-        well and drops the earlier question. The broker then responds to the produce request with NotEnoughReplicas, as
-        if replicas were missing (KIP-890, `AddPartitionsToTxnManager` of Kafka 4.1).
+        If the offsets reach a broker while it asks the coordinator whether a partition belongs to the transaction, the
+        broker drops that question and rejects the batch with NotEnoughReplicas (KIP-890, `AddPartitionsToTxnManager` of
+        Kafka 4.1).
         """
         while any(batch.target not in self._ends for flight in self._unanswered for batch in flight.batches):
             await self._take_answer()
@@ -307,7 +294,7 @@ class Session:
         )
 
     async def drop(self) -> None:
-        """Forget the transaction locally. The broker aborts it after the timeout or when an owner calls `open`."""
+        """Forget the transaction locally; the broker aborts it at its timeout or when the next owner calls `open`."""
         work: list[asyncio.Future[Any]] = [flight.answer for flight in self._unanswered]
         if self._sender is not None:
             work.append(self._sender)
@@ -319,9 +306,9 @@ class Session:
     async def _insist(
         self, name: str, ask: Callable[[], Awaitable[int]], *, again: frozenset[int] = AGAIN, repeatable: bool = False
     ) -> None:
-        """Send a transactional request, and repeat the request after a response that allows repeating it.
+        """Send a transactional request, and repeat the request after a response whose error code is in ``again``.
 
-        If there is no response, only InitProducerId is repeated (``repeatable``), because it only starts a newer epoch.
+        Without a response, only InitProducerId is repeated (``repeatable``), because it just starts a newer epoch.
         """
         waited_ms, pause_ms = 0, PAUSE_MS
         while True:
@@ -369,7 +356,6 @@ class Session:
 
 
 def _refused(transactional_id: str, batch: RecordBatch, produced: Produced) -> RecordRefused:
-    """Return the error to raise for a batch that the broker will never accept."""
     target, rows, why = batch.target, batch.rows, for_code(produced.error_code).__name__
     reasons = {rows[place]: f"{target}: {why}: {text}" for place, text in produced.refused if place < len(rows)}
     return RecordRefused(

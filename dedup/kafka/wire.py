@@ -1,8 +1,8 @@
 """Defines the requests that the exactly-once protocol needs, as an interface with one method per request.
 
-`client.KafkaWire` implements the interface for real brokers, and the simulator's log implements it for tests. A method
-sends its request once and returns the error code of the response, which `transactional_producer.py` interprets. If a
-request gets no response, the method raises `NoAnswer`, and it is unknown whether the request took effect.
+`client.KafkaWire` implements the interface for real brokers, and the simulator's log implements it for tests. Each
+method sends its request once and returns the error code of the response. If a request gets no response, the method
+raises `NoAnswer`, and it is unknown whether the request took effect.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UNSTABLE_OFFSET: Final = 88
 
 
 class NoAnswer(Exception):
-    """A request was sent, or may have been sent, but there was no response."""
+    """Raised when a request may have been sent but got no response."""
 
 
 class FetchedRecord(NamedTuple):
@@ -53,7 +53,7 @@ class Fetched:
 
     @property
     def records(self) -> list[FetchedRecord]:
-        """The records as objects. Each call creates new objects."""
+        """The committed records as objects, which are created at each access."""
         return list(map(FetchedRecord, self.offsets, self.timestamps_ms, self.keys, self.values))
 
 
@@ -86,7 +86,7 @@ class TopicNow(NamedTuple):
 
 
 class Position(NamedTuple):
-    """A committed offset of a group, and the leader epoch and note that are stored with the offset."""
+    """A group's committed offset, with the leader epoch and the note that Kafka stores with it."""
 
     offset: int
     leader_epoch: int = -1
@@ -122,10 +122,10 @@ class Wire(Protocol):
     async def produce(
         self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
     ) -> Awaitable[dict[TopicPartition, Produced]]:
-        """Write one batch to each of several partitions. All in-sync replicas must acknowledge the batches.
+        """Write one batch to each of several partitions. Every in-sync replica must acknowledge the batches.
 
-        As soon as the request is sent, the method returns an awaitable for the response, so that successive requests
-        are sent in order and none of them waits for an earlier response.
+        The method returns an awaitable as soon as the request is sent, so that later requests are sent in order without
+        waiting for the response.
         """
 
     async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
@@ -156,7 +156,7 @@ class Wire(Protocol):
         """Return the first offset whose record has a timestamp of at least ``time_ms``, or None if there is none."""
 
     async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
-        """Return one broker's current view of each topic, or an error code. The request creates no topic."""
+        """Return each topic's state according to one broker, or an error code. Missing topics are not created."""
 
     async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
         """Read committed records at or after an offset, and wait for up to ``wait_ms`` until records arrive."""

@@ -1,8 +1,7 @@
-"""Builds the Faust app of a topology, which has a table of sightings and agents that pass batches to tasks.
+"""Builds the Faust app of a topology, with a table of sightings and agents that pass batches to tasks.
 
-When a caller reads a key of the table, the task that owns the key provides the value. The table refuses writes, because
-a sighting may be stored only in the transaction of its record. Each task restores its own state, so Faust's recovery
-service never starts.
+The table is read-only, because a sighting may be stored only in the transaction of its record. Each task restores its
+own state, so Faust's recovery service never starts.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ NOWHERE: Final = "no-pages.invalid"
 
 
 def identity(worker_id: str | None, url: str | None) -> str:
-    """Return a worker's unique name in the group, which consists of the address of its web pages and its ID."""
+    """Return a worker's unique name in the group: the URL of its web pages, with its worker ID as the fragment."""
     return str(URL(url or f"http://{NOWHERE}").with_fragment(worker_id))
 
 
 class SightingsStore(FaustStore[Any, Any]):
-    """A read-only Faust store (URL ``dedup://``) that contains all sightings that this worker's tasks have applied."""
+    """A read-only Faust store (URL ``dedup://``) that provides the sightings of this worker's tasks."""
 
     app: DedupApp
 
@@ -73,18 +72,17 @@ class TableManager(FaustTableManager):
     app: DedupApp
 
     async def on_start(self) -> None:
-        """Register the changelog, so that its partitions are assigned together with the feeding partitions."""
+        """Register the changelog, so that Faust assigns its partitions together with the feeding partitions."""
         await self._update_channels()
 
     async def on_rebalance(
         self, assigned: set[TP], revoked: set[TP], newly_assigned: set[TP], generation_id: int = 0
     ) -> None:
-        """Resume Faust's message flow immediately, because a partition is read only while its own task is running."""
+        """Assign the standbys, and resume Faust's message flow at once instead of waiting for a recovery."""
         app = self.app
         self._recovery_started.set()
         await self._update_channels()
-        # Faust assigns the topics of each partition count separately, so it may assign a standby to this worker for a
-        # partition whose task also runs in this worker.
+        # Faust may assign this worker a standby of a partition whose task also runs here.
         ours = {feeding.partition for feeding in app.tasks.running if feeding.topic in app.sub_topologies["dedup"]}
         standbys = {tp.partition for tp in app.assignor.assigned_standbys() if tp.topic in self.changelog_topics}
         app.standbys.assign(standbys - ours)
@@ -96,7 +94,7 @@ class TableManager(FaustTableManager):
         self.on_standbys_ready()
 
     def on_partitions_revoked(self, revoked: set[TP]) -> None:
-        """Release the standbys, because tasks that are about to open need the stores of the standbys."""
+        """Release the standbys' stores, because tasks of the next assignment may need them."""
         self.app.standbys.release()
 
     async def on_stop(self) -> None:
@@ -115,10 +113,9 @@ STORES.aliases["dedup"] = "dedup.worker.app:SightingsStore"
 
 
 def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> DedupApp:
-    """Return the app of a topology without starting it. Call this function in the event loop that will run the app."""
-    # Faust needs a directory. A topology's name contains no dot, so the name of this directory never equals that of a
-    # state directory. The path is absolute, because Faust would put a relative table directory below the data directory
-    # without creating it there.
+    """Build the Faust app of a topology. Call `create_app` in the event loop that will run the app."""
+    # Faust needs a directory. A topology's name contains no dot, so this one is never a state directory. The path is
+    # absolute, because Faust would look for a relative table directory below the data directory.
     directory = settings.state_dir.absolute() / ".faust"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     app = DedupApp(

@@ -1,12 +1,11 @@
 """Fetches the checkpoint of a partition that has no local state.
 
-A checkpoint is never required, because the changelog contains everything. If a checkpoint is damaged or unreachable,
-the worker logs a warning, increments a counter, and restores as usual. If a checkpoint does not match the changelog or
-the topology, the worker refuses it with StateIncompatible, as it would refuse local state that does not match.
+A checkpoint is never required, because the changelog contains all state. If a checkpoint is damaged or unreachable,
+the worker logs a warning and restores the state from the changelog alone. If a checkpoint does not match the changelog
+or the topology, the worker raises StateIncompatible.
 
-The archive is unpacked into a temporary directory, which is renamed only after the whole archive has been read and its
-digest has been checked. The event loop, not the thread that fetches the archive, renames the directory, so an abandoned
-thread cannot change anything that a later owner of the partition could see.
+The archive is unpacked into a temporary directory, which is renamed only after the archive's digest was checked. The
+event loop renames the directory, so an abandoned transfer thread cannot disturb a later owner of the partition.
 """
 
 from __future__ import annotations
@@ -44,14 +43,11 @@ _INSTEAD: Final = (
 
 
 async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = _STALLED_S) -> T:
-    """Run the blocking function ``work`` in a thread, and return its result.
+    """Run the blocking function ``work`` in a daemon thread, and return its result.
 
-    ``work`` reports the bytes that it transfers.
-
-    Raises any exception that ``work`` raises, and CheckpointUnusable if no bytes are transferred for ``stalled_s``. The
-    thread does not belong to the event loop's thread pool, because unresponsive storage would exhaust that pool, which
-    is also needed to resolve host names. It is a daemon thread, so a transfer that hangs cannot keep the worker from
-    exiting.
+    ``work`` receives a function to which it reports the bytes that it transfers. Raises any exception that ``work``
+    raises, and CheckpointUnusable if no bytes are transferred for ``stalled_s``. The thread is not from the event
+    loop's pool, because unresponsive storage would exhaust that pool, which also resolves host names.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -99,9 +95,8 @@ class WantedCheckpoint:
 
     @property
     def scratch_home(self) -> Path:
-        """The directory in which archives of the topology are unpacked."""
-        # This directory is not below the topology's own directory, because the existence of the latter means that there
-        # is state.
+        """The temporary directory in which archives of the topology are unpacked."""
+        # This is not below the topology's own directory, whose existence means that there is state.
         return self.directory.parents[1] / SCRATCH / self.identity.topology
 
 
@@ -113,12 +108,9 @@ class Bootstrap:
         """The number of failed attempts to use a checkpoint that existed or may have existed."""
         self._slots: Final = asyncio.Semaphore(_MOST_AT_ONCE)
         self._tried: Final[set[str]] = set()
-        """Digests of the archives that this process has used. An archive is not used twice, because its first store was
-        lost or damaged.
-        """
+        """Digests of archives that this process has used; none is used twice, because its store was lost or damaged."""
         self._fresh: Final[dict[Path, Checkpoint]] = {}
-        """Maps each directory to the checkpoint that was unpacked into it, until the store in the directory is opened.
-        """
+        """Maps each directory to the checkpoint that was unpacked into it, until the store is opened."""
         self._swept: Final[set[Path]] = set()
 
     async def prepare(self, url: str, wire: Wire, wanted: WantedCheckpoint) -> None:
@@ -127,8 +119,7 @@ class Bootstrap:
         Raises StateIncompatible and changes nothing if the checkpoint belongs to another changelog or topology.
         """
         if wanted.scratch_home not in self._swept:
-            # This deletes archives that earlier processes have only partly unpacked. No other process uses the
-            # directory now.
+            # This deletes archives that earlier processes have only partly unpacked.
             self._swept.add(wanted.scratch_home)
             shutil.rmtree(wanted.scratch_home, ignore_errors=True)
         if _has_state(wanted.directory):
@@ -140,10 +131,7 @@ class Bootstrap:
             self._count(wanted, str(error))
 
     def opened(self, directory: Path, open_store: Callable[[], Store]) -> Store:
-        """Open and return the store.
-
-        If the store comes from a checkpoint and is unusable, delete it and return an empty store.
-        """
+        """Open the store; if the store comes from a checkpoint and is unusable, delete it and open an empty store."""
         taken = self._fresh.pop(directory, None)
         if taken is None:
             return open_store()
@@ -221,7 +209,6 @@ class Bootstrap:
 
 
 def _has_state(directory: Path) -> bool:
-    """Return whether a store's directory contains anything."""
     try:
         return any(directory.iterdir())
     except FileNotFoundError:

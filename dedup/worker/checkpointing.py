@@ -1,9 +1,8 @@
-"""Makes a checkpoint: restores a changelog partition into a separate store, packs this store, and uploads the archive.
+"""Makes a checkpoint: restores a changelog partition into a separate store, packs the store, and uploads the archive.
 
-A checkpoint is built from the changelog, by the same code that workers use for a restore, and not from a worker's disk.
-This way, no worker is needed or paused, and data that exists only on a worker's disk never becomes part of a checkpoint
-(docs/decisions/0014-checkpoints.md). The separate store is kept for the next checkpoint, which then reads only newer
-changelog records, as a standby does.
+A checkpoint is built from the changelog, so no worker has to pause, and data that exists only on a worker's disk never
+becomes part of a checkpoint (docs/decisions/0014-checkpoints.md). The separate store is kept, so the next checkpoint
+reads only newer changelog records.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ async def make_checkpoint(
 ) -> MadeCheckpoint:
     """Make a checkpoint of the partition's state at the current end of the changelog.
 
-    No other process may use the state directory in the factory's settings. The function calls ``restoring`` with its
-    progress in changelog offsets and ``packing`` with its progress in bytes, each as (done, total). Raises
-    StateIncompatible if the changelog, the topology, and an older checkpoint do not match each other. Raises
-    CheckpointUnusable if the checkpoint cannot be stored; the older checkpoint then remains valid.
+    No other process may use the state directory in the factory's settings. ``restoring`` is called with the progress in
+    changelog offsets and ``packing`` with the progress in bytes, each as (done, total). Raises StateIncompatible if the
+    changelog, the topology, and an older checkpoint do not match each other. Raises CheckpointUnusable if the
+    checkpoint cannot be stored; an older checkpoint then remains valid.
     """
     wanted = factory.wanted(partition)
     place = storage.place(wanted.identity.topology, partition)
@@ -87,7 +86,6 @@ async def make_checkpoint(
 
 
 def _in_force(storage: CheckpointStorage, topology: str, partition: int) -> Checkpoint | None:
-    """Return the current checkpoint, or None if it is missing or damaged, so that a new one must be made."""
     try:
         return storage.find(topology, partition)
     except CheckpointUnusable as error:
@@ -98,10 +96,7 @@ def _in_force(storage: CheckpointStorage, topology: str, partition: int) -> Chec
 async def _restored(
     factory: TaskFactory, partition: int, progress: Progress
 ) -> tuple[TaskRecord | None, int, int, int]:
-    """Restore the store up to the changelog's end, and drop its expired segments.
-
-    Return the store's task record, position, and number of IDs, and the number of changelog records that were read.
-    """
+    """Restore the store; return its task record, position, and ID count, and the number of changelog records read."""
     wanted, window = factory.wanted(partition), factory.topology.window
     store = factory.open_store(partition)
 

@@ -1,9 +1,7 @@
-"""Provides the time to tasks: the wall clock at the start, advanced by the boot clock and corrected by brokers' times.
+"""Provides tasks with a clock that never goes back: the wall-clock time at the start plus the time elapsed since then.
 
-The wall clock is read only when the process starts, because it may be set back later. After that, the boot clock
-measures the elapsed time; the monotonic clock is not used, because it stops while the machine is suspended. If the wall
-clock was behind, or the whole machine was paused, a broker's time corrects the result. The broker's response to a
-transaction's changelog batch contains the time at which the broker appended the batch.
+The boot clock measures the elapsed time, because the monotonic clock stops while the machine is suspended. When a
+broker reports that it appended a batch at a later time, the clock advances to that time.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ def _since_boot_s() -> float:
 
 
 class SteadyClock:
-    """Adds the elapsed time to the wall time at the start, and is never behind a time that a broker reported."""
+    """A clock that never goes back and is never behind a time that a broker has reported."""
 
     def __init__(self) -> None:
         self._offset_s = time.time() - _since_boot_s()

@@ -1,20 +1,13 @@
 """Implements `dedup replay`, which sends dead letters to their source, or late records to the output, exactly once.
 
-The sent records and the new position in the side topic are committed in the same transaction, under a separate
-transactional ID. A dead letter is sent back to its source partition, where it is judged like any other record; only the
-header `dedup-replayed` is added, which contains its original position. A late record would be late again, so it is sent
-to the output instead, with a header that says that the guarantee does not cover it. A record that cannot be sent, for
-example because the side topic contains only its digest or because the source rejects its timestamp, is reported and
-stays in the side topic.
+A dead letter is sent to its source partition, where it is judged like any other record. A late record would be late
+again, so it is sent to the output, with a header that says that the guarantee does not cover it. A record that cannot
+be sent, for example because only its digest was kept, is reported and stays in its topic.
 
-A replay's position is a committed offset of the group `NAME.replay`. A transactional commit cannot set how long the
-broker keeps an offset, so the broker forgets the position `offsets.retention.minutes` after the last replay, and a
-replay without a position would send everything again. Therefore, before anything is sent and again at the end of the
-replay, a non-transactional commit without expiry sets a replay mark in the group `NAME.replay-mark`. If there is a
-replay mark but no position, the broker has forgotten the position, and nothing is sent until the user says where to
-begin. The source topic cannot show what was replayed, because retention deletes its records and because a dead letter
-that was replayed and became a dead letter again keeps its original position. The replay mark may be behind the position
-but is never ahead of it.
+The sent records and the new position, a committed offset of the group `NAME.replay`, are committed in one transaction.
+The broker forgets the replay position `offsets.retention.minutes` after the last replay, and a transactional commit
+cannot prevent that. Therefore, each replay also sets a replay mark without expiry in the group `NAME.replay-mark`, by a
+non-transactional commit. If there is a replay mark but no position, nothing is sent until the user says where to begin.
 """
 
 from __future__ import annotations
@@ -43,9 +36,7 @@ DEADLINE_MS: Final = 20_000
 WAIT_MS: Final = 200
 _MOST_UNKNOWN: Final = 10
 Begin = Literal["last", "start"]
-"""Where a replay begins if the broker has forgotten a partition's position: `last` is the end of the last replay that
-is known to have finished, and `start` is the first remaining record.
-"""
+"""Where to begin without a position: `last`, the end of the last finished replay, or `start`, the first record."""
 _DEAD_HEADERS: Final = (REASON, DETAIL, SOURCE, TIMESTAMP)
 _LATE_HEADERS: Final = (SOURCE, TIMESTAMP)
 
@@ -61,7 +52,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """The plan of a replay, which sends dead letters to their source or late records to the output."""
+    """What to replay: dead letters to their source topics, or late records to the output."""
 
     topic: str
     output: str | None
@@ -73,7 +64,7 @@ class ReplayPlan:
 
 @dataclass(slots=True)
 class Replay:
-    """Replays one side topic, one partition after another."""
+    """Replays the dead-letter topic or the late topic, one partition after another."""
 
     topology: Topology
     settings: Settings
@@ -82,15 +73,13 @@ class Replay:
     plan: ReplayPlan
     done: Replayed = field(init=False, default_factory=Replayed)
     refused: dict[TopicPartition, dict[int, str]] = field(init=False, default_factory=dict)
-    """Maps each partition of the side topic to a mapping from the offset of a refused record to the reason for the
-    refusal.
-    """
+    """Maps each partition to its refused records: the offset of each one, and the reason for the refusal."""
 
     async def run(self) -> Replayed:
-        """Send all records that are in the side topic when the replay starts.
+        """Send the records that the plan's topic contains when the replay starts, up to the plan's limit.
 
-        Raises StateIncompatible, before anything is sent, if the broker has forgotten the position and the plan does
-        not say where to begin. Raises SettingsError if the plan says where to begin but no position was forgotten.
+        Raises StateIncompatible, before anything is sent, if the broker has forgotten a position and the plan does not
+        say where to begin. Raises SettingsError if the plan says where to begin but no position was forgotten.
         """
         topic = self.plan.topic
         sides = self.cluster.topics[topic].places
@@ -109,7 +98,7 @@ class Replay:
         return self.done
 
     async def _known(self, side: TopicPartition, *, stable: bool) -> tuple[int | None, int | None]:
-        """Return the position and the replay mark of a partition of the side topic."""
+        """Return a partition's committed replay position and its replay mark."""
         position = await committed_offset(self.wire, self.topology.replay_group, side, stable=stable)
         return position, await committed_offset(self.wire, self.topology.replay_mark_group, side, stable=False)
 
@@ -129,7 +118,7 @@ class Replay:
         )
 
     async def _begin(self, session: Session, side: TopicPartition) -> int:
-        """Set the replay mark, which later reveals a forgotten position, and return the offset to begin at."""
+        """Set the replay mark, and return the offset at which the replay begins."""
         # The position is read in the new epoch, because a replay that was killed may have had a commit in flight.
         position, mark = await self._known(side, stable=True)
         start = (await bounds_of(self.wire, side)).start
@@ -141,8 +130,7 @@ class Replay:
         if position is not None and position < start and gone not in self.done.left:
             self.done.left.append(gone)
         begun = max(position or 0, start)
-        # The position is committed first, because a replay mark without a position means that the position was
-        # forgotten.
+        # The position is committed first, because a mark without a position means that the position was forgotten.
         await session.commit({side: Position(begun)})
         await self._set_mark(side, begun)
         return begun
@@ -158,8 +146,7 @@ class Replay:
                 if unknown > _MOST_UNKNOWN:
                     raise
             except RecordRefused as refused:
-                # From now on, each batch contains only one record, so that the broker's response identifies a refused
-                # record.
+                # From now on, each batch contains one record, so that the response identifies a refused record.
                 found = self.refused.setdefault(side, {})
                 if len(refused.rows) == 1:
                     found[refused.rows[0]] = "its target topic refuses it"
@@ -176,8 +163,7 @@ class Replay:
             deadline_ms=DEADLINE_MS,
         )
         await session.open()
-        # The position is committed in any case, because the broker forgets it offsets.retention.minutes after the last
-        # commit.
+        # The position is committed in any case, so that offsets.retention.minutes begins again.
         position = await self._begin(session, side)
         fetcher = FeedFetcher(self.wire, await TopicCheck.of(self.wire, side.topic), wait_ms=WAIT_MS)
         fetcher.begin(side, position)
@@ -185,8 +171,7 @@ class Replay:
             while position < end and (self.plan.limit is None or self.done.sent < self.plan.limit):
                 for answer in await fetcher.poll([side]):
                     position = await self._send(session, side, answer, end)
-            # The replay mark is set to the committed position, not to the end of what was read, so that the next replay
-            # again reports later records that cannot be sent.
+            # The mark is not set past the committed position, so that the next replay reports unsendable records again.
             reached, _ = await self._known(side, stable=True)
             await self._set_mark(side, reached or 0)
         finally:
@@ -212,8 +197,6 @@ class Replay:
                 lines.setdefault(target, []).append(line)
                 count += 1
         if lines:
-            # After a refusal, each batch contains one record, so that the broker's response identifies a refused
-            # record.
             single = 1 if side in self.refused else None
             compression = self.settings.topics.compression
             for target, part in sorted(lines.items()):
@@ -224,7 +207,7 @@ class Replay:
         return next_offset
 
     def _line(self, side: TopicPartition, columns: Columns, row: int) -> tuple[TopicPartition, Line] | str:
-        """Return the partition and the record to send to it, or a sentence that says why the record cannot be sent."""
+        """Return the target partition and the record to send, or the reason why the record cannot be sent."""
         names = _LATE_HEADERS if self.plan.output else _DEAD_HEADERS
         headers = columns.headers[row]
         own, ours = headers[: -len(names)], headers[-len(names) :]

@@ -1,8 +1,4 @@
-"""Does the work of a `dedup` task: it judges records, buffers their sightings, and creates the records to send.
-
-If there is a repartition topic, `unwrap` first restores the records as they were in the source topics, using headers
-that contain their source positions and timestamps.
-"""
+"""Does the work of a `dedup` task: judges records, buffers their sightings, and creates the records to send."""
 
 from __future__ import annotations
 
@@ -51,13 +47,9 @@ FOREIGN: Final = (
     "dedup-timestamp. Stop any other program that writes to that topic, then run `dedup reset`."
 )
 _WARM_IDS: Final = 20_000
-"""After a restart, each commit loads this many IDs into the Bloom filters, which takes about 10 ms, until all are
-loaded.
-"""
+"""The number of IDs that each commit after a restart loads into the Bloom filters, in about 10 ms."""
 _MOST_FOLDS: Final = 3
-"""The number of attempts to judge a whole batch. Each attempt may find one record that its topic does not accept; if
-even the last attempt finds one, the batch is judged in parts.
-"""
+"""How often a whole batch is folded, each time without one more refused record, before it is judged in parts."""
 PIECE: Final = 64
 """The number of records per part. Each record that its topic does not accept requires one more fold of its part."""
 _NO_HEADERS: Final[list[Header]] = []
@@ -120,7 +112,7 @@ def record_key_of(state_key: bytes) -> bytes | None:
 
 
 def note_format(rows: Rows, row: int, plan: DedupPlan, judged: TaskNumbers) -> None:
-    """Count a dead letter by its format unless it is JSON; log the first dead letter of each topic and format."""
+    """Count a dead letter that is not JSON by its format, and log the first one of each topic and format."""
     fault = rows.extracted.faults.get(row)
     if fault is None or not fault.format_name:
         return
@@ -140,7 +132,7 @@ def note_format(rows: Rows, row: int, plan: DedupPlan, judged: TaskNumbers) -> N
 
 @dataclass(frozen=True, slots=True)
 class Unwrapped:
-    """A batch of records as they were in the source topics, with columns for the feed and the offset of each record."""
+    """Records as they were in the source topics, with the feed and the source offset of each record."""
 
     batch: FeedBatch
     """The batch has the offsets of the repartition topic, and the timestamps and headers of the source topics."""
@@ -151,7 +143,7 @@ class Unwrapped:
 
 
 def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
-    """Return the records as they were in the source topics.
+    """Return records of the repartition topic as they were in the source topics, according to their headers.
 
     Raises InvariantBroken if a record has no source position.
     """
@@ -162,8 +154,7 @@ def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
     headers: list[list[Header]] = []
     idle_rows: set[int] = set()
     for row, own in enumerate(batch.headers):
-        # The repartition task added the last two headers. The source record's own headers may have any name, including
-        # the names of headers that an upstream dedup adds.
+        # The repartition task added the last two headers. The record's own headers may have the same names.
         ours = dict(own[-2:])
         timestamp, idle, source = ours.get(TIMESTAMP), ours.get(IDLE), ours.get(SOURCE)
         if idle is not None:
@@ -190,10 +181,9 @@ def sighting_batches(
     compression: str,
     most_bytes: int = BATCH_BYTES,
 ) -> list[RecordBatch]:
-    """Return the changelog record batches for sightings; ``writes`` maps each segment to the values of its IDs."""
+    """Return record batches for the changelog; ``writes`` maps each segment to the IDs and their encoded sightings."""
     if len(writes) == 1:
-        # In the usual case, which is handled here, there is only one segment and all IDs have the same length, so they
-        # can be arranged in columns.
+        # In the usual case of one segment and IDs of equal length, the sightings can be arranged in columns.
         ((segment, part),) = writes.items()
         batch = equal_records(
             changelog,
@@ -219,8 +209,7 @@ class DedupPlan:
     feeding: TopicPartition
     changelog: TopicPartition
     feeds: tuple[Feed, ...]
-    """All source partitions whose records can reach this task; there is only one if the task reads the source directly.
-    """
+    """All source partitions whose records can reach this task; just one if the task reads the source topic directly."""
     source_topics: tuple[str, ...]
     wrapped: bool
     """True if the feeding topic is the repartition topic; see `unwrap`."""
@@ -231,8 +220,7 @@ class DedupPlan:
     fingerprint: bytes
     compression: str
     feeding_topic_id: str = ""
-    """Kafka's ID of the feeding topic. A recreated topic has a different ID and different records at the same offsets.
-    """
+    """Kafka's ID of the feeding topic, which distinguishes it from a recreated topic of the same name."""
     logged: set[Hashable] = field(default_factory=set)
     """The messages that were already logged. All tasks of the worker share this set."""
     partitions: int = 1
@@ -241,7 +229,7 @@ class DedupPlan:
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """The records of a transaction that were judged as being in the future."""
+    """Records of one transaction that have event times in the future, according to the worker's clock."""
 
     least_ms: int
     """The smallest event time of these records."""
@@ -277,25 +265,22 @@ class DedupTask(TaskWork):
 
     @property
     def oldest_live_ms(self) -> int:
-        """The smallest event time at which a live sighting can end, given the applied stream time."""
+        """The smallest `last_ms` of a sighting that is still live at the applied stream time."""
         return self._window.oldest_live_ms(self._applied.value_ms)
 
     @property
     def truncate_below(self) -> int | None:
         """The lowest changelog offset that a live segment needs, or None if there is no segment.
 
-        The offset is computed from applied state only. The changelog records of sightings that are not applied yet have
-        higher offsets, because the store's position is at or above the first offset of every segment and below the open
-        transaction's records.
+        Sightings that are not applied yet do not matter, because their changelog records have higher offsets.
         """
         store = self.store
         record = None if store is None else store.task_record
         if store is None or record is None or record.kept_from == NOT_SAID:
             return None
         births = store.segments().values()
-        # The result is never above the offset in the last task record, because otherwise, an owner with an empty disk
-        # would conclude that somebody else has deleted records. Owners may know different first offsets for the same
-        # segment; the next commit records the offset of this owner.
+        # The result never exceeds the offset in the last task record; otherwise, an owner with an empty disk would
+        # conclude that somebody else has deleted records.
         return min([*births, record.kept_from]) if births else None
 
     def _opened(self) -> tuple[Store, WriteBuffer]:
@@ -325,16 +310,12 @@ class DedupTask(TaskWork):
         feeds = {feed: known.get(feed, FeedProgress()) for feed in plan.feeds}
         self._applied = self._stream_time = StreamTime(record.stream_time_ms, feeds)
         self._numbers.reached(record.stream_time_ms)
-        # Segments expire by the applied stream time, here as after a commit, because the open transaction may still be
-        # aborted.
+        # Segments expire by the applied stream time, because the open transaction may still be aborted.
         store.drop_below(self.oldest_live_ms, self._segment_ms)
         return max(committed or 0, record.next_offset)
 
     async def overtaken(self) -> bool:
-        """Apply what other owners have written in the meantime.
-
-        Return whether this includes a task record, which every commit writes.
-        """
+        """Apply what other owners have written to the changelog, and return whether one of them has committed."""
         store, _ = self._opened()
         before = store.task_record
         await self._restore(store)
@@ -352,12 +333,12 @@ class DedupTask(TaskWork):
         return restored.records
 
     def _kept_from(self, oldest_ms: int) -> int:
-        """Return a changelog offset; all state that ends at ``oldest_ms`` or later was written at or above this offset.
+        """Return an offset at or above which the changelog contains all sightings that end at ``oldest_ms`` or later.
 
-        After a task record with this offset is applied, `truncate_below` never exceeds the offset, so a truncation by a
-        partition's owner is never mistaken for a loss. The offset rises when segments expire, but not when the
-        changelog begins later than before, because somebody else may have truncated the changelog, and then only this
-        disk may contain the deleted records.
+        After a task record with the returned offset is applied, `truncate_below` never exceeds that offset, so a
+        truncation by a partition's owner is never mistaken for a loss. The offset does not rise when the changelog
+        begins later than before: if somebody else has truncated the changelog, this disk may hold the only copy of the
+        deleted records.
         """
         store, _ = self._opened()
         births = [birth for start, birth in store.segments().items() if start + self._segment_ms > oldest_ms]
@@ -389,11 +370,10 @@ class DedupTask(TaskWork):
         return batches
 
     def _judged_in(self, most_folds: int, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch] | None:
-        """Judge a batch; return None and change nothing if the last fold still finds a record that its topic refuses.
+        """Judge a batch, or return None and change nothing if topics still refuse a record after ``most_folds`` folds.
 
-        If topics refuse several records, each fold turns only the first of them into a dead letter. A dead letter
-        leaves no sighting, so the verdicts on later records may change. For example, the next record with the same ID
-        may become unique.
+        Each fold makes one refused record a dead letter, because a dead letter may change the verdicts on later
+        records.
         """
         plan = self.plan
         source = unwrap(batch, plan.source_topics) if plan.wrapped else Unwrapped(batch, plan.feeds, batch.offsets)
@@ -423,7 +403,7 @@ class DedupTask(TaskWork):
         return None
 
     def _note_future(self, rows: Rows, outcome: Outcome, ceiling_ms: int) -> None:
-        """Remember records that were judged as being in the future, because a broker's clock may contradict this."""
+        """Remember records whose event time is in the future, because a broker's clock may show that it is not."""
         if outcome.dead or outcome.clamped:
             future = [time_ms for time_ms in rows.extracted.times_ms if time_ms > ceiling_ms]
             if future:
@@ -445,8 +425,7 @@ class DedupTask(TaskWork):
 
     def _lookup(self, ids: Sequence[bytes], least_ms: int) -> Mapping[bytes, Sightings]:
         window = self._window
-        # All later segments are searched, because an extended sighting, possibly from an earlier version of the
-        # topology, is in the segment in which it ends.
+        # All later segments are searched, because an extended sighting is in the segment in which it ends.
         found = self._opened()[1].get_many(ids, after_ms=least_ms - window.guard_ms - self._segment_ms)
         return {
             key: decode_sightings(values[0]) if len(values) == 1 and not window.extend else _longest(values)
@@ -454,7 +433,6 @@ class DedupTask(TaskWork):
         }
 
     def _remember(self, rows: Rows, outcome: Outcome, now_ms: int) -> list[RecordBatch]:
-        """Add new sightings to the open generation, and return these sightings as changelog record batches."""
         writes, plan = self._writes(rows, outcome), self.plan
         if not writes:
             return []
@@ -481,10 +459,6 @@ class DedupTask(TaskWork):
         return writes
 
     def _grouped(self, rows: Rows, outcome: Outcome) -> Iterator[tuple[int, Feed, list[int]]]:
-        """Yield the rows of each segment and feed.
-
-        Usually, there is one segment and one feed, so this case is tried first.
-        """
         times_ms, singles = outcome.judged_times_ms, outcome.singles
         taken = list(map(times_ms.__getitem__, singles))
         least = self._window.segment_of(min(taken))

@@ -37,9 +37,7 @@ _FRESH_S: Final = 2.0
 """Maximum age of a response from a partition's leader; the leader of a quiet partition responds five times a second."""
 _Record = tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]
 Value = float | Durations | Mapping[str, float] | None
-"""The value of one sample, a mapping from values of the metric's last label to sample values, or None if the value is
-unknown.
-"""
+"""One sample's value (None if unknown), or a mapping from the values of the metric's last label to sample values."""
 
 
 def _stream_time_s(task: TaskSeen) -> float | None:
@@ -82,7 +80,7 @@ WORKER_READERS: Final[Mapping[str, Callable[[WorkerSeen], Value]]] = {
 
 
 class _Scrape(Collector):
-    """The metrics of a worker at one moment. The counters of its tasks are added up only once for all metrics."""
+    """The metrics of a worker at one moment."""
 
     def __init__(self, seen: WorkerSeen) -> None:
         self._seen: Final = seen
@@ -200,7 +198,7 @@ class Introspection:
         )
 
     def look_up(self, text: str) -> LookedUp:
-        """Look an ID up in the state of this worker's partitions.
+        """Look up an ID in the state of this worker's partitions.
 
         Raises SettingsError if ``text`` cannot be an ID of this topology.
         """
@@ -231,13 +229,12 @@ class Introspection:
         guarded_ms = sighting.last_ms + topology.window.guard_ms
         went = None
         if topology.output is not None:
-            # With a repartition topic, the record's key determines the output partition, and a sighting does not
-            # contain the key.
+            # With a repartition topic, the output partition depends on the record key, which is not in a sighting.
             went = f"{topology.output.topic}/{source_partition}" if topology.direct else topology.output.topic
         return SeenId(partition, sighting.first_ms, sighting.last_ms, guarded_ms, place, live, went)
 
     def pulse(self) -> Iterator[TaskPulse]:
-        """For every task, yield the numbers that are cheap to read."""
+        """Yield the counters and the lag of every task, which are cheap to read."""
         for feeding, task in self.app.tasks.running.items():
             yield TaskPulse(task.numbers, self._lag(feeding, task))
 
@@ -251,8 +248,8 @@ class Introspection:
     def peers(self) -> tuple[Peer, ...]:
         """Return the group's members as of the last assignment, sorted by name, or nothing before the first assignment.
 
-        Each member announces an address when it joins, and the assignment distributes the addresses to all members,
-        like `application.server` in Kafka Streams (KIP-67). A worker in the result may have died since then.
+        Each member announces its address when it joins, as with `application.server` in Kafka Streams (KIP-67). Some
+        members may have died since the last assignment.
         """
         tasks: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
         assignor = cast("PartitionAssignor", self.app.assignor)
@@ -289,9 +286,8 @@ class Introspection:
 def state_keys(topology: Topology, text: str) -> list[bytes]:
     """Return the state keys of all IDs that a user's input may stand for.
 
-    For example, ``7`` may be the string "7" or the number 7.
-
-    Users write a composite ID as a JSON array of its parts, and a content ID as the content itself.
+    For example, the input ``7`` may stand for the string "7" or the number 7. Users write a composite ID as a JSON
+    array of its parts, and a content ID as the content itself.
     """
     recipe = Recipe(topology.tracking_id, fmt=topology.source.format)
     keys: list[bytes] = []

@@ -1,7 +1,6 @@
 """Formats each event in a worker's logs as one line of text or JSON, and writes it to standard error.
 
-A JSON object also contains the task, topic, and partition that occur in the message's arguments. Logs never contain
-record values.
+A JSON line also names the task, topic, and partition in the message's arguments. Logs never contain record values.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def _about(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
 
 @dataclass(slots=True)
 class _Outage:
-    """A continuing failure. Its times, in seconds, are those of its log records."""
+    """A continuing failure, with the times, in seconds, of its log records."""
 
     said_s: float
     last_s: float
@@ -87,10 +86,9 @@ class _Outage:
 
 
 class Outages(logging.Filter):
-    """Reduces aiokafka's messages about a failure to the first one and one per minute, and logs the end of the failure.
+    """Limits aiokafka's messages about the same failure to one per minute, and logs when the failure is over.
 
-    Without this filter, aiokafka logs each failed attempt to reach a node, about 20 per second, and logs nothing when
-    an attempt succeeds.
+    Without this filter, aiokafka logs each failed attempt to reach a node, about 20 per second, but never a success.
     """
 
     def __init__(self) -> None:
@@ -134,7 +132,7 @@ def _failure(record: logging.LogRecord) -> str:
 
 
 def set_up_logging(settings: Settings) -> None:
-    """Send logs to standard error in the configured format and level."""
+    """Send logs to standard error in the configured format and at the configured level."""
     handler = logging.StreamHandler(sys.stderr)
     if settings.log.format == "json":
         handler.setFormatter(JsonFormatter(settings.worker_id))

@@ -1,8 +1,7 @@
 """Finds the offset where a task starts to read: the committed one or, if there is none, the one that `start` specifies.
 
-The metadata of each committed offset is a note that contains the IDs of the topics that the offset refers to (KIP-516),
-because Kafka stores offsets under a topic's name. A recreated topic has different records at the same offsets, and a
-recreated changelog does not contain the state up to these offsets.
+The metadata of each committed offset contains topic IDs (KIP-516), because Kafka stores offsets by topic name and a
+recreated topic has different records at the same offsets.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ RESETTING: Final = "dedup-reset-in-progress"
 
 
 async def bounds_of(wire: Wire, partition: TopicPartition) -> LogBounds:
-    """Return a partition's first offset and high watermark. Retries while the partition's leader changes."""
+    """Return a partition's first offset and high watermark, and retry while the partition's leader changes."""
     return await answered(wire, lambda: wire.bounds(partition))
 
 
@@ -44,7 +43,7 @@ async def ends_of(wire: Wire, partitions: Iterable[TopicPartition]) -> dict[Topi
 
 
 async def answered(wire: Wire, ask: Callable[[], Awaitable[T]]) -> T:
-    """Send an idempotent request until there is a response, and return the response."""
+    """Repeat an idempotent request until there is a response, and return the response."""
     while True:
         try:
             return await ask()
@@ -53,7 +52,7 @@ async def answered(wire: Wire, ask: Callable[[], Awaitable[T]]) -> T:
 
 
 async def first_offset(wire: Wire, feeding: TopicPartition, start: Start) -> int:
-    """Return the offset that ``start`` specifies. A time in ms specifies the first record at or after that time."""
+    """Return the offset that ``start`` specifies. A time in ms stands for the first record at or after that time."""
     bounds = await bounds_of(wire, feeding)
     match start:
         case "earliest":
@@ -87,10 +86,9 @@ async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, st
 async def committed_position(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> Position | None:
     """Return the group's committed offset with its leader epoch and its note.
 
-    The function retries while the group's coordinator is unavailable. If ``stable`` is True, it also retries while an
-    open transaction may change the offset (KIP-447). The owner of a partition never waits long, because it has ended
-    the open transactions of its transactional ID. An observer may wait until the transaction of a dead worker times
-    out.
+    The function retries while the coordinator is unavailable and, with ``stable``, while an open transaction may change
+    the offset (KIP-447). A caller that does not own the partition may have to wait until the transaction of a dead
+    worker times out.
     """
     while True:
         answer = await answered(wire, lambda: wire.committed_offset(group, source, stable=stable))
@@ -105,17 +103,14 @@ async def committed_position(wire: Wire, group: str, source: TopicPartition, *, 
 
 
 def offset_note(feeding_id: str, changelog_id: str | None = None) -> str:
-    """Return the note on a task's committed offset.
-
-    The note contains the ID of the feeding topic and, if the task keeps state, the ID of the changelog.
-    """
+    """Return the note on a committed offset: the feeding topic's ID and, for a task with state, the changelog's ID."""
     return f"{_FEEDING}={feeding_id}" + (f" {CHANGELOG}={changelog_id}" if changelog_id is not None else "")
 
 
 def refuse_other_topics(found: str, ours: str, feeding: TopicPartition) -> None:
     """Raise StateIncompatible if the note of a committed offset names another topic or an unfinished reset.
 
-    An offset without a note was set by hand or by an older release, and is accepted.
+    An offset without a note is accepted, because it was set by hand or by an older release.
     """
     refuse_half_reset(found, feeding)
     theirs, here = _parts(found), _parts(ours)

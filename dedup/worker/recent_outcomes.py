@@ -1,7 +1,7 @@
 """Keeps samples of a task's latest duplicates, conflicts, late records, and dead letters, for display.
 
-A few samples of each kind are kept per batch, and are shown only after their transaction has been committed. A sample
-contains the position, ID, and reason, but never the payload.
+At most `MOST_OF_A_BATCH` samples of each kind are kept per batch, and samples become visible when their transaction is
+committed. A sample contains the record's position and ID and the reason for the verdict, but never the payload.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _cases(rows: Rows, outcome: Outcome, now_ms: int) -> list[_Case]:
 
 
 def _about(duration_ms: int) -> str:
-    """Format a duration; it is rounded to seconds from ten seconds up and to minutes from ten minutes up."""
+    """Format a duration, rounded to seconds from ten seconds up and to minutes from ten minutes up."""
     unit_ms = 1 if duration_ms < _SECONDS_FROM_MS else 1_000 if duration_ms < _MINUTES_FROM_MS else 60_000
     return format_duration(round(duration_ms / unit_ms) * unit_ms)
 

@@ -1,8 +1,4 @@
-"""Turns outcomes into record batches in the broker's own format, and decides each record's topic and headers.
-
-This module also keeps track of what brokers have refused in the open transaction (`Refusals`) and of the size limits of
-topics (`Limits`).
-"""
+"""Turns verdicts into record batches, and decides to which topic and with which headers each record is sent."""
 
 from __future__ import annotations
 
@@ -54,17 +50,11 @@ _FIRST_SOURCE: Final = "dedup-first-source"
 IDLE: Final = "dedup-idle"
 DIGEST: Final = "dedup-digest"
 ID: Final = "dedup-id"
-"""The header that contains the tracking ID if `dedup ingest` or `IdempotentWriter` writes a record without the ID
-elsewhere.
-"""
+"""The header that contains the tracking ID if the writer (`dedup ingest`, `IdempotentWriter`) puts it nowhere else."""
 REPLAYED: Final = "dedup-replayed"
-"""The header of a record that `dedup replay` has sent; it contains the source position where the record was first
-judged.
-"""
+"""The header of a record that `dedup replay` has sent; it contains the position where the record was first judged."""
 SLACK_BYTES: Final = 65_536
-"""Late and dead-letter topics accept records that are larger than the source's by this number of bytes, to leave room
-for the added headers.
-"""
+"""How much larger than a source record a late record or dead letter may be, because of the added headers."""
 _LATE_ADDED: Final = 2
 """Number of headers that `RecordCollector` adds to a late record (source position and timestamp)."""
 _DEAD_ADDED: Final = 4
@@ -91,7 +81,7 @@ class SideTopics(NamedTuple):
 
 @dataclass(slots=True)
 class Refusals:
-    """What brokers have refused since the last commit, and the replacements that this requires."""
+    """The records that brokers have refused since the last commit, and what replaces these records."""
 
     rows: Misfits = field(default_factory=dict)
     """Records that a topic does not accept. Whether a record would be sent to that topic depends on its verdict."""
@@ -100,13 +90,12 @@ class Refusals:
     cuts: dict[TopicPartition, set[int]] = field(default_factory=dict)
     """Maps each target partition to the feeding offsets where one record batch ends and the next one begins."""
     times_ms: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Maps each topic to the smallest and greatest timestamps that the broker accepts, according to its error message.
-    """
+    """Maps each topic to the smallest and greatest timestamps that its broker accepts, as named in an error message."""
 
     def learn(self, refusal: RecordRefused, side_topics: SideTopics) -> int | None:
         """Record the refusal of a batch; return the offset of a record that no topic accepts, or None.
 
-        Raises ``refusal`` if it concerns only records that dedup created, because such records cannot be replaced.
+        Raises ``refusal`` if it concerns only dedup's own records, which nothing can replace.
         """
         topic = refusal.topic
         rows = [row for row in refusal.rows if row != OWN_ROW]
@@ -143,7 +132,7 @@ class Refusals:
 
 
 def faults_of(batch: FeedBatch, refused: Mapping[int, str]) -> dict[int, Fault]:
-    """Return a fault for each row that the broker refuses or whose header name is not UTF-8."""
+    """Return a fault for each record that the broker refuses or that has a header name that is not UTF-8."""
     faults = {}
     for row, offset in enumerate(batch.offsets):
         if offset in refused:
@@ -154,10 +143,10 @@ def faults_of(batch: FeedBatch, refused: Mapping[int, str]) -> dict[int, Fault]:
 
 
 class Limits:
-    """The size limits of the topics that a worker writes to. All tasks of the worker share this object.
+    """The size limits of the topics that a worker writes to. All tasks of a worker share one `Limits` object.
 
     A limit is trusted for a minute, so that an increase of `max.message.bytes` is noticed without a restart. When a
-    limit is older than a minute, a record that is too large is sent anyway, and the limit is read again only if the
+    limit is older than a minute, a record that seems too large is sent anyway, and the limit is read again only if the
     broker refuses the record.
     """
 
@@ -168,7 +157,7 @@ class Limits:
         self._read_ms: Final = dict.fromkeys(known, clock.now_ms())
 
     def most_bytes(self, topic: str) -> int:
-        """Return the largest uncompressed size at which the broker is certain to accept a batch of several records."""
+        """Return the largest uncompressed size of a batch of several records that the broker certainly accepts."""
         known = self._known.get(topic)
         return BATCH_BYTES if known is None else known.surely_fits_bytes
 
@@ -188,7 +177,7 @@ class Limits:
         )
 
     async def look_again(self, target: TopicPartition) -> None:
-        """Read the size limit of the partition's topic again. If the broker does not respond, nothing changes."""
+        """Read the size limit of the partition's topic again; keep the known limit if the broker does not respond."""
         try:
             limit = await self._wire.limit(target)
         except NoAnswer as error:
@@ -222,8 +211,7 @@ class Routes:
     conflicts: Route | None = None
     output_headers: bool = False
     keep_partition: bool = True
-    """True if an output record gets its source's partition number; otherwise, its key or ID determines the partition.
-    """
+    """True if an output record keeps its source partition number; otherwise, its key or ID determines the partition."""
     time_is_record: bool = True
     """True if the event time is the record's timestamp; in that case, the output record gets the clamped event time."""
     compression: str = "snappy"
@@ -231,7 +219,7 @@ class Routes:
 
 @dataclass(frozen=True, slots=True)
 class RecordCollector:
-    """Turns the outcome of `fold` into record batches for one task."""
+    """Turns the verdicts on one task's records into record batches."""
 
     routes: Routes
     partition: int
@@ -273,7 +261,7 @@ class RecordCollector:
     def fitting(
         self, target: TopicPartition, lines: Iterable[Line], refusals: Refusals, misfits: Misfits
     ) -> list[RecordBatch]:
-        """Return the lines (records to send) as batches; those that the topic does not accept go to ``misfits``."""
+        """Return lines (records to send) as batches, and add lines that the topic does not accept to ``misfits``."""
         if refusals.rows or target.topic in refusals.times_ms:
             lines = list(_taken_there(lines, target.topic, refusals, misfits))
         batches = []
@@ -400,7 +388,7 @@ def _taken_there(lines: Iterable[Line], topic: str, refusals: Refusals, misfits:
 
 
 def _digest(line: Line, added: int) -> Line:
-    """Return a digest to send in place of a record that is too large; a header with the source position identifies it.
+    """Return a digest to send in place of a record that is too large.
 
     Only the last ``added`` headers, which dedup added, are kept, because the source record's own headers may be large.
     """

@@ -44,7 +44,7 @@ class RepartitionTask(TaskWork):
         numbers: TaskNumbers,
         refuse_lost: Callable[[], Awaitable[None]],
     ) -> None:
-        """``refuse_lost`` raises StateIncompatible if a partition without a committed offset was read before."""
+        """``refuse_lost`` raises StateIncompatible if the source partition was read but has no committed offset."""
         super().__init__(wire, collector, clock, numbers)
         self._plan: Final = plan
         self._refuse_lost: Final = refuse_lost
@@ -60,8 +60,7 @@ class RepartitionTask(TaskWork):
         """Return the records as batches for the partitions of their IDs, and add their source positions as headers."""
         plan = self._plan
         extracted = plan.extractor(batch.keys, batch.values, batch.headers, batch.timestamps_ms)
-        # A record without an ID also needs a verdict, so it is sent to a `dedup` task, which makes it a dead letter or
-        # applies the policy for such records.
+        # A record without an ID also needs a verdict, so it is sent to a `dedup` task, too.
         fallback = batch.feeding.partition % plan.partitions
         with_id = [row for row, key in enumerate(extracted.ids) if key is not None]
         chosen = [fallback] * len(batch)
@@ -93,7 +92,7 @@ class RepartitionTask(TaskWork):
     def _dead_letters(
         self, batch: FeedBatch, extracted: Extracted, refusals: Refusals, refused: Mapping[int, str]
     ) -> list[RecordBatch]:
-        """Return dead letters for records that the repartition topic does not accept and no `dedup` task will read."""
+        """Return dead letters for records that the repartition topic does not accept."""
         dead = [(row, DeadLetter(fault.code, fault.detail)) for row, fault in faults_of(batch, refused).items()]
         self._judged.verdicts["dead_letter"] += len(dead)
         self._judged.dead_reasons.update(letter.code for _, letter in dead)
@@ -103,7 +102,7 @@ class RepartitionTask(TaskWork):
         return self.collector.publish(batch, rows, outcome, refusals, {})  # none is left out
 
     def idle(self) -> list[RecordBatch]:
-        """For each partition of the repartition topic, return a marker that says that this feed has no new records."""
+        """Return one marker per partition of the repartition topic, which says that this feed has no new records."""
         topic, partition = self._plan.feeding
         now_ms = self._clock.now_ms()
         headers: list[Header] = [(IDLE, f"{topic}/{partition}".encode()), (TIMESTAMP, str(now_ms).encode())]

@@ -1,7 +1,7 @@
 """Implements `dedup reset`, which deletes the offsets, changelog, repartition topic, and local state of a topology.
 
 After a reset, the topology starts as if it were new. An interrupted reset can be run again. Before anything is deleted,
-a note is added to the group's offsets, and a worker that finds this note refuses to start until a reset has finished.
+the reset adds a note to the group's offsets, and no worker starts while that note exists.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Doomed:
 
 
 def local_state(topology: Topology, state_dir: Path) -> tuple[Path, ...]:
-    """Return the state directories of a topology's partitions, for one worker or for a fleet on this machine."""
+    """Return the state directories of a topology's partitions, of one worker or of a fleet on this machine."""
     homes = [state_dir, *(path for path in state_dir.iterdir() if path.is_dir())] if state_dir.is_dir() else []
     owned = [home / topology.name for home in homes if (home / topology.name).is_dir()]
     return tuple(sorted(path for directory in owned for path in directory.iterdir() if path.name.isdigit()))
@@ -67,7 +67,7 @@ def delete_local_state(partitions: Sequence[Path]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """One reset of one topology."""
+    """A reset of one topology."""
 
     topology: Topology
     settings: Settings
@@ -89,7 +89,7 @@ class Reset:
         return Doomed(self.topology.name, tuple(sorted(have)), partitions, places)
 
     async def run(self, doomed: Doomed, to: Start | None) -> dict[TopicPartition, int]:
-        """Delete everything and recreate the topics. Return the offsets that were set, or none if ``to`` is None."""
+        """Delete the state, recreate the topics, and return the offsets that were set (none if ``to`` is None)."""
         topology = self.topology
         await self.look()  # a worker may have joined in the meantime
         have = await self.admin.topics(topic_names(topology))
@@ -108,6 +108,7 @@ class Reset:
         # The checkpoints belong to the deleted changelog, so workers would refuse them.
         for storage, partition in await self._checkpoints():
             await transfer(lambda _, s=storage, p=partition: s.delete(topology.name, p), str(storage))  # type: ignore[misc]
+        # No changelog exists now, so the recorded ends are older than any new state.
         await self._leave_mark(left, offsets)
         made = await self.admin.create(wanted)
         await self._until(len(made), made, "not there yet")
@@ -129,10 +130,7 @@ class Reset:
         return [(storage, partition) for partition in kept]
 
     async def _leave_mark(self, left: Mapping[str, Topic], offsets: Mapping[TopicPartition, int]) -> None:
-        """Record the current ends of the topics that are written to, because `dedup verify` checks only later records.
-
-        Call this function while no changelog exists, so that the recorded ends are older than any new state.
-        """
+        """Record the current ends of the topics that dedup writes, because `dedup verify` checks only later records."""
         written = [place for name in self.topology.written_topics if name in left for place in left[name].places]
         ends = await ends_of(self.wire, written)
         mark = Group(self.wire, self.topology.reset_group)
@@ -155,10 +153,7 @@ class Reset:
         return Session(self.wire, transactional_id, self.topology.name, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS)
 
     async def _until(self, there: int, names: Sequence[str], what: str) -> None:
-        """Wait until the given number of topics exists.
-
-        A broker may respond before all other brokers know of a change.
-        """
+        """Wait until exactly ``there`` of the named topics exist; brokers learn of changes at different times."""
         deadline_s = asyncio.get_running_loop().time() + _KNOWN_WITHIN_S
         while len(await self.admin.topics(names)) != there:
             if asyncio.get_running_loop().time() > deadline_s:
@@ -166,10 +161,7 @@ class Reset:
             await asyncio.sleep(LOOK_S)
 
     async def _begin_at(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Write each partition's offset and task record in one transaction, as a task that has judged nothing would do.
-
-        Offsets without task records would look as if the changelog had been emptied, which no worker accepts.
-        """
+        """Write each partition's offset with a task record, because workers refuse offsets without task records."""
         topology = self.topology
         cluster = Cluster(await self.admin.topics(topic_names(topology)))
         fingerprint = topology.state_fingerprint(cluster.source_partitions(topology))
@@ -185,7 +177,7 @@ class Reset:
     async def _write(
         self, session: Session, changelog: TopicPartition, line: Line, offsets: Mapping[TopicPartition, int]
     ) -> None:
-        """Commit one record and the offsets. The commit is idempotent, so it is retried if its outcome is unknown."""
+        """Commit one record and the offsets, and retry if the outcome is unknown, because the commit is idempotent."""
         for attempt in range(MOST_ATTEMPTS):
             try:
                 await session.open()

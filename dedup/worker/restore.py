@@ -1,16 +1,12 @@
-"""Restores a store, in batches, from its own position to the true end of the changelog, and maintains standbys.
+"""Restores a store, in batches, from its own position to the end of the changelog, and maintains standbys.
 
-The true end is the high watermark as read after InitProducerId. By that time, all earlier transactions of the task's
-transactional ID have ended. An open transaction of another transactional ID can hide records only until it times out.
-Committed records are read until the *position* reaches the end, because the last offsets may belong to transaction
-markers or to records that were compacted away.
+A restore ends at the high watermark as read after InitProducerId, which has ended all earlier transactions of the task.
+The store's *position* must reach the high watermark, because the last offsets may belong to transaction markers or to
+records that were compacted away.
 
-This module also refuses to restore if state, changelog, topology, and offsets do not match each other, and logs the
-effect of a changed guard period or grace. The state does not contain the guard period or the grace itself, but the
-width of its segments, which is half of their sum. A change that leaves the sum the same is not noticed here and
-requires no restore.
-
-A standby is a copy of the store of another worker's partition that is kept up to date from the changelog.
+A changed guard period or grace is noticed only if their sum changes, because the state contains only the width of its
+segments, which is half of that sum. A standby is a copy of another worker's store that is kept up to date from the
+changelog.
 """
 
 from __future__ import annotations
@@ -42,8 +38,7 @@ _WIDTHS: Final = 2
 FETCH_BYTES: Final = 8 << 20
 WAIT_MS: Final = 500
 _LOOK_BACK: Final = 256
-"""The number of offsets at the changelog's end that are searched first for a task record; without one, the range grows.
-"""
+"""The number of offsets at the changelog's end that are searched first for a task record; the range then grows."""
 _LOOK_BYTES: Final = 1 << 20
 Progress = Callable[[int, int], None]
 """A callback that receives the number of restored offsets and the total number of offsets to restore."""
@@ -64,11 +59,7 @@ def why_restored(changelog: TopicPartition, record: TaskRecord, window: Window) 
 
 
 def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window) -> str:
-    """Describe the effect of a changed guard period or grace; ``record`` is the changelog's newest task record.
-
-    Sightings that were dropped do not come back, so a greater sum of guard period and grace takes full effect only
-    after stream time has advanced by the difference.
-    """
+    """Describe the effect of a changed guard period or grace; ``record`` is the changelog's newest task record."""
     before_ms = _WIDTHS * record.segment_ms
     now, guard, grace = map(format_duration, (window.retention_ms, window.guard_ms, window.grace_ms))
     text = (
@@ -118,15 +109,13 @@ async def restore(
     *,
     accept: Callable[[TaskRecord], None] = lambda _: None,
 ) -> Restored:
-    """Apply all committed changelog records from the store's position to the true end.
+    """Apply all committed changelog records from the store's position to the end of the changelog.
 
-    ``accept`` is called with the task records of the store and of the changelog before the sightings that belong to
-    them are applied, and may raise an exception. Raises StateIncompatible, and leaves the store unchanged, if the store
-    was written with another changelog or the changelog contains an unfinished seed.
+    ``accept`` is called with each task record before the record's sightings are applied, and may raise an exception.
+    Raises StateIncompatible if the store does not match the changelog or if the changelog contains an unfinished seed.
     """
     bounds = await fitted(wire, changelog, store, window, accept)
-    # If the store has no task record, it contains nothing that a task has committed, but possibly part of a seed, whose
-    # mark must be read again.
+    # A store without a task record may contain part of a seed, whose mark must be read again.
     position = bounds.start if store.task_record is None else max(store.position, bounds.start)
     begin, records = position, 0
     newest: TaskRecord | None = None
@@ -180,10 +169,9 @@ async def fitted(
 ) -> LogBounds:
     """Ensure that the store can be restored from its changelog, and return the changelog's bounds.
 
-    If the segments of the store have a different width, because the guard period or grace has changed, the state is
-    deleted and read again from the changelog. Raises StateIncompatible and changes nothing if the changelog and the
-    store do not match each other or the changelog no longer contains all records that must be read. Also raises any
-    exception that ``accept`` raises; see `restore`.
+    If the window requires segments of a different width, the store is cleared, so that its state is read again. Raises
+    StateIncompatible and changes nothing if the store does not match the changelog or if the changelog lacks records
+    that must be read. Also raises any exception that ``accept`` raises.
     """
     record = store.task_record
     if record is not None:
@@ -207,8 +195,8 @@ async def fitted(
 async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBounds, held: TaskRecord | None) -> None:
     """Raise StateIncompatible if the changelog lacks records at its start that its last task record requires.
 
-    The same error is raised if the changelog has no task record although the local state has one (``held``), because
-    owners never delete the last task record.
+    A changelog without a task record is also refused if the local state has one (``held``), because owners never delete
+    the last task record.
     """
     record = await _last_task_record(wire, changelog)
     if record is None and held is not None:
@@ -232,10 +220,10 @@ async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBo
 async def truncated_to(
     wire: Wire, changelog: TopicPartition, position: int, held: TaskRecord | None, refused: StateIncompatible
 ) -> int:
-    """Return the changelog's first offset, after the partition's owner has deleted unneeded records past ``position``.
+    """Return the new first offset of a changelog whose owner has deleted the record at ``position``.
 
-    Raises ``refused``, which is the error of a fetch, if the log still contains the position. Raises StateIncompatible
-    if somebody else has deleted records that live segments need.
+    Raises ``refused``, the error of a fetch, if the changelog still contains ``position``. Raises StateIncompatible if
+    somebody else has deleted records that live segments need.
     """
     bounds = await bounds_of(wire, changelog)
     if bounds.start <= position:
@@ -267,7 +255,7 @@ def refuse_other_feeding(record: TaskRecord, topic_id: str, feeding: TopicPartit
 
 
 def apply_changelog(store: Store, window: Window, found: Collected, next_offset: int) -> None:
-    """Apply the changelog records of one fetch in a single atomic write, and use segments of the window's width."""
+    """Apply the changelog records of one fetch in a single atomic write, in segments of the window's width."""
     writes: Writes = found.writes
     if _other_grid(writes, window):
         # The sightings were written under another guard period, so they move to segments of the current width.
@@ -278,14 +266,13 @@ def apply_changelog(store: Store, window: Window, found: Collected, next_offset:
         writes = rebucket(entries, window.segment_ms)
     record = found.task_record
     if record is not None:
-        # The owner that wrote the record may have used another guard period, so the record gets this store's segment
-        # width.
+        # The owner that wrote the record may have used another guard period, and therefore another segment width.
         record = replace(record, segment_ms=window.segment_ms)
     store.apply(writes, record, next_offset)
 
 
 def _other_grid(writes: Writes, window: Window) -> bool:
-    """Return whether any sighting is in a different segment than the one that the current window requires."""
+    """Return whether any sighting belongs to a different segment under the current window."""
     width_ms = window.segment_ms
     return any(
         segment % width_ms or not all_within(part.values(), segment, segment + width_ms)
@@ -293,16 +280,14 @@ def _other_grid(writes: Writes, window: Window) -> bool:
     )
 
 
-# If the group's offsets are deleted, a `dedup` task continues from its task record, but a `repartition` task has no
-# state. Without a check, it would begin at `start`, and every record would get a second verdict. The changelog's task
-# records show which source partitions were read. A worker therefore checks all source partitions when it starts. Each
-# task checks its own partition again when it starts, because a group can be deleted while its only worker is frozen for
-# longer than the session timeout.
+# If the group's offsets are deleted, a `repartition` task, which has no task record, would begin at `start`, and every
+# record would get a second verdict. The changelog's task records show which source partitions were read. Both workers
+# and tasks check this when they start, because a group can be deleted while its only worker is frozen.
 
 
 @dataclass(slots=True)
 class LostOffsets:
-    """Raises an error for source partitions that were read although the group no longer has an offset for them."""
+    """Detects source partitions that were read but for which the group no longer has an offset."""
 
     topology: Topology
     cluster: Cluster
@@ -316,16 +301,16 @@ class LostOffsets:
             return
         missing = [feed for feed in self.cluster.feeds(self.topology) if await self._has_none(feed)]
         read = await self._read_feeds() if missing else set()
-        # A partition without an offset may have been empty until now, and another worker may just have read its first
-        # record.
+        # Meanwhile, another worker may have read the first record of a partition that was empty until now.
         lost = [feed for feed in missing if feed in read and await self._has_none(feed)]
         if lost:
             raise self._refusal(lost)
 
     async def refuse(self, feed: Feed) -> None:
-        """Raise StateIncompatible if a source partition was read before; its new owner has found no committed offset.
+        """Raise StateIncompatible if records of a source partition without a committed offset were already judged.
 
-        The owner must have fenced all earlier owners. Tasks that ask at the same time share the answer.
+        The caller must have fenced all earlier owners of the partition. Concurrent calls share one search of the
+        changelog.
         """
         if self.look is None or self.look.done():
             self.look = asyncio.create_task(self._read_feeds(), name="look for lost offsets")
@@ -385,7 +370,7 @@ class Standbys:
             self._loops[partition] = asyncio.create_task(self._follow(partition), name=f"standby {partition}")
 
     def release(self) -> None:
-        """Release every standby store immediately, because a task may be about to open it."""
+        """Release all standby stores immediately, because a task may be about to open one of them."""
         for loop in self._loops.values():
             loop.cancel()
         stores, self._loops, self._stores, self.lag = self._stores, {}, {}, {}

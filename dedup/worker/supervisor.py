@@ -24,10 +24,7 @@ _CALM_S: Final = 60.0
 FINAL: Final = frozenset({2, 3})
 """Exit codes after which a restart would not help (a usage error or incompatible state)."""
 NO_BROKER: Final = 5
-"""The exit code if no broker can be reached. If the worker never ran for `_CALM_S`, this exit code ends the fleet,
-because the address or the password is probably wrong. Otherwise, the worker is restarted, because the brokers may
-recover.
-"""
+"""The exit code if no broker can be reached, which ends the fleet only if the worker never ran for `_CALM_S`."""
 
 
 @dataclass(slots=True)
@@ -69,7 +66,7 @@ class FleetPlan:
         return [*line, *(option for option, given in flags.items() if given)]
 
     def _pages(self, number: int) -> list[str]:
-        """Return the settings of a worker's pages; the port increases by one from each worker to the next."""
+        """Return the settings of a worker's web pages, whose port increases by one from each worker to the next."""
         web = self.settings.web
         if web.port == 0:
             return []
@@ -84,7 +81,7 @@ class FleetPlan:
 
 
 def supervise(plan: FleetPlan) -> int:
-    """Run the workers of a plan until a signal arrives or all of them are done; return the exit code."""
+    """Run the workers of a plan until a signal arrives or all workers are done, and return the exit code."""
     stopping = False
 
     def stop(_number: int, _frame: object) -> None:
@@ -110,10 +107,7 @@ def supervise(plan: FleetPlan) -> int:
 
 
 def _look_after(child: Child, line: list[str], now_s: float) -> int:
-    """Restart a dead worker after its back-off.
-
-    Return an exit code that ends the fleet, or 0 if the fleet continues.
-    """
+    """Restart a dead worker after its back-off; return an exit code that ends the fleet, or 0 to continue."""
     if child.finished:
         return 0
     if child.start_at_s is not None:

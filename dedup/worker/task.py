@@ -1,16 +1,15 @@
 """Implements a task, which has one feeding partition, transactional ID, store, and changelog partition.
 
-A task exists for one assignment. Correctness depends on the order of the steps in `start`: fence the previous owner
-(InitProducerId), read the committed offset, restore the store to the true end of the changelog, and only then return
-the offset to read from. After that, each batch is processed in the same way:
+A task exists only for the duration of one assignment. Correctness depends on the order of the steps in `start`: fence
+the previous owner (InitProducerId), read the committed offset, restore the store to the end of the changelog, and only
+then return the offset to read from. After that, each batch is processed in the same way:
 
     process(batch)   judge it (pure), keep its sightings in the write buffer's open generation, send the results
     commit()         freeze the generation, add the task record, await all sends, add offset, EndTxn, apply to the store
 
-While a commit is in flight, the next batches are judged on top of the frozen generation, and their results wait to be
-sent. The store never contains an uncommitted sighting. After a crash before EndTxn, the broker aborts the transaction.
-After a later crash, the next owner restores the sightings from the changelog. If a task is closed, is fenced, or does
-not know the outcome of its commit, it is discarded and a new task is built.
+While a commit is in flight, later batches are judged, but their results are sent only after the commit. The store never
+contains an uncommitted sighting. After a crash before EndTxn, the broker aborts the transaction. After a crash between
+EndTxn and the write to the store, the next owner restores the sightings from the changelog.
 """
 
 from __future__ import annotations
@@ -77,9 +76,7 @@ class Frozen:
     apply: Callable[[Mapping[TopicPartition, int]], None]
     """Applies the generation to the store, given the offset after the last record written to each partition."""
     confirm: Callable[[int], None] = lambda _: None
-    """Receives the time in ms at which a broker appended these records, and raises ClockBehind if the time proves a
-    verdict wrong.
-    """
+    """Receives the time in ms when a broker appended the records; raises ClockBehind if it disproves a verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +89,11 @@ class Committing:
     note: str = ""
     """Metadata of the committed offset; see `offset_note`."""
     pin_start: bool = False
-    """True if the starting position is committed at once, because `latest` would be a different position after a crash.
-    """
+    """True if the task commits its starting position at once, because `latest` would be elsewhere after a crash."""
 
 
 class TaskWork(abc.ABC):
-    """Processes records for one kind of task: it reads and keeps the state but commits nothing."""
+    """Processes records for one kind of task, and keeps the task's state, but commits nothing."""
 
     def __init__(self, wire: Wire, collector: RecordCollector, clock: SteadyClock, numbers: TaskNumbers) -> None:
         self._wire: Final = wire
@@ -112,24 +108,18 @@ class TaskWork(abc.ABC):
 
     @abc.abstractmethod
     async def restore(self, committed: int | None) -> int:
-        """Bring the state up to the changelog's true end; return the feeding offset to start from."""
+        """Bring the state up to the end of the changelog, and return the feeding partition's offset to start from."""
 
     @abc.abstractmethod
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
-        """Judge the next batch, and return the record batches to send.
-
-        New sightings are kept until they are applied.
-        """
+        """Judge a batch, keep its new sightings until they are applied, and return the record batches to send."""
 
     async def overtaken(self) -> bool:
-        """Return whether another owner has written state since this task's last commit.
-
-        Call this method only in a new epoch.
-        """
+        """In a new epoch, return whether another owner has written state since this task's last commit."""
         return False
 
     def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # for work that keeps state
-        """Capture the results of all batches judged so far; later batches belong to a new generation."""
+        """Capture the results of all batches judged so far; later batches belong to the next transaction."""
         judged, self._judged = self._judged, TaskNumbers()
         noted = self.recent.freeze()
 
@@ -144,7 +134,7 @@ class TaskWork(abc.ABC):
         return []
 
     def discard(self) -> None:
-        """Discard everything that was judged but not applied."""
+        """Discard everything that was judged but not applied to the store."""
         self._judged = TaskNumbers()
         self.recent.discard()
 
@@ -190,8 +180,7 @@ class Task:
         self._commit_lock: Final = asyncio.Lock()
         self._sendable: Final = asyncio.Event()
         self._open_for_batches: Final = asyncio.Event()
-        """Cleared from a refusal until the next commit, so that no batch is added to those that are being judged again.
-        """
+        """Cleared while records are judged again after a refusal, so that no batch is added until the next commit."""
         self._open_for_batches.set()
 
     @property
@@ -220,17 +209,15 @@ class Task:
         self.state = state
 
     async def start(self) -> int:
-        """Take over the partition, and return the feeding offset to read from.
+        """Take over the partition, and return the offset to read from.
 
         Raises TaskMigrated, CommitUnknown, StateIncompatible, TaskCorrupted, or BrokerUnavailable.
         """
         self._move(TaskState.RESTORING)
         await self._session.open()
-        # The topics are checked after the previous owner was fenced and before any state is trusted. This process may
-        # have been frozen during a reset, so its disk may hold the state of another changelog.
+        # This process may have been frozen during a reset, so its disk may hold the state of another changelog.
         await self._committing.confirm()
-        # The offset is not taken from aiokafka, which reads it too early: before the rebalance callback, when the
-        # previous owner is not fenced yet.
+        # The offset is not taken from aiokafka, which reads it before the previous owner is fenced.
         found = await committed_position(self._wire, self._committing.group, self.task_id.feeding)
         if found is not None:
             refuse_other_topics(found.note, self._committing.note, self.task_id.feeding)
@@ -266,14 +253,12 @@ class Task:
                 await self._sendable.wait()
 
     def _take(self, batch: FeedBatch) -> None:
-        """Judge a batch, and send the resulting records unless a commit is in flight."""
         try:
             self._judge(batch)
             if self._sendable.is_set():
                 self._send_waiting()
         except BaseException:
-            # Part of the batch may already be buffered or sent, and the commit loop must not commit it before the
-            # worker stops.
+            # The commit loop must not commit the part of the batch that may already be buffered or sent.
             self._close_now()
             raise
 
@@ -329,8 +314,7 @@ class Task:
                 self._open_for_batches.set()
 
     async def _commit_once(self) -> None:
-        # These are captured together, before any await, because the sent records, the applied state, and the offset
-        # must match each other.
+        # No await separates these lines, because the sent records, the applied state, and the offset must match.
         position = self.position
         offset = position.offset
         captured = len(self._held)
@@ -360,7 +344,7 @@ class Task:
             self._sendable.set()
 
     async def _commit_confirmed(self, position: Position, frozen: Frozen) -> Mapping[TopicPartition, int]:
-        """Check, after the last fetch and before EndTxn, that the topics have not changed, and commit."""
+        """Write the results, confirm that the topics have not changed, and commit the transaction."""
         written = asyncio.ensure_future(self._session.prepare({self.task_id.feeding: position}))
         confirmed = asyncio.ensure_future(self._committing.confirm())
         try:
@@ -394,15 +378,14 @@ class Task:
                 await self.work.collector.limits.look_again(TopicPartition(topic, partition))
             self._judge_held_again()
         except BaseException:
-            # A call to `close` may be waiting to commit, but it must not commit an offset without the state that
-            # belongs to it.
+            # A waiting call to `close` must not commit an offset without the state that belongs to it.
             self._close_now()
             raise
         finally:
             self._sendable.set()
 
     def _learn(self, refused: Sequence[RecordRefused]) -> None:
-        """Remember refusals. Raises RecordRefused if there is nothing left to send in place of a refused record."""
+        """Remember refused records; raise RecordRefused if nothing is left to send in place of one of them."""
         more = f", and {len(refused) - 1} more batches" if len(refused) > 1 else ""
         text = "%s: %s%s. Records from offset %s on are judged again, with replacements for refused records."
         log.warning(text, self.task_id, refused[0], more, self._committed)
@@ -431,7 +414,7 @@ class Task:
         self._send_waiting()
 
     async def _refuse_if_overtaken(self) -> None:
-        """Raise TaskMigrated if another owner has committed, because a zombie may receive a late refusal."""
+        """Raise TaskMigrated if another owner has committed, because this task may be a zombie."""
         committed = await committed_offset(self._wire, self._committing.group, self.task_id.feeding)
         if committed != self._committed or await self.work.overtaken():
             raise TaskMigrated(
@@ -447,10 +430,7 @@ class Task:
             self.work.close()
 
     async def close(self, *, drain: bool) -> None:
-        """Close the task, and release its session and store.
-
-        If ``drain`` is True, first commit everything judged so far.
-        """
+        """Release the task's store and session. If ``drain`` is True, first commit everything judged so far."""
         try:
             if drain and self.state is TaskState.RUNNING:
                 await self.commit()

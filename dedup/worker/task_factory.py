@@ -46,20 +46,17 @@ class TaskFactory:
     clock: SteadyClock
     memory: RocksMemory
     pool: StorePool | None = None
-    """Keeps released stores open for their next owner. If this is None, released stores are closed, because the next
-    owner may be another process.
-    """
+    """Keeps released stores open for their next owner, or None if the next owner may be another process."""
     bootstrap: Bootstrap = field(init=False, default_factory=Bootstrap)
     lost_offsets: LostOffsets = field(init=False)
     logged: set[Hashable] = field(init=False, default_factory=set)
     check: TopicCheck = field(init=False)
-    """Checks that no topic that tasks read was deleted, recreated, or given more partitions after `cluster` was read.
-    """
+    """Checks that no topic that tasks read was deleted, recreated, or given more partitions since the start."""
     limits: Limits = field(init=False)
     """The size limits of topics, shared by all tasks so that all of them learn from a refusal."""
 
     def __post_init__(self) -> None:
-        """Raise SettingsError, before a checkpoint is needed, if no installed package can read the checkpoint URL."""
+        """Raise SettingsError early if no installed package can read the checkpoint URL."""
         names = {*self.topology.source.topics, *self.topology.feeding_topics, self.topology.changelog_topic}
         topics = {name: self.cluster.topics[name] for name in names}
         expected = {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()}
@@ -83,10 +80,7 @@ class TaskFactory:
         )
 
     def keeping(self, partition: int) -> Keeping:
-        """Return how a task or a standby opens and releases the partition's store.
-
-        If there is no local state, a checkpoint is used.
-        """
+        """Return the functions with which a task or a standby opens and releases the partition's store."""
         url, pool = self.settings.state.checkpoint, self.pool
         prepare = None if url is None else partial(self.bootstrap.prepare, url, self.wire, self.wanted(partition))
         opening = partial(self.open_store, partition)

@@ -27,9 +27,7 @@ _LEAST_REST: Final = 0.5
 """Share of the commit interval that is reserved for judging, regardless of how long the last commit took."""
 _MOST_RESTORES: Final = 2
 FIRST_PAUSE_S: Final = 0.2
-"""The pause, in seconds, before a task is rebuilt because its commit got no response. The pause doubles with each
-attempt until a commit succeeds.
-"""
+"""The pause before a task whose commit got no response is rebuilt; it doubles until a commit succeeds."""
 LONGEST_PAUSE_S: Final = 10.0
 Build = Callable[[TopicPartition], Task]
 
@@ -37,8 +35,7 @@ Build = Callable[[TopicPartition], Task]
 async def ended(loops: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel these asyncio tasks and wait until all of them have ended.
 
-    Each task is canceled repeatedly, because an aiokafka client that is closing can lose a cancellation: the client
-    awaits a task that it has canceled itself, and mistakes our cancellation for the cancellation of that task.
+    Each task is canceled repeatedly, because an aiokafka client that is closing may swallow a cancellation.
     """
     left = {loop for loop in loops if not loop.done()}
     while left:
@@ -51,7 +48,7 @@ class Membership(Protocol):
     """The member of the consumer group that reads partitions on behalf of the tasks."""
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
-        """Start to read a partition at a position, and return the number that identifies this reading."""
+        """Start to read a partition at a position, and return a number that identifies this reading."""
 
     def halt(self, feeding: TopicPartition) -> None:
         """Stop reading a partition until `begin` is called for it."""
@@ -97,8 +94,7 @@ class TaskManager:
         self._tasks: dict[TopicPartition, Task] = {}
         self._loops: dict[TopicPartition, asyncio.Task[None]] = {}
         self._lives: dict[TopicPartition, int] = {}
-        """Maps each partition to the number that `Membership.begin` returned; only batches with this number are judged.
-        """
+        """Maps each partition to the number from `Membership.begin`; batches with other numbers are dropped."""
         self._member: Final = member
         self._damaged: Final[Counter[TopicPartition]] = Counter()
         self.fenced = 0
@@ -112,7 +108,7 @@ class TaskManager:
 
     @property
     def running(self) -> Mapping[TopicPartition, Task]:
-        """All open tasks, in any state, by feeding partition."""
+        """Maps each feeding partition to its open task, in any state."""
         return self._tasks
 
     def open(self, feeding: Iterable[TopicPartition]) -> None:
@@ -125,15 +121,14 @@ class TaskManager:
         self.opened.set()
 
     async def process_all(self, batches: AsyncIterable[FeedBatch]) -> None:
-        """Pass each batch to its task, in order; this is the body of each Faust agent."""
+        """Pass each batch to its task, in order; Faust runs `process_all` as the body of each agent."""
         async for batch in batches:
             await self.process(batch)
-            # Judging never yields to the event loop. Without this sleep, responses for a commit in flight would wait
-            # until the whole queue was processed.
+            # Judging never yields to the event loop, so a commit in flight would wait for the whole queue.
             await asyncio.sleep(0)
 
     async def process(self, batch: FeedBatch) -> None:
-        """Pass a batch to its task. If the partition was revoked in the meantime, drop the batch without judging it."""
+        """Pass a batch to its task. Drop the batch if its partition was revoked in the meantime."""
         task = self._tasks.get(batch.feeding)
         if task is None or batch.life != self._lives.get(batch.feeding):
             return
@@ -174,8 +169,7 @@ class TaskManager:
     async def _build_again(self, partition: TopicPartition, error: CommitUnknown, outage: Outage) -> None:
         """Build a new task for the partition after a pause, while other tasks continue.
 
-        Raises ``error``, which is a TaskMigrated, if this worker is no longer a member of the group, because a new task
-        would fence the partition's new owner.
+        Raises ``error`` if this worker has left the group, because a new task would fence the partition's new owner.
         """
         member, task = self._member(), self._tasks.get(partition)
         if task is None:
@@ -254,10 +248,7 @@ class TaskManager:
             self.failure.set_result(error)
 
     async def close_all(self, *, drain: bool) -> None:
-        """Close every task; if ``drain`` is True, first commit its judged records.
-
-        A task is closed even if its commit fails.
-        """
+        """Close every task, even if its commit fails; ``drain`` says whether to commit the judged records first."""
         drain = drain and not self.failure.done()
         self.opened.clear()
         self._lives.clear()

@@ -1,8 +1,7 @@
 """Checks and creates the topics of a topology in a cluster, and determines their partitions, routes, and retention.
 
-Topics that dedup writes keep records at least as long as the source topics do. Records keep their timestamps when they
-are forwarded, and a source topic may hold old records, or records of any age if it is compacted. A broker would soon
-delete an old record from a topic with a shorter retention.
+By default, the topics that dedup creates keep records at least as long as the source topics do, because forwarded
+records keep their timestamps and a broker would soon delete old ones.
 """
 
 from __future__ import annotations
@@ -36,18 +35,14 @@ _FLAG: Final = "--onto-existing-output"
 
 
 class Retention(NamedTuple):
-    """How long a topic keeps records (by timestamp), and a sentence about the source topic that requires this."""
+    """How long a topic keeps records, by timestamp, and a sentence that states the reason."""
 
     ms: float
     """Infinite if the topic keeps records forever."""
     why: str = ""
 
     def configs(self) -> dict[str, str]:
-        """Return the configs of a topic that deletes no record too early.
-
-        All configs are set explicitly, because brokers' defaults may differ. For example, a compacted topic keeps only
-        one record per key, and a size limit deletes records of any age.
-        """
+        """Return explicit retention configs, because a broker's defaults could delete records too early."""
         return {"retention.ms": self.text, "retention.bytes": FOR_EVER, "cleanup.policy": "delete"}
 
     @property
@@ -57,13 +52,11 @@ class Retention(NamedTuple):
 
 
 def _retention_ms_of(configs: Mapping[str, str]) -> float:
-    """Return how long a topic with these configs keeps records, as measured by their timestamps."""
     kept_ms = int(configs.get("retention.ms", _BROKERS_DEFAULT_MS))
     return kept_ms if kept_ms >= 0 and "delete" in configs.get("cleanup.policy", "delete") else math.inf
 
 
 def _source_retention(source: Topic) -> Retention:
-    """Return how long records of a source topic must be kept, which is forever if the topic is compacted."""
     if "compact" in source.configs.get("cleanup.policy", ""):
         return Retention(math.inf, f"source topic {source.name!r} is compacted")
     kept_ms = _retention_ms_of(source.configs)
@@ -78,8 +71,7 @@ def _longest_retention(sources: Iterable[Topic]) -> Retention:
 def losing(topology: Topology, have: Mapping[str, Topic], wanted: Sequence[WantedTopic]) -> Iterator[tuple[str, str]]:
     """Yield each topic that would delete records too early, and a sentence that describes the problem.
 
-    ``wanted`` contains the topics as they would be created. Existing topics are checked with their actual configs.
-    Every source topic must exist.
+    ``wanted`` contains the topics to create; existing topics are checked with their actual configs in ``have``.
     """
     longest = _longest_retention(have[name] for name in topology.source.topics)
     output = topology.output.topic if topology.output is not None else None
@@ -184,8 +176,7 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
     unhurried = Retention(max(longest.ms, _BROKERS_DEFAULT_MS)).configs()
     side = {**base, **large, **unhurried, "message.timestamp.type": "LogAppendTime"}
     whole = {**base, **Retention(math.inf).configs()}
-    # With LogAppendTime, the broker sets the timestamp. If workers set it, the broker would refuse every record from a
-    # worker whose clock is an hour ahead (KIP-937).
+    # Without LogAppendTime, the broker would refuse every record from a worker whose clock is an hour ahead (KIP-937).
     kept = {**whole, "cleanup.policy": "compact,delete", "message.timestamp.type": "LogAppendTime"}
     output = None if topology.output is None else topology.output.topic
     configs: dict[str | None, tuple[int, dict[str, str]]] = {
@@ -253,8 +244,7 @@ def _refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "c
 async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_create_changelog: bool) -> Cluster:
     """Create the topics that are missing, and return the cluster with all topics.
 
-    Raises StateIncompatible if the changelog or the repartition topic is missing but the group has offsets or there is
-    local state.
+    Raises StateIncompatible if a topic with state is missing although the group has offsets or there is local state.
     """
     have = await admin.topics(topic_names(topology))
     wanted = missing_topics(topology, settings, have)
@@ -284,7 +274,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TopicPlan:
-    """The actions of `dedup apply`."""
+    """What `dedup apply` will do: the topics to create, and how existing topics differ."""
 
     make: tuple[WantedTopic, ...]
     as_wanted: tuple[str, ...]
@@ -293,7 +283,7 @@ class TopicPlan:
 
 
 def plan_topics(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -> TopicPlan:
-    """Return the missing topics and the differences. Raises StateIncompatible if a source topic is missing."""
+    """Return what `dedup apply` will do. Raises StateIncompatible if a source topic is missing."""
     sources = {name: topic for name, topic in have.items() if name in topology.source.topics}
     wanted = missing_topics(topology, settings, sources)
     differences = [each for topic in wanted if topic.name in have for each in _differences(have[topic.name], topic)]
@@ -321,9 +311,8 @@ def _differences(found: Topic, wanted: WantedTopic) -> Iterator[Difference]:
 async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) -> list[str]:
     """Create the topics of the plan, and return their names.
 
-    Raises StateIncompatible, before any topic is created, if the changelog or the repartition topic is missing but the
-    group has read records. The same error is raised after the topics have been created if partition counts do not
-    match.
+    Raises StateIncompatible if partition counts do not match. Raises StateIncompatible before any topic is created if
+    the changelog or the repartition topic is missing but the group has read records.
     """
     missing = {topic.name for topic in plan.make}
     if not missing.isdisjoint(state_topics(topology)) and not await group_is_new(topology, wire, admin):
@@ -386,23 +375,18 @@ def _sources(topology: Topology, have: Mapping[str, Topic]) -> Iterator[Finding]
 
 
 # A renamed topology, or a second one with the same output, begins at `start` without state and would forward records
-# that the output already holds. Only the output reveals this, because the new name has neither offsets nor state.
-#
-# The order of the two checks prevents races. The first check looks for records in the output below its last stable
-# offset, because an open transaction may belong to this fleet. The second check finds out whether this fleet has
-# written anything: every transaction of a task writes to the changelog before it ends, so if the first check has seen
-# records of this fleet, the second check sees a changelog end above zero. The same is true of a fleet that was seeded
-# or was reset to a position. A `dedup reset` without a position leaves a mark with the output's ends, which accounts
-# for all records below these ends. The user's consent also leaves such a mark, so that workers that start later do not
-# need the consent and `dedup verify` knows which records another topology has written.
+# that the output already holds. The order of the two checks prevents races: the first check looks for records below the
+# output's last stable offset, and the second check finds out whether this fleet has written to its changelog, as every
+# transaction of a task does before it ends. `dedup reset` and the user's consent mark all records below the output's
+# ends as old, so that workers that start later need no consent and `dedup verify` skips these records.
 
 
 async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, *, meant: bool) -> None:
-    """Check that a new group may write to the output; ``meant`` says that the user wants to write to existing output.
+    """Check that a new group may write to the output.
 
     Raises StateIncompatible and changes nothing if the output contains committed records that this topology has not
-    written and that no mark accounts for. If ``meant`` is True, the function instead writes a mark that accounts for
-    these records.
+    written, unless they are marked as old. If ``meant`` is True, because the user wants to write to existing output,
+    the function instead marks the existing records as old.
     """
     if topology.output is None:
         return
@@ -431,7 +415,7 @@ async def _has_written(topology: Topology, wire: KafkaWire, admin: Admin) -> boo
 
 
 async def _holds_records(topology: Topology, wire: KafkaWire, place: TopicPartition, end: int) -> bool:
-    """Return whether there is a committed record below ``end`` that no mark accounts for."""
+    """Return whether the partition contains a committed record below ``end`` that is not marked as old."""
     try:
         marked = await committed_offset(wire, topology.reset_group, place, stable=False) or 0
     except BrokerUnavailable:

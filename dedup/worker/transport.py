@@ -1,9 +1,7 @@
-"""A Faust app and transport for batches, which is selected by the broker URL scheme ``dedup://``.
+"""A Faust app and a transport for batches; the broker URL scheme ``dedup://`` selects the transport.
 
-Each Faust message is a whole `FeedBatch`, so Faust's overhead per message arises only once per batch. aiokafka
-maintains the group membership in the app's event loop (Faust's stock driver runs it in a separate thread). Tasks, not
-Faust, handle offsets, transactions, sends, and restores, so every Faust hook for these operations raises an error (see
-`refused`).
+Each Faust message is a whole batch of records, so Faust's overhead arises only once per batch. Tasks, not Faust, handle
+offsets, transactions, sends, and restores, so Faust's methods for these operations raise an error (see `refused`).
 """
 
 from __future__ import annotations
@@ -83,13 +81,13 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
         self._consumer: Final = consumer
 
     async def on_partitions_revoked(self, revoked: Iterable[Any]) -> None:
-        """Close every task, because a task exists for one assignment."""
+        """Close every task, because a task exists only for the duration of one assignment."""
         app = self._consumer.app
         app.on_rebalance_start()
         await self._consumer.on_partitions_revoked({TP(tp.topic, tp.partition) for tp in revoked})
 
     async def on_partitions_assigned(self, assigned: Iterable[Any]) -> None:
-        """Pause all partitions first, because each one may be read only after its task has set the position."""
+        """Pause all partitions, because each partition may be read only after its task has set the position."""
         consumer = self._consumer
         consumer.client.pause(*assigned)
         consumer.app.consumer_generation_id = consumer.client._coordinator.generation  # noqa: SLF001  # Faust's own driver reads it there
@@ -115,7 +113,7 @@ class DedupApp(faust.App):
 
     @property
     def member(self) -> Consumer:
-        """The consumer, typed as the class of dedup's own transport."""
+        """The app's consumer, typed as `Consumer`."""
         return cast("Consumer", self.consumer)
 
     @property
@@ -148,8 +146,7 @@ class Consumer(FaustConsumer):
             group_instance_id=app.settings.worker_id,
             partition_assignment_strategy=[app.assignor],
             enable_auto_commit=False,
-            # This option affects only aiokafka's own positions, which are not used: its partitions stay paused, and the
-            # fetcher, which reads the records, never resets its positions.
+            # This option affects only aiokafka's own positions, which are not used.
             auto_offset_reset="earliest",
             max_poll_interval_ms=3_600_000,
             fetch_max_wait_ms=_POLL_MS,
@@ -181,7 +178,7 @@ class Consumer(FaustConsumer):
         self.client.subscribe(topics=sorted(set(topics)), listener=RebalanceListener(self))
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
-        """Start to read a partition at a position, and return the number that identifies this reading."""
+        """Start to read a partition at a position, and return a number that identifies this reading."""
         tp = TP(*feeding)
         if tp not in self.assignment():
             return _NOT_READ
@@ -198,7 +195,7 @@ class Consumer(FaustConsumer):
     async def is_member(self) -> bool | None:
         """Return whether this worker is still a member of the group, or None if the coordinator does not respond.
 
-        A worker that was frozen can find this out only by asking the coordinator.
+        A worker that was frozen learns only from the coordinator whether the group has removed it.
         """
         coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public API for this
         if coordinator.generation <= 0:
@@ -211,7 +208,7 @@ class Consumer(FaustConsumer):
         return None if code in COORDINATOR_MOVED else code in {0, _REBALANCE_IN_PROGRESS}
 
     def passed(self, feeding: TopicPartition, end: int, judged: int) -> bool:
-        """Return whether everything below ``end``, except markers and aborted records, was delivered and judged."""
+        """Return whether all committed records below ``end`` were delivered and judged."""
         tp = TP(*feeding)
         return self._passed.get(tp, -1) >= end and self._delivered.get(tp) == judged
 
@@ -236,8 +233,7 @@ class Consumer(FaustConsumer):
         if not self.flow_active:
             await self.can_resume_flow.wait()
         generation = self.app.consumer_generation_id
-        # aiokafka considers a member alive as long as it polls. The poll returns no records, because all partitions are
-        # paused.
+        # aiokafka considers a member alive as long as it polls. No records are returned: all partitions are paused.
         await self.client.getmany(timeout_ms=0)
         try:
             found = await self.fetcher.poll([TopicPartition(*tp) for tp in self._get_active_partitions()])
@@ -265,8 +261,7 @@ class Consumer(FaustConsumer):
                 # Faust drops messages below the last offset that it passed on, which may belong to an older reading.
                 self._read_offset[TP(*feeding)] = None
                 yield TP(*feeding), self._message(answer, columns, generation)
-            # This is set only after the last batch was taken, because the fetcher's own position is ahead of the
-            # agents.
+            # This is set only after the last batch was taken, because the fetcher's position is ahead of the agents.
             if not answer.reading.over:
                 self._passed[TP(*feeding)] = answer.next_offset
 

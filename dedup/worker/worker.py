@@ -1,7 +1,4 @@
-"""Runs a worker process, which prepares topics, starts the app, and stops on a signal, on a failure, or when done.
-
-The process also serves web pages, performs maintenance, and watches for idle feeds and dead letters.
-"""
+"""Runs a worker process, which prepares topics, starts the app, and stops on a signal, on a failure, or when done."""
 
 from __future__ import annotations
 
@@ -46,9 +43,7 @@ _ASK_WITHIN_S: Final = 5.0
 FETCH_BYTES: Final = 1 << 16
 _LONGEST_LOOK_S: Final = 1.0
 GC_THRESHOLD: Final = 100_000
-"""Number of allocations between two collections of the youngest generation. A batch allocates tens of thousands of
-objects, and none of them is in a reference cycle.
-"""
+"""Allocations between two collections of the youngest generation; batches allocate many objects, but no cycles."""
 _END_LOOK_S: Final = 0.05
 MAINTENANCE_EVERY_S: Final = 30.0
 KEEP_MS: Final = 86_400_000
@@ -67,7 +62,6 @@ class _Checked:
         return getattr(self._inner, name)
 
     def write(self, data: bytes) -> None:
-        """Write the data; raises ConnectionResetError if the connection is closed."""
         if self._inner.is_closing():
             raise ConnectionResetError("the connection is closed")
         self._inner.write(data)
@@ -120,8 +114,8 @@ class IdleFeeds:
     """Tracks how long each repartition task has had no lag, and marks idle feeds.
 
     With a repartition topic, stream time is the minimum over the feeds, so a source partition without new records would
-    hold stream time back forever. The task of an idle source partition therefore writes idle markers to the repartition
-    topic, in its own transaction, so that a replay makes the same decisions.
+    hold stream time back forever. Therefore, the task of an idle source partition writes idle markers to the
+    repartition topic, in a transaction, so that a replay of the topic produces the same verdicts.
     """
 
     idle_after_ms: int
@@ -130,10 +124,7 @@ class IdleFeeds:
     quiet: dict[TopicPartition, _Quiet] = field(init=False, default_factory=dict)
 
     def look(self, tasks: Mapping[TopicPartition, Task], now_ms: int) -> None:
-        """Mark each feed as idle once it has had no lag for long enough.
-
-        A feed is marked again only after another record.
-        """
+        """Mark each feed as idle once it has had no lag for long enough; mark it again only after another record."""
         for feeding in self.quiet.keys() - tasks.keys():
             del self.quiet[feeding]
         for feeding, task in tasks.items():
@@ -155,23 +146,20 @@ class IdleFeeds:
 class Finish:
     """Checks for `--exit-when-done` whether the group has finished all records that existed at the start.
 
-    The check also covers the partitions of other workers, for which it uses the group's committed offsets. No worker
-    may exit while another worker still has work, because partitions may still move between workers. The worker polls
-    `reached`.
+    No worker may exit while another worker still has work, because partitions may still move between workers.
+    Therefore, the check includes the partitions of other workers, according to the group's committed offsets.
     """
 
     app: DedupApp
     ends: dict[TopicPartition, int]
-    """The end that each source partition had at the start; the ends of the repartition topic's partitions are added
-    later.
-    """
+    """The end of each source partition at the start, and later also the ends of the repartition topic's partitions."""
     repartitioned: bool = False
     """Whether the ends of the repartition topic are known."""
     others_at_s: float = 0.0
     waits: bool = False
 
     async def reached(self) -> bool:
-        """Return whether all sub-topologies have committed all records below the ends."""
+        """Return whether the group has committed all records that existed at the start."""
         try:
             async with asyncio.timeout(_ASK_WITHIN_S):
                 return await self._reached()
@@ -182,8 +170,8 @@ class Finish:
         while await self._done():
             if self.repartitioned or "repartition" not in self.app.sub_topologies:
                 return True
-            # All source partitions are done, so the repartition topic has its final end. A rebalance may still assign
-            # source partitions to this worker, so the ends of source partitions are still checked.
+            # The repartition topic has its final end now. The ends of source partitions are still checked, because a
+            # rebalance may assign them to this worker.
             (topic,) = self.app.sub_topologies["dedup"]
             hop = [TopicPartition(topic, number) for number in range(self.app.member.topic_partitions(topic) or 0)]
             self.ends |= await ends_of(self.app.wire, hop)
@@ -209,7 +197,7 @@ class Finish:
         return self._own_done() and not any(place in self.app.tasks.running for place in others)
 
     def _own_done(self) -> bool:
-        """Return whether this worker's tasks have committed everything below the ends."""
+        """Return whether this worker's tasks have committed all records that existed at the start."""
         app = self.app
         # The last offsets may be markers and aborted records, which no task receives.
         return app.tasks.opened.is_set() and all(
@@ -250,11 +238,9 @@ MakePages = Callable[[Introspection], AbstractAsyncContextManager[Pages]]
 class Maintenance:
     """Deletes records that no restore needs, and limits the size of the state; `run` works until it is canceled.
 
-    Changelog records can be deleted safely at any moment, even by an owner that is about to be fenced. A record below
-    the first offsets of all live segments belongs to a segment that was already dropped. Stream time never decreases,
-    so no later owner of the partition needs this segment. If the position of a store was deleted, its restore begins at
-    the log's start. In the repartition topic, only records that are below a known commit and older than `KEEP_MS` are
-    deleted, because `dedup verify` replays that topic.
+    Deleting changelog records is safe at any moment, even for an owner that is about to be fenced: the records belong
+    to expired segments, which no later owner needs because stream time never decreases. Records of the repartition
+    topic are deleted only if they are committed and older than `KEEP_MS`, because `dedup verify` replays that topic.
     """
 
     app: DedupApp
@@ -358,7 +344,7 @@ async def background_loops(app: DedupApp, topology: Topology, introspection: Int
 
 
 async def _look_for_dead_letters(app: DedupApp, clock: SteadyClock) -> None:
-    """Log when nearly all records start to become dead letters, and log again when this ends."""
+    """Log when nearly all records become dead letters, and log again when that is over."""
     share = DeadShare()
     share.look((), clock.now_ms())
     while True:
