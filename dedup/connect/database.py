@@ -216,9 +216,7 @@ class FencedOffsets:
                 raise self._overtaken(partition)
 
     def happened(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> bool:
-        """Return whether a commit without a response took effect. Raises TaskMigrated if another process owns a
-        partition.
-        """
+        """Tell whether a commit without a response took effect. Raises TaskMigrated if another process took over."""
         for partition, end in ends.items():
             rows = connection.query(_READ.format(connection.mark), (self.reader, self.topic, partition))
             if rows == [(self._epochs[partition], self.positions[partition])]:

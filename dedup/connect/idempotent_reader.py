@@ -38,9 +38,7 @@ class Event:
 
 
 class Work:
-    """The database transaction that stores the results of the application together with the IDs and offsets of the
-    events.
-    """
+    """The database transaction that stores the application's results with the IDs and offsets of the events."""
 
     def __init__(self, connection: DatabaseConnection) -> None:
         self._connection: Final = connection

@@ -51,9 +51,7 @@ class RecordSource(Protocol):
         """
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """Release what is needed only to read records before ``positions`` again, because these positions are
-        committed.
-        """
+        """Release what is needed only to read records before ``positions`` again. The positions are committed."""
 
     def waiting(self) -> list[str]:
         """Return one sentence for each part of the source that ends with data that cannot be read yet."""

@@ -141,8 +141,7 @@ class NumberedRows:
         return True
 
     def _decided(self, connection: DatabaseConnection) -> bool:
-        """Wait until no transaction can still commit a row with a lower number. Returns False if the source is stopped.
-        """
+        """Wait until no transaction can still commit a row with a lower number. Returns False if the source stops."""
         until_s = time.monotonic() + self._spec.settle_ms / 1000
         while time.monotonic() < until_s and not self._stopped():
             time.sleep(LOOK_AGAIN_S)

@@ -103,9 +103,7 @@ class TransactionalOutbox:
         )
 
     async def open(self) -> None:
-        """Fence earlier owners, abort their transactions, and read the positions. Raises BrokerUnavailable on a
-        timeout.
-        """
+        """Fence earlier owners, abort their transactions, and read the positions. May raise BrokerUnavailable."""
         try:
             await self._session.open()
             await self._read()
