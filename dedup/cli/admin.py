@@ -42,7 +42,9 @@ def apply(
     *,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be created.")] = False,
     acls: Annotated[bool, typer.Option("--acls", help="Only print the permissions that a worker needs.")] = False,
-    principal: Annotated[str, typer.Option(help="Principal in the output of --acls.")] = "User:dedup",
+    principal: Annotated[
+        str, typer.Option(help="Principal that the output of --acls grants permissions to.")
+    ] = "User:dedup",
     table: Annotated[bool, typer.Option("--table", help="Also create the sink's tables in its database.")] = False,
     as_json: JsonOption = False,
     config: ConfigOption = None,
@@ -155,7 +157,7 @@ def reset(
     ] = None,
     local: Annotated[
         bool,
-        typer.Option("--local", help="Delete only the local state on this machine, after a reset on another one."),
+        typer.Option("--local", help="Delete only the local state on this machine, after a reset on another machine."),
     ] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
@@ -163,7 +165,7 @@ def reset(
     """Delete a topology's offsets, changelog, repartition topic, and checkpoints, and the local state on this machine.
 
     The command asks for confirmation, and refuses to continue while workers are running. The output topic keeps its
-    records, so if workers then read the source from the start, they forward the same records a second time, and `dedup
+    records. If workers read the source from the start after a reset, they forward records a second time, and `dedup
     verify` reports the second copies.
 
     Example: dedup reset topologies/orders.yaml --to latest
@@ -224,10 +226,10 @@ def replay(
 ) -> None:
     """Send dead letters back to the source partitions that they came from, exactly once.
 
-    The header dedup-replayed of each record contains the record's original position in the source. With --late
-    --forward, the command instead sends late records to the output, because they would be late again in the source.
-    These records have the header dedup-verdict: late. If the position of the last replay is lost, the command sends
-    nothing unless --from says where to begin.
+    Each record that is sent has the header dedup-replayed, which contains its original position in the source. With
+    --late --forward, the command sends late records to the output, because they would be late again in the source. Late
+    records that are sent to the output have the header dedup-verdict: late. If the position of the last replay is lost,
+    the command sends nothing unless --from says where to begin.
 
     Example: dedup replay topologies/orders.yaml --limit 100
     """

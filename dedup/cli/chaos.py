@@ -67,7 +67,7 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     per_s: Annotated[int, typer.Option(min=1, help="Records sent per second.")] = 2_000,
     seed: Annotated[int, typer.Option(help="Seed of the fault schedule; the same seed gives the same faults.")] = 1,
     harder: Annotated[
-        float, typer.Option(min=0.1, max=20, help="Factor for the fault rate; above 1, there are more kinds of faults.")
+        float, typer.Option(min=0.1, max=20, help="Factor for the fault rate; a factor above 1 adds other faults.")
     ] = 1.0,
     report: Annotated[Path, typer.Option(help="Path of the HTML report; a JSON report is written next to it.")] = Path(
         "chaos.html"

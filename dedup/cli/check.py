@@ -39,7 +39,7 @@ LOOK_S: Final = 0.3
 def check(
     topologies: Annotated[list[Path], typer.Argument(metavar="TOPOLOGY...", help="Topology and ingest files.")],
     broker: Annotated[
-        bool, typer.Option("--broker", help="Also compare the cluster's topics with those needed.")
+        bool, typer.Option("--broker", help="Also compare the cluster's topics with the needed ones.")
     ] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
@@ -224,7 +224,7 @@ def try_records(
         typer.Argument(
             metavar="FILE",
             show_default=False,
-            help="File with one JSON value per line. Without FILE, or if it is -, standard input is read.",
+            help="File with one JSON value per line. If FILE is missing or -, standard input is read.",
         ),
     ] = _STDIN,
     envelope: Annotated[

@@ -35,7 +35,7 @@ def checkpoint(
     state_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for the state, but never the state_dir of a worker. Default: state_dir/.checkpoint."
+            help="Directory to keep the state in; never use a worker's state_dir. Default: state_dir/.checkpoint."
         ),
     ] = None,
     partitions: Annotated[

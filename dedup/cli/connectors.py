@@ -118,7 +118,7 @@ def _numbers(text: str) -> set[int]:
 
 
 def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
-    """Return a sink, with the references in its URL resolved. Raises TopologyError if the topology has no sink."""
+    """Return the sink, with references such as ${env:NAME} in its URL resolved. Raises TopologyError without a sink."""
     from dedup.connect.sink_connector import spec_of
     from dedup.settings import with_references
 

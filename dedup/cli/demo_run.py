@@ -61,7 +61,7 @@ FAST: Final = Size(flights=40_000, events_per_second=10_000, cut_every_events=2_
 
 @dataclass(slots=True)
 class Run:
-    """One run of the demo, whose Kafka and workers are already running. An instance can run only once."""
+    """One run of the demo. Kafka and the workers must already be running. Each instance runs only once."""
 
     topology: Topology
     settings: Settings
@@ -209,7 +209,7 @@ _CHAIN_POLL_EVERY_S: Final = 0.1
 def demo_chain(limit: int, directory: Path, console: Console) -> None:
     """Run the chain until the table contains all flights, and check that it contains each flight once.
 
-    Raises VerificationFailed if the check fails, and InvariantBroken if a process ended unexpectedly.
+    Raises VerificationFailed if a flight is missing or duplicated, and InvariantBroken if a process ended unexpectedly.
     """
     for name in FILES:
         text = resources.files("dedup.connect").joinpath(name).read_text(encoding="utf-8")

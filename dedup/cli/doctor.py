@@ -87,7 +87,7 @@ def in_words(found: list[Symptom], looked_at: frozenset[Layer]) -> Iterator[str]
 
 
 async def _examined(topology: Topology | None, settings: Settings) -> tuple[list[Symptom], frozenset[Layer]]:
-    """Return the symptoms, and the layers that were checked."""
+    """Return the problems that were found, and the layers that were checked."""
     from dedup.kafka.authorization import Rights
     from dedup.kafka.connection import Connection, diagnose
     from dedup.worker.topics import broker_findings

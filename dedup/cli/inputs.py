@@ -51,7 +51,7 @@ def read_settings(config: Path | None, overrides: list[str] | None = None) -> Se
 
 
 def read_both(topology: Path, config: Path | None, overrides: list[str] | None) -> tuple[Topology, Settings]:
-    """Return a topology and the settings. Raises TopologyError or SettingsError if they are invalid."""
+    """Return a topology and the settings. Raises TopologyError or SettingsError if a file is invalid."""
     return read_topology(topology), read_settings(config, overrides)
 
 
@@ -64,7 +64,7 @@ def read_ingest(path: Path) -> Ingest:
 
 
 def refuse_no_page(page: Path) -> None:
-    """Create the directory for a report. Raises SettingsError if the report cannot be written there."""
+    """Create the directory for a report. Raises SettingsError if a report file cannot be written."""
     if page.suffix == ".json":
         text = f"{page} is where the JSON report goes, next to the HTML one; name that, for example "
         raise SettingsError([Problem("--report", text + str(page.with_suffix(".html")))])
@@ -111,7 +111,7 @@ def pairs_of(option: str, texts: list[str] | None) -> dict[str, str]:
 
 
 def time_of(option: str, text: str, write: str = f"for example {A_TIME}") -> int:
-    """Convert a time in epoch ms or RFC 3339 to epoch ms. Raises SettingsError, which suggests ``write``."""
+    """Convert a time in epoch ms or RFC 3339 to epoch ms. Raises SettingsError if ``text`` is not a time."""
     from dedup.core.event_time import rfc3339_ms
 
     found = int(text) if text.isdecimal() else rfc3339_ms(text)
@@ -148,7 +148,7 @@ def kept_after_errors(prefix: str, console: Console) -> Iterator[Path]:
 def embedded_kafka(
     data_dir: Path | None, *, port: int = 0, proxied: bool = False, properties: Mapping[str, str] | None = None
 ) -> Iterator[EmbeddedKafka]:
-    """Run an embedded Kafka during the ``with`` block. Shows a progress bar if Kafka must be downloaded."""
+    """Run an embedded Kafka during the ``with`` block. Shows a progress bar while Kafka is being downloaded."""
     from dedup.embedded.kafka_node import EmbeddedKafka
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

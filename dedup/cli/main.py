@@ -86,7 +86,7 @@ def _paragraphs(docstring: str) -> str:
 
 
 def main() -> None:
-    """Run the command line, and exit with the exit code that the epilog of `dedup --help` defines."""
+    """Run the command line, and exit with the exit code that `dedup --help` lists for the outcome."""
     # This handler applies until a command sets its own. In a container, this process has PID 1, and the kernel drops a
     # SIGTERM to PID 1 if there is no handler.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -41,9 +41,10 @@ def run(
 ) -> None:
     """Deduplicate a topology's topics with one or more worker processes until a signal arrives.
 
-    A new consumer group is refused if its output already holds records, because a renamed topology, or a second
-    topology with the same output, would forward the same records again. The option --onto-existing-output allows the
-    new group. Kafka stores this permission for seven days, so one run with the option is enough.
+    Workers refuse to start in a new consumer group if the output already holds records, because a renamed topology, or
+    a second topology with the same output, would forward the same records again. With --onto-existing-output, workers
+    start nevertheless. Kafka stores for seven days that the group may use the output, so one run with the option is
+    enough.
 
     Examples: dedup run topologies/orders.yaml
 

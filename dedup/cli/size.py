@@ -43,7 +43,7 @@ def size(
     ] = None,
     grace: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="Grace period. Default: --guard or, without it, the topology's."),
+        typer.Option(metavar="DURATION", help="Grace period. Default: --guard, or else the topology's grace period."),
     ] = None,
     partitions: Annotated[int, typer.Option(min=1, help="Number of partitions that dedup tasks read.")] = 1,
     as_json: JsonOption = False,

@@ -57,7 +57,7 @@ _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 _PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
 
 
-_Master = Annotated[str | None, typer.Option(help="Spark master. Default: that of spark-submit, or else this machine.")]
+_Master = Annotated[str | None, typer.Option(help="Spark master; by default, that of spark-submit or this machine.")]
 _Conf = Annotated[list[str] | None, typer.Option("--conf", help="Spark setting: key=value. Repeatable.")]
 _RowsAreEvents = Annotated[
     bool,
@@ -78,7 +78,7 @@ _ExitWhenDone = Annotated[
     bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at startup.")
 ]
 _Now = Annotated[
-    str | None, typer.Option(help="Time to use as the current time, which defines the event times in the future.")
+    str | None, typer.Option(help="Time to assume as the current time; later event times are in the future.")
 ]
 
 InputFormat = Literal["parquet", "json", "json-records", "delta", "table"]
@@ -148,7 +148,7 @@ def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
 def run(
     topology: TopologyArgument,
     *,
-    checkpoint: Annotated[str, typer.Option(help="Directory for Spark's checkpoint. Each topology needs its own.")],
+    checkpoint: Annotated[str, typer.Option(help="Directory for Spark's checkpoint; topologies must not share it.")],
     config: ConfigOption = None,
     overrides: SetOption = None,
     master: _Master = None,
@@ -242,17 +242,18 @@ def backfill_command(
     ] = None,
     fmt: Annotated[
         InputFormat,
-        typer.Option("--format", help="Format of --input; json means one event per line, table a table's name."),
+        typer.Option("--format", help="Format of --input; json means one event per line, table means a table name."),
     ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
     out_format: Annotated[Literal["parquet", "delta"], typer.Option(help="Format of the verdicts.")] = "parquet",
-    run: Annotated[str, typer.Option(help="Name of this run. A complete run is not repeated.")] = "backfill",
+    run: Annotated[str, typer.Option(help="Name of the run; a complete run is not repeated.")] = "backfill",
     start: Annotated[
-        str, typer.Option(help="Where to start reading: whole (offset 0), earliest (oldest record), or a time.")
+        str, typer.Option(help="Where to start reading topics: whole (offset 0), earliest (oldest record), or a time.")
     ] = "whole",
-    until: Annotated[str, typer.Option(help="Where to stop reading: now, or a time.")] = "now",
+    until: Annotated[str, typer.Option(help="Where to stop reading topics: now, or a time.")] = "now",
     repartitioned: Annotated[
-        bool, typer.Option("--repartitioned", help="Read the repartition topic, in the order in which workers judge.")
+        bool,
+        typer.Option("--repartitioned", help="Read the repartition topic, in the order in which workers do."),
     ] = False,
     now: _Now = None,
     config: ConfigOption = None,
@@ -308,9 +309,9 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
     inputs: Annotated[
         list[str], typer.Option("--input", help="Files, directories that receive new files, or a Delta table.")
     ],
-    out: Annotated[str, typer.Option(help="Path of the Delta table for the verdicts. The first run creates it.")],
+    out: Annotated[str, typer.Option(help="Path of the Delta table for the verdicts, which the first run creates.")],
     fmt: Annotated[
-        InputFormat, typer.Option("--format", help="Format of --input. With json, each line is an event.")
+        InputFormat, typer.Option("--format", help="Format of --input; with json, each line is an event.")
     ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
     now: _Now = None,
@@ -358,7 +359,7 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
     until: Annotated[
         str,
-        typer.Option(metavar="earliest|latest|TIME|OFFSETS", help="Where the history ends and the fleet begins."),
+        typer.Option(metavar="earliest|latest|TIME|OFFSETS", help="Where the history ends and the fleet takes over."),
     ],
     history: Annotated[
         list[str] | None,
@@ -416,7 +417,7 @@ def _seed_report(done: Seeded) -> tuple[dict[str, object], list[str]]:
 
 def audit_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
-    history: Annotated[list[str] | None, typer.Option(help="Files or tables that `dedup spark seed` read.")] = None,
+    history: Annotated[list[str] | None, typer.Option(help="Files or tables that seeded the fleet, if any.")] = None,
     fmt: _HistoryFormat = "parquet",
     rows_are_events: _RowsAreEvents = False,
     begins: Annotated[
@@ -478,10 +479,10 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --input.")] = "parquet",
     schema: Annotated[
         str | None,
-        typer.Option(metavar="DDL", help="Columns to fill from the JSON value. Default: the record's key and value."),
+        typer.Option(metavar="DDL", help="Columns to fill from the JSON value; by default, the key and the value."),
     ] = None,
     order: Annotated[
-        str, typer.Option(metavar="event_time|offset|COLUMN", help="Value by which the newest record is found.")
+        str, typer.Option(metavar="event_time|offset|COLUMN", help="Value that is greatest in the newest record.")
     ] = "event_time",
     rejected: Annotated[
         str | None, typer.Option(metavar="PATH", help="Directory for records that cannot become rows.")

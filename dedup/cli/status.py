@@ -104,7 +104,7 @@ async def _progress(topology: Topology, wire: KafkaWire, feeding: TopicPartition
 
 
 async def _only_markers(wire: KafkaWire, feeding: TopicPartition, offset: int) -> bool:
-    """Tell whether only markers and aborted records follow an offset, which tasks neither see nor commit."""
+    """Tell whether an offset is followed only by transaction markers and aborted records, which no task sees."""
     try:
         found = await wire.fetch(feeding, offset, max_bytes=1, wait_ms=0)
     except NoAnswer:
@@ -123,7 +123,7 @@ def default_urls(settings: Settings) -> list[str]:
 
 
 def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
-    """Return a worker's page as JSON. Raises NotReached or, if the URL or the ID is invalid, SettingsError."""
+    """Return a worker's page as JSON. Raises NotReached if no worker responds, and SettingsError for a bad request."""
     if not url.startswith(("http://", "https://")):
         raise SettingsError([Problem("--url", f'"{url}" is not the address of a worker; write http://127.0.0.1:6066')])
     headers = {} if settings.web.token is None else {"Authorization": f"Bearer {settings.web.token.get_secret_value()}"}

@@ -50,11 +50,11 @@ class Judgment:
     """The event time that was used for the verdict, or None if the record has no event time."""
 
     def as_json(self) -> str:
-        """Return one line of JSON."""
+        """Return the judgment as one line of JSON."""
         return msgspec.json.encode(self).decode()
 
     def as_text(self) -> str:
-        """Return one line of text."""
+        """Return the judgment as one line of text."""
         return f"line {self.line:<5} {self.verdict:<11} {self.reason}"
 
 
@@ -69,8 +69,8 @@ def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int)
     """Yield the records in a file, and skip blank lines.
 
     Line n has the timestamp ``start_ms`` plus n-1 seconds, unless ``envelope`` is set and the line contains a
-    timestamp. A value does not need to be JSON. Raises AuthorMistake if ``envelope`` is set and a line is not an
-    envelope.
+    timestamp. The value of a record does not need to be JSON. Raises AuthorMistake if ``envelope`` is set and a line is
+    not an envelope.
     """
     for number, line in enumerate(lines, 1):
         text = line.rstrip(b"\r\n")

@@ -40,7 +40,7 @@ def explain(
 
     The command reads only from Kafka, so no worker needs to run. The command reads all topics of the topology from the
     beginning, but keeps only the records with the given ID in memory. Write a composite ID as a JSON array of its
-    parts. The exit code is 4 if the topics contradict the topology's rule, and 0 otherwise, even if no record has the
+    parts. The exit code is 4 if the written topics contradict the verdicts, and 0 otherwise, even if no record has the
     ID.
 
     Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
@@ -137,7 +137,7 @@ def verify_topology(
         str,
         typer.Option(
             metavar="1/N",
-            help="Judge only one in N tracking IDs, chosen by hash. The report says what is not verified.",
+            help="Judge only one in N tracking IDs, chosen by hash, and report what is not verified.",
         ),
     ] = "1/1",
     scratch: Annotated[

@@ -1,9 +1,9 @@
 """Defines database connections, and offsets in the database that fence the earlier owners of a partition.
 
 Each database transaction commits rows together with Kafka offsets, which the table `dedup_offsets` stores in one row
-per partition. A process that takes over a partition increments the epoch in the partition's row. Every transaction
-updates the row only if the epoch is still that of its own process, so a transaction of an earlier owner fails with
-TaskMigrated.
+per partition. A process that takes over a partition increments the epoch in the partition's row. Each transaction
+updates a partition's row only if the row's epoch is still that of its own process, so a transaction of an earlier owner
+fails with TaskMigrated.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ class DatabaseConnection(ABC):
         self.execute(self.begin_statement)
 
     def commit(self) -> None:
-        """Commit the changes since `begin`."""
+        """Commit the transaction that `begin` started."""
         self.execute("COMMIT")
 
     @abstractmethod
     def rollback(self) -> None:
-        """Undo the changes since `begin`. Does nothing if no transaction is open."""
+        """Roll back the transaction that `begin` started, if the transaction is still open."""
 
     @abstractmethod
     def close(self) -> None:
@@ -182,7 +182,7 @@ def make(connection: DatabaseConnection, table: str, statement: str) -> None:
 
 
 class FencedOffsets:
-    """The offsets of one reader of a topic in the table `dedup_offsets`, by which earlier owners are fenced."""
+    """The offsets that one reader of a topic stores in the table `dedup_offsets`, which fences earlier owners."""
 
     def __init__(self, reader: str, topic: str, topic_id: str) -> None:
         self.reader: Final = reader
@@ -216,7 +216,7 @@ class FencedOffsets:
                 raise self._overtaken(partition)
 
     def happened(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> bool:
-        """Tell whether a commit without a response took effect. Raises TaskMigrated if another process took over."""
+        """Tell whether a commit without a response took effect. Raises TaskMigrated if this process is fenced."""
         for partition, end in ends.items():
             rows = connection.query(_READ.format(connection.mark), (self.reader, self.topic, partition))
             if rows == [(self._epochs[partition], self.positions[partition])]:

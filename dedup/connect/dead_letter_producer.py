@@ -1,8 +1,8 @@
 """Sends a sink's dead letters exactly once, although the sink writes its rows to a database, not to Kafka.
 
 The sink sends dead letters before it commits the database transaction, which holds the partition's lock. After a crash
-between the two commits, the sink reads the same records again. Therefore, the sink first reads the dead-letter topic at
-startup to find out which of the records already have dead letters.
+between the commit to Kafka and the commit to the database, the sink reads the same records again. Therefore, the sink
+reads the dead-letter topic at startup to find out which records already have dead letters.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class DeadLetterProducer:
         return found
 
     async def send(self, rejected: Sequence[RejectedRecord]) -> int:
-        """Send missing dead letters, and return their number. Raises TaskMigrated if this process is fenced."""
+        """Send the dead letters that are not in the topic yet. Returns their number. Raises TaskMigrated if fenced."""
         unsent: defaultdict[int, list[RejectedRecord]] = defaultdict(list)
         for record in rejected:
             if record.offset not in self._partitions[record.source.partition].sent:

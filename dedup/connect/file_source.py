@@ -413,7 +413,7 @@ class _CsvRows:
         self._first = 0
 
     def ready(self) -> bool:
-        """Tell whether the header line is complete. Raises AuthorMistake if it does not name the expected columns."""
+        """Tell whether the header line is complete. Raises AuthorMistake if the header names unexpected columns."""
         if self._names is not None:
             return True
         head = os.pread(self._descriptor, self._most_bytes, 0)

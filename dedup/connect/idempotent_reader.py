@@ -44,7 +44,7 @@ class Work:
         self._connection: Final = connection
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
-        """Run a statement with the placeholders ``?`` (SQLite) or ``%s`` (PostgreSQL). Returns the number of rows."""
+        """Run a statement with placeholders ``?`` (SQLite) or ``%s`` (PostgreSQL). Returns the affected row count."""
         return self._connection.execute(sql, parameters)
 
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:

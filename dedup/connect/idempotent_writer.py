@@ -58,10 +58,11 @@ class Transaction:
 
 
 class IdempotentWriter:
-    """A transactional producer that keeps its name across restarts. Use it with ``async with``.
+    """A transactional producer, which is opened under the same name after each restart. Use it with ``async with``.
 
     If another process opens a writer with the same name, this writer's next transaction raises TaskMigrated. If the
-    response to a commit is lost, the writer finds out whether the transaction was committed, and otherwise repeats it.
+    response to a commit is lost, the writer finds out whether the transaction was committed, and repeats the
+    transaction if it was not.
     """
 
     def __init__(self, name: str, *, topics: Sequence[str], settings: Settings) -> None:
@@ -111,7 +112,7 @@ class IdempotentWriter:
             await self._started().commit(made.lines, made.positions)
 
     def kept(self, name: str) -> str | None:
-        """Return the last committed position that `Transaction.keep` stored under ``name``, or None without one."""
+        """Return the position that `Transaction.keep` last committed under ``name``, or None if there is none."""
         found = self._started().positions.get(name)
         return None if found is None else found.decode()
 

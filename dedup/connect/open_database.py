@@ -39,7 +39,7 @@ def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
 class RetryingDatabase:
     """Keeps at most one connection to a database, and replaces a connection that is lost.
 
-    The methods block. They call ``prepare`` with each new connection.
+    The methods block. Each new connection is passed to ``prepare`` first.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class _Transaction:
 
 
 def spec_of(topology: Topology, name: str) -> SinkSpec:
-    """Return the sink of a topology. Raises TopologyError without a sink, or if the sink has no topic to read."""
+    """Return the sink of a topology. Raises TopologyError if there is no sink, or no topic for the sink to read."""
     spec = topology.sink
     if spec is None or not spec.topic:
         what = "no `sink`" if spec is None else "a sink, but no output and no `sink.topic` to read"

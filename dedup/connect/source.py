@@ -42,7 +42,7 @@ class RecordSource(Protocol):
     """A source of records: files or a table. All methods block, and only one thread may use a source at a time."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """Continue from the committed positions, so that `poll` returns again the records that are not committed."""
+        """Continue from the committed positions, so that `poll` returns uncommitted records again."""
 
     def poll(self) -> SourceRecords | None:
         """Return the next records, or None if there are none yet.
@@ -51,7 +51,7 @@ class RecordSource(Protocol):
         """
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """Release what is needed only to read records before ``positions`` again. The positions are committed."""
+        """Release what was kept for reading records before ``positions`` again, because ``positions`` are committed."""
 
     def waiting(self) -> list[str]:
         """Return one sentence for each part of the source that ends with data that cannot be read yet."""

@@ -1,9 +1,9 @@
 """Implements a source that reads the rows of a growing table or of a query in the order of their numbers, without gaps.
 
 A transaction takes the number of a row before it commits, so a lower number may become visible after a higher one. In
-PostgreSQL, the source therefore takes the greatest number as a bound, waits for all transactions that hold a lock for
-writing to the table, as CREATE INDEX CONCURRENTLY does, and then reads the rows up to the bound; see
-docs/decisions/0012-edges.md. With `settle`, the source waits for a fixed time, and may miss rows that commit later.
+PostgreSQL, the source therefore takes the greatest number as a bound, and waits for all transactions that hold a lock
+for writing to the table, as CREATE INDEX CONCURRENTLY does; see docs/decisions/0012-edges.md. The source then reads the
+rows up to the bound. With `settle`, the source waits for a fixed time, and may miss rows that commit later.
 """
 
 from __future__ import annotations
@@ -330,7 +330,7 @@ def _postgres_shape(connection: DatabaseConnection, table: str) -> tuple[_Column
 
 
 def _sqlite_shape(connection: DatabaseConnection, table: str) -> tuple[_Columns, list[list[str]], str | None]:
-    """Return the columns, the columns of each unique index, and the column whose numbers SQLite may reuse, or None."""
+    """Return a table's columns, those of each unique index, and the column whose numbers SQLite may reuse, or None."""
     found = connection.query('SELECT name, upper(type), "notnull", pk FROM pragma_table_info(?)', (table,))
     primary = [(name, kind) for name, kind, _, position in found if position]
     # An INTEGER PRIMARY KEY is SQLite's row number, so it is never null.

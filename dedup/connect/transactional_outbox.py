@@ -193,8 +193,8 @@ class TransactionalOutbox:
     async def _read(self, *, stable: bool = False) -> None:
         """Read the owner and the positions that were committed since the last call.
 
-        Waits for open transactions, which may hide committed records, unless ``stable`` is set because the open
-        transaction may be the caller's own.
+        Waits for open transactions, which may hide committed records. With ``stable``, the function does not wait,
+        because an open transaction may be the caller's own.
         """
         bounds = await bounds_of(self._wire, self._place)
         if self._read_to > bounds.end:

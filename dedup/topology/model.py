@@ -229,7 +229,7 @@ class Topology:
 
 
 def rule_text(rule: Rule) -> str:
-    """Return a tracking ID rule as text. Never change the wording, because the state fingerprint depends on it."""
+    """Return a tracking ID rule as text. The text must never change, because the state fingerprint depends on it."""
     match rule:
         case KeyRule():
             return "key: true"

@@ -126,7 +126,7 @@ def _rule(file: TrackingIdFile) -> Rule:
 
 
 def event_time_of(written: str | FieldTimeFile) -> EventTime:
-    """Return the rule for the event time. A plain word in the file means the timestamp of the record."""
+    """Return the rule for the event time. The word `record` or `now` in a file means the timestamp of the record."""
     if isinstance(written, str):
         return RecordTime()
     return FieldTime(written.field, written.unit)

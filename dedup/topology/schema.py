@@ -353,7 +353,7 @@ class FilesSource(Keys):
 
 
 class TableSource(_ExactlyOne):
-    """A table or query whose rows are only added, in increasing order of an integer column."""
+    """A table or query to which rows are only added, in increasing order of an integer column."""
 
     one_of = ("table", "query")
 
