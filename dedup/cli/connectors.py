@@ -77,8 +77,8 @@ def sink(
     """Write a topic to a database table with one row per tracking ID.
 
     Each database transaction contains rows and the offsets that have been reached in the topic. Reading the topic a
-    second time changes nothing. If a second process starts with the same partitions, the second process takes over, and
-    the first process stops with the error TaskMigrated.
+    second time changes nothing. If a second process reads the same partitions of the topic, the second process takes
+    over, and the first process stops with the error TaskMigrated.
 
     Examples: dedup sink topologies/topic-to-database.yaml
 

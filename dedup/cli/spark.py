@@ -554,8 +554,8 @@ def sink_command(
 ) -> None:
     """Append each committed record of a topology's output topic to a Delta or Iceberg table exactly once.
 
-    Workers or `dedup spark run` may write to the output topic at the same time. Each commit to the table also stores
-    the sink's position in the topic.
+    Workers or `dedup spark run` may write to the output topic while the sink reads it. Each commit to the table also
+    stores the sink's position in the topic.
 
     Examples: dedup spark sink topologies/orders.yaml --delta tables/orders
 

@@ -58,7 +58,7 @@ class _FilePosition(msgspec.Struct, frozen=True):
         return f"{self.inode}.{self.generation}"
 
     def within(self, committed: _FilePosition | None) -> bool:
-        """Return whether the committed position covers everything up to this position."""
+        """Return whether everything in the file up to this position is committed."""
         if committed is None:
             return not self.position
         return self.position <= committed.position and self.deleted <= committed.deleted

@@ -58,7 +58,7 @@ class Transaction:
 
 
 class IdempotentWriter:
-    """A transactional producer, which is opened under the same name after each restart. Use it with ``async with``.
+    """A transactional producer that keeps its name when the application restarts. Use it with ``async with``.
 
     If another process opens a writer with the same name, this writer's next transaction raises TaskMigrated. If the
     response to a commit is lost, the writer finds out whether the transaction was committed, and repeats the
