@@ -1,4 +1,4 @@
-"""Commands that administer a topology on a cluster: `apply`, `status`, `reset`, `replay`, and `lookup`."""
+"""Implements `dedup apply`, `status`, `reset`, `replay`, and `lookup`, which administer a topology on a cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _CLIENT: Final = "dedup-admin"
 UrlOption = Annotated[
     list[str] | None,
-    typer.Option("--url", help="Address of a worker's web pages; web.host and web.port by default. Repeatable."),
+    typer.Option("--url", help="URL of a worker's web pages. Default: web.host and web.port. Repeatable."),
 ]
 
 
@@ -42,7 +42,9 @@ def apply(
     *,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be created.")] = False,
     acls: Annotated[bool, typer.Option("--acls", help="Only print the permissions that a worker needs.")] = False,
-    principal: Annotated[str, typer.Option(help="Principal named in the output of --acls.")] = "User:dedup",
+    principal: Annotated[
+        str, typer.Option(help="Principal that the output of --acls grants permissions to.")
+    ] = "User:dedup",
     table: Annotated[bool, typer.Option("--table", help="Also create the sink's tables in its database.")] = False,
     as_json: JsonOption = False,
     config: ConfigOption = None,
@@ -50,8 +52,8 @@ def apply(
 ) -> None:
     """Create the topics that a topology needs, and show how existing topics differ from the required ones.
 
-    Existing topics are not changed, and source topics are never created. --table also creates the tables of the sink,
-    so that `dedup sink` needs no permission to create tables.
+    The command never changes existing topics and never creates source topics. With --table, the command also creates
+    the sink's tables, so that `dedup sink` does not need the permission to create tables.
 
     Example: dedup apply topologies/orders.yaml --dry-run
     """
@@ -124,7 +126,7 @@ def status(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """For each task of a topology, show the owner, offsets, lag, and changelog, and the state if a worker responds.
+    """Show the owner, offsets, lag, and changelog of each task of a topology, and its state if a worker responds.
 
     Example: dedup status topologies/orders.yaml --watch
     """
@@ -151,20 +153,20 @@ def reset(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="earliest|latest|TIME", help="Where workers resume; source.start by default."),
+        typer.Option("--to", metavar="earliest|latest|TIME", help="Where workers resume. Default: source.start."),
     ] = None,
     local: Annotated[
         bool,
-        typer.Option("--local", help="Delete only this machine's state; for use after a reset on another machine."),
+        typer.Option("--local", help="Delete only the local state on this machine, after a reset on another machine."),
     ] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Delete a topology's offsets, changelog, repartition topic, and checkpoints, and this machine's local state.
+    """Delete a topology's offsets, changelog, repartition topic, and checkpoints, and the local state on this machine.
 
-    The command asks for confirmation, and refuses to continue while workers are running. Forwarded records stay in the
-    output, so a worker that reads from the start forwards them a second time, and `dedup verify` reports the second
-    copies.
+    The command asks for confirmation, and refuses to continue while workers are running. The output topic keeps its
+    records. If workers read the source from the start after a reset, they forward records a second time, and `dedup
+    verify` reports the second copies.
 
     Example: dedup reset topologies/orders.yaml --to latest
     """
@@ -210,13 +212,13 @@ def replay(
         bool, typer.Option("--late", help="Replay late records instead of dead letters. Requires --forward.")
     ] = False,
     forward: Annotated[
-        bool, typer.Option("--forward", help="Send late records to the output; the guarantee does not cover them.")
+        bool, typer.Option("--forward", help="Send late records to the output, which may then hold duplicates.")
     ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of records to send.")] = None,
     *,
     begin: Annotated[
         Literal["last", "start"] | None,
-        typer.Option("--from", metavar="last|start", help="Where to begin if the last replay's position is lost."),
+        typer.Option("--from", metavar="last|start", help="Where to begin if the position of the last replay is lost."),
     ] = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
@@ -224,9 +226,10 @@ def replay(
 ) -> None:
     """Send dead letters back to the source partitions that they came from, exactly once.
 
-    The header dedup-replayed contains the original source position. With --late --forward, late records are sent to the
-    output with the header dedup-verdict: late, because they would be late again in the source. If the broker no longer
-    has the position of the last replay, nothing is sent until --from says where to begin.
+    Each record that is sent has the header dedup-replayed, which contains its original position in the source. With
+    --late --forward, the command sends late records to the output, because they would be late again in the source. Late
+    records that are sent to the output have the header dedup-verdict: late. If the position of the last replay is lost,
+    the command sends nothing unless --from says where to begin.
 
     Example: dedup replay topologies/orders.yaml --limit 100
     """

@@ -1,4 +1,4 @@
-"""Implements `dedup broker` and `dedup demo`, which start their own Kafka; demo_run.py contains the demo's runs."""
+"""Implements `dedup broker` and `dedup demo`, which start an embedded Kafka broker."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dedup.cli.inputs import embedded_kafka, kept_after_errors, pairs_of, refuse
 
 
 def broker(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for clients; 0 picks a free one.")] = 9092,
-    data_dir: Annotated[Path | None, typer.Option(help="Data directory; a temporary one by default.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for clients; 0 means any free port.")] = 9092,
+    data_dir: Annotated[Path | None, typer.Option(help="Data directory. Default: a temporary one.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Set a broker property: key=value. Repeatable.")
     ] = None,
 ) -> None:
     """Run an embedded Kafka until Ctrl-C.
 
-    The command runs a real Apache Kafka 4.1.1 with one node on 127.0.0.1. The first run downloads the jars (45 MB) from
-    Maven Central into the user's cache. Without --data-dir, the data is deleted at the end.
+    The command runs Apache Kafka 4.1.1 as a single node on 127.0.0.1. The first run downloads Kafka's jars (45 MB) from
+    Maven Central into the user's cache. Without --data-dir, Kafka's data is deleted when the command ends.
 
     Example: dedup broker --port 9092 --data-dir state/kafka
     """
@@ -48,21 +48,20 @@ def demo(
         Path | None, typer.Option(help="Path of the HTML report; a JSON report is written next to it.")
     ] = None,
     chain: Annotated[
-        bool, typer.Option("--chain", help="Run the chain from a file to a table, and kill each process once.")
+        bool, typer.Option("--chain", help="Run a chain from a file to a table, and kill each process once.")
     ] = False,
 ) -> None:
-    """Deduplicate 336,776 real flights on an embedded Kafka, kill a worker midway, and prove that the result is
-    correct.
+    """Deduplicate 336,776 real flights on an embedded Kafka, kill a worker midway, and verify the result.
 
-    A producer whose connection breaks before the acknowledgment arrives sends the record again, which creates real
-    duplicates. Two workers deduplicate the records; one of them is killed with SIGKILL and restarted. Finally, the demo
-    reads every record and compares the result with the exact model. The demo needs no installed Kafka or Java, and
-    takes about a minute, or about 20 seconds with --fast.
+    The demo cuts the producer's connection repeatedly, so the producer sends some records twice. Two workers
+    deduplicate the records; one of them is killed with SIGKILL and restarted. Finally, the demo checks every record as
+    `dedup verify` does. The demo does not need an installed Kafka or Java, and takes about a minute, or about 20
+    seconds with --fast.
 
     Example: dedup demo --fast
 
-    With --chain, the flights start as lines of a file, pass through a topic and the deduplication, and end as rows of a
-    table.
+    With --chain, `dedup ingest` sends the flights from a CSV file to a topic, `dedup run` deduplicates them, and `dedup
+    sink` writes them to a database table.
     """
     from dedup.cli.demo_run import FAST, FULL, demo_chain, print_books, run_demo
 

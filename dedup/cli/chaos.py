@@ -1,4 +1,4 @@
-"""Implements `dedup chaos`, which injects faults into a fleet under load and proves that the result is exact."""
+"""Implements `dedup chaos`, which injects faults into a fleet under load and verifies that the result is exact."""
 
 from __future__ import annotations
 
@@ -60,27 +60,29 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
     config: Annotated[
         Path | None,
-        typer.Option(help="Config file of a test environment; without it, the command uses an embedded Kafka."),
+        typer.Option(help="Config file of a test environment. Default: an embedded Kafka."),
     ] = None,
     minutes: Annotated[float, typer.Option(min=0.2, help="Duration of fault injection.")] = 2.0,
     workers: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 2,
     per_s: Annotated[int, typer.Option(min=1, help="Records sent per second.")] = 2_000,
     seed: Annotated[int, typer.Option(help="Seed of the fault schedule; the same seed gives the same faults.")] = 1,
     harder: Annotated[
-        float, typer.Option(min=0.1, max=20, help="Factor for the fault rate; a value above 1 also adds other faults.")
+        float, typer.Option(min=0.1, max=20, help="Factor for the fault rate; a factor above 1 adds other faults.")
     ] = 1.0,
     report: Annotated[Path, typer.Option(help="Path of the HTML report; a JSON report is written next to it.")] = Path(
         "chaos.html"
     ),
 ) -> None:
-    """Inject faults into a fleet under load, then prove that nothing was lost or duplicated.
+    """Inject faults into a fleet under load, then verify that nothing was lost or duplicated.
 
     The command kills, freezes, stops, and adds workers while a read_committed consumer watches the output. Without
-    --config, the command uses an embedded Kafka, and also kills the broker and cuts connections. --harder above 1 also
-    restarts the broker cleanly, changes the compression and record size of the output, shortens the retention of the
-    source to delete judged records, and tries to delete the group. With --config, the command uses your test
-    environment: it writes made-up records to the topology's source topics, which must exist and be empty, and affects
-    only the workers that it starts itself. The exit code is 4 if a check fails.
+    --config, the command uses an embedded Kafka, and also kills the broker and cuts connections. If --harder is above
+    1, the command also restarts the broker cleanly, changes the compression and record size of the output, shortens the
+    retention of the source to delete judged records, and tries to delete the consumer group.
+
+    With --config, the command uses your test environment and injects faults only into the workers that it starts
+    itself. The command writes generated records to the topology's source topics, which must exist and be empty. The
+    exit code is 4 if a check fails.
 
     Examples: dedup chaos topologies/simplest.yaml --minutes 2
 
@@ -122,9 +124,6 @@ def _embedded(options: ChaosOptions) -> ChaosReport:
 
 
 def _on_test_cluster(options: ChaosOptions, config: Path) -> ChaosReport:
-    """Return the report of a run. Raises StateIncompatible unless the source topics exist and are empty, because real
-    and made-up records must not mix.
-    """
     from dedup.verify.kafka_reader import KafkaReader
 
     settings = read_settings(config)
@@ -141,7 +140,7 @@ def _on_test_cluster(options: ChaosOptions, config: Path) -> ChaosReport:
 
 
 def _faults(options: ChaosOptions, settings: Settings, *, embedded: bool) -> tuple[list[ScheduledFault], list[Age]]:
-    """Return the faults, and the past records that some faults delete; their deletion does not affect the proof."""
+    """Draw the faults. If a fault shortens the retention, write old records for the brokers to delete."""
     from dedup.chaos.fault_run import FaultType, draw, rates
     from dedup.chaos.load import write_past
 
@@ -156,7 +155,7 @@ def _faults(options: ChaosOptions, settings: Settings, *, embedded: bool) -> tup
 
 
 def _apply(options: ChaosOptions, config: Path) -> None:
-    """Create all topics that the fleet writes, so that the live checker can start before the first worker."""
+    """Create all topics that the workers write to, because the live checker starts before the workers."""
     from dedup.embedded.child_process import DEDUP
 
     command = [*DEDUP, "apply", str(options.topology_file), "--config", str(config)]

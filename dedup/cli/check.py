@@ -1,4 +1,4 @@
-"""Commands that need no broker: `check`, `describe`, `schema`, and `try`."""
+"""Implements `dedup check`, `describe`, `schema`, and `try`, which work without a broker."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 _STDIN: Final = Path("-")
 LOOK_S: Final = 0.3
-"""Interval at which `dedup check --watch` polls the files; a person does not notice so short a delay."""
+"""Polling interval of `dedup check --watch`, which is too short for a person to notice."""
 
 
 def check(
     topologies: Annotated[list[Path], typer.Argument(metavar="TOPOLOGY...", help="Topology and ingest files.")],
     broker: Annotated[
-        bool, typer.Option("--broker", help="Also compare the cluster's topics with the required ones.")
+        bool, typer.Option("--broker", help="Also compare the cluster's topics with the needed ones.")
     ] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
@@ -48,10 +48,10 @@ def check(
 ) -> None:
     """Check topology and ingest files, print each error with its position, and warn of likely mistakes.
 
-    The exit code is 2 if a file has an error, and 0 if there are only warnings. If several files are given, they are
-    also checked as a chain from source to table, and each stage that is not exactly-once is reported. Two topologies
-    that write to the same topic are an error, unless the topic receives only their dead letters. --broker also compares
-    the topics of the cluster with those that each topology needs.
+    The exit code is 2 if a file has an error, and 0 if there are only warnings. If several files are given, the command
+    also checks the chain from source to table that they form, and reports each stage that is not exactly-once. Two
+    topologies that write to the same topic are an error, unless the topic receives only their dead letters. With
+    --broker, the command also compares the cluster's topics with those that each topology needs.
 
     Examples: dedup check topologies/*.yaml
 
@@ -76,10 +76,9 @@ def check(
 
 
 def at_each_save(paths: Sequence[Path]) -> Iterator[None]:
-    """Yield immediately, and again whenever one of the files is written, replaced, created, or removed.
+    """Yield immediately, and again each time one of the files is written, replaced, created, or removed.
 
-    The function polls modification times and sizes instead of using file-system events, because editors replace files
-    and network shares send no events.
+    Files are polled, because editors replace files and network shares send no file-system events.
     """
     seen: list[tuple[int, int, int] | None] | None = None
     while True:
@@ -91,7 +90,6 @@ def at_each_save(paths: Sequence[Path]) -> Iterator[None]:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return the file attributes that change when a file is saved, or None if the file does not exist."""
     try:
         known = path.stat()
     except OSError:
@@ -137,7 +135,6 @@ def _check_once(topologies: list[Path], settings: Settings | None, *, as_json: b
 
 
 def _read_stage(path: Path) -> Named | TopologyError:
-    """Return the stage that a file describes, or the problems in the file."""
     from dedup.topology.chain import Named
     from dedup.topology.ingest_file import is_ingest, parse_ingest
     from dedup.topology.parse import parse
@@ -177,8 +174,8 @@ def _print_warnings(path: Path, found: list[Finding], *, ok: bool) -> None:
 
 def describe(
     topology: TopologyArgument,
-    dot: Annotated[bool, typer.Option("--dot", help="Print a graph for Graphviz.")] = False,
-    svg: Annotated[bool, typer.Option("--svg", help="Print a graph as SVG.")] = False,
+    dot: Annotated[bool, typer.Option("--dot", help="Print the topology as a Graphviz graph.")] = False,
+    svg: Annotated[bool, typer.Option("--svg", help="Print the topology as an SVG image.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show a topology's agents, topics, and table, and what happens to each record.
@@ -227,24 +224,24 @@ def try_records(
         typer.Argument(
             metavar="FILE",
             show_default=False,
-            help="File with one JSON value per line; by default, or if -, standard input.",
+            help="File with one JSON value per line. If FILE is missing or -, standard input is read.",
         ),
     ] = _STDIN,
     envelope: Annotated[
-        bool, typer.Option("--envelope", help="Each line is a whole record, not just a value.")
+        bool, typer.Option("--envelope", help="Each line is a whole record, not only a value.")
     ] = False,
     start: Annotated[
         str, typer.Option("--time", help="Timestamp of the first line (RFC 3339); each following line is 1 s later.")
     ] = A_TIME,
     now: Annotated[
-        str | None, typer.Option("--now", help="Current time (RFC 3339); this machine's clock by default.")
+        str | None, typer.Option("--now", help="Current time (RFC 3339). Default: this machine's clock.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Judge records from a file without a broker, and print each verdict with its reason.
 
-    FILE contains one JSON value per line. The lines are judged in order, as one partition of one topic. With
-    --envelope, each line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}.
+    FILE contains one JSON value per line. The lines are judged in order, as if they were the records of one partition.
+    With --envelope, each line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}.
 
     Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
     """

@@ -30,12 +30,12 @@ def checkpoint(
     *,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="URL", help="Directory or URL (s3://..., gs://...); state.checkpoint by default."),
+        typer.Option("--to", metavar="URL", help="Directory or URL (s3://..., gs://...). Default: state.checkpoint."),
     ] = None,
     state_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for the state; state_dir/.checkpoint by default. Never use the state_dir of a worker."
+            help="Directory to keep the state in; never use a worker's state_dir. Default: state_dir/.checkpoint."
         ),
     ] = None,
     partitions: Annotated[
@@ -47,10 +47,12 @@ def checkpoint(
 ) -> None:
     """Write the state of a topology's tasks to a directory or an object store, one checkpoint per partition.
 
-    The state is read from the changelog, so no worker is needed or affected. A worker that has `state.checkpoint` set
-    but no local state starts from the checkpoint and reads only the rest of the changelog. The state that was read
-    stays in --state-dir, so the next run reads only new records. Run the command periodically, but never two instances
-    at the same time.
+    The command reads the state from the changelog, so it does not need or affect any worker. The command keeps the
+    state in --state-dir, so its next run reads only new changelog records. Run the command periodically, but never run
+    two instances at the same time.
+
+    A worker without local state starts from the checkpoint that `state.checkpoint` names, and reads only the rest of
+    the changelog.
 
     Example: dedup checkpoint topologies/orders.yaml --to s3://backups/dedup
     """
@@ -64,8 +66,7 @@ def checkpoint(
     if url is None:
         raise SettingsError([Problem("--to", "is missing; name a directory or URL, or set state.checkpoint")])
     storage = CheckpointStorage(url)
-    # Only the changelog is read, because a checkpoint made from another checkpoint would inherit the errors of the
-    # other one.
+    # Only the changelog is read: a checkpoint made from an older checkpoint would inherit its errors.
     here = settings.model_copy(update={"state_dir": state_dir or settings.state_dir / KEPT, "state": StateSection()})
 
     async def work(wire: KafkaWire, admin: Admin) -> list[MadeCheckpoint]:
@@ -78,7 +79,6 @@ def checkpoint(
 
 
 def _told(made: MadeCheckpoint) -> tuple[dict[str, Any], str]:
-    """Return a result as data and as a line of text."""
     found = made.checkpoint
     data = {"partition": made.partition, "written": made.written, "records_read": made.records}
     if found is None:

@@ -33,8 +33,9 @@ def ingest(
 ) -> None:
     """Send the lines of files or the rows of a table to a topic, each exactly once, even across crashes.
 
-    Each Kafka transaction contains records and the position in the source. If a second process starts with the same
-    ingest file, the second one takes over, and the first one stops with TaskMigrated.
+    Each Kafka transaction contains records and the position that has been reached in the source. If a second process
+    starts with the same ingest file, the second process takes over, and the first process stops with the error
+    TaskMigrated.
 
     Examples: dedup ingest topologies/files-to-topic.yaml
 
@@ -67,16 +68,17 @@ def sink(
     overrides: SetOption = None,
     partitions: Annotated[
         str | None,
-        typer.Option(metavar="0,2-5", help="Partitions that this process reads; all by default."),
+        typer.Option(metavar="0,2-5", help="Partitions that this process reads. Default: all."),
     ] = None,
     exit_when_done: Annotated[
-        bool, typer.Option("--exit-when-done", help="Stop when all records that exist at the start are in the table.")
+        bool, typer.Option("--exit-when-done", help="Stop when all records in the topic at startup are in the table.")
     ] = False,
 ) -> None:
-    """Write a topic to a table with one row per tracking ID; reading the topic a second time changes nothing.
+    """Write a topic to a database table with one row per tracking ID.
 
-    Each database transaction contains rows and the topic's offsets. If a second process starts with the same
-    partitions, the second one takes over, and the first one stops with TaskMigrated.
+    Each database transaction contains rows and the offsets that have been reached in the topic. Reading the topic a
+    second time changes nothing. If a second process reads the same partitions of the topic, the second process takes
+    over, and the first process stops with the error TaskMigrated.
 
     Examples: dedup sink topologies/topic-to-database.yaml
 
@@ -98,7 +100,6 @@ def sink(
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a connector and return its result, or exit if another process has taken over."""
     try:
         return asyncio.run(work)
     except TaskMigrated as error:
@@ -107,7 +108,6 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _numbers(text: str) -> set[int]:
-    """Parse a list of numbers such as ``0,2-5``. Raises SettingsError for any other string."""
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -118,7 +118,7 @@ def _numbers(text: str) -> set[int]:
 
 
 def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
-    """Return a topology's sink, and resolve references in the sink's URL. Raises TopologyError if there is no sink."""
+    """Return the sink, with references such as ${env:NAME} in its URL resolved. Raises TopologyError without a sink."""
     from dedup.connect.sink_connector import spec_of
     from dedup.settings import with_references
 
@@ -129,7 +129,8 @@ def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
 def apply_tables(spec: SinkSpec, *, dry_run: bool, quiet: bool) -> dict[str, str]:
     """Create the sink's missing tables unless ``dry_run`` is set, and return their CREATE statements by table name.
 
-    Raises StateIncompatible for an unsuitable table, and DatabaseUnavailable if the database does not respond.
+    Raises StateIncompatible if an existing table is unsuitable, and DatabaseUnavailable if the database does not
+    respond.
     """
     from dedup.connect.database import OFFSETS
     from dedup.connect.open_database import RetryingDatabase

@@ -1,6 +1,6 @@
-"""Runs `dedup demo`, which sends flights to two workers and kills one of them midway.
+"""Runs `dedup demo`, which sends flights through Kafka to two workers and kills one of the workers midway.
 
-With `--chain`, the demo sends flights from a file into a table instead, and kills each process of the chain once.
+With `--chain`, the demo sends flights from a file to a database table, and kills each process of the chain once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WORKERS_STALL_AFTER_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of the demo."""
+    """The number of flights, and the speed at which the demo sends them."""
 
     flights: int
     events_per_second: int
@@ -61,7 +61,7 @@ FAST: Final = Size(flights=40_000, events_per_second=10_000, cut_every_events=2_
 
 @dataclass(slots=True)
 class Run:
-    """One run of the demo. Its processes must be running before the run begins. Each instance runs only once."""
+    """One run of the demo. Kafka and the workers must already be running. Each instance runs only once."""
 
     topology: Topology
     settings: Settings
@@ -74,14 +74,14 @@ class Run:
     ids: set[bytes] = field(default_factory=set)
     cuts: int = 0
     before: frozenset[str] | None = None
-    """The group's members just before the worker was killed, or None before that time."""
+    """The group's members just before the worker was killed, or None if it has not been killed yet."""
     back: bool = False
 
     def to_the_end(self) -> int:
-        """Send all flights, wait until they are judged, and return the number of distinct flights.
+        """Send all flights, wait until the workers have judged them, and return the number of distinct flights.
 
-        Raises InvariantBroken if a worker ends unexpectedly or nothing is judged for a minute, and BrokerUnavailable if
-        flights cannot be sent.
+        Raises InvariantBroken if a worker ends unexpectedly or if no record is judged for a minute, and
+        BrokerUnavailable if flights cannot be sent.
         """
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         # Without a terminal, the bars would be empty lines.
@@ -93,7 +93,7 @@ class Run:
         return len(self.ids)
 
     def _flights(self) -> Iterator[Made]:
-        """Yield the flights, and drop the broker's responses at regular intervals."""
+        """Yield the flights. Some responses of the broker are dropped, so that the producer sends records again."""
         (topic,) = self.topology.source.topics
         for number, flight in enumerate(flights(self.size.flights), 1):
             self.ids.add(flight.key)
@@ -134,7 +134,6 @@ class Run:
             time.sleep(_POLL_EVERY_S)
 
     def _crash_midway(self, judged: int) -> None:
-        """Kill a worker midway, start it again after a pause, and note when it has rejoined the group."""
         if self.before is None:
             if judged >= self.size.flights // 2:
                 self.before = self.watch.members()
@@ -148,7 +147,7 @@ class Run:
 
 
 def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int]:
-    """Return the verification report and the number of distinct flights sent. Raises the errors of `Run.to_the_end`."""
+    """Run the demo, and return the verification report and the number of distinct flights that were sent."""
     topology_file = directory / "flights.yaml"
     text = resources.files("dedup.embedded").joinpath("flights.yaml").read_text(encoding="utf-8")
     topology_file.write_text(text, encoding="utf-8")
@@ -177,9 +176,7 @@ def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int
 
 
 def print_books(found: Report, distinct: int, page: Path | None, console: Console) -> None:
-    """Print the report. Raises VerificationFailed unless the report proves that each distinct flight was forwarded
-    exactly once.
-    """
+    """Print the report. Raises VerificationFailed unless each distinct flight was forwarded exactly once."""
     if page is not None:
         write_report(page, to_html(found), found.to_json())
     forwarded = sum(books.unique for books in found.books)
@@ -203,16 +200,16 @@ COUNT: Final = "SELECT count(*) FROM flights"
 _LINES_PER_S: Final = 6_000
 _BLOCK_LINES: Final = 500
 _WRITTEN_TWICE: Final = 0.2
-"""Share of blocks that the writer writes twice, as if it did not know that they had arrived."""
+"""Share of blocks that are written twice."""
 _CHAIN_RESTART_AFTER_S: Final = 0.5
 _CHAIN_STALLS_AFTER_S: Final = 120.0
 _CHAIN_POLL_EVERY_S: Final = 0.1
 
 
 def demo_chain(limit: int, directory: Path, console: Console) -> None:
-    """Run the chain until all flights are in the table, and check that the table holds each flight once.
+    """Run the chain until the table contains all flights, and check that it contains each flight once.
 
-    Raises VerificationFailed if the check fails, and InvariantBroken if a process ended unexpectedly.
+    Raises VerificationFailed if a flight is missing or duplicated, and InvariantBroken if a process ended unexpectedly.
     """
     for name in FILES:
         text = resources.files("dedup.connect").joinpath(name).read_text(encoding="utf-8")
@@ -252,8 +249,6 @@ def demo_chain(limit: int, directory: Path, console: Console) -> None:
 
 
 class _Chain(Processes):
-    """The processes of the chain, one for each command, and the table that they fill."""
-
     def __init__(self, directory: Path, bootstrap: str) -> None:
         config = {"brokers": [bootstrap], "topics": {"replication_factor": 1}, "web": {"enabled": False}}
         (directory / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
@@ -262,11 +257,6 @@ class _Chain(Processes):
         self._table: Final = directory / "flights.db"
 
     def until(self, wanted: int, source: _FileWriter) -> None:
-        """Write flights until the table has ``wanted`` rows; for the last rows, also wait until the connectors have
-        started.
-
-        Raises InvariantBroken if a process ends, or if no row is written for two minutes.
-        """
         rows, moved_s = -1, time.monotonic()
         while rows < wanted or (wanted == source.limit and not self._connectors_started()):
             source.write_due()
@@ -280,11 +270,10 @@ class _Chain(Processes):
             time.sleep(_CHAIN_POLL_EVERY_S)
 
     def _connectors_started(self) -> bool:
-        """Tell whether `dedup ingest` and `dedup sink` have taken over their work, so that they can handle SIGTERM."""
+        """Tell whether `dedup ingest` and `dedup sink` have started far enough to handle SIGTERM."""
         return all(" taken; " in self.running[name].log for name in ("dedup ingest", "dedup sink"))
 
     def count(self) -> int:
-        """Return the number of rows in the table, or 0 before the table is created."""
         if not self._table.exists():
             return 0
         with contextlib.closing(sqlite3.connect(f"file:{self._table}?mode=ro", uri=True, timeout=30)) as connection:
@@ -293,7 +282,7 @@ class _Chain(Processes):
 
 
 class _FileWriter:
-    """Appends flights to a CSV file, and writes some blocks twice, like a writer that received no confirmation."""
+    """Appends flights to a CSV file, some of them twice, like a writer that retries after a lost response."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self._path: Final = path
@@ -305,7 +294,6 @@ class _FileWriter:
         self.distinct = 0
 
     def write_due(self) -> None:
-        """Write all blocks that are due at the writer's steady rate."""
         with self._path.open("ab", buffering=0) as file:
             while self.distinct < self.limit and self.lines <= (time.monotonic() - self._began_s) * _LINES_PER_S:
                 rows = list(itertools.islice(self._rows, _BLOCK_LINES))

@@ -1,7 +1,6 @@
 """Implements `dedup doctor`, which finds what prevents a topology from running on a cluster, layer by layer.
 
-A layer, such as DNS or TLS, is checked only if the layer below it works, so that each cause results in only one
-message.
+A layer, such as DNS or TLS, is checked only if the layer below it works, so that each problem is reported only once.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ def doctor(
 ) -> None:
     """Find what prevents a topology from running: DNS, TCP, TLS, authentication, version, ACL, or topics.
 
-    The command prints one sentence and one remedy for each problem, changes nothing, and does not affect any worker.
-    Without TOPOLOGY, the command checks only the cluster. The exit code is 5 for a problem with the brokers, 3 for a
-    problem with the topics, and 0 if there are no problems or only warnings.
+    The command prints each problem with a remedy, changes nothing, and does not affect any worker. Without TOPOLOGY,
+    the command checks only the cluster. The exit code is 5 for a problem with the brokers, 3 for a problem with the
+    topics, and 0 if there are no problems or only warnings.
 
     Examples: dedup doctor topologies/orders.yaml --config config/production.yaml
 
@@ -88,7 +87,7 @@ def in_words(found: list[Symptom], looked_at: frozenset[Layer]) -> Iterator[str]
 
 
 async def _examined(topology: Topology | None, settings: Settings) -> tuple[list[Symptom], frozenset[Layer]]:
-    """Return the symptoms and the layers that were reached."""
+    """Return the problems that were found, and the layers that were checked."""
     from dedup.kafka.authorization import Rights
     from dedup.kafka.connection import Connection, diagnose
     from dedup.worker.topics import broker_findings
@@ -127,7 +126,6 @@ async def _examined(topology: Topology | None, settings: Settings) -> tuple[list
 
 
 async def _denied(rights: Rights, topology: Topology, settings: Settings) -> AsyncIterator[Symptom]:
-    """Yield the missing permissions in the form that `dedup apply --acls` prints."""
     from dedup.kafka.authorization import REFUSED_ID, TIMEOUT_TOO_LONG
     from dedup.topology.describe import Resource, worker_permissions
 
@@ -162,7 +160,7 @@ async def _denied(rights: Rights, topology: Topology, settings: Settings) -> Asy
 
 
 def layer_of(trouble: Trouble) -> Layer:
-    """Return the layer to which a problem belongs."""
+    """Return the layer in which a connection problem occurs."""
     from dedup.kafka.connection import Trouble
 
     match trouble:
@@ -177,7 +175,6 @@ def layer_of(trouble: Trouble) -> Layer:
 
 
 def _symptom(finding: Diagnosis, before: str) -> Symptom:
-    """Return a diagnosis as a symptom, with the detail after the problem rather than after the remedy."""
     said = _DETAIL.fullmatch(finding.sentence)
     what, remedy, detail = (finding.sentence, "", "") if said is None else said.group("what", "remedy", "detail")
     return Symptom(layer_of(finding.trouble), "error", f"{before}{what}{detail or ''}", remedy)

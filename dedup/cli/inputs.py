@@ -1,4 +1,4 @@
-"""Defines the arguments, input files, and reports that several commands share."""
+"""Defines arguments, options, and functions for files and reports that several commands share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 TopologyArgument = Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="Topology file.")]
 OptionalTopology = Annotated[Path | None, typer.Argument(metavar="[TOPOLOGY]", help="Topology file.")]
-ConfigOption = Annotated[Path | None, typer.Option("--config", help="Config file; config/local.yaml by default.")]
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="Config file. Default: config/local.yaml.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a config key: key=value. Repeatable.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -36,7 +36,7 @@ A_TIME: Final = "2024-01-01T00:00:00Z"
 
 
 def read_topology(path: Path) -> Topology:
-    """Return the topology in a file. Raises TopologyError, which lists every problem in the file."""
+    """Parse a topology file. Raises TopologyError, which lists every problem in the file."""
     from dedup.topology.parse import parse
     from dedup.yaml_document import text_of
 
@@ -44,19 +44,19 @@ def read_topology(path: Path) -> Topology:
 
 
 def read_settings(config: Path | None, overrides: list[str] | None = None) -> Settings:
-    """Return the settings of a config file, with the environment and `--set` applied. May raise SettingsError."""
+    """Return the settings in a config file, overridden by the environment and by `--set`. May raise SettingsError."""
     from dedup.settings import load_settings
 
     return load_settings(config, overrides or [], os.environ)
 
 
 def read_both(topology: Path, config: Path | None, overrides: list[str] | None) -> tuple[Topology, Settings]:
-    """Return a topology and the settings. May raise TopologyError or SettingsError."""
+    """Return a topology and the settings. Raises TopologyError or SettingsError if a file is invalid."""
     return read_topology(topology), read_settings(config, overrides)
 
 
 def read_ingest(path: Path) -> Ingest:
-    """Return the content of an ingest file. Raises TopologyError, which lists every problem."""
+    """Parse an ingest file. Raises TopologyError, which lists every problem in the file."""
     from dedup.topology.ingest_file import parse_ingest
     from dedup.yaml_document import text_of
 
@@ -64,9 +64,7 @@ def read_ingest(path: Path) -> Ingest:
 
 
 def refuse_no_page(page: Path) -> None:
-    """Create the directory for the reports. Raises SettingsError if no report can be written, so that the command fails
-    before hours of work.
-    """
+    """Create the directory for a report. Raises SettingsError if a report file cannot be written."""
     if page.suffix == ".json":
         text = f"{page} is where the JSON report goes, next to the HTML one; name that, for example "
         raise SettingsError([Problem("--report", text + str(page.with_suffix(".html")))])
@@ -80,7 +78,7 @@ def refuse_no_page(page: Path) -> None:
 
 
 def write_report(page: Path, html: str, data: str) -> None:
-    """Write the HTML report to ``page``, which `refuse_no_page` has checked, and the JSON report next to it."""
+    """Write the HTML report to ``page``, and the JSON report next to it."""
     page.write_text(html, encoding="utf-8")
     page.with_suffix(".json").write_text(data, encoding="utf-8")
 
@@ -99,13 +97,13 @@ def publish(found: Report, page: Path, command: str, *, as_json: bool) -> None:
 
 
 def say(data: object, lines: Iterable[str], *, as_json: bool) -> None:
-    """Print the data as JSON if ``as_json`` is set; otherwise, print the lines, which contain the same information."""
+    """Print ``data`` as JSON if ``as_json`` is set; otherwise, print ``lines``."""
     for line in [json.dumps(data, indent=2)] if as_json else lines:
         typer.echo(line)
 
 
 def pairs_of(option: str, texts: list[str] | None) -> dict[str, str]:
-    """Parse the key=value strings of a repeatable option. Raises SettingsError for a key without a value."""
+    """Parse the key=value strings of a repeatable option. Raises SettingsError for a string without "="."""
     wrong = [Problem(f"{option} {text}", "has no value; write key=value") for text in texts or () if "=" not in text]
     if wrong:
         raise SettingsError(wrong)
@@ -113,9 +111,7 @@ def pairs_of(option: str, texts: list[str] | None) -> dict[str, str]:
 
 
 def time_of(option: str, text: str, write: str = f"for example {A_TIME}") -> int:
-    """Parse a time given in ms or in RFC 3339, and return it in ms. Raises SettingsError for any other string; the
-    error message suggests ``write``.
-    """
+    """Convert a time in epoch ms or RFC 3339 to epoch ms. Raises SettingsError if ``text`` is not a time."""
     from dedup.core.event_time import rfc3339_ms
 
     found = int(text) if text.isdecimal() else rfc3339_ms(text)
@@ -126,7 +122,7 @@ def time_of(option: str, text: str, write: str = f"for example {A_TIME}") -> int
 
 @contextlib.contextmanager
 def reading_bar(console: Console, *, disable: bool = False) -> Iterator[OnProgress]:
-    """Yield a callback that updates a progress bar of the records that have been read."""
+    """Show a progress bar, and yield a callback that updates the number of records read."""
     with Progress(console=console, transient=True, disable=disable) as bar:
         task = bar.add_task("reading", total=None)
 
@@ -138,9 +134,7 @@ def reading_bar(console: Console, *, disable: bool = False) -> Iterator[OnProgre
 
 @contextlib.contextmanager
 def kept_after_errors(prefix: str, console: Console) -> Iterator[Path]:
-    """Yield a temporary directory. After an error or Ctrl-C, the directory is kept, because its logs are the only
-    evidence.
-    """
+    """Yield a temporary directory, which is deleted at the end, but kept with its logs after an error or Ctrl-C."""
     directory = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield directory
@@ -154,7 +148,7 @@ def kept_after_errors(prefix: str, console: Console) -> Iterator[Path]:
 def embedded_kafka(
     data_dir: Path | None, *, port: int = 0, proxied: bool = False, properties: Mapping[str, str] | None = None
 ) -> Iterator[EmbeddedKafka]:
-    """Yield a running Kafka, and stop it at the end. If Kafka's jars must be downloaded, a progress bar is shown."""
+    """Run an embedded Kafka during the ``with`` block. Shows a progress bar while Kafka is being downloaded."""
     from dedup.embedded.kafka_node import EmbeddedKafka
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

@@ -1,4 +1,4 @@
-"""Assembles the command line from its commands, and turns each error into a message and an exit code."""
+"""Assembles the `dedup` command line, and turns each error into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -41,11 +41,8 @@ COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
         "spark sink": "spark.sink_command",
     },
 }
-"""Maps each panel of `dedup --help` to its commands, and each command to its function in `dedup.cli`, in the order
-shown.
-
-The function's docstring is the command's help. A function imports most modules only when it runs, which keeps `--help`
-fast.
+"""Maps each panel of `dedup --help` to its commands, and each command to its function in `dedup.cli`, whose docstring
+is the command's help. A function imports most modules only when it runs, which keeps `--help` fast.
 """
 
 _EXIT_CODES: Final = (
@@ -69,7 +66,7 @@ def create_app() -> typer.Typer:
     )
     app.callback()(_options)
     spark = typer.Typer(
-        help="Run a topology on Spark: stream, backfill, incremental, seed, audit, tables.", no_args_is_help=True
+        help="Run a topology on Spark: stream, backfill, incremental, seed, audit, and tables.", no_args_is_help=True
     )
     groups = {"": app, "spark": spark}
     for panel, commands in COMMANDS.items():
@@ -84,12 +81,12 @@ def create_app() -> typer.Typer:
 
 
 def _paragraphs(docstring: str) -> str:
-    """Return a docstring with each paragraph on one line, because the terminal wraps the text at its own width."""
+    """Join the lines of each paragraph of a docstring, because the terminal wraps help at its own width."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in docstring.split("\n\n"))
 
 
 def main() -> None:
-    """Run the command line, and end the process with the exit code for the outcome."""
+    """Run the command line, and exit with the exit code that `dedup --help` lists for the outcome."""
     # This handler applies until a command sets its own. In a container, this process has PID 1, and the kernel drops a
     # SIGTERM to PID 1 if there is no handler.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -29,21 +29,22 @@ def run(
     topology: TopologyArgument,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    workers: Annotated[int, typer.Option(min=1, max=256, help="Number of worker processes to supervise.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, max=256, help="Number of worker processes.")] = 1,
     exit_when_done: Annotated[
-        bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at the start.")
+        bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at startup.")
     ] = False,
     onto_existing_output: Annotated[
         bool,
-        typer.Option("--onto-existing-output", help="Let a new group write to an output that already holds records."),
+        typer.Option("--onto-existing-output", help="Let a new group use an output that already holds records."),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress line, only the log.")] = False,
 ) -> None:
     """Deduplicate a topology's topics with one or more worker processes until a signal arrives.
 
-    A new consumer group is refused if its output already holds records, because a renamed topology, or a second
-    topology with the same output, would forward the same records again. --onto-existing-output allows the new group.
-    Kafka stores this permission for seven days, so one run with the option is enough.
+    Workers refuse to start in a new consumer group if the output already holds records, because a renamed topology, or
+    a second topology with the same output, would forward the same records again. With --onto-existing-output, workers
+    start although the output holds records. Kafka stores this permission for seven days, so one run with the option is
+    enough.
 
     Examples: dedup run topologies/orders.yaml
 
@@ -73,7 +74,7 @@ def run(
 
 
 class VerdictProgress:
-    """A context manager that shows the verdicts so far in one line on a terminal, and prints a closing line."""
+    """Shows the number of records with each verdict on a terminal while records are judged. Use it with ``with``."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._console: Final = Console(stderr=True)
@@ -105,7 +106,7 @@ class VerdictProgress:
 
 
 class RunProgress(VerdictProgress):
-    """Shows the progress of a worker across all its assignments."""
+    """Shows the progress of a worker since it started, across rebalances."""
 
     def __init__(self, *, enabled: bool) -> None:
         super().__init__(enabled=enabled)
@@ -114,7 +115,7 @@ class RunProgress(VerdictProgress):
         self._of_tasks: dict[int, Counter[str]] = {}
 
     def tick(self, app: DedupApp) -> None:
-        """Update the progress line if an update is due. The method is cheap enough to be called often."""
+        """Update the progress line, at most once per `EVERY_S`."""
         for task in app.tasks.running.values():
             self._of_tasks[id(task.numbers)] = task.numbers.verdicts
         now_s = time.monotonic()

@@ -1,9 +1,6 @@
 """Implements `dedup size`, which predicts the size of a topology's state from the number and length of its IDs.
 
-The constants in this module were measured on the store itself, with IDs that do not compress because they have nothing
-in common, such as UUIDs and hashes. tests/unit/cli/test_size.py checks that predictions are accurate to within 20 %.
-Sequential IDs share prefixes and may take only half the space, so the prediction for them is too high rather than too
-low.
+The constants were measured on RocksDB with IDs that do not compress, such as UUIDs and hashes.
 """
 
 from __future__ import annotations
@@ -24,9 +21,7 @@ if TYPE_CHECKING:
 _PER_KEY_BYTE: Final = 1.05
 """Bytes on disk per byte of a key. Keys share few prefixes, and each key also takes part of the block index."""
 _PER_SIGHTING_BYTES: Final = 16.0
-"""Bytes on disk per sighting besides its key: the compressed value, the sequence number, the lengths, and ten bits of
-the Bloom filter.
-"""
+"""Bytes on disk per sighting besides its key: value, sequence number, lengths, and 10 bits of Bloom filter."""
 _FINGERPRINT_BYTES: Final = 8
 _FILTER_BYTES: Final = 2.7
 """Memory per ID in the Bloom filter: 16 bits, plus a share of the empty part of the newest layer."""
@@ -44,20 +39,20 @@ def size(
     duplicates: Annotated[float, typer.Option(min=0, max=1, help="Share of records whose ID is not new.")] = 0,
     kind: Annotated[str, typer.Option("--id", metavar="KIND", help=f"Kind of ID: {_KINDS}.")] = "uuid",
     guard: Annotated[
-        str | None, typer.Option(metavar="DURATION", help="Guard period; the topology's by default.")
+        str | None, typer.Option(metavar="DURATION", help="Guard period. Default: the topology's.")
     ] = None,
     grace: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="Grace. Default: --guard if given, otherwise the topology's grace."),
+        typer.Option(metavar="DURATION", help="Grace period. Default: --guard, or else the topology's grace period."),
     ] = None,
-    partitions: Annotated[int, typer.Option(min=1, help="Partitions of the feeding topic.")] = 1,
+    partitions: Annotated[int, typer.Option(min=1, help="Number of partitions that dedup tasks read.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the size of the state on disk and in memory from a record rate, a guard period, and the kind of ID.
 
-    If TOPOLOGY is given, its guard period and grace are used, and the prediction is compared with its state limit. The
-    prediction is accurate to within 20 % for IDs that have nothing in common; sequential IDs may take only half the
-    space. The command makes no connections.
+    If TOPOLOGY is given, the command uses the topology's guard period and grace period, and compares the prediction
+    with the topology's limit for the state. The prediction is accurate to within 20 % for IDs that have nothing in
+    common, such as UUIDs; sequential IDs may need only half the space. The command does not connect to Kafka.
 
     Examples: dedup size topologies/orders.yaml --rate 2000
 
@@ -76,10 +71,10 @@ def size(
 
 
 def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: bool) -> dict[str, Any]:
-    """Return the predicted state of all partitions together for ``ids_per_s`` new IDs per second of event time.
+    """Return the predicted size of the state in all partitions together for ``ids_per_s`` new IDs per second.
 
-    The least size is reached right after a segment is dropped, and the greatest right before. The filters take memory
-    in the workers, in addition to 128 MiB per worker for buffers and cache.
+    The state is smallest right after a segment is dropped, and largest right before. Besides the Bloom filters, each
+    worker uses 128 MiB of memory for buffers and cache.
     """
     each = bytes_an_id(key_length, fingerprints=fingerprints)
     least = ids_per_s * window.retention_ms / 1000

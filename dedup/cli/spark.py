@@ -1,6 +1,6 @@
 """Implements `dedup spark run`, `backfill`, `incremental`, `seed`, `audit`, `upsert`, and `sink`.
 
-PySpark is imported when a command runs, because `--help` must be fast and must work without PySpark.
+A command imports PySpark only when it runs, so that `--help` is fast and works without PySpark.
 """
 
 from __future__ import annotations
@@ -57,17 +57,15 @@ _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 _PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
 
 
-_Master = Annotated[
-    str | None, typer.Option(help="Spark master. Default: the master of spark-submit, or this machine.")
-]
+_Master = Annotated[str | None, typer.Option(help="Spark master; by default, that of spark-submit or this machine.")]
 _Conf = Annotated[list[str] | None, typer.Option("--conf", help="Spark setting: key=value. Repeatable.")]
 _RowsAreEvents = Annotated[
     bool,
     typer.Option(
-        "--rows-are-events", help="Treat each row of the input as an event in JSON; no column `value` is needed."
+        "--rows-are-events", help="Convert each row of the input to a JSON event; no column `value` is needed."
     ),
 ]
-_Every = Annotated[str, typer.Option(help="How long to wait when there are no new records for the table.")]
+_Every = Annotated[str, typer.Option(help="How long to wait before looking for new records for the table.")]
 _Delta = Annotated[
     str | None, typer.Option(metavar="PATH", help="Append the output topic to the Delta table at this path.")
 ]
@@ -77,10 +75,10 @@ _Iceberg = Annotated[
 ]
 _Quiet = Annotated[bool, typer.Option("--quiet", help="Do not show progress.")]
 _ExitWhenDone = Annotated[
-    bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at the start.")
+    bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at startup.")
 ]
 _Now = Annotated[
-    str | None, typer.Option(help="Time to use as the current time; later event times count as future times.")
+    str | None, typer.Option(help="Time to assume as the current time; later event times are in the future.")
 ]
 
 InputFormat = Literal["parquet", "json", "json-records", "delta", "table"]
@@ -90,17 +88,14 @@ _HistoryFormat = Annotated[InputFormat, typer.Option("--format", help="Format of
 def open_session(
     topology: Topology, master: str | None, conf: list[str] | None, packages: Iterable[Package]
 ) -> SparkSession:
-    """Return a Spark session with the settings from ``--conf key=value``.
-
-    Raises SettingsError for a setting without a value.
-    """
+    """Return a Spark session with the settings in ``conf``. Raises SettingsError for a setting without a value."""
     from dedup.spark.session import session_for
 
     return session_for(topology, master=master, packages=packages, conf=pairs_of("--conf", conf))
 
 
 def _packages(conf: list[str] | None, fmt: InputFormat | None, *places: str | None, **wanted: bool) -> list[Package]:
-    """Return the packages in ``wanted``, and the packages that the input format and the paths in ``places`` need."""
+    """Return the packages in ``wanted``, and those that the input format and the paths in ``places`` need."""
     wanted["delta"] = wanted.get("delta", False) or fmt in {"delta", "table"}
     # Only the settings of the session show whether a catalog is an Iceberg catalog.
     wanted["iceberg"] = wanted.get("iceberg", False) or (
@@ -120,10 +115,7 @@ def _job(
     *,
     quiet: bool,
 ) -> Iterator[SparkSession]:
-    """Yield a session with a progress bar. The jobs of the session form one group in Spark's UI.
-
-    Errors that dedup raises on executors are raised unchanged on the driver.
-    """
+    """Yield a Spark session with a progress bar, and stop the session at the end."""
     from dedup.spark.session import described, job_progress, translated_errors
 
     spark = open_session(topology, master, conf, packages)
@@ -136,13 +128,11 @@ def _job(
 
 
 def _word_or_time(option: str, text: str, *words: str, example: str | None = None) -> str | int:
-    """Parse one of ``words`` or a time, which is returned in ms. Raises SettingsError for any other string."""
     example = example or f"{', '.join(words)}, or a time such as 2024-01-01T00:00:00Z"
     return text if text in words else time_of(option, text, example)
 
 
 def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
-    """Parse offsets from a string such as `topic/partition=offset,...`. Raises SettingsError for any other string."""
     from dedup.kafka.wire import TopicPartition
 
     found = {}
@@ -158,24 +148,24 @@ def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
 def run(
     topology: TopologyArgument,
     *,
-    checkpoint: Annotated[str, typer.Option(help="Directory for Spark's checkpoint, used by this topology only.")],
+    checkpoint: Annotated[str, typer.Option(help="Directory for Spark's checkpoint; topologies must not share it.")],
     config: ConfigOption = None,
     overrides: SetOption = None,
     master: _Master = None,
     conf: _Conf = None,
     exit_when_done: _ExitWhenDone = False,
-    most_offsets: Annotated[int, typer.Option(min=1, help="Maximum number of offsets in a micro-batch.")] = 1_000_000,
-    commit_rows: Annotated[int, typer.Option(min=1, help="Approximate number of records in a transaction.")] = 100_000,
+    most_offsets: Annotated[int, typer.Option(min=1, help="Maximum number of offsets per micro-batch.")] = 1_000_000,
+    commit_rows: Annotated[int, typer.Option(min=1, help="Approximate number of records per transaction.")] = 100_000,
     onto_existing_output: Annotated[
         bool,
-        typer.Option("--onto-existing-output", help="Let a new group write to an output that already holds records."),
+        typer.Option("--onto-existing-output", help="Let a new group use an output that already holds records."),
     ] = False,
     delta: _Delta = None,
     iceberg: _Iceberg = None,
     every: _Every = "10s",
     quiet: _Quiet = False,
 ) -> None:
-    """Deduplicate a topology's topics on Spark, exactly once, with the same verdicts and state as a fleet of workers.
+    """Deduplicate a topology's topics on Spark, exactly once, with the same verdicts and state as workers.
 
     Examples: dedup spark run topologies/orders.yaml --checkpoint /var/lib/dedup/orders
 
@@ -216,8 +206,6 @@ def run(
 
 @contextmanager
 def _stopped_by_signals(*stops: Callable[[], None]) -> Iterator[None]:
-    """Call each of ``stops`` when SIGTERM or SIGINT arrives inside the ``with`` block."""
-
     def stop(*_: object) -> None:
         for each in stops:
             each()
@@ -248,23 +236,24 @@ class _StreamProgress(VerdictProgress):
 def backfill_command(
     topology: TopologyArgument,
     *,
-    out: Annotated[str, typer.Option(help="Directory or Delta table in which to write the verdicts.")],
+    out: Annotated[str, typer.Option(help="Directory or Delta table for the verdicts.")],
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", help="Files, directories, or tables to judge. Default: the topics.")
+        list[str] | None, typer.Option("--input", help="Files, directories, or tables. Default: the source topics.")
     ] = None,
     fmt: Annotated[
         InputFormat,
-        typer.Option("--format", help="Format of --input: json is one event per line, table is a table's name."),
+        typer.Option("--format", help="Format of --input; json means one event per line, table means a table name."),
     ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
     out_format: Annotated[Literal["parquet", "delta"], typer.Option(help="Format of the verdicts.")] = "parquet",
-    run: Annotated[str, typer.Option(help="Name of this run. A published run is not written again.")] = "backfill",
+    run: Annotated[str, typer.Option(help="Name of the run; a complete run is not repeated.")] = "backfill",
     start: Annotated[
-        str, typer.Option(help="Where to start in topics: whole (offset 0), earliest (oldest record), or a time.")
+        str, typer.Option(help="Where to start reading topics: whole (offset 0), earliest (oldest record), or a time.")
     ] = "whole",
-    until: Annotated[str, typer.Option(help="Where to stop in topics: now, or a time.")] = "now",
+    until: Annotated[str, typer.Option(help="Where to stop reading topics: now, or a time.")] = "now",
     repartitioned: Annotated[
-        bool, typer.Option("--repartitioned", help="Read the repartition topic, which is in a fleet's judging order.")
+        bool,
+        typer.Option("--repartitioned", help="Read the repartition topic, in the order in which workers do."),
     ] = False,
     now: _Now = None,
     config: ConfigOption = None,
@@ -274,7 +263,7 @@ def backfill_command(
     as_json: JsonOption = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Judge a history in files, tables, or Kafka topics, and write the verdict of each record exactly once.
+    """Judge historical records in files, tables, or Kafka topics, and write the verdict of each record exactly once.
 
     Examples: dedup spark backfill topologies/orders.yaml --input archive/ --out verdicts/
 
@@ -318,11 +307,11 @@ def _kafka_history(
 def incremental_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
     inputs: Annotated[
-        list[str], typer.Option("--input", help="Files or directories that receive new data, or a Delta table.")
+        list[str], typer.Option("--input", help="Files, directories that receive new files, or a Delta table.")
     ],
     out: Annotated[str, typer.Option(help="Path of the Delta table for the verdicts, which the first run creates.")],
     fmt: Annotated[
-        InputFormat, typer.Option("--format", help="Format of --input. With json, each line is an event.")
+        InputFormat, typer.Option("--format", help="Format of --input; with json, each line is an event.")
     ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
     now: _Now = None,
@@ -370,9 +359,7 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
     until: Annotated[
         str,
-        typer.Option(
-            metavar="earliest|latest|TIME|OFFSETS", help="Where the fleet begins; all earlier records are history."
-        ),
+        typer.Option(metavar="earliest|latest|TIME|OFFSETS", help="Where the history ends and the fleet takes over."),
     ],
     history: Annotated[
         list[str] | None,
@@ -382,16 +369,16 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     rows_are_events: _RowsAreEvents = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    commit_rows: Annotated[int, typer.Option(min=1, help="Number of changelog records in a transaction.")] = 50_000,
+    commit_rows: Annotated[int, typer.Option(min=1, help="Number of changelog records per transaction.")] = 50_000,
     master: _Master = None,
     conf: _Conf = None,
     as_json: JsonOption = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Write a history's sightings to a fleet's changelog, so that the fleet continues without a gap or an overlap.
+    """Judge historical records, and write their sightings to the changelog for a new fleet to continue from.
 
-    The fleet must be stopped, its group must have no offsets, and its changelog must be new. To finish a seed after the
-    command was killed, run the same command again.
+    The fleet must not be running, its group must have no offsets, and its changelog must be new. To finish a seed after
+    the command was killed, run the same command again.
 
     Examples: dedup spark seed topologies/orders.yaml --until latest
 
@@ -417,7 +404,6 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
 
 
 def _seed_report(done: Seeded) -> tuple[dict[str, object], list[str]]:
-    """Return the result of a seed as a JSON object and as lines of text."""
     begins = {f"{topic}/{partition}": offset for (topic, partition), offset in sorted(done.begins.items())}
     lines = done.counts.lines
     for each in done.partitions:
@@ -437,7 +423,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     begins: Annotated[
         str | None,
         typer.Option(
-            "--from", metavar="OFFSETS", help="Offsets where the fleet began, if the topics do not show them."
+            "--from", metavar="OFFSETS", help="Offsets where the fleet began, if the topics no longer show them."
         ),
     ] = None,
     config: ConfigOption = None,
@@ -481,7 +467,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
 
 def upsert_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
-    delta: Annotated[str | None, typer.Option(metavar="PATH", help="Path of a Delta table.")] = None,
+    delta: Annotated[str | None, typer.Option(metavar="PATH", help="Path of the Delta table.")] = None,
     jdbc: Annotated[
         str | None, typer.Option(metavar="URL", help="Database URL: jdbc:postgresql://HOST/DB or jdbc:sqlite:FILE.")
     ] = None,
@@ -493,10 +479,10 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --input.")] = "parquet",
     schema: Annotated[
         str | None,
-        typer.Option(metavar="DDL", help="Columns to fill from the JSON value. Default: key and value as bytes."),
+        typer.Option(metavar="DDL", help="Columns to fill from the JSON value; by default, the key and the value."),
     ] = None,
     order: Annotated[
-        str, typer.Option(metavar="event_time|offset|COLUMN", help="The value that decides which record is newest.")
+        str, typer.Option(metavar="event_time|offset|COLUMN", help="Value that is greatest in the newest record.")
     ] = "event_time",
     rejected: Annotated[
         str | None, typer.Option(metavar="PATH", help="Directory for records that cannot become rows.")
@@ -508,7 +494,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     as_json: JsonOption = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Write the newest record of each tracking ID to a table, with one row per ID. A run can be repeated safely.
+    """Write the newest record of each tracking ID to a table, with one row per ID. Repeated runs are safe.
 
     Examples: dedup spark upsert topologies/orders.yaml --delta /tables/orders --schema 'id STRING, amount DOUBLE'
 
@@ -542,7 +528,6 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
 
 
 def _target(delta: str | None, jdbc: str | None, table: str | None, user: str | None) -> Jdbc | str:
-    """Return the target table. Raises SettingsError unless the options name exactly one table."""
     from dedup.spark.tables import Jdbc
 
     if delta is not None and jdbc is None and table is None and user is None:
@@ -560,7 +545,7 @@ def sink_command(
     iceberg: _Iceberg = None,
     exit_when_done: _ExitWhenDone = False,
     every: _Every = "10s",
-    most_offsets: Annotated[int, typer.Option(min=1, help="Approximate number of offsets in a commit.")] = 1_000_000,
+    most_offsets: Annotated[int, typer.Option(min=1, help="Approximate number of offsets per commit.")] = 1_000_000,
     config: ConfigOption = None,
     overrides: SetOption = None,
     master: _Master = None,
@@ -569,8 +554,8 @@ def sink_command(
 ) -> None:
     """Append each committed record of a topology's output topic to a Delta or Iceberg table exactly once.
 
-    A fleet or `dedup spark run` may write to the topic at the same time. The table's history contains the position that
-    the sink has reached in the topic.
+    Workers or `dedup spark run` may write to the output topic while the sink reads it. Each commit to the table also
+    stores the sink's position in the topic.
 
     Examples: dedup spark sink topologies/orders.yaml --delta tables/orders
 
@@ -604,7 +589,6 @@ def sink_command(
 
 
 def _table_of(delta: str | None, iceberg: str | None) -> Callable[[SparkSession], DeltaLog | IcebergLog] | None:
-    """Return a function that opens the table in the options, or None if there is none. Raises SettingsError for two."""
     from dedup.spark.delta_log import DeltaLog
     from dedup.spark.iceberg_log import IcebergLog
 
@@ -616,7 +600,6 @@ def _table_of(delta: str | None, iceberg: str | None) -> Callable[[SparkSession]
 
 
 def _seconds(option: str, text: str) -> float:
-    """Parse a duration, and return the number of seconds. Raises SettingsError for any other string."""
     try:
         return parse_duration(text) / 1000
     except ValueError as error:

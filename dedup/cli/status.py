@@ -47,7 +47,7 @@ _FROM_WORKER: Final = (
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: object, **__: object) -> None:
-        """Refuse the redirect, so that the response is treated as an error."""
+        """Return no new request, so that the redirect becomes an error."""
 
 
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
@@ -55,11 +55,11 @@ _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}), _N
 
 
 class NotReached(DedupError):
-    """No worker responds at an address."""
+    """No worker responds at the given URL."""
 
 
 async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str, Any]:
-    """Return the state of the group, the topics, and the tasks as the brokers see it, without asking a worker."""
+    """Return what the brokers know about the consumer group, topics, and tasks of a topology."""
     names = topic_names(topology)
     have = await admin.topics(names)
     members = await Group(wire, topology.name).members()
@@ -94,11 +94,6 @@ async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str,
 
 
 async def _progress(topology: Topology, wire: KafkaWire, feeding: TopicPartition) -> dict[str, int | None]:
-    """Return the committed offset, the end, and the lag of a task.
-
-    The lag is the number of offsets from the committed offset to the end, or 0 if these offsets hold only markers and
-    aborted records.
-    """
     bounds = await bounds_of(wire, feeding)
     committed = await committed_offset(wire, topology.name, feeding, stable=False)
     # A recreated topic may end before the committed offset.
@@ -109,7 +104,7 @@ async def _progress(topology: Topology, wire: KafkaWire, feeding: TopicPartition
 
 
 async def _only_markers(wire: KafkaWire, feeding: TopicPartition, offset: int) -> bool:
-    """Tell whether an offset is followed only by markers and aborted records, which tasks neither see nor commit."""
+    """Tell whether an offset is followed only by transaction markers and aborted records, which no task sees."""
     try:
         found = await wire.fetch(feeding, offset, max_bytes=1, wait_ms=0)
     except NoAnswer:
@@ -118,9 +113,7 @@ async def _only_markers(wire: KafkaWire, feeding: TopicPartition, offset: int) -
 
 
 def default_urls(settings: Settings) -> list[str]:
-    """Return the URL of a worker's pages, or an empty list if the worker serves no pages or the settings do not fix the
-    port.
-    """
+    """Return a list with the URL of a worker's web pages, or an empty list if the settings define no URL."""
     web = settings.web
     if not web.enabled or web.port == 0:
         return []
@@ -130,9 +123,7 @@ def default_urls(settings: Settings) -> list[str]:
 
 
 def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
-    """Request a page from a worker, and return its JSON. Raises NotReached if no worker responds, or SettingsError for
-    an invalid request.
-    """
+    """Return a worker's page as JSON. Raises NotReached if no worker responds, and SettingsError for a bad request."""
     if not url.startswith(("http://", "https://")):
         raise SettingsError([Problem("--url", f'"{url}" is not the address of a worker; write http://127.0.0.1:6066')])
     headers = {} if settings.web.token is None else {"Authorization": f"Bearer {settings.web.token.get_secret_value()}"}
@@ -156,7 +147,7 @@ def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
 
 
 def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> list[dict[str, Any]]:
-    """Return the status of each worker of a topology that responds at ``urls`` or at a URL that a worker knows."""
+    """Return the status of all workers of a topology that respond at ``urls`` or at URLs that these workers report."""
     left, asked, found = list(urls), set[str](), dict[str, dict[str, Any]]()
     while left:
         url = left.pop(0).rstrip("/")
@@ -175,7 +166,7 @@ def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> list[di
 
 
 def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: Settings) -> dict[str, Any]:
-    """Return the merged answers of the workers about an ID. Raises NotReached if a worker does not respond."""
+    """Ask the workers at ``urls`` about a tracking ID, and merge their answers. Raises NotReached."""
     if not urls:
         raise NotReached("web.port is 0 or web is off, so no worker's address is known. Name it with --url.")
     together: dict[str, Any] = {"topology": topology.name, "id": tracking_id}
@@ -198,7 +189,7 @@ def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: 
 
 
 def in_words(found: dict[str, Any]) -> Iterator[str]:
-    """Yield the merged answers about an ID as sentences."""
+    """Yield the merged answers about a tracking ID as lines of text."""
     for seen in found["sightings"]:
         first, until = instant(seen["first_ms"]), instant(seen["guarded_until_ms"])
         extended = "" if seen["last_ms"] == seen["first_ms"] else f", last at {instant(seen['last_ms'])}"
@@ -222,7 +213,7 @@ def in_words(found: dict[str, Any]) -> Iterator[str]:
 
 
 def looked(surveyed: dict[str, Any], pages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON of `dedup status`, which combines what the brokers and the workers say about the tasks."""
+    """Combine what the brokers and the workers report about the tasks into the JSON of `dedup status`."""
     said = {
         (task["task"], task["topic"], task["partition"]): {**task, "owner": page["worker"]}
         for page in pages
@@ -246,19 +237,15 @@ def looked(surveyed: dict[str, Any], pages: Sequence[dict[str, Any]]) -> dict[st
 
 
 def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
-    """Return the sums of the workers' counters, largest first. Workers of older versions may lack some counters."""
     found: Counter[str] = Counter()
     for page in pages:
-        found.update(page.get(name) or {})
+        found.update(page.get(name) or {})  # workers of older versions may lack some counters
     return dict(found.most_common())
 
 
 @contextlib.contextmanager
 def showing(*, watch: bool, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yield a function that prints a status or, with --watch on a terminal, refreshes it in place.
-
-    If --watch writes to a pipe, each status is a separate line of JSON or a separate table.
-    """
+    """Yield a function that prints a status or, with --watch on a terminal, refreshes it in place."""
     console = Console(highlight=False)
     if as_json:
         yield lambda seen: typer.echo(json.dumps(seen, indent=None if watch else 2))
@@ -309,7 +296,6 @@ def _number(value: int | None) -> str:
 
 
 def _restoring(task: dict[str, Any]) -> str:
-    """Return the progress of a task's restore, or a dash if no restore is running."""
     left, total = task["restore_remaining"], task["restore_total"]
     if task["state"] != "restoring" or left is None:
         return "-"

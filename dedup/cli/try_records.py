@@ -1,6 +1,4 @@
-"""Implements `dedup try`, which judges records with the same code as a worker but without a broker, and explains each
-verdict.
-"""
+"""Implements `dedup try`, which judges records as a worker does, but without a broker, and explains the verdicts."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ VerdictName = Literal["unique", "duplicate", "conflict", "late", "dead letter", 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record to judge, and the number of its line."""
+    """A record to judge, with its line number in the file."""
 
     line: int
     key: bytes | None
@@ -52,17 +50,15 @@ class Judgment:
     """The event time that was used for the verdict, or None if the record has no event time."""
 
     def as_json(self) -> str:
-        """Return one line of JSON."""
+        """Return the judgment as one line of JSON."""
         return msgspec.json.encode(self).decode()
 
     def as_text(self) -> str:
-        """Return one line of text."""
+        """Return the judgment as one line of text."""
         return f"line {self.line:<5} {self.verdict:<11} {self.reason}"
 
 
 class _Envelope(msgspec.Struct):
-    """A whole record as one line of JSON. The value is kept as the bytes that were read."""
-
     value: msgspec.Raw = msgspec.Raw(b"null")
     key: str | None = None
     headers: dict[str, str] = {}
@@ -70,11 +66,11 @@ class _Envelope(msgspec.Struct):
 
 
 def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int) -> Iterator[Entry]:
-    """Yield the records of a file, and skip blank lines.
+    """Yield the records in a file, and skip blank lines.
 
-    Line n has the timestamp ``start_ms`` plus n-1 seconds, unless the line is an envelope that contains a timestamp.
-    Raises AuthorMistake if a line should be an envelope but is not. A value that is not JSON is yielded like any other
-    value.
+    Line n has the timestamp ``start_ms`` plus n-1 seconds, unless ``envelope`` is set and the line contains a
+    timestamp. The value of a record does not need to be JSON. Raises AuthorMistake if ``envelope`` is set and a line is
+    not an envelope.
     """
     for number, line in enumerate(lines, 1):
         text = line.rstrip(b"\r\n")
@@ -96,7 +92,7 @@ def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int)
 
 
 class RecordJudge:
-    """Judges records one by one in the given order, and keeps the state of their partition."""
+    """Judges the records of one partition in the given order, and keeps the state of the partition in memory."""
 
     def __init__(self, topology: Topology, *, now_ms: int) -> None:
         self._topology: Final = topology
@@ -112,7 +108,7 @@ class RecordJudge:
         self._known: Final[dict[bytes, dict[int, Sightings]]] = {}
 
     def judge(self, entry: Entry) -> Judgment:
-        """Return what happens to a record. Raises RecordFailed if the topology's policy for the record is `fail`."""
+        """Return the verdict on a record. Raises RecordFailed if the topology sets the policy `fail` for the record."""
         extracted = self._extractor([entry.key], [entry.value], [entry.headers], [entry.timestamp_ms])
         rows = Rows(extracted, [entry.line], [_FEED])
         ceiling_ms = max(self._now_ms, self._stream_time.value_ms) + self._topology.max_clock_skew_ms
@@ -165,7 +161,6 @@ class RecordJudge:
         return Judgment(line, "unique", f"{clamped}first of its ID at {time}; guarded until {guarded}", output, time)
 
     def _since(self, seen: Sighting, time_ms: int) -> str:
-        """Say when an ID was seen, and until when further records with the ID are duplicates."""
         window = self._topology.window
         now = window.extended(seen, time_ms) if window.extend else seen
         return (

@@ -1,7 +1,4 @@
-"""Implements `dedup verify`, which checks a topology, and `dedup explain`, which explains one tracking ID.
-
-Both commands read only from Kafka, and need no worker.
-"""
+"""Implements `dedup verify` and `dedup explain`, which read only from Kafka and need no worker."""
 
 from __future__ import annotations
 
@@ -39,11 +36,12 @@ def explain(
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the records of one tracking ID, each verdict with its reason, and where each record was sent.
+    """Show the records with one tracking ID, the reason for each verdict, and the topics that the records are in.
 
     The command reads only from Kafka, so no worker needs to run. The command reads all topics of the topology from the
-    beginning, but keeps only the records with this ID in memory. Write a composite ID as a JSON array of its parts. The
-    exit code is 4 if the topics contradict the topology's rule, and 0 otherwise, even if no topic holds the ID.
+    beginning, but keeps only the records with the given ID in memory. Write a composite ID as a JSON array of its
+    parts. The exit code is 4 if the written topics contradict the verdicts, and 0 otherwise, even if no record has the
+    ID.
 
     Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
 
@@ -66,7 +64,7 @@ def explain(
 
 
 def in_words(found: Explanation, topology: Topology) -> Iterator[str]:
-    """Yield the explanation of an ID as sentences."""
+    """Yield the explanation of a tracking ID as lines of text."""
     if not found.records:
         yield f"no record with the ID {found.id!r} is in the source topics now"
     for record in found.records:
@@ -98,7 +96,6 @@ def _record(record: ExplainedRecord, topology: Topology) -> Iterator[str]:
 
 
 def _why(record: ExplainedRecord, topology: Topology) -> str:
-    """Return the reason for a verdict as a sentence."""
     window = topology.window
     match record.verdict:
         case "unique" if record.conflict:
@@ -140,13 +137,13 @@ def verify_topology(
         str,
         typer.Option(
             metavar="1/N",
-            help="Judge only one in N tracking IDs, chosen by hash. The report says what remains unproved.",
+            help="Judge only one in N tracking IDs, chosen by hash, and report what is not verified.",
         ),
     ] = "1/1",
     scratch: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for temporary files; by default, the system's temporary directory.",
+            help="Directory for temporary files. Default: the system's temporary directory.",
             exists=True,
             file_okay=False,
             writable=True,
@@ -155,11 +152,11 @@ def verify_topology(
 ) -> None:
     """Prove from the data in Kafka alone that nothing was lost or duplicated.
 
-    The command reads the source topics, the written topics, and the group's offsets with a different Kafka client than
-    the worker uses. The command then judges the records by the exact model, and compares keys, values, headers,
-    timestamps, and order with the result. The exit code is 4 if anything violates the guarantee. Memory use does not
-    grow with the size of the topics. Files in --scratch take about 200 bytes per record, in addition to the record's
-    key.
+    The command reads the source topics, the topics that workers write, and the group's offsets with a different Kafka
+    client than the workers use. The command then judges the source records again with a simple model, and compares the
+    expected records with the written ones: keys, values, headers, timestamps, and order. The exit code is 4 if a record
+    violates the guarantee. Memory use does not grow with the size of the topics. For each record, --scratch temporarily
+    needs space for about 200 bytes and the record's key.
 
     Examples: dedup verify topologies/orders.yaml --report reports/orders.html
 
@@ -182,7 +179,6 @@ def verify_topology(
 
 
 def _one_in(text: str) -> int:
-    """Parse N from a string such as ``1/100``. Raises SettingsError for any other string."""
     one, _, number = text.partition("/")
     if one != "1" or not number.isdecimal() or not int(number):
         raise SettingsError([Problem("--sample", f'"{text}" is not a fraction; write for example 1/100')])

@@ -1,11 +1,9 @@
-"""Defines the interface of database connections, and the fenced offsets that make each transaction take effect once.
+"""Defines database connections, and offsets in the database that fence the earlier owners of a partition.
 
-Each database transaction commits rows together with the Kafka offsets from which they were read. Each partition has a
-row in `dedup_offsets`, by which earlier owners of the partition are fenced. A process that takes over a partition
-raises the epoch in the partition's row before it reads the position. Every transaction first updates the row from (own
-epoch, expected position) to the next position. If no row matches, another process owns the partition, and the
-transaction is rolled back with TaskMigrated. An open transaction locks the row, so no other process can take over the
-partition during a transaction.
+Each database transaction commits rows together with Kafka offsets, which the table `dedup_offsets` stores in one row
+per partition. A process that takes over a partition increments the epoch in the partition's row. Each transaction
+updates a partition's row only if the row's epoch is still that of its own process, so a transaction of an earlier owner
+fails with TaskMigrated.
 """
 
 from __future__ import annotations
@@ -42,11 +40,11 @@ Row = tuple[Any, ...]
 
 
 class DatabaseAway(Exception):
-    """The database did not respond or is busy. Whether a commit happened is unknown until the database responds."""
+    """The database did not respond or is busy. If a commit was under way, its outcome is unknown."""
 
 
 class RowsRefused(Exception):
-    """The database will never accept one of the given rows."""
+    """The database rejects one of the given rows, and would reject the row again after a retry."""
 
     def __init__(self, code: str, detail: str) -> None:
         self.code: Final = code
@@ -67,12 +65,12 @@ class Table:
 
     @property
     def listed(self) -> str:
-        """The column names in SQL."""
+        """The quoted names of the columns, separated by commas."""
         return quoted(name for name, _ in self.columns)
 
 
 def quoted(names: Iterable[str]) -> str:
-    """Return a list of column names in SQL."""
+    """Return the names in double quotes, separated by commas."""
     return ", ".join(f'"{name}"' for name in names)
 
 
@@ -105,7 +103,7 @@ class DatabaseConnection(ABC):
 
     @abstractmethod
     def _explained(self) -> AbstractContextManager[None]:
-        """Within the block, turn the driver's errors into DatabaseAway, RowsRefused, or StateIncompatible."""
+        """Translate the driver's errors in the ``with`` block into DatabaseAway, RowsRefused, or StateIncompatible."""
 
     @abstractmethod
     def _run(self, sql: str, parameters: Sequence[Any]) -> Any:  # noqa: ANN401  # the driver's cursor
@@ -139,12 +137,12 @@ class DatabaseConnection(ABC):
         self.execute(self.begin_statement)
 
     def commit(self) -> None:
-        """Commit the changes since `begin`."""
+        """Commit the transaction that `begin` started."""
         self.execute("COMMIT")
 
     @abstractmethod
     def rollback(self) -> None:
-        """Undo the changes since `begin`; do nothing if no transaction can be open."""
+        """Roll back the transaction that `begin` started, if the transaction is still open."""
 
     @abstractmethod
     def close(self) -> None:
@@ -153,7 +151,7 @@ class DatabaseConnection(ABC):
 
 @contextmanager
 def transaction(connection: DatabaseConnection) -> Iterator[None]:
-    """Commit the changes at the end of the block, or roll them back after an exception."""
+    """Run the ``with`` block as a transaction, which is committed at its end, or rolled back after an exception."""
     connection.begin()
     try:
         yield
@@ -172,7 +170,7 @@ def make_staging(connection: DatabaseConnection, table: Table) -> None:
 
 
 def make(connection: DatabaseConnection, table: str, statement: str) -> None:
-    """Create the table if it is missing. If the table exists, no permission to create tables is needed."""
+    """Create the table if it does not exist. If the table exists, no permission to create tables is needed."""
     if connection.has(table):
         return
     try:
@@ -184,7 +182,7 @@ def make(connection: DatabaseConnection, table: str, statement: str) -> None:
 
 
 class FencedOffsets:
-    """The rows of `dedup_offsets` that this process owns, which belong to one reader of a topic."""
+    """The offsets that one reader of a topic stores in the table `dedup_offsets`, which fences earlier owners."""
 
     def __init__(self, reader: str, topic: str, topic_id: str) -> None:
         self.reader: Final = reader
@@ -195,9 +193,7 @@ class FencedOffsets:
         self._epochs: Final[dict[int, int]] = {}
 
     def take(self, connection: DatabaseConnection, partitions: Collection[int]) -> None:
-        """Fence the partitions' earlier owners, and read the positions. Raises StateIncompatible if the topic was
-        recreated.
-        """
+        """Take over partitions, and read their positions. Raises StateIncompatible if the topic was recreated."""
         insert, fence = (sql.format(connection.mark) for sql in (_INSERT, _FENCE))
         with transaction(connection):
             for partition in sorted(partitions):
@@ -220,9 +216,7 @@ class FencedOffsets:
                 raise self._overtaken(partition)
 
     def happened(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> bool:
-        """Return whether a transaction was committed although its commit got no response. Raises TaskMigrated if
-        another process has taken over a partition.
-        """
+        """Tell whether a commit without a response took effect. Raises TaskMigrated if this process is fenced."""
         for partition, end in ends.items():
             rows = connection.query(_READ.format(connection.mark), (self.reader, self.topic, partition))
             if rows == [(self._epochs[partition], self.positions[partition])]:

@@ -1,11 +1,8 @@
-"""Sends a sink's dead letters exactly once, although the sink writes its rows to another system, the database.
+"""Sends a sink's dead letters exactly once, although the sink writes its rows to a database, not to Kafka.
 
-The dead letters are sent while the database transaction holds the partition's lock, so no other process can take the
-partition over. The Kafka transaction that contains the dead letters also commits an offset for the sink's consumer
-group: the offset after the last source record that became a dead letter. When a sink starts, the database may be behind
-the committed offset, because the process died before the database committed or because the sink now uses a different
-database. If the database is behind, the sink reads records that may already have dead letters, so it first reads the
-dead-letter topic to find those dead letters.
+The sink sends dead letters before it commits the database transaction, which holds the partition's lock. After a crash
+between the commit to Kafka and the commit to the database, the sink reads the same records again. Therefore, the sink
+reads the dead-letter topic at startup to find out which records already have dead letters.
 """
 
 from __future__ import annotations
@@ -75,7 +72,7 @@ class DeadLetterProducer:
         self._partitions: Final[dict[int, _Partition]] = {}
 
     async def open(self, positions: Mapping[int, int]) -> None:
-        """Fence earlier owners, and find the dead letters of records that the database has not committed yet.
+        """Fence earlier owners, and find dead letters that were sent for records not yet committed in the database.
 
         ``positions`` maps each source partition to its position in the database. Raises CommitUnknown if no broker
         responds in time.
@@ -92,7 +89,7 @@ class DeadLetterProducer:
             self._partitions[number] = state
 
     async def _in_topic(self, state: _Partition, offsets: range) -> set[int]:
-        """Return the source offsets among ``offsets`` whose dead letters are in the topic."""
+        """Return those of the source ``offsets`` whose records have dead letters in the topic."""
         found: set[int] = set()
         if not offsets:
             return found
@@ -108,9 +105,7 @@ class DeadLetterProducer:
         return found
 
     async def send(self, rejected: Sequence[RejectedRecord]) -> int:
-        """Send the dead letters that are not in the topic yet, and return their number. Raises TaskMigrated if this
-        process is fenced.
-        """
+        """Send the dead letters that are not in the topic yet. Returns their number. Raises TaskMigrated if fenced."""
         unsent: defaultdict[int, list[RejectedRecord]] = defaultdict(list)
         for record in rejected:
             if record.offset not in self._partitions[record.source.partition].sent:
@@ -120,7 +115,7 @@ class DeadLetterProducer:
         return sum(map(len, unsent.values()))
 
     def settled(self, positions: Mapping[int, int]) -> None:
-        """Forget the dead letters below the given offsets, because the database has committed these offsets."""
+        """Forget the dead letters of records below ``positions``, which the database has committed."""
         for number, position in positions.items():
             state = self._partitions[number]
             state.sent = {offset for offset in state.sent if offset >= position}
@@ -143,7 +138,6 @@ class DeadLetterProducer:
         state.sent_to = end
 
     async def _sent_before(self, state: _Partition, offsets: range) -> set[int]:
-        """Begin a new epoch, and return the source offsets among ``offsets`` whose dead letters are in the topic."""
         while True:
             try:
                 # This cannot fence a successor, because a successor must first update the database row that this
@@ -155,7 +149,7 @@ class DeadLetterProducer:
                 await asyncio.sleep(PAUSE_S)
 
     async def close(self) -> None:
-        """Abort everything that was not committed."""
+        """Abort the transactions that are still open."""
         for state in self._partitions.values():
             await state.session.drop()
 

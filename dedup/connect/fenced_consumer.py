@@ -1,6 +1,4 @@
-"""Reads a topic from offsets that are stored in a database and updated by its transactions, for `dedup sink` and
-`IdempotentReader`.
-"""
+"""Reads a topic for `dedup sink` and `IdempotentReader`, which store their offsets in a database."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ class TopicReader:
         self._wire: Final = wire
         self._fetcher: Final = FeedFetcher(wire, check, wait_ms=WAIT_MS, gather_ms=gather_ms)
         self._next: Final[dict[TopicPartition, int]] = {}
-        """Maps each partition to the offset after the records that `poll` has returned. The fetcher's own position may
-        be ahead of it.
-        """
+        """Maps each partition to the offset after the records that `poll` has returned. The fetcher may be ahead."""
         self._ends: Final[dict[TopicPartition, int]] = {}
 
     async def begin(self, source: TopicPartition, position: int) -> None:
@@ -46,13 +42,13 @@ class TopicReader:
 
     @property
     def at_end(self) -> bool:
-        """True if `poll` has returned everything that was in the partitions when `begin` was called."""
+        """True if `poll` has returned all records that the partitions contained when `begin` was called."""
         return all(self._next[source] >= end for source, end in self._ends.items())
 
     async def poll(self) -> list[Answer]:
-        """Return the next responses that contain records, or an empty list if none arrive for a while.
+        """Return the next fetch responses that contain records, or an empty list if none arrive for a while.
 
-        Raises StateIncompatible if the topic was deleted, was created again, or no longer contains the next offset.
+        Raises StateIncompatible if the topic was deleted, was recreated, or no longer contains the next offset.
         """
         answers = await self._fetcher.poll(self._next)
         self._next.update((answer.source, answer.next_offset) for answer in answers)
@@ -64,10 +60,10 @@ class TopicReader:
 
 
 class FencedConsumer:
-    """The partitions of a topic that this process owns, and the database that holds their offsets.
+    """Consumes partitions of a topic, and stores their offsets in a database.
 
-    Each new connection is first passed, together with the offsets, to ``prepare``. Once ``stopped`` returns True, no
-    method waits for a database or a broker that does not respond.
+    Calls ``prepare`` with each new database connection and with the offsets. Once ``stopped`` returns True, no method
+    waits for a database or a broker that does not respond.
     """
 
     def __init__(
@@ -95,22 +91,20 @@ class FencedConsumer:
         self._prepare(connection, self.offsets)
 
     async def open(self, partitions: Collection[int]) -> None:
-        """Fence the partitions' earlier owners, and begin to read at their offsets.
+        """Fence earlier owners of the partitions, and begin to read at the offsets in the database.
 
-        Raises DatabaseUnavailable if the database does not respond in time, and StateIncompatible if the topic was
-        created again.
+        Raises DatabaseUnavailable if the database does not respond, and StateIncompatible if the topic was recreated.
         """
         await self.in_thread(lambda: self._database.first(lambda connection: self.offsets.take(connection, partitions)))
         for partition, position in self.offsets.positions.items():
             await self.records.begin(TopicPartition(self.offsets.topic, partition), position)
 
     async def once(self, work: Callable[[DatabaseConnection], T], ends: Mapping[int, int]) -> T | None:
-        """Run ``work`` exactly once, in a thread and in a transaction that also updates the offsets, and return its
-        result.
+        """Run ``work`` exactly once, in a database transaction that also updates the offsets, and return its result.
 
-        ``ends`` maps each partition to the offset after its last record in the transaction. Returns None and writes
-        nothing if the consumer is stopped while no broker responds. Raises TaskMigrated if another process has taken
-        over a partition, and StateIncompatible if the topic was created again or has new partitions that no process
+        ``ends`` maps each partition to the offset after its last record in the transaction. If the consumer is stopped
+        while no broker responds, the method writes nothing and returns None. Raises TaskMigrated if another process has
+        taken over a partition, and StateIncompatible if the topic was recreated or has new partitions that no process
         reads.
         """
         while True:
@@ -144,7 +138,7 @@ class FencedConsumer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def close(self) -> None:
-        """Stop reading, and roll back everything that was not committed."""
+        """Stop reading, and roll back the open transaction."""
         self._closing = True
         self.records.close()
         await self.in_thread(self._database.close)

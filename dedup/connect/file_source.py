@@ -1,9 +1,8 @@
 """Implements a source that reads growing files in a directory, as lines or as CSV rows converted to JSON objects.
 
-A file is identified by its inode and a digest of its first bytes, not by its name. A file that is renamed or deleted
-while it is open is still read to its end, even if its new name does not match the pattern. A file that became shorter,
-or begins with different bytes, is treated as another file that reuses the inode. Whether bytes of the old file were
-lost is unknown, so ingest stops unless the ingest file sets `changed: start_over`.
+A file is identified by its inode and a digest of its first bytes, so an open file is read to its end even if it is
+renamed or deleted. If a file with an unchanged name becomes shorter or begins with different bytes, unread lines may be
+lost, so `dedup ingest` stops unless the ingest file sets `changed: start_over`.
 """
 
 from __future__ import annotations
@@ -57,17 +56,17 @@ class _FilePosition(msgspec.Struct, frozen=True):
 
     @property
     def part(self) -> str:
-        """An identifier of the file that does not change when the file is renamed."""
+        """An identifier that stays the same when the file is renamed."""
         return f"{self.inode}.{self.generation}"
 
     def within(self, committed: _FilePosition | None) -> bool:
-        """Return whether the committed position covers everything up to this position."""
+        """Return whether everything in the file up to this position is committed."""
         if committed is None:
             return not self.position
         return self.position <= committed.position and self.deleted <= committed.deleted
 
     def changed(self, descriptor: int) -> bool:
-        """Tell from a file's size and first bytes whether it no longer contains the data that was read from it."""
+        """Tell from the file's size and first bytes whether the file was truncated or replaced since it was read."""
         if os.fstat(descriptor).st_size < self.position:
             return True
         return bool(self.head_bytes) and _head_digest(descriptor, self.head_bytes) != self.head
@@ -78,8 +77,6 @@ class _FilePosition(msgspec.Struct, frozen=True):
 
 
 class _OpenFile:
-    """An open file, and the position from which reading continues."""
-
     def __init__(
         self, descriptor: int, known: _FilePosition, spec: FilesSource, most_bytes: int, *, gone: bool = False
     ) -> None:
@@ -88,9 +85,7 @@ class _OpenFile:
         self.lines: Final = _LineReader(descriptor, known.position, most_bytes)
         self.rows: Final = spec.columns and _CsvRows(known.path, descriptor, spec.columns, most_bytes)
         self.gone = gone
-        """True if the file was deleted or its name no longer matches the pattern. The file is then read to its end and
-        closed.
-        """
+        """True if the file was deleted or its name no longer matches the pattern. It is then closed at its end."""
         self.warned = False
 
 
@@ -105,9 +100,7 @@ class Files:
         """Maps each inode to the position in the latest file with that inode."""
         self._open: dict[int, _OpenFile] = {}
         self._ended: dict[str, tuple[_OpenFile, _FilePosition]] = {}
-        """Maps the part of each deleted or renamed file to the file and its end position. The file stays open until its
-        end position is committed.
-        """
+        """Maps the part of a deleted or renamed file to the file, which stays open until its end is committed."""
         self._committed: dict[str, _FilePosition] = {}
         self._turn: list[int] = []
         self._renamed: list[_FilePosition] = []
@@ -140,7 +133,7 @@ class Files:
         return opened
 
     def poll(self) -> SourceRecords | None:
-        """See `RecordSource`. Each call returns a chunk of one file, and the files take turns."""
+        """See `RecordSource`. Each call returns a chunk of one file, and the next call continues with another file."""
         if not self._turn:
             self._scan()
             self._turn = list(self._open)
@@ -281,9 +274,6 @@ class Files:
         return fnmatch.fnmatchcase(Path(path).name, self._spec.pattern)
 
     def _refuse_copy(self, descriptor: int, path: str) -> None:
-        """Raise AuthorMistake if a file has replaced another file that had the same first bytes and may have been sent
-        already.
-        """
         if self._spec.changed == "start_over":
             return
         # Different CSV files often have the same header.
@@ -299,7 +289,6 @@ class Files:
                 )
 
     def _start_over(self, known: _FilePosition, path: str, descriptor: int) -> _FilePosition:
-        """Return the position at the beginning of a changed file. Raises AuthorMistake unless the file may change."""
         size = os.fstat(descriptor).st_size
         what = f"has {size} bytes now" if size < known.position else "begins with other bytes now"
         # A file with another name and other bytes is a new file that reuses the inode of a deleted file.
@@ -325,12 +314,7 @@ class Files:
         return self._close_file(opened) if opened.gone else None
 
     def _close_file(self, opened: _OpenFile) -> SourceRecords | None:
-        """Close a file that was read to its end. A deleted file is recorded as deleted, because its inode may be
-        reused.
-
-        If the end of the file is not committed yet, the file stays open until `committed` closes it, because it could
-        not be found again by its name.
-        """
+        """Close a file that was read to its end, unless the end is not committed and may have to be read again."""
         known = opened.known
         if opened.lines.rest_bytes:
             if not opened.warned:
@@ -355,9 +339,6 @@ class Files:
     def _records(
         self, opened: _OpenFile, lines: list[bytes], offsets: list[int], bad: list[DeadRecord]
     ) -> SourceRecords:
-        """Return lines as records, and advance the file's position. The place of a record is its byte offset in the
-        file.
-        """
         position = opened.lines.position
         head_bytes, head = min(position, _HEAD_BYTES), opened.known.head
         if head_bytes != opened.known.head_bytes:
@@ -392,7 +373,6 @@ def _without_records(known: _FilePosition) -> SourceRecords:
 
 
 def _without_blank(values: list[bytes], places: list[int]) -> tuple[list[bytes], list[int]]:
-    """Return the lines and their places without blank lines and trailing carriage returns."""
     if any(value.endswith(b"\r") for value in values):
         values = [value.removesuffix(b"\r") for value in values]
     if all(values) and not any(value.isspace() for value in values):
@@ -411,17 +391,12 @@ def _unreadable(path: Path, error: OSError) -> AuthorMistake:
 
 
 def _head_digest(descriptor: int, length_bytes: int) -> str:
-    """Return the digest of a file's first ``length_bytes`` bytes, or an empty string if the file is shorter."""
     head = os.pread(descriptor, length_bytes, 0)
     return blake2b(head, digest_size=16).hexdigest() if len(head) == length_bytes else ""
 
 
 class _LineReader:
-    """Reads complete lines from one open file, starting at any byte.
-
-    A line ends with a line feed. A line that is too long for a record is read but not kept; a dead letter reports its
-    length and digest.
-    """
+    """Reads the lines of one open file. A line that is too long for a record becomes a dead letter with its digest."""
 
     def __init__(self, descriptor: int, position: int, most_bytes: int) -> None:
         self._descriptor: Final = descriptor
@@ -436,9 +411,7 @@ class _LineReader:
         """The digest of the bytes of the line at ``position`` if the line is too long to keep."""
 
     def read(self, *, take_last_line: bool) -> _Lines | None:
-        """Return the next lines, or None if there is no line. If ``take_last_line`` is set, also return a last line
-        without a line feed.
-        """
+        """Return the next lines, or None. With ``take_last_line``, the last line needs no line feed."""
         while data := os.pread(self._descriptor, CHUNK_BYTES, self.position + self.rest_bytes):
             whole, feed, rest = data.rpartition(b"\n")
             if feed:
@@ -449,7 +422,6 @@ class _LineReader:
         return self._lines([b""], feed_bytes=0) if take_last_line and self.rest_bytes else None
 
     def _keep(self, data: bytes) -> None:
-        """Keep the beginning of a line, or only its digest if it is too long."""
         self.rest_bytes += len(data)
         if self._digest is not None:
             self._digest.update(data)
@@ -460,7 +432,7 @@ class _LineReader:
             self._rest += data
 
     def _lines(self, lines: list[bytes], *, feed_bytes: int = 1) -> _Lines:
-        """Return the lines. The first one completes the line whose beginning was kept."""
+        """Return the lines, of which the first one completes the line whose beginning was read earlier."""
         lengths = list(map(len, lines))
         lengths[0] += self.rest_bytes
         lines[0] = self._rest + lines[0]
@@ -492,7 +464,7 @@ class _CsvRows:
         self._first = 0
 
     def ready(self) -> bool:
-        """Tell whether the header line is complete. Raises AuthorMistake if the header has different columns."""
+        """Tell whether the header line is complete. Raises AuthorMistake if the header names unexpected columns."""
         if self._names is not None:
             return True
         head = os.pread(self._descriptor, self._most_bytes, 0)
@@ -514,7 +486,6 @@ class _CsvRows:
         return True
 
     def read(self, lines: Sequence[bytes], offsets: Sequence[int]) -> _Lines:
-        """Return the rows as JSON, their offsets, and the lines that are not valid rows."""
         names = self._names or []
         converters = [_CONVERTERS[self._columns[name]] for name in names]
         values: list[bytes] = []
@@ -533,7 +504,7 @@ class _CsvRows:
 
 
 def _row(line: bytes, names: Sequence[str], converters: Sequence[Callable[[str], Any]]) -> bytes | tuple[str, str]:
-    """Return the row as JSON, or the code and detail for its dead letter."""
+    """Return the row as JSON, or a reason code and a detail for a dead letter."""
     try:
         cells = _cells(line)
     except UnicodeDecodeError as error:

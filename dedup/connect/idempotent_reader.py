@@ -25,7 +25,7 @@ GATHER_MS: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A record whose tracking ID the reader has not passed to the application before."""
+    """A record with a tracking ID that the reader has not passed to the application before."""
 
     tracking_id: bytes
     event_time_ms: int
@@ -38,15 +38,13 @@ class Event:
 
 
 class Work:
-    """The open database transaction, which also commits the events' IDs and offsets."""
+    """The database transaction that stores the application's results with the IDs and offsets of the events."""
 
     def __init__(self, connection: DatabaseConnection) -> None:
         self._connection: Final = connection
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
-        """Run a statement, with ``?`` (SQLite) or ``%s`` (PostgreSQL) for each parameter, and return the number of
-        changed rows.
-        """
+        """Run a statement with placeholders ``?`` (SQLite) or ``%s`` (PostgreSQL). Returns the affected row count."""
         return self._connection.execute(sql, parameters)
 
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
@@ -58,10 +56,10 @@ Handle = Callable[[Work, list[Event]], None]
 
 
 class IdempotentReader:
-    """A consumer that uses the application's database to store its offsets and the IDs that it has seen.
+    """A consumer that uses the application's database to store its offsets and the tracking IDs that it has seen.
 
-    Use it with ``async with``. ``topology`` defines the tracking ID; no worker needs to run. The reader stops at a
-    record that has no ID or cannot be read, so that it skips no record silently.
+    Use the reader with ``async with``. ``topology`` only defines the tracking ID, so no worker needs to run. The reader
+    raises StateIncompatible at a record without a usable tracking ID, so that it skips no record silently.
     """
 
     def __init__(self, name: str, *, topic: str, topology: Topology, url: str, settings: Settings) -> None:
@@ -75,10 +73,10 @@ class IdempotentReader:
         self._interrupted = False
 
     async def __aenter__(self) -> Self:
-        """Fence older processes with this name; their next transaction raises TaskMigrated.
+        """Connect, and fence other processes with the same reader name: their next transaction raises TaskMigrated.
 
         Raises StateIncompatible if the topic does not exist or was recreated, and DatabaseUnavailable or
-        BrokerUnavailable if there is no response in time.
+        BrokerUnavailable if the database or the brokers do not respond in time.
         """
         async with AsyncExitStack() as stack:
             await self._wire.start()
@@ -95,20 +93,19 @@ class IdempotentReader:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Roll back everything that was not committed."""
         await self._opened.aclose()
 
     async def run(self, handle: Handle, *, until_end: bool = False) -> int:
-        """Pass every event to ``handle`` once. If ``until_end`` is set, stop at the end offsets that the topic has at
-        the start.
+        """Pass every event to ``handle`` once, and return the number of events.
 
-        Returns the number of events. ``handle`` runs in a thread, inside the transaction that marks the events as seen.
-        If ``handle`` raises an exception, the batch is rolled back and `run` raises the exception. ``handle`` is called
-        again for a batch whose transaction was not committed, so it must have no effect outside the database. Raises
-        InvariantBroken if an earlier run was interrupted by an exception or a cancellation, because the records that it
-        had fetched would be skipped; open a new reader instead. Raises StateIncompatible if the topic was deleted or
-        recreated, or has new partitions that this reader does not read. Raises TaskMigrated if another process with
-        this name has taken over.
+        With ``until_end``, the method returns at the end offsets that the topic has when the reader is opened.
+        ``handle`` runs in a thread, inside the transaction that marks the events as seen. If ``handle`` raises an
+        exception, the transaction is rolled back, and `run` raises the exception. The reader calls ``handle`` again for
+        events whose transaction was not committed, so ``handle`` must have no effect outside the database.
+
+        Raises InvariantBroken if an earlier call was interrupted by an exception or a cancellation; open a new reader
+        instead. Raises StateIncompatible if the topic was deleted or recreated, or has new partitions that the reader
+        does not read. Raises TaskMigrated if another process has opened a reader with the same name.
         """
         consumer = self._consumer
         if consumer is None:
@@ -132,7 +129,6 @@ class IdempotentReader:
         return handled
 
     def _handled(self, events: Sequence[Event], handle: Handle, connection: DatabaseConnection) -> int:
-        """Store the IDs, and pass on the first event of each ID that was not stored before."""
         first: dict[bytes, Event] = {}
         for event in events:
             first.setdefault(event.tracking_id, event)

@@ -21,7 +21,7 @@ from dedup.worker.record_collector import ID
 
 
 class Transaction:
-    """The records and positions that become visible together at the end of ``async with writer.transaction()``."""
+    """Records and positions that are committed together at the end of ``async with writer.transaction()``."""
 
     def __init__(self, partition_counts: dict[str, int]) -> None:
         self.lines: Final[defaultdict[TopicPartition, list[Line]]] = defaultdict(list)
@@ -38,11 +38,11 @@ class Transaction:
         headers: Iterable[Header] = (),
         timestamp_ms: int | None = None,
     ) -> None:
-        """Add a record to the transaction; ``tracking_id`` becomes its header `dedup-id`.
+        """Add a record to the transaction. The header `dedup-id` of the record contains ``tracking_id``.
 
         Kafka's default partitioner chooses the partition by the key or, without a key, by the tracking ID. A record
-        that has neither a key nor a tracking ID is sent to a fixed partition. Raises InvariantBroken for a topic that
-        was not passed to the writer.
+        with neither a key nor a tracking ID always goes to the same partition. Raises InvariantBroken if ``topic`` was
+        not passed to the writer.
         """
         if topic not in self._partition_counts:
             raise InvariantBroken(f"topic {topic!r} was not passed to the writer: add it to `topics`.")
@@ -53,18 +53,16 @@ class Transaction:
         self.lines[target].append((-1, now_ms if timestamp_ms is None else timestamp_ms, key, value, all_headers))
 
     def keep(self, name: str, position: str) -> None:
-        """Store a position of the application's input as part of the transaction; `IdempotentWriter.kept` returns the
-        position.
-        """
+        """Store a position in the application's input with the transaction, for `IdempotentWriter.kept` to return."""
         self.positions[name] = position.encode()
 
 
 class IdempotentWriter:
-    """A transactional producer whose name stays the same across restarts. Use it with ``async with``.
+    """A transactional producer that keeps its name when the application restarts. Use it with ``async with``.
 
-    If another process opens a writer with the same name, this writer's next transaction raises TaskMigrated. If a
-    response is lost, the writer finds out whether the transaction was committed, and repeats the transaction if it was
-    not.
+    If another process opens a writer with the same name, this writer's next transaction raises TaskMigrated. If the
+    response to a commit is lost, the writer finds out whether the transaction was committed, and repeats the
+    transaction if it was not.
     """
 
     def __init__(self, name: str, *, topics: Sequence[str], settings: Settings) -> None:
@@ -77,7 +75,7 @@ class IdempotentWriter:
         self._partition_counts: dict[str, int] = {}
 
     async def __aenter__(self) -> Self:
-        """Fence older processes with this name and abort their open transactions.
+        """Fence other processes that use the same writer name, and abort their open transactions.
 
         Raises StateIncompatible for a missing topic, and BrokerUnavailable if no broker responds in time.
         """
@@ -100,15 +98,13 @@ class IdempotentWriter:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Abort everything that was not committed."""
         await self._opened.aclose()
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
-        """Commit everything sent in the block exactly once at the end of the block. After an exception, nothing becomes
-        visible.
+        """Commit the records sent in the ``with`` block exactly once at its end, or none of them after an exception.
 
-        Raises TaskMigrated if another process with this name has taken over.
+        Raises TaskMigrated if another process has opened a writer with the same name.
         """
         made = Transaction(self._partition_counts)
         yield made
@@ -116,9 +112,7 @@ class IdempotentWriter:
             await self._started().commit(made.lines, made.positions)
 
     def kept(self, name: str) -> str | None:
-        """Return the position that a committed transaction of any process last stored under this name, or None if there
-        is none.
-        """
+        """Return the position that `Transaction.keep` last committed under ``name``, or None if there is none."""
         found = self._started().positions.get(name)
         return None if found is None else found.decode()
 

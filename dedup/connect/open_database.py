@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
-    """Return a new connection. Raises SettingsError for an unknown URL, and DatabaseAway if there is no response."""
+    """Return a new connection. Raises SettingsError for an unsupported URL, and DatabaseAway without a response."""
     if url.startswith(sqlite.PREFIX):
         return sqlite.SqliteConnection(url, read_only=read_only)
     if url.startswith(POSTGRES):
@@ -37,9 +37,9 @@ def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
 
 
 class RetryingDatabase:
-    """Keeps at most one connection to a database, and replaces it when it is lost.
+    """Keeps at most one connection to a database, and replaces a connection that is lost.
 
-    The methods block. Each new connection is first passed to ``prepare``.
+    The methods block. Each new connection is passed to ``prepare`` first.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RetryingDatabase:
         self._connection: DatabaseConnection | None = None
 
     def first(self, work: Callable[[DatabaseConnection], T]) -> T:
-        """Run ``work``, repeatedly if necessary, and return its result. Raises DatabaseUnavailable after 30 s."""
+        """Run ``work`` as `insist` does. Raises DatabaseUnavailable if the database does not respond within 30 s."""
         return self.insist(work, within_s=START_WITHIN_S)
 
     def insist(self, work: Callable[[DatabaseConnection], T], *, within_s: float = math.inf) -> T:

@@ -102,6 +102,6 @@ class PostgresConnection(DatabaseConnection):
 
 
 def _message(error: psycopg.Error) -> str:
-    """Return the first line of the server's message, without its detail, which may contain values."""
+    """Return the first line of the server's message, without the detail, which may contain values of a row."""
     lines = (error.diag.message_primary or str(error) or type(error).__name__).strip().splitlines()
     return lines[0] if lines else type(error).__name__

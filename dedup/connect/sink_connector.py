@@ -1,7 +1,6 @@
 """Implements `dedup sink`, a sink connector that writes a topic into a table with one row per tracking ID.
 
-The same database transaction commits the rows and the topic's offsets. `run_sink` fetches the next records while it
-writes a transaction. A record that cannot become a row becomes a dead letter; see `dead_letter_producer`.
+The same database transaction commits the rows and the topic's offsets.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ log: Final = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Sunk:
-    """The result of one run of a sink."""
+    """The numbers of rows, dead letters, and transactions in one run of a sink."""
 
     inserted: int = 0
     updated: int = 0
@@ -51,8 +50,6 @@ class Sunk:
 
 @dataclass(slots=True)
 class _Transaction:
-    """The records of several partitions that the next transaction writes."""
-
     batches: list[tuple[TopicPartition, Columns]] = field(default_factory=list)
     ends: dict[int, int] = field(default_factory=dict)
     """Maps each partition to the offset after its last record in the transaction."""
@@ -60,7 +57,7 @@ class _Transaction:
 
 
 def spec_of(topology: Topology, name: str) -> SinkSpec:
-    """Return the sink of a topology. Raises TopologyError if the topology has no sink, or no topic for it to read."""
+    """Return the sink of a topology. Raises TopologyError if there is no sink, or no topic for the sink to read."""
     spec = topology.sink
     if spec is None or not spec.topic:
         what = "no `sink`" if spec is None else "a sink, but no output and no `sink.topic` to read"
@@ -76,12 +73,11 @@ async def run_sink(
     partitions: Collection[int] | None = None,
     exit_when_done: bool = False,
 ) -> Sunk:
-    """Run until SIGTERM or SIGINT or, with ``exit_when_done``, until the records that exist at the start have been
-    read.
+    """Run a sink until SIGTERM or SIGINT or, with ``exit_when_done``, until the end offsets at startup are reached.
 
-    References in ``spec.url`` are already resolved. Raises TaskMigrated if another process takes over a partition,
-    StateIncompatible for an unsuitable table or topic, and DatabaseUnavailable or BrokerUnavailable if there is no
-    response at startup.
+    References such as ``${env:NAME}`` in ``spec.url`` must already be resolved. Raises TaskMigrated if another process
+    takes over a partition, StateIncompatible for an unsuitable table or topic, and DatabaseUnavailable or
+    BrokerUnavailable if the database or the brokers do not respond at startup.
     """
     async with AsyncExitStack() as stack:
         wire = KafkaWire(Cluster.of(settings, client_id=f"dedup-sink-{topology.name}"))
@@ -111,7 +107,7 @@ async def run_sink(
 
 
 async def _topics(wire: KafkaWire, spec: SinkSpec, settings: Settings) -> tuple[Topic, Topic]:
-    """Return the topic to read and the dead-letter topic, which is created if it is missing."""
+    """Return the topic to read, and the dead-letter topic, which is created if it is missing."""
     async with Admin(wire.connection) as admin:
         topic = (await admin.topics([spec.topic])).get(spec.topic)
         if topic is None:
@@ -150,9 +146,7 @@ class _Run:
         return self.done
 
     async def _gather(self) -> _Transaction:
-        """Return a transaction with the records that arrive within one commit interval of the first one. The
-        transaction is empty if no record arrives.
-        """
+        """Return the records that arrive within one commit interval, or an empty transaction if no record arrives."""
         gathered = _Transaction()
         loop = asyncio.get_running_loop()
         until_s: float | None = None
@@ -167,7 +161,7 @@ class _Run:
         return gathered
 
     async def _write(self, current: _Transaction) -> _Transaction:
-        """Write a transaction to the table, and return the next transaction, which is read in the meantime."""
+        """Write a transaction to the table while reading the next transaction, and return the next one."""
         writing = asyncio.create_task(self._written(current))
         try:
             return await self._gather()

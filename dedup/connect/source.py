@@ -1,4 +1,4 @@
-"""Defines the interface between a source and the source connector: records, dead records, and positions to commit."""
+"""Defines the interface of the sources of `dedup ingest`, and the records that a source returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class DeadRecord:
-    """A line or row of the source that cannot become a record, so that it becomes a dead letter."""
+    """A line or row of the source that becomes a dead letter because it cannot become a record."""
 
     place: int | str
     """The place in the source, such as a byte offset, without the prefix that `SourceRecords` contains."""
@@ -23,18 +23,14 @@ class DeadRecord:
 
 @dataclass(frozen=True, slots=True)
 class SourceRecords:
-    """The result of one poll: records of one part of the source, in their order."""
+    """The result of one poll: records from one part of the source, such as a file, in the order of the source."""
 
     part: str
-    """Identifies a file or a table. Without tracking IDs, all records of a file or table are sent to one partition,
-    which keeps their order.
-    """
+    """Identifies a file or a table. Without tracking IDs, all records of a part go to one partition, in order."""
     prefix: str
     values: list[bytes]
     places: Sequence[int | str]
-    """The place of each record, without the prefix. A place is unique in the source, and is the same whenever the
-    source is read.
-    """
+    """The place of each record, without the prefix: unique in the source, and the same each time the source is read."""
     position: bytes
     """The position of the part after these records, which is passed to `restore` if they are all committed."""
     after: Callable[[int], bytes]
@@ -43,10 +39,10 @@ class SourceRecords:
 
 
 class RecordSource(Protocol):
-    """Reads files or a table. All methods block, and only one thread may use a source at a time."""
+    """A source of records: files or a table. All methods block, and only one thread may use a source at a time."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """Continue from the committed positions of the parts, so that uncommitted records are polled again."""
+        """Continue from the committed positions, so that `poll` returns uncommitted records again."""
 
     def poll(self) -> SourceRecords | None:
         """Return the next records, or None if there are none yet.
@@ -55,10 +51,10 @@ class RecordSource(Protocol):
         """
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """Release resources that are needed only to reread data before these positions, which are now committed."""
+        """Release what was kept for reading records before ``positions`` again, because ``positions`` are committed."""
 
     def waiting(self) -> list[str]:
-        """Return one sentence for each part of the source that cannot be read yet."""
+        """Return one sentence for each part of the source that ends with data that cannot be read yet."""
 
     def close(self) -> None:
         """Close files and connections."""

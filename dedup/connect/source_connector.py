@@ -1,9 +1,6 @@
 """Implements `dedup ingest`, a source connector whose Kafka transactions contain records and the source's position.
 
-`run_ingest` runs one source, and reads the next records while a transaction is being committed. With
-`TransactionBoundary`, markers in the source decide where a transaction ends. `_RecordMaker` turns the data that was
-read into records and dead letters. If two processes run the same source, the later one fences the earlier one, which
-stops with TaskMigrated.
+If two processes run the same source, the later one fences the earlier one, which stops with TaskMigrated.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ log: Final = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Ingested:
-    """The result of one run of a source."""
+    """The numbers of records, dead letters, and transactions in one run of a source."""
 
     records: int = 0
     dead_letters: int = 0
@@ -68,8 +65,6 @@ class Ingested:
 
 @dataclass(slots=True)
 class _Transaction:
-    """The content of the next transaction."""
-
     lines: Lines = field(default_factory=lambda: defaultdict(list))
     positions: dict[str, bytes] = field(default_factory=dict)
     last: SourceRecords | None = None
@@ -83,9 +78,7 @@ OpenSource = Callable[[Ingest, int, Callable[[], bool]], RecordSource]
 
 
 def open_source(ingest: Ingest, most_bytes: int, stopped: Callable[[], bool], *, url: str = "") -> RecordSource:
-    """Return the source of an ingest file; ``url`` is the resolved URL of a table's database. The call blocks if the
-    source is a table.
-    """
+    """Return the source of an ingest file. For a table, ``url`` is the URL of the database, and the call blocks."""
     source: RecordSource
     match ingest.source:
         case FilesSource() as files:
@@ -100,8 +93,7 @@ def open_source(ingest: Ingest, most_bytes: int, stopped: Callable[[], bool], *,
 async def run_ingest(
     ingest: Ingest, settings: Settings, make_source: OpenSource, *, exit_when_done: bool = False
 ) -> Ingested:
-    """Run until SIGTERM or SIGINT or, with ``exit_when_done``, until the whole source has been sent; then return the
-    result.
+    """Run a source until SIGTERM or SIGINT or, with ``exit_when_done``, until the whole source has been sent.
 
     Raises TaskMigrated if another process takes over the source, AuthorMistake or StateIncompatible if the source
     cannot be read without loss, and BrokerUnavailable if no broker responds at startup.
@@ -128,7 +120,7 @@ async def run_ingest(
 
 @contextmanager
 def set_by_signals() -> Iterator[asyncio.Event]:
-    """Yield an event that SIGTERM and SIGINT set within the block."""
+    """Yield an event that is set when SIGTERM or SIGINT arrives inside the ``with`` block."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -162,8 +154,7 @@ class _Run:
     stop: asyncio.Event
     done: Ingested = field(default_factory=Ingested)
     single: bool = False
-    """True after the broker refused a record. Each transaction then contains one poll, and each record batch contains
-    one record, so that the broker's response identifies the refused record.
+    """True after the broker refused a record. Batches then contain one record, so that the refused one is identified.
     """
 
     async def until_over(self, *, exit_when_done: bool) -> Ingested:
@@ -183,7 +174,6 @@ class _Run:
         return self.done
 
     def _collect(self) -> _Transaction | None:
-        """Return the next transaction, with the records of one poll or of all polls within the interval."""
         made = _Transaction()
         until_s = time.monotonic() + (self.interval_ms or 0) / 1000
         while not made.positions or (made.records < RECORDS_AT_ONCE and time.monotonic() < until_s):
@@ -203,7 +193,7 @@ class _Run:
         return made if made.positions else None
 
     async def _commit(self, current: _Transaction) -> _Transaction | None:
-        """Commit a transaction, and return the next transaction, which is read in the meantime."""
+        """Commit a transaction while reading the next transaction, and return the next one."""
         most_rows = 1 if self.single else None
         sending = asyncio.create_task(self.outbox.commit(current.lines, current.positions, most_rows=most_rows))
         try:
@@ -238,8 +228,6 @@ class _Run:
 
 @dataclass(slots=True)
 class _Pending:
-    """Records of one part of the source whose marker has not arrived yet."""
-
     values: list[bytes] = field(default_factory=list)
     places: list[int | str] = field(default_factory=list)
     dead: list[DeadRecord] = field(default_factory=list)
@@ -247,10 +235,10 @@ class _Pending:
 
 
 class TransactionBoundary:
-    """A source whose own records mark where a transaction ends, so that each poll returns one transaction.
+    """Wraps a source whose records mark the end of each transaction, so that each poll returns one whole transaction.
 
-    This class works like `transaction.boundary=connector` of KIP-618, but the marker is a field of a normal record,
-    which is also sent.
+    The class corresponds to `transaction.boundary=connector` in Kafka Connect (KIP-618), but the marker is a field of a
+    normal record, which is sent like any other record.
     """
 
     def __init__(self, source: RecordSource, marker: Marker) -> None:
@@ -266,7 +254,7 @@ class TransactionBoundary:
         self._source.restore(positions)
 
     def poll(self) -> SourceRecords | None:
-        """See `RecordSource`. Raises StateIncompatible if no marker arrives."""
+        """See `RecordSource`. Raises StateIncompatible if too many records arrive without a marker."""
         while not self._ready:
             found = self._source.poll()
             if found is None:
@@ -326,7 +314,7 @@ class TransactionBoundary:
 
 
 class _RecordMaker:
-    """Turns data from a source into Kafka records or dead letters, and assigns them to partitions."""
+    """Turns the lines or rows of a source into Kafka records or dead letters, and assigns them to partitions."""
 
     def __init__(self, ingest: Ingest, topics: Mapping[str, Topic], most_bytes: int) -> None:
         self.topic: Final = ingest.topic
@@ -340,7 +328,6 @@ class _RecordMaker:
         """Maps the part and place of a record to the reason why the broker refused it."""
 
     def lines(self, found: SourceRecords) -> Lines:
-        """Return the records and dead letters of one poll in source order."""
         count = len(found.values)
         now_ms = time.time_ns() // 1_000_000
         no_keys: list[Any] = [None] * count

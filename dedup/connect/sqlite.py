@@ -1,4 +1,4 @@
-"""Implements a connection to SQLite. SQLite allows one writer at a time; other writers wait for the lock."""
+"""Implements a connection to SQLite. While one connection writes, other writers wait for its lock."""
 
 from __future__ import annotations
 

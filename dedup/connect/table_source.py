@@ -1,14 +1,9 @@
 """Implements a source that reads the rows of a growing table or of a query in the order of their numbers, without gaps.
 
-A row with a lower number may be committed after a row with a higher number, because a transaction takes a number before
-it commits. Therefore, the source sets a bound before it reads rows. In PostgreSQL, the bound is the greatest number so
-far. The source then waits for every transaction that holds a lock for writing rows of the table, as CREATE INDEX
-CONCURRENTLY does. A transaction takes the lock before it takes a number, so later transactions get greater numbers, and
-all rows below the bound are final. The xmin of a snapshot cannot replace the lock, because a transaction that has its
-number may have no transaction ID yet, and no snapshot contains a transaction without an ID; see
-docs/decisions/0012-edges.md. SQLite has one writer at a time, so rows are final immediately. If the number is not
-assigned by the INSERT itself, the source waits for the time that `settle` sets, which does not guarantee that no row is
-missed.
+A transaction takes the number of a row before it commits, so a lower number may become visible after a higher one. In
+PostgreSQL, the source therefore takes the greatest number as a bound, and waits for all transactions that hold a lock
+for writing to the table, as CREATE INDEX CONCURRENTLY does; see docs/decisions/0012-edges.md. The source then reads the
+rows up to the bound. With `settle`, the source waits for a fixed time, and may miss rows that commit later.
 """
 
 from __future__ import annotations
@@ -69,7 +64,7 @@ class NumberedRows:
             raise
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """See `RecordSource`. Raises StateIncompatible if `unique` was added or removed."""
+        """See `RecordSource`. Raises StateIncompatible if the key `unique` of the ingest file was added or removed."""
         committed = positions.get(PART)
         self._at = None if committed is None else tuple(msgspec.json.decode(committed, type=list[int]))
         if self._at is not None and len(self._at) != len(self._order):
@@ -146,7 +141,7 @@ class NumberedRows:
         return True
 
     def _decided(self, connection: DatabaseConnection) -> bool:
-        """Wait until no transaction can still commit a lower-numbered row. Return False if the source is stopped."""
+        """Wait until no transaction can still commit a row with a lower number. Returns False if the source stops."""
         until_s = time.monotonic() + self._spec.settle_ms / 1000
         while time.monotonic() < until_s and not self._stopped():
             time.sleep(LOOK_AGAIN_S)
@@ -189,7 +184,7 @@ class NumberedRows:
         return SourceRecords(PART, prefix, values, places, msgspec.json.encode(self._at), after, dead)
 
     def _check(self, connection: DatabaseConnection) -> None:
-        """Raise StateIncompatible if the rows cannot be read by number without gaps."""
+        """Raise StateIncompatible if some rows of the table or query might never be read."""
         if self._postgres:
             ((standby,),) = connection.query("SELECT pg_is_in_recovery()")
             self._knows_writers = not standby
@@ -224,7 +219,7 @@ def _place(numbers: Sequence[int]) -> str:
 
 
 def _writers(connection: DatabaseConnection, relations: Sequence[int]) -> set[str]:
-    """Return the transactions that hold a lock for writing rows of the relations."""
+    """Return the transactions that hold a lock for writing to one of the tables."""
     rows = connection.query(
         "SELECT virtualtransaction FROM pg_locks WHERE locktype = 'relation' AND granted AND "  # noqa: S608
         "database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND "
@@ -274,7 +269,7 @@ def _misfits_of_query(columns: Sequence[str], order: Sequence[str]) -> Iterator[
 
 
 def _unknown_writers(connection: DatabaseConnection, spec: TableSource, *, standby: bool) -> Iterator[str]:
-    """Yield the reasons why PostgreSQL does not know which transactions may still add rows with lower numbers."""
+    """Yield the reasons why PostgreSQL cannot tell which transactions may still add rows with lower numbers."""
     if standby:
         yield "this server is a standby, which does not know who writes; use the primary, or set `settle`"
     relations = _relations_of(connection, spec)
@@ -298,11 +293,7 @@ def _unknown_writers(connection: DatabaseConnection, spec: TableSource, *, stand
 
 
 def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int]:
-    """Return the OIDs of the PostgreSQL relations whose writers may still add rows with lower numbers.
-
-    For a query, the result contains the relations that PostgreSQL locks to plan the query. These relations include the
-    tables behind views and the partitions, but not the tables that a function reads.
-    """
+    """Return the OIDs of the tables that the rows come from, except tables that only a function in the query reads."""
     if spec.table:
         rows = connection.query(
             "SELECT %s::regclass::oid::bigint UNION SELECT relid::oid::bigint FROM pg_partition_tree(%s::regclass)",
@@ -339,9 +330,7 @@ def _postgres_shape(connection: DatabaseConnection, table: str) -> tuple[_Column
 
 
 def _sqlite_shape(connection: DatabaseConnection, table: str) -> tuple[_Columns, list[list[str]], str | None]:
-    """Return a table's columns, the columns of each unique index, and the column whose numbers SQLite may reuse after a
-    deletion, or None.
-    """
+    """Return a table's columns, those of each unique index, and the column whose numbers SQLite may reuse, or None."""
     found = connection.query('SELECT name, upper(type), "notnull", pk FROM pragma_table_info(?)', (table,))
     primary = [(name, kind) for name, kind, _, position in found if position]
     # An INTEGER PRIMARY KEY is SQLite's row number, so it is never null.

@@ -1,12 +1,9 @@
 """Implements the transactional outbox, which commits records and source positions together exactly once.
 
-The position in a source is stored in a compacted topic and written in the same transaction as the records, as in Kafka
-Connect's exactly-once sources (KIP-618). Unlike in Kafka Connect, each source has its own positions topic, and each
-transaction also writes its owner and its number. `Session` sends nothing twice. If a response is missing, `Session`
-raises CommitUnknown and the epoch ends. The outbox then begins a new epoch and reads the last transaction's number from
-the positions topic, which shows whether the transaction was committed. If the transaction was not committed, the outbox
-sends the same records again. The caller therefore sees one of two results: the transaction is committed, or
-TaskMigrated is raised because another process has taken over the source.
+As in Kafka Connect's exactly-once sources (KIP-618), each transaction writes the records and, to a compacted topic, the
+position in the source. Unlike in Kafka Connect, each transaction also writes its own number. If a commit gets no
+response, the outbox begins a new epoch, reads the number of the last committed transaction, and sends the records again
+if their transaction was not committed.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ log: Final = logging.getLogger(__name__)
 async def provide(
     admin: Admin, settings: Settings, topics: Mapping[str, tuple[int | None, Mapping[str, str]]]
 ) -> dict[str, Topic]:
-    """Create missing topics, and return all topics. Raises StateIncompatible if a missing topic may not be created.
+    """Create missing topics, and return all topics. Raises StateIncompatible if the settings forbid creating a topic.
 
     ``topics`` maps the name of each topic to its number of partitions (None for the brokers' default) and its configs.
     """
@@ -79,7 +76,7 @@ class _Owner(msgspec.Struct, frozen=True):
 
 
 class TransactionalOutbox:
-    """Commits the transactions of one source. Call `open` first."""
+    """Commits the records and positions of one source. Call `open` first."""
 
     def __init__(
         self,
@@ -107,9 +104,7 @@ class TransactionalOutbox:
         )
 
     async def open(self) -> None:
-        """Fence earlier owners, abort their transactions, and read the positions. Raises BrokerUnavailable if no broker
-        responds in time.
-        """
+        """Fence earlier owners, abort their transactions, and read the positions. May raise BrokerUnavailable."""
         try:
             await self._session.open()
             await self._read()
@@ -125,12 +120,12 @@ class TransactionalOutbox:
         *,
         most_rows: int | None = None,
     ) -> None:
-        """Make the records and positions visible exactly once.
+        """Commit the records and positions exactly once.
 
-        ``most_rows`` limits the records per record batch; with 1, the broker's response identifies a refused record.
-        Raises TaskMigrated if another process has taken over the source, and RecordRefused if the broker refuses a
-        record, in which case nothing is committed. A canceled commit takes effect completely or not at all. Concurrent
-        callers wait for each other.
+        ``most_rows`` limits the records per record batch. With one record per batch, the broker's response identifies a
+        refused record. Raises TaskMigrated if another process has taken over the source, and RecordRefused if the
+        broker refuses a record, in which case nothing is committed. A canceled commit takes effect completely or not at
+        all. Concurrent calls run one after another.
         """
         async with self._one_at_a_time:
             if self._unsure:
@@ -144,7 +139,6 @@ class TransactionalOutbox:
     async def _insist(
         self, lines: Mapping[TopicPartition, Sequence[Line]], positions: Mapping[str, bytes], most_rows: int | None
     ) -> None:
-        """Repeat the transaction until it is committed."""
         self._number += 1
         own: list[Line] = [(-1, 0, POSITION + name.encode(), value, []) for name, value in sorted(positions.items())]
         own.append((-1, 0, OWNER_KEY, msgspec.json.encode(_Owner(self._run, self._number)), []))
@@ -200,10 +194,8 @@ class TransactionalOutbox:
     async def _read(self, *, stable: bool = False) -> None:
         """Read the owner and the positions that were committed since the last call.
 
-        Call this function after a new epoch has begun, when no older write can arrive any more. The function reads up
-        to the high watermark, because another writer's open transaction could hide this source's committed records
-        behind the last stable offset. With ``stable``, the function does not wait for records that an open transaction
-        hides, because that transaction may be the caller's own.
+        Waits for open transactions, which may hide committed records. With ``stable``, the function does not wait,
+        because an open transaction may be the caller's own.
         """
         bounds = await self._answered(partial(self._wire.bounds, self._place))
         if self._read_to > bounds.end:
@@ -237,7 +229,7 @@ class TransactionalOutbox:
             raise CommitUnknown(f"topic {name!r} cannot be read: no broker answered for {waited_s} s.") from None
 
     def _take(self, key: bytes, value: bytes | None, positions: dict[str, bytes]) -> _Owner | None:
-        """Apply a record to the positions, or return the owner that it names."""
+        """Apply a record of the positions topic to ``positions``, or return the owner that the record names."""
         if key == OWNER_KEY and value is not None:
             return msgspec.json.decode(value, type=_Owner)
         if key.startswith(POSITION) and value is not None:
@@ -252,5 +244,5 @@ class TransactionalOutbox:
         return None
 
     async def close(self) -> None:
-        """Abort everything that was not committed."""
+        """Abort the transaction that is still open."""
         await self._session.drop()

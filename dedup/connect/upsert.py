@@ -41,7 +41,7 @@ _KINDS: Final[Mapping[type, str]] = {bool: "true or false", str: "text", list: "
 
 @dataclass(frozen=True, slots=True)
 class SinkRows:
-    """The rows of several batches of records."""
+    """The rows made from several batches of records."""
 
     rows: list[Row] = field(default_factory=list)
     records: list[tuple[TopicPartition, Columns, int]] = field(default_factory=list)
@@ -51,7 +51,7 @@ class SinkRows:
 
 
 class RowMaker:
-    """Makes rows from a topology's records, with the tracking ID, the event time, and the columns of the payload."""
+    """Turns records into rows that contain the tracking ID, the event time, and the columns of the payload."""
 
     def __init__(self, topology: Topology, columns: Sequence[SinkColumn]) -> None:
         self._extract: Final = extractor_of(topology)
@@ -97,7 +97,7 @@ class RowMaker:
 
 
 def look_up(record: Any, path: Path) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the value at a path, or None if there is none."""
+    """Return the value at a JSON path, or None if the record has no such value."""
     for step in path:
         match record, step:
             case dict(), str():
@@ -112,7 +112,7 @@ def look_up(record: Any, path: Path) -> Any:  # noqa: ANN401 - any JSON value
 def _only(
     accepts: Callable[[Any], bool], what: str, convert: Callable[[Any], Any] = lambda value: value
 ) -> Callable[[Any], Any]:
-    """Return a function that converts accepted values. Raises TypeError for other values."""
+    """Return a function that converts the values that ``accepts`` accepts, and raises TypeError for others."""
 
     def converted(found: Any) -> Any:  # noqa: ANN401 - any JSON value
         value = _plain(found)
@@ -124,7 +124,7 @@ def _only(
 
 
 def _plain(found: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Convert a losslessly decoded number to a Python int or float; a number that is too large becomes infinity."""
+    """Convert an exactly decoded number to an int or a float, which is infinite if the number is too large."""
     if not isinstance(found, Number):
         return found
     return int(found.text) if found.is_integer and len(found.text) <= _MOST_DIGITS else float(found.text)
@@ -143,7 +143,7 @@ _CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
 
 
 def table_of(spec: SinkSpec, types: Mapping[str, str]) -> Table:
-    """Return the table of a sink; ``types`` are the types of the database, as in `DatabaseConnection.types`."""
+    """Return the table of a sink, whose columns have the SQL types in ``types``."""
     columns = [(column.name, types[column.type]) for column in spec.columns]
     payload = columns or [("key", types["bytes"]), ("value", types["bytes"])]
     fixed = ((ID, types["bytes"]), (TIME, types["integer"]))
@@ -151,7 +151,7 @@ def table_of(spec: SinkSpec, types: Mapping[str, str]) -> Table:
 
 
 def refuse_lost_table(connection: DatabaseConnection, table: str, offsets: FencedOffsets) -> None:
-    """Raise StateIncompatible if rows were written but the table has since been dropped or renamed."""
+    """Raise StateIncompatible if the sink has written rows, but its table has since been dropped or renamed."""
     if connection.has(table):
         return
     mark = connection.mark
@@ -171,7 +171,7 @@ def refuse_lost_table(connection: DatabaseConnection, table: str, offsets: Fence
 
 
 def plan_tables(connection: DatabaseConnection, spec: SinkSpec) -> dict[str, str]:
-    """Map the name of each missing table of the sink to its CREATE statement, without running the statement."""
+    """Return the CREATE statements of the missing tables of the sink, by table name."""
     table = table_of(spec, connection.types)
     columns = [f'"{name}" {kind}{" NOT NULL" if name in {ID, TIME} else ""}' for name, kind in table.columns]
     create = f"CREATE TABLE IF NOT EXISTS {table.name} ({', '.join(columns)}, PRIMARY KEY ({quoted(table.key)}))"
@@ -185,8 +185,7 @@ def make_tables(connection: DatabaseConnection, spec: SinkSpec) -> None:
         make(connection, name, statement)
     table = table_of(spec, connection.types)
     make_staging(connection, table)
-    # Without rows, this statement changes nothing, but it fails now if a column or the key is missing, not at the first
-    # record.
+    # Without rows, this statement changes nothing, but it fails now if a column or the key is missing.
     connection.execute(_upsert_statement(table))
 
 
@@ -201,7 +200,7 @@ def _upsert_statement(table: Table) -> str:
 
 
 def write_rows(connection: DatabaseConnection, table: Table, rows: Sequence[Row]) -> WriteOutcome:
-    """Upsert rows in the open transaction. Rows that the database rejects are skipped, and the outcome lists them."""
+    """Upsert rows in the open transaction. Rows that the database rejects are skipped and listed in the outcome."""
     written = WriteOutcome()
     width = len(table.key)
     left: Sequence[int] = range(len(rows))
@@ -216,7 +215,7 @@ def write_rows(connection: DatabaseConnection, table: Table, rows: Sequence[Row]
 
 
 def _one_a_key(rows: Sequence[Row], numbers: Sequence[int], width: int) -> list[int]:
-    """Return the index of each key's newest row; if several rows are equally new, the first of them counts."""
+    """Return the index of each key's newest row, or of the first one if several rows are equally new."""
     chosen: dict[Row, int] = {}
     for number in numbers:
         row = rows[number]
@@ -229,7 +228,7 @@ def _one_a_key(rows: Sequence[Row], numbers: Sequence[int], width: int) -> list[
 def _write(
     connection: DatabaseConnection, table: Table, rows: Sequence[Row], numbers: list[int], written: WriteOutcome
 ) -> dict[int, RowsRefused]:
-    """Write the rows, count them, and bisect them to find those that the database refuses."""
+    """Write the rows, and bisect them to find the rows that the database rejects."""
     refused: dict[int, RowsRefused] = {}
     parts = [numbers]
     while parts:

@@ -1,7 +1,6 @@
 """Finds problems in ingest files, and stages that are not exactly-once in a chain of several files.
 
-A complete chain is source → topic → deduplication → topic → table. The module `lint` finds problems in a single
-topology.
+A complete chain is source → topic → deduplication → topic → table.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _ID_HEADER: Final = "dedup-id"
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The name of a file, and the stage that this file describes."""
+    """The name of a file, and the ingest source or the topology that the file describes."""
 
     file: str
     stage: Stage
 
 
 def lint_ingest(ingest: Ingest) -> list[Finding]:
-    """Return the findings about an ingest file alone."""
+    """Return the findings about a single ingest file."""
     return list(_lint_source(ingest.source))
 
 
@@ -72,7 +71,7 @@ def _lint_source(source: Source) -> Iterator[Finding]:
 
 
 def lint_chain(files: Sequence[Named]) -> list[tuple[str, Finding]]:
-    """Return the findings that involve several files, each with the file of the stage that has the problem."""
+    """Return the findings that involve several files, each with the name of the file that it is about."""
     if len(files) < 2:  # noqa: PLR2004  # one file is no chain
         return []
     joints = (
@@ -85,9 +84,9 @@ def lint_chain(files: Sequence[Named]) -> list[tuple[str, Finding]]:
 
 
 def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
-    """Return one line per chain, which lists the stages from the source on and says whether all are exactly-once.
+    """Return one line for each chain, with its stages in order and whether all stages are exactly-once.
 
-    ``weak`` contains the files whose stages are not exactly-once according to the findings about them.
+    ``weak`` contains the files with findings for which `is_weak` is true.
     """
     lines: list[str] = []
     for file, ingest in _stages(files, Ingest):
@@ -101,7 +100,7 @@ def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
 
 
 def _paths(files: Sequence[Named], topic: str, text: str, passed: list[str], weak: frozenset[str]) -> list[str]:
-    """Return one line per chain through a topic. ``text`` and ``passed`` contain the stages before the topic."""
+    """Return one line per chain. ``text`` and ``passed`` describe the stages before ``topic``."""
     after = [(file, topology) for file, topology in _readers_of(files, topic) if file not in passed]
     if not after:
         bad = [file for file in passed if file in weak]
@@ -129,7 +128,7 @@ def _readers_of(files: Sequence[Named], topic: str) -> list[tuple[str, Topology]
 
 
 def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
-    """Yield findings about settings of a source that do not match the topology that reads the source's topic."""
+    """Yield findings about settings of an ingest file that contradict a topology that reads its topic."""
     rule = topology.tracking_id.rule
     reads_header = isinstance(rule, HeaderRule) and rule.name == _ID_HEADER
     if reads_header and ingest.tracking_id is not None:
@@ -193,12 +192,7 @@ def _taken_twice(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
 
 
 def _shared_topics(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    """Yield one finding for each pair of topologies that write to the same topics.
-
-    If two topologies share an output, neither topology detects duplicates of records that the other has written, and
-    `dedup verify` attributes records of one topology to the other. Only a dead-letter topic may be shared on purpose,
-    to collect all dead letters in one place.
-    """
+    """Yield one finding for each pair of topologies that write to the same topics."""
     topologies = _stages(files, Topology)
     for at, (file, topology) in enumerate(topologies):
         for _, other in topologies[:at]:

@@ -1,9 +1,4 @@
-"""Describes a topology's agents, topics, table, and verdicts in words, as data, and as a drawing (Graphviz or SVG).
-
-For `dedup apply --acls`, the module also lists the minimum permissions that a worker's principal needs. In Kafka's
-authorizer, Read, Write, and Delete imply Describe. Since KIP-679, an idempotent producer needs no IdempotentWrite
-permission. `dedup apply` creates topics as a different principal, which needs Create.
-"""
+"""Describes a topology in words, as data, and as a drawing, and lists the permissions that its workers need."""
 
 from __future__ import annotations
 
@@ -40,7 +35,7 @@ Kind = Literal["topic", "agent", "table"]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A box in a topology's drawing, which is identified by its name."""
+    """A box in the drawing of a topology, identified by its name."""
 
     name: str
     kind: Kind
@@ -49,7 +44,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An arrow in a topology's drawing, with the names of the two boxes that it connects and the kind of records."""
+    """An arrow between two boxes in the drawing of a topology, labeled with the kind of records."""
 
     start: str
     end: str
@@ -57,7 +52,7 @@ class Edge:
 
 
 def graph(topology: Topology) -> tuple[list[Node], list[Edge]]:
-    """Return the boxes of a topology's drawing from left to right, and the arrows between them."""
+    """Return the boxes in the drawing of a topology, from left to right, and the arrows between them."""
     first = 0 if topology.direct else 2
     nodes = [Node(topic, "topic", 0) for topic in topology.source.topics]
     edges: list[Edge] = []
@@ -88,7 +83,7 @@ def describe(topology: Topology) -> str:
 
 
 def as_data(topology: Topology) -> dict[str, Any]:
-    """Return the content of `describe` and the boxes and arrows of the drawing as plain values."""
+    """Return the facts that `describe` lists, and the boxes and arrows of the drawing, as JSON-compatible values."""
     nodes, edges = graph(topology)
     return {
         "name": topology.name,
@@ -100,7 +95,7 @@ def as_data(topology: Topology) -> dict[str, Any]:
 
 
 def to_dot(topology: Topology) -> str:
-    """Return the drawing in Graphviz's DOT language."""
+    """Return the drawing of a topology in Graphviz's DOT language."""
     shapes = {"topic": "box", "agent": "ellipse", "table": "cylinder"}
     nodes, edges = graph(topology)
     lines = [f'digraph "{topology.name}" {{', "  rankdir=LR;"]
@@ -110,7 +105,7 @@ def to_dot(topology: Topology) -> str:
 
 
 def to_svg(topology: Topology) -> str:
-    """Return the drawing as an SVG image. Boxes are in columns, and each column is centered vertically."""
+    """Return the drawing of a topology as an SVG image."""
     nodes, edges = graph(topology)
     columns: defaultdict[int, list[Node]] = defaultdict(list)
     for node in nodes:
@@ -253,7 +248,11 @@ class Permission:
 
 
 def worker_permissions(topology: Topology) -> tuple[Permission, ...]:
-    """Return the permissions that `dedup run` needs if all topics exist."""
+    """Return the permissions that `dedup run` needs if all topics exist.
+
+    In Kafka's authorizer, Read, Write, and Delete imply Describe. Since KIP-679, an idempotent producer does not need
+    the permission IdempotentWrite.
+    """
     own = {topology.changelog_topic: "changelog: written, restored, truncated"}
     if not topology.direct:
         own[topology.repartition_topic] = "repartition topic: written, read, purged"

@@ -1,4 +1,4 @@
-"""Parses an ingest file into checked values. The module `schema` defines the structure of the file."""
+"""Parses ingest files, whose structure the module `schema` defines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Boundary = Literal["interval", "poll"] | Marker
 
 @dataclass(frozen=True, slots=True)
 class Ingest:
-    """An exactly-once source, as an ingest file describes it."""
+    """The content of an ingest file: a source, and where and how `dedup ingest` sends its records."""
 
     name: str
     source: Source
@@ -38,17 +38,17 @@ class Ingest:
 
     @property
     def offsets_topic(self) -> str:
-        """The compacted topic that stores how far the source has been read."""
+        """The compacted topic that stores how far `dedup ingest` has read the source."""
         return f"{self.name}-source-offsets"
 
 
 def is_ingest(text: str) -> bool:
-    """Tell whether a file is meant as an ingest file, even if its content is otherwise invalid."""
+    """Tell whether a file is an ingest file, even if the file is invalid."""
     return _INGEST_KEY.search(text) is not None
 
 
 def parse_ingest(text: str, *, name: str) -> Ingest:
-    """Return the source that an ingest file describes. Raises TopologyError with every problem in the file."""
+    """Parse the text of an ingest file. Raises TopologyError, which lists every problem in the file."""
     file = checked_file(text, name, IngestFile, [_one_role_each])
     source = file.source.files or file.source.table
     assert source is not None  # noqa: S101  # the schema requires one of the two

@@ -1,7 +1,4 @@
-"""Finds settings in a valid topology that are allowed but have a cost or a risk that the author may not expect.
-
-The module `parse` determines whether a topology is valid.
-"""
+"""Finds settings in a topology that are valid but have a cost or a risk that the author may not expect."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _FINGERPRINT_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something about a topology that must be fixed (an error) or that its author should know (a warning)."""
+    """A problem that must be fixed (an error), or a risk that the author should know about (a warning)."""
 
     level: Literal["error", "warning"]
     code: str
@@ -44,7 +41,7 @@ def lint(topology: Topology) -> list[Finding]:
 
 
 def worst_record_bytes(topology: Topology) -> int:
-    """Return the size of the largest changelog value, which results if an ID recurs after every guard period."""
+    """Return the greatest possible size of a changelog value, which occurs if an ID recurs after each guard period."""
     window = topology.window
     sightings = window.segment_ms // window.guard_ms + 2
     return sightings * (_SIGHTING_BYTES + (_FINGERPRINT_BYTES if topology.fingerprints_wanted else 0))

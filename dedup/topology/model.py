@@ -1,4 +1,4 @@
-"""Defines a topology as the program uses it, with a checked value or the default for every key of the file."""
+"""Defines `Topology`, the checked content of a topology file with all defaults filled in."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ class SourceSpec:
 
 @dataclass(frozen=True, slots=True)
 class LateTo:
-    """Late records are sent to their own topic."""
+    """A policy for late records: they are sent to their own topic."""
 
     topic: str
 
 
 @dataclass(frozen=True, slots=True)
 class LateForward:
-    """Late records get the header `dedup-verdict` and are sent to the output, which may thus receive duplicates."""
+    """A policy for late records: they are sent to the output with the header `dedup-verdict`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LateDrop:
-    """Late records are only counted."""
+    """A policy for late records: they are only counted."""
 
 
 Late = LateTo | LateForward | LateDrop
@@ -69,7 +69,7 @@ Late = LateTo | LateForward | LateDrop
 
 @dataclass(frozen=True, slots=True)
 class SinkColumn:
-    """A column of a sink's table, and the path and the required type of the JSON member that the column holds."""
+    """A column of a sink's table, which holds the JSON member at ``path`` if the member has the required type."""
 
     name: str
     path: Path
@@ -130,22 +130,22 @@ class Topology:
 
     @property
     def reset_group(self) -> str:
-        """The group with the end offsets that source topics and written topics had at the last `dedup reset`."""
+        """The consumer group that stores the end offsets of all source and written topics at the last `dedup reset`."""
         return f"{self.name}.reset"
 
     @property
     def replay_group(self) -> str:
-        """The group whose offsets say how far `dedup replay` has read the topics for late records and dead letters."""
+        """The consumer group that stores how far `dedup replay` has read the late-record and dead-letter topics."""
         return f"{self.name}.replay"
 
     @property
     def replay_mark_group(self) -> str:
-        """The group whose offsets, which never expire, say that there was a replay and where the last replay ended."""
+        """The consumer group that stores permanently whether a replay has run, and where the last replay ended."""
         return f"{self.name}.replay-mark"
 
     @property
     def repartition_topic(self) -> str:
-        """The topic that holds equal IDs in the same partition. It is not used if `direct` is true."""
+        """The topic to which records are repartitioned by tracking ID, unless `direct` is true."""
         return f"{self.name}.repartition"
 
     @property
@@ -155,7 +155,7 @@ class Topology:
 
     @property
     def outlets(self) -> tuple[tuple[str, str], ...]:
-        """The topics that dedup tasks write to and the kind of records in each, in the order of the topology file."""
+        """The topics to which dedup tasks send records, each with the kind of records that it receives."""
         outlets = (
             (self.output.topic if self.output else None, "unique records"),
             (self.duplicates, "duplicates"),
@@ -173,43 +173,41 @@ class Topology:
 
     @property
     def fingerprints_wanted(self) -> bool:
-        """True if payloads are compared, for which the state holds eight more bytes per ID."""
+        """True if payloads are compared, which takes eight more bytes of state per ID."""
         return self.conflicts_counted or self.on_conflict is not OnConflict.DUPLICATE
 
     @property
     def conflicts_go_to(self) -> str | None:
-        """The topic for conflicts, which may be the topic for duplicates, or None if conflicts are only counted."""
+        """The topic for conflicts, by default the topic for duplicates; None if conflicts are only counted."""
         return self.duplicates if self.conflicts is None else self.conflicts
 
     @property
     def needs_value(self) -> bool:
-        """True if a record with a null value is a tombstone, because its ID or event time is read from the value."""
+        """True if the ID or the event time is read from the value, so that a null value makes a record a tombstone."""
         id_in_value = not isinstance(self.tracking_id.rule, KeyRule | HeaderRule)
         return id_in_value or isinstance(self.event_time, FieldTime)
 
     @cached_property
     def rules(self) -> Rules:
-        """The rules that `fold` needs."""
+        """The rules by which `fold` judges records."""
         return Rules(
             self.window, self.missing, self.tombstones, self.future, self.on_conflict, self.fingerprints_wanted
         )
 
     def transactional_id(self, sub_topology: SubTopology, partition: int, source_topic: str | None = None) -> str:
-        """Return the transactional ID of a task. The ``source_topic`` is given only for a repartition task."""
+        """Return the transactional ID of a task. Only repartition tasks have a ``source_topic``."""
         parts = [self.name, sub_topology, source_topic, str(partition)]
         return ".".join(part for part in parts if part is not None)
 
     def state_fingerprint(self, partitions: Mapping[str, int]) -> bytes:
-        """Return the state fingerprint, 16 bytes that differ if two topologies cannot use each other's state.
+        """Return 16 bytes that differ between two topologies if one cannot use the state of the other.
 
-        ``partitions`` contains the partition count of every source topic and feeding topic. The fingerprint depends on
-        the rule for the event time and on whether payloads are compared, because sightings that were stored with
-        another event time or without payload fingerprints would lead to wrong verdicts.
+        ``partitions`` maps each source topic, and each topic that the dedup tasks read, to its number of partitions.
         """
         return blake2b(self.state_identity(partitions).encode(), digest_size=_FINGERPRINT_BYTES).digest()
 
     def state_identity(self, partitions: Mapping[str, int]) -> str:
-        """Return the string whose hash is the state fingerprint, so that a message can say what differs."""
+        """Return the text that `state_fingerprint` hashes, so that an error message can say what differs."""
         # The string for the event time is part of the state fingerprint, so do not change its wording.
         match self.event_time:
             case FieldTime(path, unit):
@@ -231,7 +229,7 @@ class Topology:
 
 
 def rule_text(rule: Rule) -> str:
-    """Return a rule as in the topology file. The state fingerprint depends on this string, so do not change it."""
+    """Return a tracking ID rule as text. The text must never change, because the state fingerprint depends on it."""
     match rule:
         case KeyRule():
             return "key: true"
@@ -250,7 +248,7 @@ def rule_text(rule: Rule) -> str:
 
 
 def extractor_of(topology: Topology) -> Extractor:
-    """Return the extractor for IDs and event times, and for fingerprints if the topology compares payloads."""
+    """Return the extractor of IDs, event times, and, if the topology compares payloads, payload fingerprints."""
     return compile_extractor(
         topology.tracking_id,
         topology.event_time,

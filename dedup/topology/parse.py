@@ -1,8 +1,4 @@
-"""Parses a topology file into a `Topology`, or raises one error that reports every problem and its position.
-
-The schema checks each key alone. Rules that involve several keys (for example, no topic may have two roles) are checked
-in the file as written, so that problems of both kinds are reported together.
-"""
+"""Parses a topology file into a `Topology`, or raises one TopologyError that lists every problem with its position."""
 
 from __future__ import annotations
 
@@ -49,15 +45,15 @@ _SINK_LETTERS: Final = "the topic of the sink's dead letters"
 
 
 def parse(text: str, *, name: str) -> Topology:
-    """Return the topology that a file describes. Raises TopologyError with every problem in the file ``name``."""
+    """Parse the text of the topology file ``name``. Raises TopologyError, which lists every problem in the file."""
     return _topology(checked_file(text, name, TopologyFile, (_one_rule, _bytes_have_no_fields, _one_role_each)))
 
 
 def checked_file(text: str, name: str, model: type[_File], checks: Iterable[_Check]) -> _File:
-    """Return a file as an instance of its model. Raises TopologyError with every problem in the file.
+    """Return the content of a file as an instance of ``model``. Raises TopologyError, which lists every problem.
 
-    The first key of the model is the version of the file. ``checks`` find problems that involve several keys. A check
-    gets a document that is certainly a mapping, but the values in this mapping may be invalid.
+    The first field of ``model`` must be the version of the file format. ``checks`` find problems that involve several
+    keys. Each check gets a document that is a mapping, but whose values may be invalid.
     """
     begin = f"{next(iter(model.model_fields))}: 1"
     document = read(text, name=name)
@@ -130,7 +126,7 @@ def _rule(file: TrackingIdFile) -> Rule:
 
 
 def event_time_of(written: str | FieldTimeFile) -> EventTime:
-    """Return the rule for the event time. If the file has a plain word, the event time is the record's timestamp."""
+    """Return the rule for the event time. The word `record` or `now` in a file means the timestamp of the record."""
     if isinstance(written, str):
         return RecordTime()
     return FieldTime(written.field, written.unit)
@@ -178,7 +174,7 @@ def _bytes_have_no_fields(document: Document) -> Iterator[Problem]:
 
 
 def _one_role_each(document: Document) -> Iterator[Problem]:
-    """Report topics with two roles, because a job that reads a topic that it also writes would read its own output."""
+    """Report topics with two roles, such as a source topic that is also the output topic."""
     roles: dict[str, str] = {}
     for at, topic, role in _topics(document):
         # Kafka rejects two topics whose names differ only in "." and "_", because their metrics would collide.
@@ -201,7 +197,7 @@ def _one_role_each(document: Document) -> Iterator[Problem]:
 
 
 def _topics(document: Document) -> Iterator[tuple[At, str, str]]:
-    """Yield the path, name, and role of every topic in a file. The file may be invalid."""
+    """Yield the path, name, and role of every topic in a file, even if other values in the file are invalid."""
     sources = document.get(("source", "topics"))
     for row, topic in enumerate(sources if isinstance(sources, list) else ()):
         if isinstance(topic, str):

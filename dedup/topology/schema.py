@@ -1,8 +1,4 @@
-"""Defines the schemas of topology files and ingest files, with the values, default, and description of each key.
-
-These pydantic models are also published as JSON Schemas, and editors show the descriptions in them. The program
-converts the models named ``*File`` to the classes of `model` and `ingest_file`, and uses the other models directly.
-"""
+"""Defines topology files and ingest files as pydantic models, whose docstrings appear in JSON Schemas and in docs/."""
 
 from __future__ import annotations
 
@@ -168,8 +164,6 @@ _Url = Annotated[
 
 
 class _ExactlyOne(Keys):
-    """A mapping that must have exactly one of two keys."""
-
     one_of: ClassVar[tuple[str, str]]
 
     @model_validator(mode="after")
@@ -181,7 +175,7 @@ class _ExactlyOne(Keys):
 
 
 class FieldTimeFile(Keys):
-    """An event time that is a member of the JSON value."""
+    """An event time that is read from a member of the JSON value."""
 
     field: _Path
     """Path of the member, such as order.placed_at."""
@@ -232,14 +226,14 @@ class SourceFile(Keys):
 
 
 class ContentFile(Keys):
-    """A tracking ID that consists of the canonical content of the JSON value."""
+    """A tracking ID that is the whole JSON value in canonical form, without the excluded members."""
 
     exclude: list[_Path]
     """Members that are not part of the ID because they differ each time a record is sent."""
 
 
 class TrackingIdFile(Keys):
-    """The rule for the tracking ID, which must have exactly one of key, header, field, fields, and content."""
+    """Where the tracking ID comes from: exactly one of key, header, field, fields, and content."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in RULES]})
 
@@ -289,7 +283,7 @@ class StateSpec(Keys):
 
 
 class TopologyFile(Keys):
-    """The schema of a topology file, which describes one deduplication job."""
+    """The content of a topology file, which describes one deduplication job."""
 
     dedup: _Version
     """Version of this file format."""
@@ -334,7 +328,7 @@ class TopologyFile(Keys):
 
 
 class FilesSource(Keys):
-    """Files in one directory that are only appended to, and are renamed when they are full."""
+    """Files in one directory, to which data is only appended. Files may be renamed, as in log rotation."""
 
     directory: str
     """Directory of the files. A relative path starts at the command's current directory."""
@@ -359,7 +353,7 @@ class FilesSource(Keys):
 
 
 class TableSource(_ExactlyOne):
-    """A table to which rows are only added, each with a greater number than all earlier rows."""
+    """A table or query to which rows are only added, in increasing order of an integer column."""
 
     one_of = ("table", "query")
 
@@ -381,7 +375,7 @@ class TableSource(_ExactlyOne):
 
     @property
     def settle_ms(self) -> int:
-        """The longest time from taking a number until its row is visible, or 0 if the INSERT takes the number."""
+        """The time in ms to wait before rows are read, or 0 if `settle` is not set."""
         return self.settle or 0
 
     @property
@@ -402,7 +396,7 @@ class IngestSourceFile(_ExactlyOne):
 
 
 class IngestIdFile(_ExactlyOne):
-    """The members of a record that are its tracking ID."""
+    """The members of a JSON value that form its tracking ID."""
 
     one_of = ("field", "fields")
 
@@ -434,7 +428,7 @@ class Marker(Keys):
 
 
 class IngestFile(Keys):
-    """The schema of an ingest file, which describes one exactly-once source."""
+    """The content of an ingest file, which describes one exactly-once source."""
 
     ingest: _Version
     """Version of this file format."""
