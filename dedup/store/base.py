@@ -104,7 +104,7 @@ class Store(Protocol):
         """Return an estimate of the number of (segment, ID) pairs in the store."""
 
     def sightings(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield sorted tuples (segment, state key, encoded sightings). Raises TaskCorrupted if the store is unreadable."""
+        """Yield sorted tuples (segment, state key, encoded sightings). Raises TaskCorrupted if one is unreadable."""
 
     def close(self) -> None:
         """Release the store. Further calls have no effect."""

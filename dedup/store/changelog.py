@@ -96,9 +96,7 @@ _CHECKSUM_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class SeedMark:
-    """Identifies the seed (the initial state from `dedup spark seed`) in one partition, and says whether it is
-    complete.
-    """
+    """Identifies the seed (the initial state) in a changelog partition, and says whether the seed is complete."""
 
     phase: Literal["seeding", "seeded"]
     seed: str
@@ -219,7 +217,7 @@ def _decode_entry(value: bytes, at: int) -> tuple[Sighting, int]:
 
 
 def all_within(values: Collection[bytes], begin_ms: int, end_ms: int) -> bool:
-    """Return whether all encoded sightings end in [``begin_ms``, ``end_ms``). Raises the errors of `decode_sightings`."""
+    """Return whether all encoded sightings end in [``begin_ms``, ``end_ms``). Raises the same as `decode_sightings`."""
     joined = b"".join(values)
     if len(joined) == len(values) * _PLAIN_BYTES and set(map(len, values)) == {_PLAIN_BYTES}:
         rows = np.frombuffer(joined, np.uint8).reshape(len(values), _PLAIN_BYTES)

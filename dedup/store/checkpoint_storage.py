@@ -148,7 +148,7 @@ class CheckpointStorage:
         kept = {made.archive, *(() if before is None else (before.archive,))}
         for name in self._names(path):
             found = _ARCHIVE.fullmatch(name)
-            # A later archive may belong to a concurrent run that has not written its description yet.
+            # An archive at this or a later position may belong to a run that has not written its description yet.
             if found is not None and name not in kept and int(found[1]) < oldest:
                 self._files.rm_file(f"{path}/{name}")
 

@@ -69,7 +69,7 @@ _LONGEST_KEY: Final = 33
 """The length of the longest state key, used as the prefix length, so that a hashed memtable finds a key directly."""
 _NICEST: Final = 19
 _NICER_BY: Final = 10
-"""How much greater the nice value of RocksDB's threads is than the worker's, which gives them a tenth of its CPU weight.
+"""How much greater the nice value of RocksDB's threads is than the worker's, which gives them a tenth of its CPU share.
 With a difference of 15 to 19, as in RocksDB's own low priority, a worker that closed a store on a busy machine waited
 over 10 s for a flush.
 """
@@ -465,7 +465,7 @@ class RocksStore:
         return sum(held.entry.ids for held in self._segments.values())
 
     def sightings(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield sorted tuples (segment, state key, encoded sightings). Raises TaskCorrupted if the store is unreadable."""
+        """Yield sorted tuples (segment, state key, encoded sightings). Raises TaskCorrupted if one is unreadable."""
         self._refuse_if_closed()
         for start, held in sorted(self._segments.items()):
             with errors_of(self._directory):
