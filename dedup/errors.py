@@ -26,7 +26,7 @@ class Problem:
 
 
 class AuthorMistake(DedupError):
-    """A file or the command line has mistakes that the user must correct. The error lists all of them."""
+    """A file or the command line has mistakes that the user must correct. The error lists all mistakes."""
 
     exit_code = 2
 
@@ -44,7 +44,7 @@ class SettingsError(AuthorMistake):
 
 
 class StateIncompatible(DedupError):
-    """State, changelog, and topology do not match. Nothing was changed, and the message says how to proceed."""
+    """State, changelog, and topology do not match. The error says how to proceed, and nothing was changed."""
 
     exit_code = 3
 
@@ -74,11 +74,11 @@ class CheckpointUnusable(DedupError):
 
 
 class TaskMigrated(DedupError):
-    """Another worker owns the partition now (KIP-98 fencing), so the caller must discard the task and rejoin."""
+    """Another worker now owns the partition (KIP-98 fencing), so the caller discards the task and rejoins the group."""
 
 
 class CommitUnknown(TaskMigrated):
-    """A transactional request got no response. A new task finds out whether the request took effect."""
+    """A transactional request got no response, so only a new task can find out whether the request took effect."""
 
 
 class TaskCorrupted(DedupError):
@@ -109,8 +109,8 @@ class RecordRefused(DedupError):
 
 
 class ClockBehind(DedupError):
-    """A record seemed to be in the future because this clock is behind the broker's, so retry the transaction."""
+    """A record seems to be in the future only because the worker's clock is behind, so retry the transaction."""
 
 
 class InvariantBroken(DedupError):
-    """A bug in dedup has shown itself. The worker stops, because continuing could lose data."""
+    """Something happened that only a bug in dedup can explain, so the worker stops before data is lost."""

@@ -140,7 +140,7 @@ class TaskNumbers:
     """Timestamp of the last record below ``committed_offset``."""
 
     def committed(self, offset: int) -> None:
-        """Count a transaction that was committed with the given source offset."""
+        """Count a committed transaction, and store the offset that the transaction committed."""
         self.transactions += 1
         self.committed_offset = offset
         self.last_commit_s = time.monotonic()
@@ -151,7 +151,7 @@ class TaskNumbers:
         self.stream_time_ms = None if stream_time_ms < 0 else stream_time_ms
 
     def settled(self, oldest_ms: int, newest_ms: int, records: int) -> None:
-        """Record the end-to-end latency of a committed batch. The age of its oldest record counts for every record."""
+        """Record, for every record of a committed batch, the age of the oldest record as the end-to-end latency."""
         self.committed_time_ms = newest_ms
         self.end_to_end.add(max(0.0, time.time() - oldest_ms / 1000), records)
 
@@ -241,8 +241,8 @@ class DeadLetterAlert:
 class DeadShare:
     """Raises an alert while nearly all records that were judged in the last minute are dead letters.
 
-    An alert begins only after enough records were judged, but ends at any lower share of dead letters, so that a slow
-    topic does not start and end alerts repeatedly.
+    An alert begins only if enough records were judged. An alert that has begun continues even if fewer records are
+    judged, so that a slow topic does not start and end alerts repeatedly.
     """
 
     def __init__(self) -> None:

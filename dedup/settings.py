@@ -2,7 +2,7 @@
 
 Later sources override earlier ones: defaults, the config file, the environment (``DEDUP_WEB__PORT=0`` sets
 ``web.port``), and `--set`. A config file contains no secrets, but references to them, such as ``${env:NAME}`` or
-``${file:PATH}``. The docstrings of the keys are published in the JSON Schema.
+``${file:PATH}``. The JSON Schema for editors contains the docstrings of the keys.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Noted:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A member of the consumer group, with the URL of its pages that it announced on joining (as in KIP-67)."""
+    """A member of the consumer group, with the page URL that it announced in the last rebalance (as in KIP-67)."""
 
     worker: str
     url: str | None

@@ -243,7 +243,7 @@ def _scalar(event: Any) -> Any:  # noqa: ANN401 - any plain scalar
 
 
 class Keys(BaseModel):
-    """The base class of the mappings in a file. Unknown keys are rejected, and values are not converted."""
+    """The base class for models of mappings in YAML files. Unknown keys are rejected, and values are not converted."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True
@@ -295,7 +295,7 @@ def dotted(at: At) -> str:
 
 
 def models_of(model: type[BaseModel], holder: At = ()) -> dict[At, type[BaseModel]]:
-    """Map the path of each mapping in a file of this model, without list positions, to the mapping's own model."""
+    """Map the path of each nested mapping, without list positions, to the model of that mapping."""
     found = {holder: model}
     for name, key in model.model_fields.items():
         for inner in _models_in(key.annotation):

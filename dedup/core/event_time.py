@@ -45,7 +45,7 @@ class RecordTime:
 
 @dataclass(frozen=True, slots=True)
 class FieldTime:
-    """The rule that a member of the JSON value is the event time, as an RFC 3339 string or a number of a fixed unit."""
+    """The rule that a member of the JSON value is the event time, as an RFC 3339 string or a number in a fixed unit."""
 
     path: Path
     unit: TimeUnit
@@ -55,7 +55,7 @@ EventTime = RecordTime | FieldTime
 
 
 def time_ms_of(found: JsonValue | Absent, time: FieldTime) -> int:
-    """Convert the value of a field to an event time. Raises BadTime if it is missing or cannot be converted."""
+    """Convert a field's value to an event time. Raises BadTime if the value is missing or cannot be converted."""
     place = format_path(time.path)
     if found is ABSENT:
         raise BadTime("time_missing", f"no event time at {place}")
@@ -108,8 +108,8 @@ def rfc3339_ms(text: str) -> int | None:
 def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
     """Convert many strings of the same layout at once, or return None if `rfc3339_ms` must convert them one by one.
 
-    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)``, with capital letters, the same length in every row, and no
-    leap seconds.
+    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)``, where T and Z are capital letters, all rows have the same
+    length, and no row is a leap second.
     """
     lines = ("\n".join(texts) + "\n").encode("utf-8", "surrogatepass")
     utc = texts[0].endswith("Z")
@@ -176,7 +176,7 @@ def _days(year: _Count, month: _Count, day: _Count) -> _Count:
 
 
 def _number_ms(number: Number, power: int) -> int | None:
-    """Return floor(number * 10**power), or None if the result exceeds 64 bits or the exponent has too many digits."""
+    """Return floor(number * 10**power), or None if the result exceeds 64 bits or the number's exponent is too long."""
     if power == 0 and number.is_integer and len(number.text) <= 18:  # noqa: PLR2004 - certainly within 64 bits
         return int(number.text)
     try:

@@ -1,6 +1,6 @@
 """Decodes JSON values one by one and exactly (RFC 8259), finds values by path, and computes canonical JSON.
 
-The column extractor (extract.py) is faster, and leaves a row to this module unless both would certainly agree.
+The column extractor (extract.py) is faster, but leaves a row to this module whenever the results could differ.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MAGIC: Final[tuple[tuple[bytes, _Foreign], ...]] = (
 
 
 def foreign_format(value: bytes) -> _Foreign | None:
-    """Guess from a value's first bytes which format it has instead of JSON. The guess appears only in dead letters."""
+    """Guess from its first bytes which format a value has instead of JSON, or return None if no format is likely."""
     for magic, found in _MAGIC:
         if value.startswith(magic):
             return found
@@ -103,7 +103,7 @@ class Number:
 
     @property
     def is_integer(self) -> bool:
-        """True if the number is written without a fraction or an exponent, as ``1`` is and ``1.0`` is not."""
+        """True for a number that is written without a fraction or an exponent, such as ``1`` but not ``1.0``."""
         text = self.text
         return "." not in text and "e" not in text and "E" not in text
 
@@ -112,7 +112,7 @@ class Number:
         return "0" if self.text == "-0" else self.text
 
     def parts(self) -> tuple[str, str, int]:
-        """Split the number into its sign ("" or "-"), its digits without outer zeros, and its decimal exponent.
+        """Split the number into a sign ("" or "-"), digits without leading and trailing zeros, and a decimal exponent.
 
         Zero is split into ("", "0", 0). Raises Unreadable if the exponent has more than 18 digits.
         """
@@ -187,7 +187,7 @@ def _no_json(value: bytes, code: str, detail: str) -> Unreadable:
 
 
 def look_up(value: JsonValue | Absent, path: Path) -> JsonValue | Absent:
-    """Return the value at a path, or ABSENT if there is none. Raises Unreadable if a member on the path is repeated."""
+    """Return the value at a path, or ABSENT. Raises Unreadable if a member name on the path is repeated."""
     here = value
     for step in path:
         if isinstance(here, Members) and isinstance(step, str):
@@ -209,7 +209,7 @@ Excluded = Mapping[str | int, "Excluded | None"]
 
 @cache
 def excluded(paths: tuple[Path, ...]) -> Excluded:
-    """Return the paths to exclude as a tree. A path that begins with another path of the tree adds nothing."""
+    """Return the paths to exclude as a tree. A path inside an excluded member or element adds nothing to the tree."""
     tree: dict[str | int, Excluded | None] = {}
     heads: dict[str | int, list[Path]] = {}
     for path in paths:

@@ -1,14 +1,14 @@
 """Extracts the tracking IDs, event times, and fingerprints of a batch as columns (the fast path).
 
-The fast path is used only if `extract_one` (the slow path) would certainly give the same result. A batch for which this
-is uncertain is divided into halves, and the last few rows take the slow path. The fast path checks JSON fields as
-follows:
+The fast path is used only if `extract_one` (the slow path) would certainly give the same result. If a check fails for a
+batch, each half of the batch is tried, and the last few rows take the slow path. The checks for JSON fields are:
 
  * One call of msgspec decodes all values, joined by line feeds. Every value must begin with ``{`` and end with ``}``.
-   Neither a string nor a container can contain ``}`` LF ``{``, so as many structs as rows mean one struct per row.
+   The sequence ``}`` LF ``{`` can occur only between two values, so if the decoder returns as many structs as there are
+   rows, each struct belongs to exactly one row.
  * msgspec accepts invalid UTF-8 in members that it skips, so the joined bytes must be valid UTF-8.
  * msgspec keeps the last of several members with the same name, so each name on a path may occur only once per row.
-   A value in which a member name could be spelled with an escape takes the slow path.
+   A value takes the slow path if escapes in it could spell a member name.
  * A value that is long enough to be nested too deeply may have at most `MAX_DEPTH` opening brackets.
  * An ID must be a string or a 64-bit integer.
 """
@@ -182,7 +182,7 @@ class JsonColumns:
 
 
 def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns | None:
-    r"""Return the decoder for these paths, or None if they need the slow path.
+    r"""Return the decoder for the paths of IDs and times, or None if the paths need the slow path.
 
     The slow path is needed for array positions, for a path that begins with another of the paths, and for a member name
     that JSON can spell in several ways even without ``\u``.
@@ -270,7 +270,7 @@ def _joined(values: Sequence[bytes | None]) -> bytes | None:
 
 
 def may_be_deep(value: bytes) -> bool:
-    """Return False only if the value certainly has at most `MAX_DEPTH` levels."""
+    """Return False only if the value is certainly not nested more than `MAX_DEPTH` levels deep."""
     return len(value) > _SHORT_BYTES and value.count(b"{") + value.count(b"[") > MAX_DEPTH
 
 
@@ -378,7 +378,7 @@ def compile_extractor(
     fingerprint: bool,
     fingerprint_exclude: tuple[Path, ...] = (),
 ) -> Extractor:
-    """Return the extractor of a topology. Raises ValueError if it could never find an ID or an event time."""
+    """Return a topology's extractor. Raises ValueError if its rules can never find an ID or an event time."""
     if fmt == "bytes" and isinstance(tracking_id.rule, FieldRule | FieldsRule | ContentRule):
         raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
     if fmt == "bytes" and isinstance(event_time, FieldTime):

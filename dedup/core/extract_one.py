@@ -109,8 +109,8 @@ def extract_one(
     """Return the ID, time, and fingerprint of a record, or its first fault.
 
     The order of faults is TOMBSTONE, UNREADABLE, MISSING_ID, BAD_TIME. A null value is a TOMBSTONE if the ID or the
-    event time comes from the value. If the ID comes from the key or a header, MISSING_ID precedes TOMBSTONE. With
-    format json, a value that is not JSON is UNREADABLE even if only the key or a header is needed.
+    event time comes from the value. If the ID comes from the key or a header, MISSING_ID is reported before TOMBSTONE.
+    With format json, a value that is not JSON is UNREADABLE even if only the key or a header is needed.
     """
     try:
         if value is None:
@@ -233,7 +233,7 @@ def _of_text(text: str, tracking_id: TrackingId, place: str) -> bytes:
 
 
 def _fingerprint(recipe: Recipe, value: bytes, content: JsonValue | Absent) -> bytes:
-    """Return the fingerprint of the canonical JSON, or of the raw value if it has no canonical JSON."""
+    """Return the fingerprint of a value's canonical JSON, or of its raw bytes if it has no canonical JSON."""
     if not recipe.fingerprint:
         return b""
     if not isinstance(content, Absent):

@@ -53,7 +53,7 @@ class OnConflict(enum.Enum):
 
 
 class RecordFailed(DedupError):
-    """A record violates a policy that is set to `fail`, so the worker stops without committing the record."""
+    """The policy for a record is `fail`, so the worker stops without committing the record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +152,11 @@ def judged_at_once(
     window: Window,
     stream_time_ms: int,
 ) -> tuple[list[int], list[tuple[int, Sighting]], list[tuple[int, int]]] | None:
-    """Return `unique`, `duplicates`, and `repeats` of an `Outcome`, or None if the records must be judged one by one.
+    """Return the `unique`, `duplicates`, and `repeats` of an `Outcome`, or None to have the records judged one by one.
 
-    Records can be judged at once if their event times and the known sightings are so close together that every record
-    whose ID is known or occurs earlier in the batch is a duplicate. ``known`` must contain only sightings of the given
-    IDs, and ``stream_time_ms`` is the stream time after the batch. The window must not use extension.
+    Records can be judged at once if the batch and the known sightings are so close together in time that every repeated
+    ID makes a duplicate. ``known`` must contain only sightings of the given IDs, and ``stream_time_ms`` is the stream
+    time after the batch. The window must not extend sightings.
     """
     least_ms, greatest_ms = min(times_ms), max(times_ms)
     if least_ms < stream_time_ms - window.grace_ms or greatest_ms - least_ms >= window.guard_ms:
@@ -186,7 +186,8 @@ def judged_at_once(
 def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceiling_ms: int) -> Outcome:
     """Judge a batch in log order, so that the sightings of earlier records count for later records.
 
-    ``ceiling_ms`` is the greatest event time that is accepted. Raises RecordFailed for a policy that is set to `fail`.
+    ``ceiling_ms`` is the greatest event time that is accepted. Raises RecordFailed if the policy for a record is
+    `fail`.
     """
     outcome, skipped = screen(rows, rules, ceiling_ms=ceiling_ms)
     times_ms = outcome.judged_times_ms
@@ -215,7 +216,7 @@ def _is_plain(rules: Rules) -> bool:
 def screen(rows: Rows, rules: Rules, *, ceiling_ms: int) -> tuple[Outcome, set[int]]:
     """Return an outcome that contains only the records that cannot be judged, and the rows to skip in `judge`.
 
-    Raises RecordFailed if a record violates a policy that is set to `fail`.
+    Raises RecordFailed if the policy for a record is `fail`.
     """
     outcome = Outcome()
     skipped = _faults(rows, rules, outcome)
@@ -234,8 +235,8 @@ def judge(
     """Judge each row that is not in ``skipped`` by its own stream time, and add its verdict to ``outcome``.
 
     An engine that groups rows by ID calls `judge` instead of `fold`, with the stream time of each row. New sightings
-    are added to ``known``, except those of the rows in ``outcome.singles``. Raises RecordFailed if a record violates a
-    policy that is set to `fail`.
+    are added to ``known``, except those of the rows in ``outcome.singles``. Raises RecordFailed if the policy for a
+    record is `fail`.
     """
     _Judging(rows, rules, outcome, known).run(stream_times, skipped)
 

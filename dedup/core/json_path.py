@@ -29,7 +29,7 @@ def parse_path(text: str) -> Path:
 
 @cache
 def format_path(path: Path) -> str:
-    """Return the string from which `parse_path` makes the given path."""
+    """Return a path in the notation of topology files, which `parse_path` reads."""
     parts: list[str] = []
     for step in path:
         match step:

@@ -1,6 +1,6 @@
-"""Chooses partitions for a column of keys as Kafka's default partitioner does (a murmur2 hash of the key).
+"""Chooses partitions for a column of keys as Kafka's default partitioner does, by a murmur2 hash of the key.
 
-Java clients, aiokafka, and librdkafka with `murmur2_random` put a key into the same partition.
+The Java client, aiokafka, and librdkafka with `murmur2_random` choose the same partitions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Implements the deduplication rule in a slow and obvious way, as the reference for all other implementations.
 
 Tests and ``dedup verify`` compare other implementations with this model. The model judges records one by one, never
-reads a clock, and shares only the types ``Source`` and ``Sighting`` with the fast code.
+reads a clock, and shares only the types ``Source`` and ``Sighting`` with the fast implementations.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class ReferenceModel:
 
     @staticmethod
     def _nearest(sightings: list[Sighting], time_ms: int) -> Sighting:
-        """Return the nearest sighting. The smallest of several equally near ones wins, so that all engines agree."""
+        """Return the nearest sighting or, of several equally near, the smallest, so that all engines agree."""
         best = sightings[0]
         best_distance_ms = -1
         for seen in sightings:
@@ -185,7 +185,7 @@ class ReferenceModel:
 
 
 def model(records: Iterable[ModelRecord], rules: ModelRules, feeds: Iterable[Feed] = _ONE_FEED) -> list[ModelVerdict]:
-    """Return the verdicts on the records, in order, up to and including the first ``fail``."""
+    """Return the verdicts on the records, in order, up to and including the first verdict ``fail``."""
     state = ReferenceModel(rules, feeds)
     verdicts = []
     for record in records:

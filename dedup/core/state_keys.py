@@ -1,6 +1,6 @@
-"""Computes the state keys of whole columns of IDs in C, with the same encoding as tracking_id.py.
+"""Computes the state keys (encoded IDs) of whole columns of IDs in C, with the same result as tracking_id.py.
 
-Each function returns None instead of a list if any row needs the slow path.
+Each function returns None if any row needs the slow path (extract_one.py).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def bytes_keys(values: Sequence[bytes]) -> list[bytes] | None:
 
 
 class PartMemo(dict[str | int, bytes]):
-    """Caches the encoded values of one part of composite IDs, as the length and the canonical bytes of each value.
+    """Caches the canonical bytes of the values of one part of composite IDs, each preceded by their length.
 
     Only strings and integers may be looked up, because Python would find True and 1.0 under the key 1. Looking up an
     empty string raises _EmptyPart.
@@ -105,7 +105,6 @@ def composite_keys(columns: Sequence[list[str | int]], memos: Sequence[PartMemo]
 
 
 def _integer_keys(column: list[int]) -> list[bytes]:
-    """Return the canonical bytes of 64-bit integers, which are at most nine bytes and therefore the state keys."""
     numbers = np.array(column, np.int64)
     sizes = numbers ^ (numbers >> 63)
     width = int(sizes.max()).bit_length() // 8 + 1
@@ -129,7 +128,7 @@ def _kept(canonical: Iterable[bytes]) -> list[bytes]:
 
 
 def _uuid_keys(lines: bytes, count: int) -> list[bytes] | None:
-    """Return the state keys of lines that contain one canonical UUID each, or None if any line does not."""
+    """Return the state keys of lines with one canonical UUID each, or None if any line has another form."""
     if lines[_UUID_CHARS::_ROW] != b"\n" * (count - 1):
         return None
     hyphens = b"-" * count

@@ -73,7 +73,7 @@ class KeyRule:
 
 @dataclass(frozen=True, slots=True)
 class HeaderRule:
-    """The rule that the value of one header is the ID. A record with several headers of that name is a dead letter."""
+    """The rule that the value of one header, which must occur only once, is the ID."""
 
     name: str
 
@@ -117,7 +117,7 @@ class TrackingId:
 
 
 def state_key(canonical: bytes) -> bytes:
-    """Return the state key of an ID, which has at most 33 bytes, given the ID's canonical bytes."""
+    """Return the state key (at most 33 bytes) for the canonical bytes of an ID."""
     if len(canonical) <= KEPT_BYTES:
         return canonical
     return DIGEST + blake2b(canonical, digest_size=32).digest()
@@ -152,7 +152,7 @@ def encode_integer_text(digits: str) -> bytes:
 
 
 def encode_composite(parts: Sequence[bytes]) -> bytes:
-    """Return the canonical bytes of a composite ID, given those of its parts."""
+    """Return the canonical bytes of a composite ID, given the canonical bytes of its parts."""
     return COMPOSITE + b"".join(map(prefixed, parts))
 
 

@@ -11,8 +11,8 @@ A record exactly one guard period after a sighting is a new event. Retention is 
 sighting that could make a record with ``t >= s - grace`` a duplicate is still stored. The bound on ``last`` makes the
 verdict independent of the moment at which old sightings are dropped.
 
-The rule comes from KIP-655 (windowed distinct), but applies in both directions of time, as in the window-store recipe
-for Kafka Streams.
+The deduplication rule comes from KIP-655 (windowed distinct), but applies in both directions of time, as in the
+window-store recipe for Kafka Streams.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Duplicate:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """The verdict on a record so old that an earlier sighting of its ID may already have been dropped."""
+    """The verdict on a record so far behind stream time that an earlier sighting of its ID may be gone."""
 
     behind_ms: int
 
@@ -84,7 +84,7 @@ class Window:
 
     @property
     def retention_ms(self) -> int:
-        """How far stream time may be past the end of a sighting that still counts."""
+        """How long, in stream time, a sighting counts after its end."""
         return self.guard_ms + self.grace_ms
 
     @property
@@ -121,7 +121,7 @@ class Window:
         return Unique()
 
     def extended(self, seen: Sighting, time_ms: int) -> Sighting:
-        """Return the sighting after a duplicate at ``time_ms`` has moved its end forward, at most to the cap."""
+        """Return the sighting with its end moved forward by a duplicate at ``time_ms``, but not beyond the cap."""
         last_ms = min(max(seen.last_ms, time_ms), max(seen.last_ms, seen.first_ms + self.extend_at_most_ms))
         return seen._replace(last_ms=last_ms)
 
@@ -161,14 +161,14 @@ class StreamTime:
         return cls(BEFORE_ALL_TIME, dict.fromkeys(feeds, FeedProgress()))
 
     def after_one_feed(self, times_ms: Sequence[int]) -> tuple[list[int], StreamTime]:
-        """Return the stream time at each judged record of a task with a single feed, and after all these records."""
+        """Return the stream time at each judged record of the only feed, and the stream time after all of them."""
         if not times_ms:
             return [], self
         column = list(accumulate(times_ms, max, initial=self.value_ms))
         return column[1:], self.after_one_feed_at_once(column[-1])
 
     def after_one_feed_at_once(self, greatest_ms: int) -> StreamTime:
-        """Return the stream time after a batch of a task with a single feed, given the greatest judged event time."""
+        """Return the stream time after a batch of the only feed, given the greatest event time judged in the batch."""
         (feed,) = self.feeds
         value_ms = max(self.value_ms, greatest_ms)
         return StreamTime(value_ms, {feed: FeedProgress(value_ms)})
@@ -177,7 +177,7 @@ class StreamTime:
         """Return the stream time at each record, and the stream time after all records.
 
         Each record is a tuple of its feed, its event time (None if the record is not judged), and whether the record is
-        an idle marker. Raises InvariantBroken for a record of a feed that was not declared when the task started.
+        an idle marker. Raises InvariantBroken for a record of a feed that did not exist when the task started.
         """
         progress = dict(self.feeds)
         value_ms = self.value_ms

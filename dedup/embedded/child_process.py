@@ -102,7 +102,7 @@ class ChildProcess:
 
 
 class Processes:
-    """Runs named processes, each with its own log file. Use it as a context manager, which kills them at the end."""
+    """Runs named processes, each with its own log file, and kills them at the end of its context."""
 
     def __init__(
         self, directory: Path, commands: Mapping[str, Sequence[str]], *, work_directory: Path | None = None

@@ -67,7 +67,7 @@ class FaultProxy:
         return self._call(self._cut)
 
     def swallow_answers(self) -> int:
-        """Replace the broker's next response on each open connection by a reset of the connection.
+        """Replace the broker's next response on each open connection with a TCP reset.
 
         The broker still receives everything that the client sent before the reset, so a non-idempotent client that
         retries writes its records twice. Returns the number of connections that will be reset.

@@ -1,7 +1,7 @@
 """Downloads Kafka's jars from Maven Central once per user, and caches them.
 
-`kafka-jars.lock` lists every jar with its SHA-256, which is checked because jgo's resolver only warns if it differs.
-`python -m dedup.embedded.kafka_jars` prints a new lock file.
+`kafka-jars.lock` lists every jar with its SHA-256. This module checks the SHA-256 itself, because jgo's resolver only
+warns if it differs. `python -m dedup.embedded.kafka_jars` prints a new lock file.
 """
 
 from __future__ import annotations

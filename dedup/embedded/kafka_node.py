@@ -94,7 +94,7 @@ class EmbeddedKafka:
 
     The methods block and are not thread-safe. With `port` 0, a free port is chosen. Without `data_dir`, the data is in
     a temporary directory, which `stop()` removes. `proxied` adds a listener for a fault proxy. `properties` override
-    the node's own properties. A method that starts the node raises BrokerUnavailable if it cannot.
+    the node's own properties. Every method that starts the node raises BrokerUnavailable if the start fails.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class EmbeddedKafka:
             )
 
     def stop(self) -> None:
-        """Shut the node down cleanly, delete temporary data, and free the ports. A second call has no effect."""
+        """Shut the node down cleanly, delete temporary data, and free the ports. A stopped node stays stopped."""
         self._end(lambda process: process.stop(_STOPS_WITHIN_S))
         if self._given_dir is None and self._dir is not None:
             shutil.rmtree(self._dir, ignore_errors=True)
@@ -272,8 +272,8 @@ class EmbeddedKafka:
 class ClassArchive:
     """The archive of Kafka's parsed and verified classes (JEP 350), with which a node starts twice as fast.
 
-    Java writes the archive when a user's first node shuts down cleanly, which takes about 4 s longer. The archive is
-    valid for one Java version and one set of jars.
+    Java writes the archive when a user's first node shuts down cleanly, which delays the shutdown by about 4 s. A class
+    archive is valid for one Java version and one set of jars.
     """
 
     file: Path
@@ -282,7 +282,7 @@ class ClassArchive:
 
     @classmethod
     def of(cls, java: Path, jars: Path) -> Self:
-        """Return the archive for a Java executable and a directory of jars. The archive may not exist yet."""
+        """Return the class archive, which may not exist yet, for a Java executable and a directory of jars."""
         # Java rejects an archive if the Java version or a jar has changed.
         digest, release = blake2b(digest_size=8), java.resolve().parents[1] / "release"
         digest.update(release.read_bytes() if release.is_file() else str(java.resolve()).encode())
@@ -294,14 +294,14 @@ class ClassArchive:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The command-line options with which Java uses or creates the archive."""
+        """The command-line options with which Java uses or creates the class archive."""
         silent = "-Xlog:cds=off,cds+dynamic=off"
         if self.made is None:
             return (f"-XX:SharedArchiveFile={self.file}", silent)
         return (f"-XX:ArchiveClassesAtExit={self.made}", silent)
 
     def keep(self, exit_code: int) -> None:
-        """Publish the archive that the node has written, or delete an incomplete one if the node was killed."""
+        """Publish the class archive that the node has written, or delete it if the node was killed."""
         if self.made is None:
             return
         if exit_code in _CLEAN_EXITS and self.made.is_file():
@@ -314,8 +314,8 @@ class ClassArchive:
 def free_ports(count: int) -> tuple[int, ...]:
     """Return ports on which no process listens, below the range that the system assigns to outgoing connections.
 
-    A client that retries a port in that range while the broker is down may connect to itself, and the broker could then
-    not restart.
+    If the broker's port were in the range for outgoing connections, a client could connect to itself while the broker
+    is stopped, and thereby prevent the broker from restarting.
     """
     ports: set[int] = set()
     while len(ports) < count:
@@ -330,7 +330,7 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 
 def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
-    """Return a file with the feature levels of a new cluster. It is kept, because Kafka's tool is slow."""
+    """Return a file with the feature levels of a new cluster, which is written only for a user's first node."""
     kept = jars / "bootstrap.checkpoint"
     if kept.exists():
         return kept

@@ -74,10 +74,10 @@ class Store(Protocol):
     """The changelog offset to restore from, or 0 in a new store."""
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return the encoded sightings of the IDs, by segment and ID. Segments with none of the IDs are left out."""
+        """Return the encoded sightings of the IDs, by segment and ID, without segments that contain none of the IDs."""
 
     def segments(self) -> dict[int, int]:
-        """Map the start of each segment, in ascending order, to an offset at or before its first changelog record."""
+        """Map each segment's start, in ascending order, to an offset at or before its first changelog record."""
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """Write the sightings, the task record, and the position in one atomic write that survives a SIGKILL.
@@ -95,7 +95,7 @@ class Store(Protocol):
         """Delete the sightings, the task record, and the position atomically. The store stays open."""
 
     def warm(self, ids: int) -> bool:
-        """Read up to ``ids`` more stored IDs into the Bloom filters. Return whether the filters contain all IDs."""
+        """Read up to ``ids`` more stored IDs into the Bloom filters, and return whether the filters contain all IDs."""
 
     def approximate_bytes(self) -> int:
         """Return an estimate of the state's size in bytes."""
@@ -104,10 +104,10 @@ class Store(Protocol):
         """Return an estimate of the number of (segment, ID) pairs in the store."""
 
     def sightings(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield sorted tuples (segment, state key, encoded sightings). Raises TaskCorrupted if one is unreadable."""
+        """Yield sorted tuples (segment, state key, value). Raises TaskCorrupted if an entry is unreadable."""
 
     def close(self) -> None:
-        """Release the store. Further calls have no effect."""
+        """Release the store, unless it is already released."""
 
     def wipe(self) -> None:
         """Close the store and delete all its data."""

@@ -13,8 +13,8 @@ The key of a sighting value consists of ``S``, the segment start (8 bytes), and 
 
 Times are in the range [0, 2**48) ms, which ends in the year 10889.
 
-The key of the task record is ``T``, and the key of the seed mark is ``H``. Their values each start with a version byte
-of their own and end with a CRC-32. The body of a seed mark is a JSON object, and the body of a task record has these
+The key of the task record is ``T``, and the key of the seed mark is ``H``. Task records and seed marks start with a
+version byte and end with a CRC-32. The body of a seed mark is a JSON object, and the body of a task record has these
 fields::
 
     1 byte   length of the fingerprint
@@ -123,7 +123,7 @@ def encode_seed_mark(mark: SeedMark) -> bytes:
 
 
 def decode_seed_mark(value: bytes) -> SeedMark:
-    """Decode a seed mark. Raises StateIncompatible if its version is unknown, or TaskCorrupted if it is damaged."""
+    """Decode a seed mark. Raises StateIncompatible for an unknown version, or TaskCorrupted for damaged bytes."""
     if value and value[0] != _MARK_VERSION:
         raise StateIncompatible(
             f"a seed mark has version {value[0]}; this dedup reads version {_MARK_VERSION}. Another release seeded the "
@@ -183,7 +183,7 @@ def _encode_entry(sighting: Sighting) -> bytes:
 
 
 def decode_sightings(value: bytes) -> tuple[Sighting, ...]:
-    """Decode a sighting value. Raises StateIncompatible if its version is unknown, or TaskCorrupted if damaged."""
+    """Decode a sighting value. Raises StateIncompatible for an unknown version, or TaskCorrupted for damaged bytes."""
     if len(value) == _PLAIN_BYTES:
         head, topic, partition, offset = _unpack_plain(value)
         first_ms = head - _PLAIN_BASE
@@ -217,7 +217,7 @@ def _decode_entry(value: bytes, at: int) -> tuple[Sighting, int]:
 
 
 def all_within(values: Collection[bytes], begin_ms: int, end_ms: int) -> bool:
-    """Return whether all encoded sightings end in [``begin_ms``, ``end_ms``). Raises the same as `decode_sightings`."""
+    """Tell whether all sightings end in [``begin_ms``, ``end_ms``). Raises the same errors as `decode_sightings`."""
     joined = b"".join(values)
     if len(joined) == len(values) * _PLAIN_BYTES and set(map(len, values)) == {_PLAIN_BYTES}:
         rows = np.frombuffer(joined, np.uint8).reshape(len(values), _PLAIN_BYTES)
@@ -310,7 +310,7 @@ def segment_prefix(segment: int) -> bytes:
 def parse_key(key: bytes) -> SightingKey | None:
     """Parse a changelog key, or return None for the key of the task record or the seed mark.
 
-    Raises StateIncompatible for any other key.
+    Raises StateIncompatible for a changelog key that this release never writes.
     """
     if key in _ALONE:
         return None
@@ -324,7 +324,7 @@ def parse_key(key: bytes) -> SightingKey | None:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The sightings and the last task record and seed mark among consecutive changelog records."""
+    """The sightings, the last task record, and the last seed mark among consecutive changelog records."""
 
     writes: dict[int, dict[bytes, bytes]]
     task_record: TaskRecord | None
@@ -409,7 +409,7 @@ def encode_task_record(record: TaskRecord) -> bytes:
 
 
 def decode_task_record(value: bytes) -> TaskRecord:
-    """Decode a task record. Raises StateIncompatible if its version is unknown, or TaskCorrupted if it is damaged."""
+    """Decode a task record. Raises StateIncompatible for an unknown version, or TaskCorrupted for damaged bytes."""
     if value and value[0] not in {_RECORD_WITHOUT_ID, _RECORD_VERSION}:
         raise StateIncompatible(
             f"a task record has version {value[0]}; this dedup reads versions {_RECORD_WITHOUT_ID} and "
@@ -441,9 +441,9 @@ def decode_task_record(value: bytes) -> TaskRecord:
 def rebucket(entries: Iterable[tuple[bytes, bytes]], segment_ms: int) -> dict[int, dict[bytes, bytes]]:
     """Return the writes that move (state key, encoded sightings) pairs into segments with the width ``segment_ms``.
 
-    A store needs these writes when a change of the guard period or the grace has changed the segment width. ``entries``
-    includes the values that the new segments already contain for these IDs. Sightings of one ID that differ only in
-    their last time are merged into one with the latest of these times.
+    The segment width changes with the guard period and the grace of the topology. ``entries`` must include the values
+    that the new segments already contain for the same IDs. Sightings of one ID that differ only in their last time are
+    merged into one with the latest of these times.
     """
     intervals: dict[bytes, dict[tuple[int, Source, bytes], int]] = {}
     for state_key, value in entries:

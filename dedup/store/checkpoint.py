@@ -2,8 +2,8 @@
 
 The archive is a tar file of the store's files. The description (`manifest.json`) is written after the archive, so an
 archive with a description is complete. Nothing in an archive is trusted: only regular files with the names of RocksDB's
-files are unpacked, and no more bytes than the description states. RocksDB's options are left out, because dedup opens
-stores with its own. RocksDB's event log is left out, because it contains the machine's name.
+files are unpacked, and no more bytes than the description states. An archive omits RocksDB's options, because dedup
+opens stores with its own options. An archive omits RocksDB's event log, because it contains the machine's name.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Counted:
 
 
 def pack(directory: Path, target: IO[bytes], moved: Moved) -> tuple[int, str]:
-    """Write the files of a closed store as a tar file. Return its length in bytes and its SHA-256 in hex."""
+    """Write the files of a closed store as a tar file, and return its length in bytes and its SHA-256 in hex."""
     out = _Counted(target, moved)
     # The archive is not compressed, because its files are already compressed. USTAR is tar without extensions.
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.USTAR_FORMAT, bufsize=_PIECE_BYTES) as archive:  # type: ignore[call-overload]
@@ -86,7 +86,7 @@ def unpack(source: IO[bytes], directory: Path, *, size_bytes: int, sha256: str, 
     """Unpack an archive into an existing, empty directory, and sync the files to disk.
 
     Raises CheckpointUnusable if the archive's size or digest is wrong or if it contains anything but the regular files
-    of a store. Unpacked files may then remain in the directory.
+    of a store. After an error, unpacked files may remain in the directory.
     """
     reader = _Counted(source, moved, limit_bytes=size_bytes)
     try:
@@ -136,7 +136,7 @@ class _Head(msgspec.Struct):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """The description of a partition's checkpoint. The fields are the members of its JSON object."""
+    """The description of a partition's checkpoint, whose fields are the members of a JSON object."""
 
     topology: str
     partition: _Count
@@ -168,7 +168,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes, place: str) -> Self:
-        """Decode a description from ``place``. Raises CheckpointUnusable if it is damaged or of an unknown format."""
+        """Decode a description of a checkpoint. Raises CheckpointUnusable for damaged bytes or an unknown format."""
         try:
             version = msgspec.json.decode(data, type=_Head).format
             if version != _FORMAT:

@@ -1,8 +1,8 @@
 """Stores checkpoints in a directory or an object store, through fsspec.
 
-``URL/TOPOLOGY/PARTITION/`` contains archives with unique names and `manifest.json`, the description of the current one.
-No archive is ever overwritten, so a reader can finish while a newer archive is written. `manifest.json` is written last
-and in one atomic step. Calls may block for minutes, so do not make them in an event loop.
+``URL/TOPOLOGY/PARTITION/`` contains archives with unique names and `manifest.json`, the description of the current
+archive. No archive is ever overwritten, so a reader can finish while a newer archive is written. `manifest.json` is
+written last and in one atomic step. Calls to this module may block for minutes, so do not make them in an event loop.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ RESTORE: Final = "The directory will be deleted and restored from the changelog.
 
 
 def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:
-    """Return the directory of a task's store. Raises StateIncompatible if it would not be below ``state_dir``."""
+    """Return the directory of a task's store. Raises StateIncompatible for a directory outside ``state_dir``."""
     if _TOPOLOGY_NAME.fullmatch(identity.topology) is None or identity.partition < 0:
         raise StateIncompatible(
             f"no directory can be named after topology {identity.topology!r}, partition {identity.partition}: "
@@ -38,7 +38,7 @@ def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:
 
 
 def prepare_directory(directory: Path) -> None:
-    """Create the directory if needed. Raises StateIncompatible if it is not safe to keep a store there."""
+    """Create the directory if needed. Raises StateIncompatible if the directory is not safe for a store."""
     for path in (directory, directory.parent):
         if path.is_symlink():
             raise StateIncompatible(
@@ -107,8 +107,8 @@ def delete_store(directory: Path) -> None:
 def own_state(state_dir: Path, topology: str) -> Iterator[None]:
     """Reserve the topology's state for this process. Raises StateIncompatible if another process uses the state.
 
-    The lock of a single store is released while its partition moves. Without this reservation, two workers that share a
-    directory could take stores from each other.
+    The lock of a single store is released while its partition moves, so without the reservation, two workers that share
+    a directory could take stores from each other.
     """
     directory = state_dir / topology
     try:
@@ -164,8 +164,8 @@ class Keeping:
 class StorePool:
     """Keeps released stores open for their next owners (tasks or standbys) in this process.
 
-    A rebalance ends all tasks and standbys, and then assigns most partitions to the same worker again. Reopening their
-    stores would block the event loop. Kafka Streams recycles its tasks for the same reason (KAFKA-10199).
+    A rebalance ends all tasks and standbys, but usually returns most partitions to the same worker. Closing and
+    reopening stores would block the event loop. Kafka Streams recycles its tasks for a similar reason (KAFKA-10199).
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class StorePool:
         self._stores[partition] = store
 
     def take(self, partition: int) -> Store | None:
-        """Remove the partition's store from the pool and return it, or return None if there is none."""
+        """Remove the partition's store from the pool and return it, or return None if the pool has no such store."""
         return self._stores.pop(partition, None)
 
     def keep_only(self, partitions: Collection[int]) -> None:

@@ -2,9 +2,9 @@
 
     open  --freeze-->  committing  --applied-->  store
 
-The open generation collects the sightings of the running transaction. ``freeze`` sets it aside for the commit, and
-``applied`` writes it to the store afterward. Sightings in the store are not cached: in a measurement, a cache took more
-time (7 % of the judging time) than it saved.
+The open generation collects the sightings of the running transaction. ``freeze`` sets the open generation aside for the
+commit, and ``applied`` writes it to the store after the commit. Sightings in the store are not cached: in a
+measurement, a cache took more time (7 % of the judging time) than it saved.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Tier = dict[int, dict[bytes, bytes]]
 
 
 class WriteBuffer:
-    """Looks up IDs as if the store already contained the sightings in the buffer. It is not thread-safe."""
+    """Looks up IDs as if the store already contained the sightings in the buffer."""
 
     def __init__(self, store: Store) -> None:
         self._store: Final = store
@@ -66,8 +66,8 @@ class WriteBuffer:
     def applied(self, generation: Writes, record: TaskRecord | None, position: int) -> None:
         """Write a committed generation to the store atomically, and drop it from the buffer.
 
-        Raises InvariantBroken if the generation is not the one in flight. If the store raises an error, the generation
-        stays in the buffer.
+        Raises InvariantBroken unless the commit of ``generation`` is the one in flight. If the store raises an error,
+        the generation stays in the buffer.
         """
         if generation is not self._committing:
             raise InvariantBroken("a generation was applied that is not the one in flight.")

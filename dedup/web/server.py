@@ -160,7 +160,7 @@ class WebServer:
 
     @property
     def advertised(self) -> str | None:
-        """The URL for other machines, with `web.advertise`, the listening address, or the host's name."""
+        """The pages' URL for other machines, from `web.advertise`, the listening address, or the host's name."""
         if self.url is None or self._settings.advertise is not None:
             return None if self.url is None else self._settings.advertise
         if self._settings.host.strip("[]") not in {"0.0.0.0", "::"}:  # noqa: S104  # compared, not listened on
