@@ -44,7 +44,7 @@ class SettingsError(AuthorMistake):
 
 
 class StateIncompatible(DedupError):
-    """State, changelog, and topology do not match. The error says how to proceed, and nothing was changed."""
+    """State, changelog, and topology do not match, so dedup has stopped without changing anything."""
 
     exit_code = 3
 

@@ -146,12 +146,12 @@ class TaskNumbers:
         self.last_commit_s = time.monotonic()
 
     def reached(self, stream_time_ms: int) -> None:
-        """Record the stream time, which is None until each feed has a judged record or is idle."""
+        """Set the stream time, which is None until each feed has a judged record or is idle."""
         # Before the first judged record, stream time is BEFORE_ALL_TIME; no event time is negative.
         self.stream_time_ms = None if stream_time_ms < 0 else stream_time_ms
 
     def settled(self, oldest_ms: int, newest_ms: int, records: int) -> None:
-        """Record, for every record of a committed batch, the age of the oldest record as the end-to-end latency."""
+        """Add the age of a committed batch's oldest record to the end-to-end latency, once per record of the batch."""
         self.committed_time_ms = newest_ms
         self.end_to_end.add(max(0.0, time.time() - oldest_ms / 1000), records)
 

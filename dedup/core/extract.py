@@ -1,7 +1,7 @@
 """Extracts the tracking IDs, event times, and fingerprints of a batch as columns (the fast path).
 
-The fast path is used only if `extract_one` (the slow path) would certainly give the same result. If a check fails for a
-batch, each half of the batch is tried, and the last few rows take the slow path. The checks for JSON fields are:
+The fast path is used only if `extract_one` (the slow path) would certainly give the same result. If a check fails, the
+batch is divided into halves, and a batch of at most four rows takes the slow path. The checks for JSON fields are:
 
  * One call of msgspec decodes all values, joined by line feeds. Every value must begin with ``{`` and end with ``}``.
    The sequence ``}`` LF ``{`` can occur only between two values, so if the decoder returns as many structs as there are
@@ -101,7 +101,7 @@ def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
 
 
 def _occur_in_places(joined: bytes, names: tuple[_Name, ...], count: int) -> bool:
-    """Tell whether each name occurs at most once per value at every depth where a path contains the name.
+    """Tell whether each member name occurs at most once per value at every depth where a path contains the name.
 
     The values must not contain backslashes, so that every quote begins or ends a string.
     """
@@ -252,7 +252,7 @@ class _Node:
 
 
 def _joined(values: Sequence[bytes | None]) -> bytes | None:
-    """Return the values joined by line feeds, or None if a value may be no object or may exceed `MAX_DEPTH`."""
+    """Return the values joined by line feeds, or None if a value may not be an object or may be nested too deeply."""
     try:
         joined = b"\n".join(values)  # type: ignore[arg-type]
     except TypeError:  # a null value
@@ -378,7 +378,7 @@ def compile_extractor(
     fingerprint: bool,
     fingerprint_exclude: tuple[Path, ...] = (),
 ) -> Extractor:
-    """Return a topology's extractor. Raises ValueError if its rules can never find an ID or an event time."""
+    """Return a topology's extractor. Raises ValueError if the topology's rules can never find an ID or a time."""
     if fmt == "bytes" and isinstance(tracking_id.rule, FieldRule | FieldsRule | ContentRule):
         raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
     if fmt == "bytes" and isinstance(event_time, FieldTime):

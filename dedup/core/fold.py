@@ -152,7 +152,7 @@ def judged_at_once(
     window: Window,
     stream_time_ms: int,
 ) -> tuple[list[int], list[tuple[int, Sighting]], list[tuple[int, int]]] | None:
-    """Return the `unique`, `duplicates`, and `repeats` of an `Outcome`, or None to have the records judged one by one.
+    """Return `unique`, `duplicates`, and `repeats` of an `Outcome`, or None if the records must be judged one by one.
 
     Records can be judged at once if the batch and the known sightings are so close together in time that every repeated
     ID makes a duplicate. ``known`` must contain only sightings of the given IDs, and ``stream_time_ms`` is the stream

@@ -161,14 +161,14 @@ class StreamTime:
         return cls(BEFORE_ALL_TIME, dict.fromkeys(feeds, FeedProgress()))
 
     def after_one_feed(self, times_ms: Sequence[int]) -> tuple[list[int], StreamTime]:
-        """Return the stream time at each judged record of the only feed, and the stream time after all of them."""
+        """Return the stream time at each judged record of a single feed, and the stream time after all records."""
         if not times_ms:
             return [], self
         column = list(accumulate(times_ms, max, initial=self.value_ms))
         return column[1:], self.after_one_feed_at_once(column[-1])
 
     def after_one_feed_at_once(self, greatest_ms: int) -> StreamTime:
-        """Return the stream time after a batch of the only feed, given the greatest event time judged in the batch."""
+        """Return the stream time after a batch of a single feed, given the greatest event time judged in the batch."""
         (feed,) = self.feeds
         value_ms = max(self.value_ms, greatest_ms)
         return StreamTime(value_ms, {feed: FeedProgress(value_ms)})

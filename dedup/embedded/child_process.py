@@ -102,7 +102,7 @@ class ChildProcess:
 
 
 class Processes:
-    """Runs named processes, each with its own log file, and kills them at the end of its context."""
+    """Runs named processes with a log file each, and kills them when the context manager exits."""
 
     def __init__(
         self, directory: Path, commands: Mapping[str, Sequence[str]], *, work_directory: Path | None = None

@@ -176,7 +176,7 @@ class EmbeddedKafka:
             )
 
     def stop(self) -> None:
-        """Shut the node down cleanly, delete temporary data, and free the ports. A stopped node stays stopped."""
+        """Shut the node down cleanly, delete temporary data, and free the ports, unless the node is already stopped."""
         self._end(lambda process: process.stop(_STOPS_WITHIN_S))
         if self._given_dir is None and self._dir is not None:
             shutil.rmtree(self._dir, ignore_errors=True)

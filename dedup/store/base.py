@@ -77,7 +77,7 @@ class Store(Protocol):
         """Return the encoded sightings of the IDs, by segment and ID, without segments that contain none of the IDs."""
 
     def segments(self) -> dict[int, int]:
-        """Map each segment's start, in ascending order, to an offset at or before its first changelog record."""
+        """Map each segment's start, in ascending order, to a changelog offset at or before its first record."""
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """Write the sightings, the task record, and the position in one atomic write that survives a SIGKILL.

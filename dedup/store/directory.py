@@ -165,7 +165,7 @@ class StorePool:
     """Keeps released stores open for their next owners (tasks or standbys) in this process.
 
     A rebalance ends all tasks and standbys, but usually returns most partitions to the same worker. Closing and
-    reopening stores would block the event loop. Kafka Streams recycles its tasks for a similar reason (KAFKA-10199).
+    reopening stores would block the event loop. Kafka Streams also recycles its tasks in a rebalance (KAFKA-10199).
     """
 
     def __init__(self) -> None:

@@ -159,7 +159,7 @@ class _SegmentEntry:
 
 @dataclass(frozen=True, slots=True)
 class _StateEntry:
-    """The position and the task record in one value, so that neither is ever newer than the other."""
+    """The changelog position and the task record in one value, so that neither is ever newer than the other."""
 
     position: int
     record: TaskRecord | None
@@ -183,7 +183,7 @@ def _encode_identity(identity: StoreIdentity) -> bytes:
 
 
 def _refuse_other_owner(stored: bytes, identity: StoreIdentity, directory: Path) -> None:
-    """Raise TaskCorrupted for another task's store, or StateIncompatible for another format or changelog topic."""
+    """Raise TaskCorrupted if another task owns the store, or StateIncompatible if its format or topic differs."""
     version, *owner = stored.decode(errors="replace").split("\n")
     if version != _FORMAT:
         raise StateIncompatible(
@@ -380,7 +380,7 @@ class RocksStore:
         return found
 
     def segments(self) -> dict[int, int]:
-        """Map each segment's start, in ascending order, to an offset at or before its first changelog record."""
+        """Map each segment's start, in ascending order, to a changelog offset at or before its first record."""
         self._refuse_if_closed()
         return {start: held.entry.birth for start, held in sorted(self._segments.items())}
 

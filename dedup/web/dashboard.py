@@ -39,7 +39,7 @@ class MetricHistory:
     _last_ms: int | None = None
 
     def sample(self, pulses: Iterable[TaskPulse], now_ms: int) -> None:
-        """Add a sample of the metrics since the previous call. The first call adds no sample."""
+        """Add a sample of the metrics since the previous call, or none in the first call."""
         grown: Counter[str] = Counter()
         latencies = [0] * (len(END_TO_END_BUCKETS_S) + 1)
         lags: list[int] = []

@@ -1,11 +1,11 @@
 """Implements the web server of a worker: read-only pages on loopback or, if a token is set, on any address.
 
 To look up an ID, a worker asks the owners of the other partitions only for their own state (``?here=1``), so a request
-is never forwarded twice. An ID is "not known" only if every partition that may contain it was searched.
+is never forwarded twice. A lookup answers "not known" only if every partition that may contain the ID was searched.
 
 Probes and the dashboard's own files need no token, because they contain no data. If no token is set, the server rejects
 requests whose Host header does not name loopback, so that a website in a user's browser cannot read the pages through
-its own host name (DNS rebinding). The plotting library is uPlot 1.6.32 from npm.
+the website's own host name (DNS rebinding). The plotting library is uPlot 1.6.32 from npm.
 """
 
 from __future__ import annotations
