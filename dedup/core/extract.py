@@ -3,14 +3,14 @@
 The fast path is used only if `extract_one` (the slow path) would certainly give the same result. If a check fails, the
 batch is divided into halves, and a batch of at most four rows takes the slow path. The checks for JSON fields are:
 
- * One call of msgspec decodes all values, joined by line feeds. Every value must begin with ``{`` and end with ``}``.
-   The sequence ``}`` LF ``{`` can occur only between two values, so if the decoder returns as many structs as there are
-   rows, each struct belongs to exactly one row.
- * msgspec accepts invalid UTF-8 in members that it skips, so the joined bytes must be valid UTF-8.
- * msgspec keeps the last of several members with the same name, so each name on a path may occur only once per row.
-   A value takes the slow path if escapes in it could spell a member name.
- * A value that is long enough to be nested too deeply may have at most `MAX_DEPTH` opening brackets.
- * An ID must be a string or a 64-bit integer.
+* One call of msgspec decodes all values, joined by line feeds. Every value must begin with ``{`` and end with ``}``.
+  The sequence ``}`` LF ``{`` can occur only between two values, so if the decoder returns as many structs as there are
+  rows, each struct belongs to exactly one row.
+* msgspec accepts invalid UTF-8 in members that it skips, so the joined bytes must be valid UTF-8.
+* msgspec keeps the last of several members with the same name, so each name on a path may occur only once per row.
+  A value takes the slow path if escapes in it could spell a member name.
+* A value that is long enough to be nested too deeply may have at most `MAX_DEPTH` opening brackets.
+* An ID must be a string or a 64-bit integer.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class _Node:
 
 
 def _joined(values: Sequence[bytes | None]) -> bytes | None:
-    """Return the values joined by line feeds, or None if a value may not be an object or may be nested too deeply."""
+    """Return the values joined by line feeds, or None if a value might not be an object or might be nested too deeply."""
     try:
         joined = b"\n".join(values)  # type: ignore[arg-type]
     except TypeError:  # a null value
