@@ -146,7 +146,7 @@ class JsonColumns:
     """Escape sequences that no value may contain, because a member name could be spelled with them."""
 
     def decode(self, values: Sequence[bytes | None]) -> tuple[list[list[str | int]], list[int] | None] | None:
-        """Return a column for each ID path and the column of times, or None if any row needs the slow path."""
+        """Return a column for each ID path and the column of times, or None if any row needs `extract_one`."""
         joined = _joined(values)
         if joined is None:
             return None
@@ -182,10 +182,10 @@ class JsonColumns:
 
 
 def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns | None:
-    r"""Return the decoder for the paths of IDs and times, or None if the paths need the slow path.
+    r"""Return the decoder for the fields of the ID and the time, or None if only `extract_one` can read the fields.
 
-    The slow path is needed for array positions, for a path that begins with another of the paths, and for a member name
-    that JSON can spell in several ways even without ``\u``.
+    Only `extract_one` can read array elements, a field that contains another of the fields, and a member name that JSON
+    can spell in several ways even without ``\u``.
     """
     paths = [*ids, time.path] if time is not None else list(ids)
     tree = _Node({}, None)
@@ -252,7 +252,7 @@ class _Node:
 
 
 def _joined(values: Sequence[bytes | None]) -> bytes | None:
-    """Return the values joined by line feeds, or None if a value might not be an object or might be nested too deeply."""
+    """Return the values joined by line feeds, or None if one might not be an object or might be nested too deeply."""
     try:
         joined = b"\n".join(values)  # type: ignore[arg-type]
     except TypeError:  # a null value
