@@ -1,7 +1,6 @@
 """Defines named crash points in the code, where a test can kill the process.
 
 The environment variable ``DEDUP_CRASH_AT=point:n`` kills the process when it reaches that point for the n-th time.
-Outside tests, the variable is not set, and the call at each crash point does nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ _arrivals: Final = itertools.count(1)
 
 
 def _die_at(point: Point) -> None:
-    """Kill the process with SIGKILL when it reaches the point in ``DEDUP_CRASH_AT`` for the n-th time."""
     if point == _point and next(_arrivals) == _nth:
         os.kill(os.getpid(), signal.SIGKILL)
 

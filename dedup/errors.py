@@ -1,7 +1,4 @@
-"""Defines the errors of this package, with one class for each action that the error calls for.
-
-The text of an error says what happened, where, and what to do next.
-"""
+"""Defines the errors of dedup, with one class for each action that the caller or the user must take."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ class Problem:
 
 
 class AuthorMistake(DedupError):
-    """A file or the command line has mistakes, which the user must correct. One error reports all mistakes."""
+    """A file or the command line has mistakes that the user must correct. The error lists all mistakes."""
 
     exit_code = 2
 
@@ -47,7 +44,7 @@ class SettingsError(AuthorMistake):
 
 
 class StateIncompatible(DedupError):
-    """State, changelog, and topology do not match, and nothing was changed. The message says how to proceed."""
+    """State, changelog, and topology do not match, so dedup has stopped without changing anything."""
 
     exit_code = 3
 
@@ -71,26 +68,26 @@ class DatabaseUnavailable(DedupError):
 
 
 class CheckpointUnusable(DedupError):
-    """A checkpoint or its storage is damaged or unreachable, so use the changelog, which holds the complete state."""
+    """A checkpoint or its storage is damaged or unreachable, so the caller must read the changelog instead."""
 
     exit_code = 5
 
 
 class TaskMigrated(DedupError):
-    """Another worker now owns the partition (KIP-98 fencing), so discard the task and rejoin the group."""
+    """Another worker now owns the partition (KIP-98 fencing), so the caller discards the task and rejoins the group."""
 
 
 class CommitUnknown(TaskMigrated):
-    """A transactional request got no response. Discard the task; a new epoch shows whether the request took effect."""
+    """A transactional request got no response, so only a new task can find out whether the request took effect."""
 
 
 class TaskCorrupted(DedupError):
-    """The local store of one partition cannot be trusted, so delete the store and restore it from the changelog."""
+    """A task's local store is damaged, so the caller must delete it and restore it from the changelog."""
 
 
 @dataclass(eq=False, repr=False)
 class RecordRefused(DedupError):
-    """The broker will never accept one or more records of a batch, so turn these records into dead letters."""
+    """The broker will never accept some records of a batch, so the caller must turn them into dead letters."""
 
     text: str
     _: KW_ONLY
@@ -112,8 +109,8 @@ class RecordRefused(DedupError):
 
 
 class ClockBehind(DedupError):
-    """A record seemed to be in the future because this clock is behind the broker's, so judge the transaction again."""
+    """A record seems to be in the future only because the worker's clock is behind, so retry the transaction."""
 
 
 class InvariantBroken(DedupError):
-    """Something happened that is impossible without a bug in dedup, so stop, because continuing could lose data."""
+    """Something happened that only a bug in dedup can explain, so the worker stops before data is lost."""

@@ -1,8 +1,4 @@
-"""Defines the metrics of a running worker, the counters of each task, and snapshots of tasks and workers for display.
-
-All objects in this module are plain values. The worker updates the counters, and `web` renders Prometheus metrics and
-pages from the snapshots.
-"""
+"""Defines the metrics of a worker, the counters of each task, and snapshots of both for display."""
 
 from __future__ import annotations
 
@@ -104,7 +100,7 @@ class Durations:
         self.counts = self.counts or [0] * (len(self.bounds_s) + 1)
 
     def add(self, seconds: float, times: int = 1) -> None:
-        """Count ``times`` durations of the same length."""
+        """Count ``times`` durations of the given length."""
         self.counts[bisect_left(self.bounds_s, seconds)] += times
         self.total_s += seconds * times
 
@@ -116,7 +112,7 @@ class Durations:
 
 @dataclass(slots=True)
 class TaskNumbers:
-    """The counters of one task, which are updated after each batch and never within a batch."""
+    """The counters of one task, which change only between batches."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     dead_reasons: Counter[str] = field(default_factory=Counter)
@@ -144,30 +140,30 @@ class TaskNumbers:
     """Timestamp of the last record below ``committed_offset``."""
 
     def committed(self, offset: int) -> None:
-        """Count a transaction that is known to have been committed."""
+        """Count a committed transaction, and store the offset that the transaction committed."""
         self.transactions += 1
         self.committed_offset = offset
         self.last_commit_s = time.monotonic()
 
     def reached(self, stream_time_ms: int) -> None:
-        """Set the stream time. With several feeds, there is none until each feed has a judged record or is idle."""
+        """Set the stream time, which is None until each feed has a judged record or is idle."""
         # Before the first judged record, stream time is BEFORE_ALL_TIME; no event time is negative.
         self.stream_time_ms = None if stream_time_ms < 0 else stream_time_ms
 
     def settled(self, oldest_ms: int, newest_ms: int, records: int) -> None:
-        """Count a batch whose verdicts are committed, and use the age of the oldest record for every record."""
+        """Add the age of a committed batch's oldest record to the end-to-end latency, once per record of the batch."""
         self.committed_time_ms = newest_ms
         self.end_to_end.add(max(0.0, time.time() - oldest_ms / 1000), records)
 
     def add_verdicts(self, judged: TaskNumbers) -> None:
-        """Add the verdicts of a transaction that is known to have been committed."""
+        """Add the verdicts of a committed transaction."""
         self.verdicts.update(judged.verdicts)
         self.dead_reasons.update(judged.dead_reasons)
         self.formats.update(judged.formats)
         self.conflicts += judged.conflicts
 
     def add_counters(self, other: TaskNumbers) -> None:
-        """Add another task's counters and histograms, which never decrease, but not its gauges."""
+        """Add another task's counters and histograms, but not its gauges."""
         self.add_verdicts(other)
         self.replayed += other.replayed
         self.sampled += other.sampled
@@ -180,7 +176,7 @@ class TaskNumbers:
 
 @dataclass(frozen=True, slots=True)
 class TaskSeen:
-    """The state and the metrics of a task at one moment."""
+    """A snapshot of the state and the metrics of a task."""
 
     sub_topology: str
     topic: str
@@ -198,7 +194,7 @@ class TaskSeen:
 
     @property
     def lag_seconds(self) -> float:
-        """Age of the last committed record in seconds while there is lag, or 0 without lag."""
+        """The age, in seconds, of the last committed record, or 0 if the task has no lag."""
         if not self.lag_records or self.numbers.committed_time_ms is None:
             return 0.0
         return max(0.0, time.time() - self.numbers.committed_time_ms / 1000)
@@ -217,13 +213,12 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "refused_by_broker": "Compare max.message.bytes of the topics with the size of the records.",
     "id_missing": "Compare `tracking_id` with what the producers send.",
 }
-"""For each reason for dead letters, says what to check first if nearly all records become dead letters for this reason.
-"""
+"""What to check first if nearly all records become dead letters for a given reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterAlert:
-    """A warning that nearly all records judged in the last minute are dead letters."""
+    """A warning that nearly all records that were judged in the last minute are dead letters."""
 
     judged: int
     dead: int
@@ -244,10 +239,10 @@ class DeadLetterAlert:
 
 
 class DeadShare:
-    """Raises an alert if nearly all records of the last minute are dead letters, which suggests a common cause.
+    """Raises an alert while nearly all records that were judged in the last minute are dead letters.
 
-    An alert begins only if enough records were judged in that minute. The alert ends after the first minute with a
-    lower share of dead letters or without records, so that a slow topic does not start and end alerts repeatedly.
+    An alert begins only if enough records were judged. An alert that has begun continues even if fewer records are
+    judged, so that a slow topic does not start and end alerts repeatedly.
     """
 
     def __init__(self) -> None:
@@ -256,7 +251,7 @@ class DeadShare:
         """For each call of `look`, its time, the number of judged records, and the dead letters by reason."""
 
     def look(self, numbers: Iterable[TaskNumbers], now_ms: int) -> bool:
-        """Record the tasks' current counters, and return whether an alert has begun or ended."""
+        """Record the current counters of all tasks, and return whether an alert has begun or ended."""
         judged, reasons = 0, Counter[str]()
         for each in numbers:
             judged += sum(count for verdict, count in each.verdicts.items() if verdict not in _NOT_JUDGED)
@@ -284,7 +279,7 @@ class DeadShare:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSeen:
-    """The state of a worker at one moment, from which its pages are rendered."""
+    """A snapshot of a worker, from which its web pages are rendered."""
 
     topology: str
     worker_id: str
@@ -308,7 +303,7 @@ class WorkerSeen:
         return counted
 
     def total(self) -> TaskNumbers:
-        """Return the counters of all tasks since this worker started, added up."""
+        """Return the sum of the counters of all tasks since this worker started, including closed tasks."""
         found = TaskNumbers()
         for numbers in self.counters().values():
             found.add_counters(numbers)

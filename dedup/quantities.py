@@ -1,7 +1,4 @@
-"""Parses and formats durations and byte sizes such as ``24h``, ``100ms``, and ``20GiB``, and formats times in UTC.
-
-A duration or byte size without a unit is rejected.
-"""
+"""Parses and formats durations and byte sizes (such as ``24h`` and ``20GiB``), and formats times in UTC."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Defines the settings of a worker, which have the structure of the config file, and loads them.
 
-`load_settings` merges defaults, the config file, the environment, and `--set`, in which later sources override earlier
-ones. ``DEDUP_WEB__PORT=0`` means ``web.port: 0``. A config file must not contain secrets, only references to secrets
-such as ``${env:NAME}`` or ``${file:PATH}``. No repr, error, or log line shows a secret. The published JSON Schema is
-generated from the models in this module, and editors show the descriptions in it.
+Later sources override earlier ones: defaults, the config file, the environment (``DEDUP_WEB__PORT=0`` sets
+``web.port``), and `--set`. A config file contains no secrets, but references to them, such as ``${env:NAME}`` or
+``${file:PATH}``. The JSON Schema for editors contains the docstrings of the keys.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ _Broker = Annotated[str, _BROKER_RULE, WithJsonSchema({"type": "string", "patter
 
 
 class Secret(SecretStr):
-    """A string that no repr and no log line shows, and that cannot be pickled."""
+    """A string that is hidden in reprs and log lines and cannot be pickled."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a secret must not be pickled")
@@ -230,7 +229,6 @@ class Settings(Keys):
 
 
 def _takes(annotation: Any, *types: type) -> bool:  # noqa: ANN401 - any type there is
-    """Tell whether a key takes a single value of one of these types, regardless of limits on the value."""
     if annotation in types:
         return True
     return get_origin(annotation) is not tuple and any(_takes(part, *types) for part in get_args(annotation))
@@ -286,7 +284,7 @@ def settings_schema() -> dict[str, Any]:
 
 
 def _plain_secrets(document: Document) -> Iterator[Problem]:
-    """Report each secret that is written in the file, and mask the secret, so that no other message can show it."""
+    """Report and mask each secret that is written in the file, so that no other message can show it."""
     for at in sorted(_SECRETS):
         written = document.written(at)
         if written is not None and not _REFERENCE.fullmatch(written):
@@ -331,7 +329,6 @@ def _from_command_line(document: Document, overrides: Sequence[str]) -> Iterator
 
 
 def _put(document: Document, at: At, text: str, place: str) -> None:
-    """Set a key to a value that is written in YAML. A key that takes a string gets ``text`` unchanged."""
     parsed = read(text, name=place)
     # A value such as "host: a" would be a mapping in YAML, but it is meant as a string.
     plain = at not in _TEXTS and not parsed.problems and isinstance(parsed.value, bool | int | list)
@@ -339,7 +336,7 @@ def _put(document: Document, at: At, text: str, place: str) -> None:
 
 
 def _resolve(document: Document, environ: Mapping[str, str]) -> dict[str, str]:
-    """Replace references with their values, report references without a value, and map each value to its reference."""
+    """Replace references with their values, and return a mapping from these values to the references."""
     references: dict[str, str] = {}
 
     def value_of(match: re.Match[str], at: At) -> str:
@@ -398,7 +395,6 @@ def _referred(kind: str, name: str, environ: Mapping[str, str]) -> str:
 
 
 def _worded(problem: Problem, resolved: Mapping[str, str]) -> Problem:
-    """Replace values in a problem's message by their references, and add a remedy if the brokers are missing."""
     text = problem.text
     for value, reference in resolved.items():
         if value:
@@ -409,7 +405,6 @@ def _worded(problem: Problem, resolved: Mapping[str, str]) -> Problem:
 
 
 def _contradictions(settings: Settings, document: Document) -> Iterator[Problem]:
-    """Yield the problems that involve several keys, such as keys that require or exclude each other."""
     security = settings.security
     protocol_at: At = ("security", "protocol")
     if security.protocol.startswith("SASL"):

@@ -1,4 +1,4 @@
-"""Defines what a worker reports about itself besides metrics, as values that `worker` creates and `web` displays."""
+"""Defines what a worker reports about itself besides metrics, as values that the web pages display."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Noted:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A group member as of the last assignment, in which each member announces the URL of its pages (as in KIP-67)."""
+    """A member of the consumer group, with the page URL that it announced in the last rebalance (as in KIP-67)."""
 
     worker: str
     url: str | None
@@ -77,10 +77,7 @@ class LookedUp:
     asked: tuple[int, ...]
     """The partitions that were searched, which are the partitions of this worker."""
     partitions: int
-    """Total number of partitions, or 0 while the worker has no assignment.
-
-    If fewer partitions were searched, another worker may know the ID.
-    """
+    """Total number of partitions, or 0 while the worker has no assignment."""
     belongs_to: int | None
     """The ID's partition if dedup repartitions the records, or None if the producers choose the partition."""
     candidates: tuple[int, ...]
@@ -91,7 +88,7 @@ class LookedUp:
 
 @dataclass(frozen=True, slots=True)
 class ShownRecord:
-    """A source record that a user asked to see. Pages show no other payloads."""
+    """A source record that a user asked to see. The web pages show the payloads of no other records."""
 
     place: str
     timestamp_ms: int

@@ -1,7 +1,6 @@
 """Parses YAML into plain values, and validates the values with errors that give the line and column of each problem.
 
-The values are built from the parser's events, not by ruamel's constructor. Tags, aliases, and merge keys are rejected,
-which rules out "billion laughs" attacks. Repeated keys, which a constructor might silently drop, are reported.
+Repeated keys are reported. Tags, aliases, and merge keys are rejected, which rules out "billion laughs" attacks.
 """
 
 from __future__ import annotations
@@ -160,8 +159,6 @@ def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
 
 
 class _Reading:
-    """One recursive pass over the parser's events, whose depth is limited by `_MOST_DEPTH`."""
-
     def __init__(self, document: Document, texts: Collection[At], events: Iterator[Any]) -> None:
         self._document: Final = document
         self._texts: Final = texts
@@ -180,7 +177,6 @@ class _Reading:
                 self._document.value = self._value(event, ())
 
     def _value(self, event: Any, at: At, key_place: str | None = None) -> Any:  # noqa: ANN401 - any event and value
-        """Return the value that begins with this event, and record its position."""
         place = self._place_of_node(event)
         if isinstance(event, ScalarEvent):
             value = _scalar(event)
@@ -219,7 +215,6 @@ class _Reading:
         return values
 
     def _place_of_node(self, event: Any) -> str:  # noqa: ANN401 - ruamel's events share no useful base
-        """Return the position of a key or value. Raises AuthorMistake for an alias, a tag, or too many values."""
         place = _place(self._document.name, event.start_mark)
         if isinstance(event, AliasEvent):
             raise AuthorMistake([Problem(place, f'the alias "*{event.anchor}" is not allowed; write the value out')])
@@ -236,7 +231,7 @@ def _place(name: str, mark: Any) -> str:  # noqa: ANN401 - ruamel's mark
 
 
 def _scalar(event: Any) -> Any:  # noqa: ANN401 - any plain scalar
-    """Return the value of a scalar by the YAML 1.2 core schema, in which quoted scalars and timestamps are strings."""
+    """Return a scalar's value by the YAML 1.2 core schema, in which quoted scalars and timestamps are strings."""
     text: str = event.value
     if not event.implicit[0]:
         return text
@@ -248,7 +243,7 @@ def _scalar(event: Any) -> Any:  # noqa: ANN401 - any plain scalar
 
 
 class Keys(BaseModel):
-    """A mapping that rejects unknown keys and converts no values. The docstring of a key is the key's description."""
+    """The base class for models of mappings in YAML files. Unknown keys are rejected, and values are not converted."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True
@@ -258,7 +253,7 @@ class Keys(BaseModel):
 def accepting(
     accepts: Callable[[Any], object], text: str, *, kind: Callable[[Callable[[Any], Any]], Any] = AfterValidator
 ) -> Any:  # noqa: ANN401 - a validator of this kind
-    """Return a validator that rejects values unless ``accepts`` is true; ``{}`` in ``text`` stands for the value."""
+    """Return a validator that requires ``accepts(value)``. In the error ``text``, ``{}`` stands for the value."""
 
     def check(value: Any) -> Any:  # noqa: ANN401 - any value in the file
         if not accepts(value):
@@ -274,7 +269,7 @@ def some(what: str) -> Any:  # noqa: ANN401 - a validator
 
 
 def matching(pattern: re.Pattern[str], remedy: str) -> Any:  # noqa: ANN401 - a validator
-    """Return a validator that rejects strings that do not match, with an error that contains the remedy."""
+    """Return a validator that rejects strings that do not match ``pattern``, with an error that contains ``remedy``."""
     return accepting(pattern.fullmatch, f'"{{}}" {remedy}')
 
 
@@ -290,7 +285,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
-    """Return ``; did you mean "..."?`` for the closest known word, or an empty string if none is close."""
     near = difflib.get_close_matches(word, known, n=1)
     return f'; did you mean "{near[0]}"?' if near else ""
 
@@ -301,7 +295,7 @@ def dotted(at: At) -> str:
 
 
 def models_of(model: type[BaseModel], holder: At = ()) -> dict[At, type[BaseModel]]:
-    """Map the path of each mapping in a model, without list positions, to the model of this mapping."""
+    """Map the path of each nested mapping, without list positions, to the model of that mapping."""
     found = {holder: model}
     for name, key in model.model_fields.items():
         for inner in _models_in(key.annotation):
@@ -317,7 +311,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:  # noqa: ANN401 - 
 
 
 def validated(document: Document, model: type[_Model]) -> tuple[_Model | None, list[Problem]]:
-    """Return the document as an instance of the model, or None if it is invalid, and all problems."""
+    """Return the document as an instance of the model (None if the document is invalid), and all problems."""
     try:
         return model.model_validate(document.value), []
     except ValidationError as error:
@@ -359,7 +353,7 @@ def _told(error: ValidationError, document: Document, model: type[BaseModel]) ->
 
 
 def in_order(problems: list[Problem]) -> list[Problem]:
-    """Return the problems in the order of their positions, and each problem only once."""
+    """Return the problems without repetitions, sorted by position."""
 
     def position(problem: Problem) -> tuple[int, int]:
         parts = problem.place.rsplit(":", 2)
@@ -370,7 +364,6 @@ def in_order(problems: list[Problem]) -> list[Problem]:
 
 
 def _in_document(loc: Sequence[str | int], document: Document) -> At:
-    """Convert a pydantic location to a path, without names of union branches. A missing key gets its parent's path."""
     at: At = ()
     for step in loc:
         if document.has((*at, step)):

@@ -1,8 +1,4 @@
-"""Finds a record's event time and converts it to milliseconds since 1970 UTC.
-
-Fractions of a millisecond are rounded down. A negative time is returned unchanged, and `fold` decides what happens to a
-record with such a time.
-"""
+"""Finds the event time of a record, and converts it to milliseconds since 1970 UTC, rounded down."""
 
 from __future__ import annotations
 
@@ -44,12 +40,12 @@ class BadTime(NotJudged):
 
 @dataclass(frozen=True, slots=True)
 class RecordTime:
-    """The event time is the record's timestamp."""
+    """The rule that a record's Kafka timestamp is its event time."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldTime:
-    """The event time is a member of the JSON value, either an RFC 3339 string or a number with a fixed unit."""
+    """The rule that a member of the JSON value is the event time, as an RFC 3339 string or a number in a fixed unit."""
 
     path: Path
     unit: TimeUnit
@@ -59,7 +55,7 @@ EventTime = RecordTime | FieldTime
 
 
 def time_ms_of(found: JsonValue | Absent, time: FieldTime) -> int:
-    """Return the event time from a field. Raises BadTime if it is missing, of the wrong type, or out of range."""
+    """Convert a field's value to an event time. Raises BadTime if the value is missing or cannot be converted."""
     place = format_path(time.path)
     if found is ABSENT:
         raise BadTime("time_missing", f"no event time at {place}")
@@ -84,10 +80,11 @@ def time_ms_of(found: JsonValue | Absent, time: FieldTime) -> int:
 
 
 def rfc3339_ms(text: str) -> int | None:
-    """Return the time of an RFC 3339 string, or None for any other string.
+    """Convert an RFC 3339 string to milliseconds since 1970 UTC, or return None if the string is not valid.
 
-    The string must have ``T`` between date and time, an offset, and a day that exists. A leap second is allowed only at
-    23:59:60 UTC and counts as the first second of the next minute. Digits beyond milliseconds are cut off.
+    The string must have ``T`` between date and time, an offset from UTC, and a date that exists. A leap second is
+    accepted only at 23:59:60 UTC, and counts as the first second of the next minute. Digits beyond milliseconds are
+    dropped.
     """
     match = _RFC3339.fullmatch(text)
     if match is None:
@@ -109,10 +106,10 @@ def rfc3339_ms(text: str) -> int | None:
 
 
 def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
-    """Return the times of many strings with the same layout, or None if any row needs `rfc3339_ms`.
+    """Convert many strings of the same layout at once, or return None if `rfc3339_ms` must convert them one by one.
 
-    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)``, with capital letters, the same length in every row, and no
-    leap seconds.
+    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)``, where T and Z are capital letters, all rows have the same
+    length, and no row is a leap second.
     """
     lines = ("\n".join(texts) + "\n").encode("utf-8", "surrogatepass")
     utc = texts[0].endswith("Z")
@@ -144,11 +141,6 @@ def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
 
 
 def _layout_holds(lines: bytes, count: int, zone: int, *, utc: bool) -> bool:
-    """Tell whether every line has digits and separators at the positions that the layout requires.
-
-    The function checks that all required positions have separators, and then removes every separator. If a line has a
-    separator anywhere else, too few digits remain.
-    """
     marks = {4: b"-", 7: b"-", 10: b"T", 13: b":", 16: b":"}
     if zone > _FRACTION_AT:
         marks[_FRACTION_AT] = b"."
@@ -163,6 +155,7 @@ def _layout_holds(lines: bytes, count: int, zone: int, *, utc: bool) -> bool:
         return False
     if not utc and lines[zone::width].translate(None, b"+-"):
         return False
+    # A separator in any other place is removed, too, so too few digits remain.
     digits = lines.translate(None, b"-T:.Z+\n")
     return digits.isdigit() and len(digits) == (width - len(marks) - (not utc)) * count
 
@@ -173,7 +166,7 @@ def _two(digits: npt.NDArray[np.uint8], at: int) -> _Integers:
 
 
 def _days(year: _Count, month: _Count, day: _Count) -> _Count:
-    """Return the number of days since 1970-01-01 for one date or for columns (Hinnant's days_from_civil)."""
+    """Return the number of days since 1970-01-01, for one date or for columns of dates (Hinnant's days_from_civil)."""
     shifted = year - (month <= 2)  # noqa: PLR2004 - years begin in March here, so that leap days come last
     era = shifted // 400
     of_era = shifted - era * 400
@@ -183,7 +176,7 @@ def _days(year: _Count, month: _Count, day: _Count) -> _Count:
 
 
 def _number_ms(number: Number, power: int) -> int | None:
-    """Return floor(number * 10**power), or None if the result exceeds 64 bits or the exponent has too many digits."""
+    """Return floor(number * 10**power), or None if the result exceeds 64 bits or the number's exponent is too long."""
     if power == 0 and number.is_integer and len(number.text) <= 18:  # noqa: PLR2004 - certainly within 64 bits
         return int(number.text)
     try:

@@ -1,10 +1,6 @@
-"""Decodes JSON values one by one according to RFC 8259, finds values by path, and computes canonical content.
+"""Decodes JSON values one by one and exactly (RFC 8259), finds values by path, and computes canonical JSON.
 
-This module is slow and exact, and keeps every number as written. The column extractor (extract.py) is fast: it
-processes only the rows for which it is certain to agree with this module, and leaves all other rows to this module.
-
-If a value is not JSON, its first bytes are compared with the signatures of other formats. The format found in this way
-is a guess and never affects what happens to a record. It only tells the reader of a dead letter where to look first.
+The column extractor (extract.py) is faster, but leaves a row to this module whenever the results could differ.
 """
 
 from __future__ import annotations
@@ -35,8 +31,6 @@ _OPENINGS: Final = b'{["'
 
 @dataclass(frozen=True, slots=True)
 class _Foreign:
-    """A data format other than UTF-8 JSON that a value may have."""
-
     name: str
     """A stable name in snake_case, which is also a metric label, so there must be only a few such names."""
     words: str
@@ -67,7 +61,7 @@ _MAGIC: Final[tuple[tuple[bytes, _Foreign], ...]] = (
 
 
 def foreign_format(value: bytes) -> _Foreign | None:
-    """Return the format that a value seems to have instead of JSON, or None if it begins like no known format."""
+    """Guess from its first bytes which format a value has instead of JSON, or return None if no format is likely."""
     for magic, found in _MAGIC:
         if value.startswith(magic):
             return found
@@ -82,7 +76,7 @@ def foreign_format(value: bytes) -> _Foreign | None:
 
 
 class NotJudged(Exception):
-    """A record cannot be judged. The error has a stable code, and a sentence that reveals nothing of the payload."""
+    """A record cannot be judged. The error has a stable code, and a sentence that does not reveal the payload."""
 
     kind: ClassVar[str]
     """The value of `FaultKind` for records with this error."""
@@ -109,7 +103,7 @@ class Number:
 
     @property
     def is_integer(self) -> bool:
-        """True if the number is written without a fraction or an exponent; ``1`` is an integer, but ``1.0`` is not."""
+        """True for a number that is written without a fraction or an exponent, such as ``1`` but not ``1.0``."""
         text = self.text
         return "." not in text and "e" not in text and "E" not in text
 
@@ -118,9 +112,9 @@ class Number:
         return "0" if self.text == "-0" else self.text
 
     def parts(self) -> tuple[str, str, int]:
-        """Return the sign ("" or "-"), the digits without leading and trailing zeros, and the decimal exponent.
+        """Split the number into a sign ("" or "-"), digits without leading and trailing zeros, and a decimal exponent.
 
-        The result for zero is ("", "0", 0). Raises Unreadable if the exponent has more than 18 digits.
+        Zero is split into ("", "0", 0). Raises Unreadable if the exponent has more than 18 digits.
         """
         mantissa, _, power = self.text.lower().partition("e")
         negative = mantissa.startswith("-")
@@ -139,7 +133,7 @@ class Number:
 
 
 class Members(dict[str, "JsonValue"]):
-    """A JSON object that records which member names are repeated, and keeps the last value of a repeated name."""
+    """A JSON object that keeps the last value of a repeated member name, and records which names are repeated."""
 
     __slots__ = ("repeated",)
 
@@ -155,7 +149,7 @@ JsonValue = None | bool | str | Number | list["JsonValue"] | Members
 
 
 class Absent:
-    """The result of a lookup if there is no value at the path."""
+    """The type of ABSENT, which `look_up` returns if there is no value at the path."""
 
     __slots__ = ()
 
@@ -164,7 +158,7 @@ ABSENT: Final = Absent()
 
 
 def decode(value: bytes) -> JsonValue:
-    """Return the decoded value, with every number as written. Raises Unreadable if it is not JSON (RFC 8259)."""
+    """Decode a JSON value, keeping every number as written. Raises Unreadable if the value is not JSON (RFC 8259)."""
     try:
         text = value.decode()
     except UnicodeDecodeError as error:
@@ -186,7 +180,6 @@ def decode(value: bytes) -> JsonValue:
 
 
 def _no_json(value: bytes, code: str, detail: str) -> Unreadable:
-    """Return the error for a value that is not JSON, including the format that the value seems to have."""
     found = foreign_format(value)
     if found is None:
         return Unreadable(code, detail)
@@ -194,7 +187,7 @@ def _no_json(value: bytes, code: str, detail: str) -> Unreadable:
 
 
 def look_up(value: JsonValue | Absent, path: Path) -> JsonValue | Absent:
-    """Return the value at a path, or ABSENT if there is none. Raises Unreadable if a member on the path is repeated."""
+    """Return the value at a path, or ABSENT. Raises Unreadable if a member name on the path is repeated."""
     here = value
     for step in path:
         if isinstance(here, Members) and isinstance(step, str):
@@ -216,7 +209,7 @@ Excluded = Mapping[str | int, "Excluded | None"]
 
 @cache
 def excluded(paths: tuple[Path, ...]) -> Excluded:
-    """Return paths as a tree. A path below another path adds nothing to the tree."""
+    """Return the paths to exclude as a tree. A path inside an excluded member or element adds nothing to the tree."""
     tree: dict[str | int, Excluded | None] = {}
     heads: dict[str | int, list[Path]] = {}
     for path in paths:
@@ -227,12 +220,12 @@ def excluded(paths: tuple[Path, ...]) -> Excluded:
 
 
 def canonical_json(value: JsonValue, exclude: Excluded) -> bytes:
-    """Return the canonical content, which does not depend on white space, escapes, or the order of members.
+    """Return a value as canonical JSON, which does not depend on the original's white space, escapes, or member order.
 
     Members are sorted by name at every level, there is no white space, and strings are escaped only where JSON requires
     it. Integers stay as written (``-0`` becomes ``0``), and other numbers have the form of `Number.decimal_text`.
-    Excluded members and elements are left out. Raises Unreadable for a repeated member at any level, and for a string
-    that UTF-8 cannot encode.
+    Excluded members and elements are left out. Raises Unreadable if a member name is repeated in any object, or if a
+    string cannot be encoded as UTF-8.
     """
     try:
         return _written(value, exclude).encode()
@@ -278,7 +271,6 @@ def _exponent(power: str) -> int:
 
 
 def _depth(text: str) -> int:
-    """Return at least the nesting depth before the first syntax error. Like the decoder, ignore brackets in strings."""
     depth = deepest = 0
     for match in _BRACKETS.finditer(text):
         found = match[0]

@@ -1,30 +1,16 @@
 """Extracts the tracking IDs, event times, and fingerprints of a batch as columns (the fast path).
 
-A batch is either processed as a whole in C or divided into halves, which are processed in the same way. `extract_one`
-(the slow path) processes the remaining rows one by one. The fast path uses a result only if the slow path would
-certainly give the same one, which these rules ensure:
+The fast path is used only if `extract_one` (the slow path) would certainly give the same result. If a check fails, the
+batch is divided into halves, and a batch of at most four rows takes the slow path. The checks for JSON fields are:
 
-* One call of msgspec decodes all values, joined by line feeds, into structs that contain only the members with IDs and
-  times. Every value begins with ``{`` and ends with ``}``. The sequence ``}`` LF ``{`` can occur neither in a string (a
-  raw line feed is not JSON) nor inside a container (a comma is missing), so it always separates two values. If the
-  decoder returns as many structs as there are rows, each struct therefore belongs to exactly one row.
-* msgspec skips all other members and accepts invalid UTF-8 in them, so the fast path checks that the joined bytes are
-  valid UTF-8.
-* If a member is repeated, msgspec uses the last one, so each quoted name must occur exactly once per row for each path
-  that contains it. The decoder ensures that no row lacks a name. Rows that spell a name with an escape are left to the
-  slow path.
-* A short value cannot be nested too deeply. In a long value, the opening brackets are counted.
-* Only strings and 64-bit integers are accepted as IDs. The decoder raises an error for any other value, such as a
-  number with a fraction, true, null, or a missing member, and the slow path then processes the row.
-
-`content_of` also computes canonical content on the fast path if the result is certain to be exact. The decoder keeps
-numbers with a fraction as written, and the encoder sorts members at every level. Only repeated members need a check,
-because the decoder drops all but the last one. In a value without backslashes, every string and name has two quotes,
-so a dropped member reduces the number of quotes.
-
-The checks of `JsonColumns` count how often member names occur in joined values that are known to be well-formed. A
-check may fail for valid values, for example if a string in a value looks like a member name, but no check passes for a
-value with a repeated member.
+* One call of msgspec decodes all values, joined by line feeds. Every value must begin with ``{`` and end with ``}``.
+  The sequence ``}`` LF ``{`` can occur only between two values, so if the decoder returns as many structs as there are
+  rows, each struct belongs to exactly one row.
+* msgspec accepts invalid UTF-8 in members that it skips, so the joined bytes must be valid UTF-8.
+* msgspec keeps the last of several members with the same name, so each name on a path may occur only once per row.
+  A value takes the slow path if escapes in it could spell a member name.
+* A value that is long enough to be nested too deeply may have at most `MAX_DEPTH` opening brackets.
+* An ID must be a string or a 64-bit integer.
 """
 
 from __future__ import annotations
@@ -115,7 +101,7 @@ def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
 
 
 def _occur_in_places(joined: bytes, names: tuple[_Name, ...], count: int) -> bool:
-    """Tell whether each name occurs at most once per value at every depth where a path contains the name.
+    """Tell whether each member name occurs at most once per value at every depth where a path contains the name.
 
     The values must not contain backslashes, so that every quote begins or ends a string.
     """
@@ -138,7 +124,6 @@ def _occur_in_places(joined: bytes, names: tuple[_Name, ...], count: int) -> boo
 
 
 def _members_at(text: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], quoted: bytes) -> int:
-    """Count the strings at these positions that equal the quoted name and may be the name of a member."""
     starts = starts[starts < len(text) - len(quoted) - _MARGIN_BYTES]
     for at, char in enumerate(quoted):
         starts = starts[text[starts + at] == char]
@@ -150,7 +135,7 @@ def _members_at(text: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], quot
 
 @dataclass(frozen=True, slots=True)
 class JsonColumns:
-    """Decodes the members that contain IDs and times, either for a whole batch or not at all."""
+    """Decodes the members that contain IDs and event times, for a whole batch at once."""
 
     decoders: tuple[msgspec.json.Decoder[Any], ...]
     ids: tuple[Callable[[Any], Any], ...]
@@ -161,7 +146,7 @@ class JsonColumns:
     """Escape sequences that no value may contain, because a member name could be spelled with them."""
 
     def decode(self, values: Sequence[bytes | None]) -> tuple[list[list[str | int]], list[int] | None] | None:
-        """Return a column for each ID path and the column of times, or None if the result is uncertain for any row."""
+        """Return a column for each ID path and the column of times, or None if any row needs `extract_one`."""
         joined = _joined(values)
         if joined is None:
             return None
@@ -197,10 +182,10 @@ class JsonColumns:
 
 
 def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns | None:
-    r"""Return the decoder for these paths, or None if only the slow path can read the values at these paths.
+    r"""Return the decoder for the fields of the ID and the time, or None if only `extract_one` can read the fields.
 
-    Only the slow path supports array positions, a path that begins with another of the paths, and names that JSON can
-    spell in several ways even without ``\u``.
+    Only `extract_one` can read array elements, a field that contains another of the fields, and a member name that JSON
+    can spell in several ways even without ``\u``.
     """
     paths = [*ids, time.path] if time is not None else list(ids)
     tree = _Node({}, None)
@@ -226,13 +211,10 @@ def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns 
 
 @dataclass(slots=True)
 class _Node:
-    """An object in the value, or a member that contains an ID or the event time."""
-
     members: dict[str, _Node]
     leaf: Literal["id", "time"] | None
 
     def grow(self, path: Path, *, is_time: bool) -> bool:
-        """Add a path. Return False if the fast path cannot read values at that path."""
         here = self
         for step in path:
             if isinstance(step, int) or here.leaf is not None:
@@ -270,7 +252,7 @@ class _Node:
 
 
 def _joined(values: Sequence[bytes | None]) -> bytes | None:
-    """Return the values joined by line feeds, or None if any of them might be no object or exceed `MAX_DEPTH`."""
+    """Return the values joined by line feeds, or None if one might not be an object or might be nested too deeply."""
     try:
         joined = b"\n".join(values)  # type: ignore[arg-type]
     except TypeError:  # a null value
@@ -288,7 +270,7 @@ def _joined(values: Sequence[bytes | None]) -> bytes | None:
 
 
 def may_be_deep(value: bytes) -> bool:
-    """Return False only if a value is certainly not nested more than `MAX_DEPTH` deep."""
+    """Return False only if the value is certainly not nested more than `MAX_DEPTH` levels deep."""
     return len(value) > _SHORT_BYTES and value.count(b"{") + value.count(b"[") > MAX_DEPTH
 
 
@@ -312,7 +294,6 @@ def _times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
 
 
 def _seconds_ms(column: list[msgspec.Raw]) -> list[int] | None:
-    """Return numbers of seconds in milliseconds, or None if a value has a sign or an exponent or is not a number."""
     times_ms: list[int] = []
     for raw in column:
         whole, point, fraction = bytes(raw).partition(b".")
@@ -329,7 +310,7 @@ _REFUSALS: Final = (*_DECODE_REFUSALS, OverflowError, Unreadable)
 
 
 def content_of(value: bytes, exclude: tuple[Path, ...]) -> bytes:
-    """Return `canonical_json` of a JSON value. Raises Unreadable in the same cases as `decode` and `canonical_json`."""
+    """Return the canonical JSON of a value. Raises Unreadable in the same cases as `decode` and `canonical_json`."""
     without = excluded(exclude)
     quick = _quick(value, without)
     return canonical_json(decode(value), without) if quick is None else quick
@@ -341,7 +322,7 @@ def _quick(value: bytes, without: Excluded) -> bytes | None:
     try:
         content = _DECODER.decode(value)
         whole = _ENCODER.encode(content)
-        if whole.count(b'"') != value.count(b'"'):
+        if whole.count(b'"') != value.count(b'"'):  # the decoder has dropped a repeated member
             return None
         if not without:
             return whole
@@ -352,7 +333,6 @@ def _quick(value: bytes, without: Excluded) -> bytes | None:
 
 
 def _leave_out(content: object, without: Excluded) -> None:
-    """Remove the excluded members and elements from a decoded value. The recursion is only as deep as the paths."""
     if isinstance(content, dict):
         steps: list[Any] = [step for step in without if step in content]
     elif isinstance(content, list):
@@ -379,7 +359,7 @@ _ENCODER: Final = msgspec.json.Encoder(order="sorted")
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """The extracted columns of one batch, with one entry per record."""
+    """The IDs, event times, and fingerprints of a batch, as columns with one entry per record."""
 
     ids: list[bytes | None]
     """State keys of at most 33 bytes, with None for each row in `faults`."""
@@ -398,7 +378,7 @@ def compile_extractor(
     fingerprint: bool,
     fingerprint_exclude: tuple[Path, ...] = (),
 ) -> Extractor:
-    """Return the extractor of a topology. Raises ValueError if the extractor could never find an ID or a time."""
+    """Return a topology's extractor. Raises ValueError if the topology's rules can never find an ID or a time."""
     if fmt == "bytes" and isinstance(tracking_id.rule, FieldRule | FieldsRule | ContentRule):
         raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
     if fmt == "bytes" and isinstance(event_time, FieldTime):
@@ -409,8 +389,6 @@ def compile_extractor(
 
 
 class _Batch(NamedTuple):
-    """A batch of records as columns."""
-
     keys: Sequence[bytes | None]
     values: Sequence[bytes | None]
     headers: Sequence[Headers]
@@ -426,7 +404,7 @@ class _Batch(NamedTuple):
 
 
 class Extractor:
-    """Extracts IDs, times, and fingerprints from batches, with the same result as `extract_one` for every row."""
+    """Extracts IDs, event times, and fingerprints from batches, with the same result as `extract_one` for every row."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe: Final = recipe
@@ -450,7 +428,7 @@ class Extractor:
         headers: Sequence[Headers],
         timestamps_ms: Sequence[int],
     ) -> Extracted:
-        """Return the extracted columns of a batch. The four arguments are columns of the same length."""
+        """Return the extracted values of a batch, which is given as four columns of the same length."""
         return self._extract(_Batch(keys, values, headers, timestamps_ms))
 
     def _extract(self, batch: _Batch) -> Extracted:
@@ -473,7 +451,7 @@ class Extractor:
         )
 
     def _halved(self, batch: _Batch) -> Extracted:
-        """Extract each half, so that one unusual record slows down only a few rows."""
+        """Extract each half separately, so that one unusual record slows down only a few rows."""
         keys, values, headers, times = batch
         half = len(values) // 2
         first = self(keys[:half], values[:half], headers[:half], times[:half])
@@ -485,7 +463,6 @@ class Extractor:
         return Extracted(first.ids + second.ids, first.times_ms + second.times_ms, fingerprints, faults)
 
     def _nulls_apart(self, batch: _Batch) -> Extracted:
-        """Extract rows with null values one by one, and all other rows as columns."""
         count = len(batch.values)
         ids: list[bytes | None] = [None] * count
         times_ms = [0] * count
@@ -504,7 +481,6 @@ class Extractor:
         return Extracted(ids, times_ms, fingerprints if self.recipe.fingerprint else None, faults)
 
     def _in_columns(self, batch: _Batch) -> Extracted | None:
-        """Return the columns if they certainly equal the results of `extract_one` for all rows, or None otherwise."""
         if self.recipe.fmt == "bytes" and None in batch.values:
             return None
         members: list[list[str | int]] = []
@@ -561,6 +537,5 @@ class Extractor:
 
 
 def _only(headers: Headers, name: str) -> bytes | None:
-    """Return the value of the header if the header occurs exactly once, or None otherwise."""
     values = [value for header, value in headers if header == name]
     return values[0] if len(values) == 1 else None

@@ -1,7 +1,6 @@
-"""Extracts the tracking ID, event time, and fingerprint of one record in the slow, obvious way.
+"""Extracts the tracking ID, event time, and fingerprint of one record in a slow and obvious way.
 
-This module also defines the results of extraction. The column extractor (extract.py) must agree with this module on
-every record; tests compare the two.
+Tests check that the column extractor (extract.py) agrees with this module on every record.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _FINGERPRINT_BYTES: Final = 8
 
 
 class FaultKind(Enum):
-    """A kind of fault that prevents a record from being judged. The topology says what happens to such records."""
+    """The kinds of faults that prevent a record from being judged."""
 
     MISSING_ID = "missing_id"
     UNREADABLE = "unreadable"
@@ -78,7 +77,7 @@ ODD_HEADER_NAME: Final = Fault(
 
 @dataclass(frozen=True, slots=True)
 class One:
-    """The values extracted from one record."""
+    """The ID, event time, and fingerprint of one record."""
 
     id: bytes
     """The state key, at most 33 bytes."""
@@ -89,7 +88,7 @@ class One:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Says which values to extract from records, and which format the records have."""
+    """Says how to find the ID and the event time in a record, and which format the record's value has."""
 
     tracking_id: TrackingId
     event_time: EventTime = field(default_factory=RecordTime)
@@ -107,10 +106,11 @@ class _MissingId(NotJudged):
 def extract_one(
     recipe: Recipe, key: bytes | None, value: bytes | None, headers: Headers, timestamp_ms: int
 ) -> One | Fault:
-    """Return the values of a record, or its first fault in the order TOMBSTONE, UNREADABLE, MISSING_ID, BAD_TIME.
+    """Return the ID, time, and fingerprint of a record, or its first fault.
 
-    A null value is a TOMBSTONE if the rule reads the ID or the time from the value. With a key or header rule, a
-    missing ID is reported before a TOMBSTONE. With format json, every value must be JSON, regardless of the rule.
+    The order of faults is TOMBSTONE, UNREADABLE, MISSING_ID, BAD_TIME. A null value is a TOMBSTONE if the ID or the
+    event time comes from the value. If the ID comes from the key or a header, MISSING_ID is reported before TOMBSTONE.
+    With format json, a value that is not JSON is UNREADABLE even if only the key or a header is needed.
     """
     try:
         if value is None:
@@ -179,14 +179,13 @@ def _of_bytes(value: bytes | None, tracking_id: TrackingId, place: str) -> bytes
 
 
 def normalize_bytes(value: bytes, normalize: Callable[[str], str]) -> bytes:
-    """Decode UTF-8, and return the normalized string as UTF-8. Bytes that are not UTF-8 stay unchanged."""
+    """Normalize a string that is encoded as UTF-8. Bytes that are not UTF-8 are returned unchanged."""
     with suppress(UnicodeDecodeError):
         return normalize(value.decode()).encode()
     return value
 
 
 def _of_fields(paths: Sequence[Path], tracking_id: TrackingId, content: JsonValue | Absent) -> list[bytes]:
-    """Return the canonical bytes of the value at every path. An unreadable value is reported before a missing one."""
     parts: list[bytes] = []
     missing: _MissingId | None = None
     for path in paths:
@@ -234,10 +233,7 @@ def _of_text(text: str, tracking_id: TrackingId, place: str) -> bytes:
 
 
 def _fingerprint(recipe: Recipe, value: bytes, content: JsonValue | Absent) -> bytes:
-    """Return the fingerprint of the canonical content, or of the raw value if there is no canonical content.
-
-    The comparison of payloads must not change which records can be judged, so this function refuses no value.
-    """
+    """Return the fingerprint of a value's canonical JSON, or of its raw bytes if it has no canonical JSON."""
     if not recipe.fingerprint:
         return b""
     if not isinstance(content, Absent):
@@ -247,12 +243,12 @@ def _fingerprint(recipe: Recipe, value: bytes, content: JsonValue | Absent) -> b
 
 
 def content_digest(canonical: bytes) -> bytes:
-    """Return the fingerprint of canonical content."""
+    """Return the fingerprint of a value, given its canonical JSON."""
     return _digest(encoding.CONTENT + canonical)
 
 
 def value_digest(value: bytes) -> bytes:
-    """Return the fingerprint of a value without canonical content."""
+    """Return the fingerprint of a value that has no canonical JSON."""
     return _digest(encoding.BYTES + value)
 
 

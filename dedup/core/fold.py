@@ -1,12 +1,7 @@
-"""Judges a batch as columns, and returns the verdicts of its records and their new sightings.
+"""Judges a batch of records by the deduplication rule, and returns their verdicts and new sightings.
 
-Every record passes through `fold`, so the function does only what the deduplication rule needs. `reference_model`
-implements the same rule in a slow way, and property tests check that both give the same verdicts.
-
-Most batches are judged as a whole (`judged_at_once`). This is possible if the records of a batch are close together in
-event time, no record is near a bound of the window, and the known sightings of the IDs are well within the guard
-period. A record of such a batch is a duplicate if its ID is known or occurs earlier in the batch, and unique otherwise,
-so dict lookups in C are enough to judge the batch. Other batches are judged record by record.
+`judged_at_once` judges most batches with dict lookups in C, and the other batches are judged record by record. Property
+tests check that `reference_model`, a slow implementation of the same rule, gives the same verdicts.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ class OnMissing(enum.Enum):
 
 
 class OnTombstone(enum.Enum):
-    """The policy for a null value if the ID is read from the value."""
+    """The policy for a record with a null value if its ID or its event time comes from the value."""
 
     FORWARD = "forward"
     DEAD_LETTER = "dead_letter"
@@ -58,12 +53,12 @@ class OnConflict(enum.Enum):
 
 
 class RecordFailed(DedupError):
-    """A policy `fail` applies to a record, so the worker stops without committing the record."""
+    """The policy for a record is `fail`, so the worker stops without committing the record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The parts of a topology that affect verdicts."""
+    """The settings of a topology that affect verdicts."""
 
     window: Window
     missing: OnMissing = OnMissing.DEAD_LETTER
@@ -75,7 +70,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A batch after extraction, as columns with one entry per record."""
+    """A batch of records with their extracted values, as columns with one entry per record."""
 
     extracted: Extracted
     sources: Sequence[int]
@@ -86,14 +81,14 @@ class Rows:
     """The rows that are idle markers instead of records."""
 
     def source(self, row: int) -> Source:
-        """Return the source of a record."""
+        """Return the source topic, partition, and offset of a record."""
         feed = self.feeds[row] if len(self.feeds) > 1 else self.feeds[0]
         return Source(feed.topic, feed.partition, self.sources[row])
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """The reason why a record cannot be judged, given as a code and a sentence."""
+    """The reason why a record is a dead letter, given as a code and a sentence."""
 
     code: str
     detail: str
@@ -104,7 +99,7 @@ _BEFORE_ALL: Final = StreamTime.before(())
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of `fold`, which contains the rows of each verdict, and the new sightings."""
+    """The result of `fold`: the rows (positions of records in the batch) with each verdict, and the new sightings."""
 
     unique: list[int] = field(default_factory=list)
     exempt: dict[int, str] = field(default_factory=dict)
@@ -134,7 +129,7 @@ class Outcome:
 
 
 def sighting_of(rows: Rows, times_ms: Sequence[int], row: int) -> Sighting:
-    """Return the new sighting of a unique record."""
+    """Return the sighting that a unique record creates."""
     return Sighting(times_ms[row], times_ms[row], rows.source(row), _fingerprint_of(rows, row))
 
 
@@ -159,8 +154,9 @@ def judged_at_once(
 ) -> tuple[list[int], list[tuple[int, Sighting]], list[tuple[int, int]]] | None:
     """Return `unique`, `duplicates`, and `repeats` of an `Outcome`, or None if the records must be judged one by one.
 
-    The result is the same as if the records were judged one by one. ``known`` contains only sightings of these IDs, and
-    ``stream_time_ms`` is stream time after the batch. The window must not use extension.
+    Records can be judged at once if the batch and the known sightings are so close together in time that every repeated
+    ID makes a duplicate. ``known`` must contain only sightings of the given IDs, and ``stream_time_ms`` is the stream
+    time after the batch. The window must not extend sightings.
     """
     least_ms, greatest_ms = min(times_ms), max(times_ms)
     if least_ms < stream_time_ms - window.grace_ms or greatest_ms - least_ms >= window.guard_ms:
@@ -190,7 +186,8 @@ def judged_at_once(
 def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceiling_ms: int) -> Outcome:
     """Judge a batch in log order, so that the sightings of earlier records count for later records.
 
-    ``ceiling_ms`` is the greatest event time that is accepted. Raises RecordFailed if the policy `fail` applies.
+    ``ceiling_ms`` is the greatest event time that is accepted. Raises RecordFailed if the policy for a record is
+    `fail`.
     """
     outcome, skipped = screen(rows, rules, ceiling_ms=ceiling_ms)
     times_ms = outcome.judged_times_ms
@@ -213,14 +210,13 @@ def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceilin
 
 
 def _is_plain(rules: Rules) -> bool:
-    """Tell whether sightings never change and payloads are not compared."""
     return not rules.window.extend and not rules.fingerprints
 
 
 def screen(rows: Rows, rules: Rules, *, ceiling_ms: int) -> tuple[Outcome, set[int]]:
-    """Return an outcome that contains only the faults and impossible times of a batch, and the rows not to be judged.
+    """Return an outcome that contains only the records that cannot be judged, and the rows to skip in `judge`.
 
-    Raises RecordFailed if the policy `fail` applies to a record.
+    Raises RecordFailed if the policy for a record is `fail`.
     """
     outcome = Outcome()
     skipped = _faults(rows, rules, outcome)
@@ -236,16 +232,16 @@ def judge(
     stream_times: list[int],
     skipped: set[int],
 ) -> None:
-    """Judge each row that is not in ``skipped`` by its own stream time, and add the verdicts to the outcome.
+    """Judge each row that is not in ``skipped`` by its own stream time, and add its verdict to ``outcome``.
 
-    The function updates `known`, except for the IDs of `outcome.singles`. Engines use the function if they group rows
-    by ID and already know the stream time of each row. Raises RecordFailed if the policy `fail` applies to a record.
+    An engine that groups rows by ID calls `judge` instead of `fold`, with the stream time of each row. New sightings
+    are added to ``known``, except those of the rows in ``outcome.singles``. Raises RecordFailed if the policy for a
+    record is `fail`.
     """
     _Judging(rows, rules, outcome, known).run(stream_times, skipped)
 
 
 def _faults(rows: Rows, rules: Rules, outcome: Outcome) -> set[int]:
-    """Add rows without an ID or an event time to the outcome, and return the rows that must not be judged."""
     skipped = set(rows.idle_rows)
     for row, fault in sorted(rows.extracted.faults.items()):
         if row in rows.idle_rows:
@@ -285,7 +281,6 @@ def _accepted_times(rows: Rows, rules: Rules, skipped: set[int], outcome: Outcom
 def _stream_times(
     rows: Rows, times_ms: list[int], skipped: set[int], before: StreamTime
 ) -> tuple[list[int], StreamTime]:
-    """Return stream time at every row, and stream time after the batch. Rows with faults do not change stream time."""
     if len(before.feeds) > 1 or rows.idle_rows:
         feeds = rows.feeds if len(rows.feeds) == len(times_ms) else [rows.feeds[0]] * len(times_ms)
         return before.after(
@@ -301,8 +296,6 @@ def _stream_times(
 
 
 class _Judging:
-    """One pass over a batch. It adds the sightings of the batch's records to `known`."""
-
     def __init__(self, rows: Rows, rules: Rules, outcome: Outcome, known: dict[bytes, Sightings]) -> None:
         self._rows: Final = rows
         self._rules: Final = rules
@@ -313,10 +306,6 @@ class _Judging:
         """Maps each ID that has occurred only once, in this batch, to its row. Few such IDs ever need a `Sighting`."""
 
     def run(self, stream_times: list[int], skipped: set[int]) -> None:
-        """Judge every row that is not skipped.
-
-        The loop itself judges the most frequent cases, and applies the rule of `Window.decide` to a single interval.
-        """
         known, fresh = self._known, self._fresh
         window, times_ms, outcome = self._window, self._outcome.judged_times_ms, self._outcome
         guard_ms, grace_ms, retention_ms = window.guard_ms, window.grace_ms, window.retention_ms

@@ -16,7 +16,7 @@ _QUOTED: Final = re.compile(r'\[("(?:[^"\\]|\\.)*")\]')
 
 
 def parse_path(text: str) -> Path:
-    """Parse a path. Raises ValueError with a message that says what to write instead if the path is not valid."""
+    """Parse a path. Raises ValueError, with a message that says what to write instead, if the path is not valid."""
     if not text:
         raise ValueError('the path is empty; write a member name, such as "order.id"')
     steps: list[str | int] = []
@@ -29,7 +29,7 @@ def parse_path(text: str) -> Path:
 
 @cache
 def format_path(path: Path) -> str:
-    """Return the string that `parse_path` parses into this path."""
+    """Return a path in the notation of topology files, which `parse_path` reads."""
     parts: list[str] = []
     for step in path:
         match step:

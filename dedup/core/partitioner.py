@@ -1,7 +1,6 @@
-"""Implements Kafka's default partitioner for a column of keys, with murmur2 and the seed of Kafka's `Utils.murmur2`.
+"""Chooses partitions for a column of keys as Kafka's default partitioner does, by a murmur2 hash of the key.
 
-Java's default partitioner, librdkafka's `murmur2_random`, and aiokafka use the same hash to put equal keys into the
-same partition.
+The Java client, aiokafka, and librdkafka with `murmur2_random` choose the same partitions.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Defines the exact model, which implements the deduplication rule in the slow, obvious way.
+"""Implements the deduplication rule in a slow and obvious way, as the reference for all other implementations.
 
-Tests and ``dedup verify`` compare all other implementations, including other engines, with the exact model. The model
-shares only the value types ``Source`` and ``Sighting`` with the fast code. It implements the rule of the semantics page
-a second time, with plain loops. The model receives records one at a time, in the order of one task's log, and never
-reads a clock.
+Tests and ``dedup verify`` compare other implementations with this model. The model judges records one by one, never
+reads a clock, and shares only the types ``Source`` and ``Sighting`` with the fast implementations.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _ONE_FEED: Final[tuple[Feed, ...]] = ((0, 0),)
 
 @dataclass(frozen=True, slots=True)
 class ModelRules:
-    """The parts of a topology that affect verdicts."""
+    """The settings of a topology that affect verdicts."""
 
     guard_ms: int
     grace_ms: int
@@ -43,7 +41,7 @@ class ModelRules:
 
 
 class ModelRecord(NamedTuple):
-    """One record of a task's log, reduced to what the deduplication rule needs."""
+    """The properties of a record that the deduplication rule needs."""
 
     id: bytes | None
     time_ms: int
@@ -72,7 +70,7 @@ class ModelVerdict(NamedTuple):
 
 
 class ReferenceModel:
-    """The state of one task after the records that were judged so far."""
+    """Judges the records of one task in log order, and keeps the task's sightings and stream time."""
 
     def __init__(self, rules: ModelRules, feeds: Iterable[Feed] = _ONE_FEED) -> None:
         self.rules: Final = rules
@@ -104,7 +102,7 @@ class ReferenceModel:
         return self._decide(record.id, time_ms, record)
 
     def forget(self) -> None:
-        """Drop every sighting that is too old to count. This changes no later verdict."""
+        """Drop every sighting that is too old to affect a later verdict."""
         oldest_ms = self.stream_time_ms - self.rules.guard_ms - self.rules.grace_ms
         for tracking_id in list(self.sightings):
             kept = [seen for seen in self.sightings[tracking_id] if seen.last_ms >= oldest_ms]
@@ -114,13 +112,11 @@ class ReferenceModel:
                 del self.sightings[tracking_id]
 
     def _advance(self) -> None:
-        """Advance stream time to the smallest of the greatest event times of all feeds that are not idle."""
         awake = [greatest_ms for feed, greatest_ms in self.greatest.items() if not self.idle[feed]]
         candidate_ms = min(awake) if awake else max(self.greatest.values())
         self.stream_time_ms = max(self.stream_time_ms, candidate_ms)
 
     def _unjudged(self, record: ModelRecord, fault: ModelFault) -> ModelVerdict:
-        """Return the verdict on a record with a fault, which does not advance stream time."""
         policy = "dead_letter"
         if fault == "missing_id":
             policy = self.rules.missing
@@ -156,7 +152,6 @@ class ReferenceModel:
         return ModelVerdict("unique", time_ms, self.stream_time_ms, contradicted, conflict=conflict)
 
     def _in_range(self, known: list[Sighting], time_ms: int) -> list[Sighting]:
-        """Return the sightings less than one guard period away from ``time_ms``."""
         guard_ms = self.rules.guard_ms
         oldest_ms = self.stream_time_ms - guard_ms - self.rules.grace_ms
         found = []
@@ -168,7 +163,7 @@ class ReferenceModel:
 
     @staticmethod
     def _nearest(sightings: list[Sighting], time_ms: int) -> Sighting:
-        """Return the nearest sighting, or the smallest of several at the same distance, so that all engines agree."""
+        """Return the nearest sighting or, of several equally near, the smallest, so that all engines agree."""
         best = sightings[0]
         best_distance_ms = -1
         for seen in sightings:
@@ -183,7 +178,6 @@ class ReferenceModel:
         return best
 
     def _extended_ms(self, seen: Sighting, time_ms: int) -> int:
-        """Return the end of a sighting that a duplicate extends. The cap counts from the start of the sighting."""
         cap_ms = seen.first_ms + self.rules.extend_at_most_ms
         if time_ms <= seen.last_ms or seen.last_ms >= cap_ms:
             return seen.last_ms
@@ -191,7 +185,7 @@ class ReferenceModel:
 
 
 def model(records: Iterable[ModelRecord], rules: ModelRules, feeds: Iterable[Feed] = _ONE_FEED) -> list[ModelVerdict]:
-    """Return the verdicts on the records, in order. After a ``fail``, the remaining records get no verdicts."""
+    """Return the verdicts on the records, in order, up to and including the first verdict ``fail``."""
     state = ReferenceModel(rules, feeds)
     verdicts = []
     for record in records:

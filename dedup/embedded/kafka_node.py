@@ -1,4 +1,4 @@
-"""Runs a real Apache Kafka on this machine, with one KRaft node that is both broker and controller."""
+"""Runs a real Apache Kafka on this machine, as one KRaft node that is both broker and controller."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ _LOGGING_OPTIONS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ProxiedListener:
-    """A listener that advertises `proxy_port` to clients. A proxy on that port forwards to `broker_port`."""
+    """A listener on `broker_port` that advertises `proxy_port`, the port of a proxy in front of the listener."""
 
     proxy_port: int
     broker_port: int
@@ -92,10 +92,9 @@ class ProxiedListener:
 class EmbeddedKafka:
     """A Kafka node in its own process, which ends when this process ends for any reason.
 
-    The methods block, and only one thread may use them at a time. With `port` 0, a free port is chosen. Without
-    `data_dir`, the data is in a temporary directory, which `stop()` removes. `proxied` adds a listener for a fault
-    proxy. `properties` override the node's own properties. Every method that starts the node raises BrokerUnavailable
-    if Java or the jars are not available, or if the node does not start.
+    The methods block and are not thread-safe. With `port` 0, a free port is chosen. Without `data_dir`, the data is in
+    a temporary directory, which `stop()` removes. `proxied` adds a listener for a fault proxy. `properties` override
+    the node's own properties. Every method that starts the node raises BrokerUnavailable if the start fails.
     """
 
     def __init__(
@@ -137,11 +136,11 @@ class EmbeddedKafka:
 
     @property
     def running(self) -> bool:
-        """True while the process runs. A paused process counts as running."""
+        """True while the node runs or is paused."""
         return self.process is not None and self.process.running
 
     def start(self) -> Self:
-        """Start the node, and wait until it responds to clients. A start takes 2 s, or longer if jars are missing."""
+        """Start the node, and wait until it responds to clients (2 s, or longer if jars must be downloaded)."""
         if self.running:
             raise InvariantBroken("this embedded Kafka already runs; call stop() or kill() first")
         self.kill()  # cleans up after a node that ended by itself
@@ -168,7 +167,7 @@ class EmbeddedKafka:
                 )
 
     def check(self) -> None:
-        """Raise BrokerUnavailable, with the end of the node's log, if the node has ended."""
+        """Raise BrokerUnavailable, with the end of the log, if the node has exited."""
         if not self.running:
             tail = "" if self.process is None else self.process.log_tail
             raise BrokerUnavailable(
@@ -177,27 +176,25 @@ class EmbeddedKafka:
             )
 
     def stop(self) -> None:
-        """Shut the node down cleanly, delete temporary data, and free the ports. A second call has no effect."""
+        """Shut the node down cleanly, delete temporary data, and free the ports, unless the node is already stopped."""
         self._end(lambda process: process.stop(_STOPS_WITHIN_S))
         if self._given_dir is None and self._dir is not None:
             shutil.rmtree(self._dir, ignore_errors=True)
             self._dir, self._ports = None, ()
 
     def kill(self) -> None:
-        """Kill the node with SIGKILL; its data is kept for restart()."""
+        """Kill the node with SIGKILL, and keep its data for restart()."""
         self._end(ChildProcess.kill)
 
     def restart(self) -> None:
-        """Shut the node down if it runs, and start it with the same addresses and the same data."""
+        """Shut the node down if it is running, and start it again with the same addresses and data."""
         self._end(lambda process: process.stop(_STOPS_WITHIN_S))
         self.start()
 
     def __enter__(self) -> Self:
-        """Start the node."""
         return self.start()
 
     def __exit__(self, *_: object) -> None:
-        """Stop the node."""
         self.stop()
 
     def _end(self, end: Callable[[ChildProcess], int]) -> None:
@@ -221,7 +218,6 @@ class EmbeddedKafka:
         return (self._given_port, *ports[1:]) if self._given_port else ports
 
     def _format(self, java: Path, jars: Path) -> None:
-        """Write the config file, and give a new data directory an identity and the feature levels of this version."""
         data = self._directory() / "data"
         data.parent.mkdir(parents=True, exist_ok=True)
         (data.parent / "server.properties").write_text(self._config(data), encoding="utf-8")
@@ -235,7 +231,6 @@ class EmbeddedKafka:
         (data / "meta.properties").write_text(identity, encoding="utf-8")
 
     def _identity(self) -> tuple[str, int]:
-        """Return the IDs of the cluster and the node."""
         return new_id(), 1
 
     def _config(self, data: Path) -> str:
@@ -275,12 +270,10 @@ class EmbeddedKafka:
 
 @dataclass(frozen=True, slots=True)
 class ClassArchive:
-    """The archive of Kafka's parsed and verified classes (JEP 350), which a node uses or creates.
+    """The archive of Kafka's parsed and verified classes (JEP 350), with which a node starts twice as fast.
 
-    Java writes the archive when a user's first node shuts down cleanly, which takes about 4 s longer; later nodes map
-    the archive into memory. The archive is valid for one Java version and one set of jars. Nodes also start without an
-    archive. On 2 cores, a start with the archive of 49 MB took 1.8 s and 1.5 CPU-seconds instead of 3.8 s and 2.6
-    CPU-seconds.
+    Java writes the archive when a user's first node shuts down cleanly, which delays the shutdown by about 4 s. A class
+    archive is valid for one Java version and one set of jars.
     """
 
     file: Path
@@ -289,7 +282,7 @@ class ClassArchive:
 
     @classmethod
     def of(cls, java: Path, jars: Path) -> Self:
-        """Return the archive for a Java executable and a directory of jars. The archive may not exist yet."""
+        """Return the class archive, which may not exist yet, for a Java executable and a directory of jars."""
         # Java rejects an archive if the Java version or a jar has changed.
         digest, release = blake2b(digest_size=8), java.resolve().parents[1] / "release"
         digest.update(release.read_bytes() if release.is_file() else str(java.resolve()).encode())
@@ -301,14 +294,14 @@ class ClassArchive:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The options for Java that use or create the archive."""
+        """The command-line options with which Java uses or creates the class archive."""
         silent = "-Xlog:cds=off,cds+dynamic=off"
         if self.made is None:
             return (f"-XX:SharedArchiveFile={self.file}", silent)
         return (f"-XX:ArchiveClassesAtExit={self.made}", silent)
 
     def keep(self, exit_code: int) -> None:
-        """Publish the archive that the node has written, or delete the incomplete one of a killed node."""
+        """Publish the class archive that the node has written, or delete it if the node was killed."""
         if self.made is None:
             return
         if exit_code in _CLEAN_EXITS and self.made.is_file():
@@ -321,8 +314,8 @@ class ClassArchive:
 def free_ports(count: int) -> tuple[int, ...]:
     """Return ports on which no process listens, below the range that the system assigns to outgoing connections.
 
-    A client that keeps trying to reach a stopped broker on a port in that range may get the same port as its own,
-    connect to itself, and thereby prevent the broker from restarting.
+    If the broker's port were in the range for outgoing connections, a client could connect to itself while the broker
+    is stopped, and thereby prevent the broker from restarting.
     """
     ports: set[int] = set()
     while len(ports) < count:
@@ -337,9 +330,7 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 
 def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
-    """Return a file with the feature levels of a new cluster. The file is kept, because Kafka's tool takes a second to
-    write it.
-    """
+    """Return a file with the feature levels of a new cluster, which is written only for a user's first node."""
     kept = jars / "bootstrap.checkpoint"
     if kept.exists():
         return kept
@@ -368,7 +359,7 @@ def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
 
 
 def new_id() -> str:
-    """Return a new cluster ID or directory ID as Kafka writes it, which is 16 bytes in URL-safe base64."""
+    """Return a new cluster ID or directory ID in Kafka's format (16 bytes in URL-safe base64)."""
     # An ID that starts with a dash would look like an option.
     while True:
         text = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")

@@ -1,8 +1,8 @@
-"""Implements the watchdog, a process that runs a program and kills it when the process that started the watchdog ends.
+"""Implements the watchdog, a process that runs a program and kills it when the watchdog's parent ends.
 
-The watchdog is started by path with `python -I -S` and imports only the standard library, so it starts in about 20 ms.
-The parent holds the other end of the watchdog's stdin. Each byte is a command (see ORDERS), and the end of the stream
-means that the parent has exited. On Linux, the kernel also kills the program if the watchdog itself is killed.
+The parent sends commands (see ORDERS) as bytes to the watchdog's stdin, which closes when the parent ends. On Linux,
+the kernel also kills the program if the watchdog is killed. The watchdog starts in about 20 ms, because it runs with
+`python -I -S` and imports only the standard library.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(command: list[str]) -> int:
 
 
 def _tie_to_parent() -> Callable[[], None] | None:
-    """Return a function that makes a new process end with this one, or None if the kernel does not support that."""
+    """Return a function that makes a new process end with its parent, or None if the kernel does not support it."""
     if sys.platform != "linux":
         return None
     import ctypes  # noqa: PLC0415  other systems may lack it

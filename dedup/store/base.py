@@ -1,9 +1,7 @@
-"""Defines the interface of a task's state store and the values that a store keeps; it does not depend on Kafka.
+"""Defines the interface of a task's state store and the values that a store keeps.
 
-State is divided into *segments*. A sighting that ends at ``last_ms`` is stored under its state key in the segment that
-starts at ``Window.segment_of(last_ms)``. A segment is always dropped as a whole. The store never contains an
-uncommitted sighting. Its changelog position is never newer than its keys, because ``apply`` writes the keys, the task
-record, and the position atomically.
+A sighting that ends at ``last_ms`` is stored under its state key (the encoded ID) in the segment that starts at
+``Window.segment_of(last_ms)``. Segments are dropped as a whole. A store contains only committed sightings.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class FeedTime:
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """The values that let a new task continue where the previous one stopped; every transaction writes this record."""
+    """The changelog record from which a new task continues where the previous one stopped."""
 
     fingerprint: bytes
     """The value of `Topology.state_fingerprint`; a task refuses to load state with a different fingerprint."""
@@ -56,7 +54,7 @@ class TaskRecord:
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """Identifies the task that owns the state in a directory. A task refuses to load state that another task owns."""
+    """Identifies the task that owns a store. A task refuses to open a store that another task owns."""
 
     topology: str
     partition: int
@@ -68,7 +66,7 @@ class StoreIdentity:
 
 
 class Store(Protocol):
-    """The applied state of one task. A store is not thread-safe, because it has only one owner at a time."""
+    """The state store of one task, which is not thread-safe."""
 
     task_record: TaskRecord | None
     """The last applied task record, or None in a new store."""
@@ -76,13 +74,10 @@ class Store(Protocol):
     """The changelog offset to restore from, or 0 in a new store."""
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Look up ``ids`` in each segment; return the encoded values by segment and ID.
-
-        Segments that contain none of the IDs are absent from the result.
-        """
+        """Return the encoded sightings of the IDs, by segment and ID, without segments that contain none of the IDs."""
 
     def segments(self) -> dict[int, int]:
-        """Map each segment's start, in ascending order, to a changelog offset at or below the segment's records."""
+        """Map each segment's start, in ascending order, to a changelog offset at or before its first record."""
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """Write the sightings, the task record, and the position in one atomic write that survives a SIGKILL.
@@ -93,27 +88,26 @@ class Store(Protocol):
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
         """Drop all segments that end at or before ``oldest_live_ms``, and return their starts in ascending order.
 
-        A segment ends at its start plus its width. The width is ``segment_ms`` or the greatest width that the segment
-        was written with, whichever is greater.
+        A segment's width is ``segment_ms`` or the greatest width that it was written with, whichever is greater.
         """
 
     def clear(self) -> None:
         """Delete the sightings, the task record, and the position atomically. The store stays open."""
 
     def warm(self, ids: int) -> bool:
-        """Add up to ``ids`` more IDs to the filters that speed up lookups; return whether all IDs have been added."""
+        """Read up to ``ids`` more stored IDs into the Bloom filters, and return whether the filters contain all IDs."""
 
     def approximate_bytes(self) -> int:
         """Return an estimate of the state's size in bytes."""
 
     def count_ids(self) -> int:
-        """Return an estimate of the number of (segment, ID) pairs."""
+        """Return an estimate of the number of (segment, ID) pairs in the store."""
 
     def sightings(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield sorted tuples (segment, state key, encoded value). Raises TaskCorrupted if an entry is unreadable."""
+        """Yield sorted tuples (segment, state key, value). Raises TaskCorrupted if an entry is unreadable."""
 
     def close(self) -> None:
-        """Release the store. Further calls have no effect."""
+        """Release the store, unless it is already released."""
 
     def wipe(self) -> None:
         """Close the store and delete all its data."""

@@ -1,12 +1,9 @@
-"""Implements a Bloom filter over the IDs of one segment; each query checks a whole batch of IDs.
+"""Implements a Bloom filter over the IDs of one segment, so that most lookups of unknown IDs do not read from RocksDB.
 
-If the filter contains every ID of a segment, most lookups of unknown IDs need no read from RocksDB. The filter is a
-blocked Bloom filter (Putze, Sanders, Singler 2007): each ID sets four bits in a single 64-bit word, so adding an ID
-causes at most one cache miss. The filter takes about 16 bits per ID and has a false-positive rate of 0.5 %. It grows by
-adding layers (arrays of words), each of which is at least as large as all earlier layers together.
-
-The filter uses Python's own hash of the bytes, because dict lookups compute this hash anyway. Each process uses its own
-random key for this hash, so nobody can choose IDs that collide, but a filter cannot be stored for another process.
+The filter is a blocked Bloom filter (Putze, Sanders, Singler 2007) with about 16 bits per ID and a false-positive rate
+of 0.5 %. The filter grows in layers, each at least as large as all earlier layers together. The filter uses Python's
+own hash of an ID, because dict lookups compute this hash anyway. The hash has a random key in each process, so nobody
+can choose IDs that collide, but a filter cannot be stored for another process.
 """
 
 from __future__ import annotations
@@ -22,9 +19,7 @@ _Words = npt.NDArray[np.uint64]
 _IDS_PER_WORD: Final = 4
 _FIRST_WORDS: Final = 1 << 11
 _QUICK_GROWTH_WORDS: Final = 1 << 16
-"""Below this number of words, a new layer is up to three times as large as all earlier layers together, which keeps the
-number of layers small.
-"""
+"""Below this number of words, a new layer is up to three times as large as all earlier layers together."""
 
 _PAIR_BITS: Final = 12
 _PAIR_MASK: Final = np.uint64((1 << _PAIR_BITS) - 1)
@@ -38,7 +33,7 @@ _PAIRS: Final = (np.uint64(1) << (_PAIR & np.uint64(63))) | (np.uint64(1) << (_P
 
 
 class Hashed:
-    """Hashes a batch of IDs once, so that the hashes can be used for several segments."""
+    """The hashes of a batch of IDs, which can be used for several segments."""
 
     __slots__ = ("bits", "words")
 
@@ -48,12 +43,12 @@ class Hashed:
         self.bits: Final = _PAIRS[hashes & _PAIR_MASK] | _PAIRS[hashes >> np.uint64(_PAIR_BITS) & _PAIR_MASK]
 
     def in_layer(self, words: int) -> npt.NDArray[np.uint64]:
-        """Return the index of each ID's word in a layer: 40 bits of the ID's hash, scaled to the layer's size."""
+        """Return the index of each ID's word in a layer that has ``words`` words."""
         return self.words * np.uint64(words) >> _WORD_BITS
 
 
 class BloomFilter:
-    """Reports which IDs of a batch may have been added; it never misses an ID that was added."""
+    """A set of IDs that never misses an ID that was added, but may report an ID that was not."""
 
     __slots__ = ("_capacity", "_layers", "_total_words", "added")
 
@@ -66,7 +61,7 @@ class BloomFilter:
 
     @property
     def size_bytes(self) -> int:
-        """The memory that the filter uses."""
+        """The memory that the filter uses, in bytes."""
         return self._total_words * 8
 
     def add(self, hashed: Hashed) -> None:

@@ -1,6 +1,7 @@
 """Encodes and decodes the keys and values of the changelog and the store: sightings, task records, and seed marks.
 
-A sighting value consists of one or more entries. An entry has these fields, with big-endian unsigned integers::
+The key of a sighting value consists of ``S``, the segment start (8 bytes), and the state key. A sighting value lists
+*all* sightings of its ID that end in its segment, as entries with these fields (unsigned, big-endian)::
 
     1 byte   version in the high nibble (1); flags: 1 wide source, 2 extended, 4 fingerprint
     7 bytes  first_ms
@@ -10,13 +11,9 @@ A sighting value consists of one or more entries. An entry has these fields, wit
     8 bytes  last_ms, only if extended: otherwise last_ms is first_ms
     8 bytes  fingerprint, only with its flag
 
-A typical entry takes 15 bytes and is read with one unpack call. Times are in the range [0, 2**48) ms. A sighting with a
-time outside this range is a bug: a record with a negative time is a dead letter, and a time after the year 10889 is too
-far in the future. A value lists *all* sightings of its ID that end in its segment. In the changelog, a later record
-replaces an earlier record with the same key.
+Times are in the range [0, 2**48) ms, which ends in the year 10889.
 
-The key of a sighting value consists of ``S``, the segment start (8 bytes), and the state key. The key of the task
-record is ``T``, and the key of the seed mark is ``H``. The task record and the seed mark each start with their own
+The key of the task record is ``T``, and the key of the seed mark is ``H``. Task records and seed marks start with a
 version byte and end with a CRC-32. The body of a seed mark is a JSON object, and the body of a task record has these
 fields::
 
@@ -27,12 +24,9 @@ fields::
     each feed: 2 bytes topic, 4 bytes partition, 8 bytes max_ms (signed), 1 byte idle
     16 bytes topic ID of the feeding topic, from version 3
 
-`dedup spark seed` writes a seed (the initial state of a fleet) in many transactions. In each changelog partition, the
-first record of the seed is a seed mark `seeding`, and the last transaction contains the task record and a seed mark
-`seeded`. All seed marks have the same key, so compaction keeps only the newest one. A partition that has the mark
-`seeding` but no task record contains only part of the history, so no task may use its state. The seed mark contains the
-data that a repeated run needs to produce the same seed: the identity of the seed, the offsets that the fleet starts
-from, and the number of sightings.
+`dedup spark seed` writes the initial state of a fleet (the seed) in many transactions. In each changelog partition, the
+first record of the seed is a `seeding` mark, and the last transaction contains the task record and a `seeded` mark. No
+task may use a partition that has a `seeding` mark but no task record, because part of the seed is missing.
 """
 
 from __future__ import annotations
@@ -102,7 +96,7 @@ _CHECKSUM_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class SeedMark:
-    """The identity of a seed (the initial state that `dedup spark seed` writes) and its progress in one partition."""
+    """Identifies the seed (the initial state) in a changelog partition, and says whether the seed is complete."""
 
     phase: Literal["seeding", "seeded"]
     seed: str
@@ -123,13 +117,13 @@ class SeedMark:
 
 
 def encode_seed_mark(mark: SeedMark) -> bytes:
-    """Return the encoded seed mark."""
+    """Encode a seed mark as a changelog value."""
     body = bytes([_MARK_VERSION]) + json.dumps(asdict(mark), sort_keys=True, separators=(",", ":")).encode()
     return body + zlib.crc32(body).to_bytes(_CHECKSUM_BYTES)
 
 
 def decode_seed_mark(value: bytes) -> SeedMark:
-    """Decode a seed mark. Raises StateIncompatible if it has another version, or TaskCorrupted if it is damaged."""
+    """Decode a seed mark. Raises StateIncompatible for an unknown version, or TaskCorrupted for damaged bytes."""
     if value and value[0] != _MARK_VERSION:
         raise StateIncompatible(
             f"a seed mark has version {value[0]}; this dedup reads version {_MARK_VERSION}. Another release seeded the "
@@ -143,15 +137,14 @@ def decode_seed_mark(value: bytes) -> SeedMark:
     try:
         return SeedMark(**json.loads(body[1:]))
     except (TypeError, ValueError) as error:
-        # The checksum is correct, so this version of dedup wrote these bytes, although they do not form a valid seed
-        # mark.
+        # The checksum is correct, so dedup itself wrote these bytes, although they do not form a valid seed mark.
         raise InvariantBroken(
             f"a seed mark lacks members of version {_MARK_VERSION}, or has others: {error}."
         ) from error
 
 
 def encode_sighting(sightings: Sighting | Iterable[Sighting]) -> bytes:
-    """Encode one sighting, or all sightings of an ID in one segment, as the value of one record."""
+    """Encode one sighting, or all sightings of an ID in one segment, as one changelog value."""
     if isinstance(sightings, Sighting):
         return _encode_entry(sightings)
     value = b"".join(map(_encode_entry, sightings))
@@ -190,10 +183,7 @@ def _encode_entry(sighting: Sighting) -> bytes:
 
 
 def decode_sightings(value: bytes) -> tuple[Sighting, ...]:
-    """Return the sightings in an encoded value, in the order in which they were written.
-
-    Raises StateIncompatible if the value has another version, or TaskCorrupted if it is damaged.
-    """
+    """Decode a sighting value. Raises StateIncompatible for an unknown version, or TaskCorrupted for damaged bytes."""
     if len(value) == _PLAIN_BYTES:
         head, topic, partition, offset = _unpack_plain(value)
         first_ms = head - _PLAIN_BASE
@@ -208,7 +198,6 @@ def decode_sightings(value: bytes) -> tuple[Sighting, ...]:
 
 
 def _decode_entry(value: bytes, at: int) -> tuple[Sighting, int]:
-    """Decode the entry that starts at index ``at``, and return its sighting and the start of the next entry."""
     header = value[at] if value else _CHANGELOG_VERSION
     if header & 0xF0 != _CHANGELOG_VERSION:
         raise StateIncompatible(
@@ -228,10 +217,7 @@ def _decode_entry(value: bytes, at: int) -> tuple[Sighting, int]:
 
 
 def all_within(values: Collection[bytes], begin_ms: int, end_ms: int) -> bool:
-    """Return whether all sightings in these values end in [``begin_ms``, ``end_ms``).
-
-    Raises the same errors as `decode_sightings`.
-    """
+    """Tell whether all sightings end in [``begin_ms``, ``end_ms``). Raises the same errors as `decode_sightings`."""
     joined = b"".join(values)
     if len(joined) == len(values) * _PLAIN_BYTES and set(map(len, values)) == {_PLAIN_BYTES}:
         rows = np.frombuffer(joined, np.uint8).reshape(len(values), _PLAIN_BYTES)
@@ -249,10 +235,10 @@ def encode_single_column(
     offsets: Integers,
     fingerprints: Sequence[bytes] | None = None,
 ) -> list[bytes]:
-    """Encode one sighting per row, each with equal first and last times, into the same values as ``encode_sighting``.
+    """Encode one sighting per row, with equal first and last times, as `encode_sighting` does.
 
     ``topic`` and ``partition`` are each either a column or a single value for all rows. Raises InvariantBroken in the
-    same cases as ``encode_sighting``.
+    same cases as `encode_sighting`.
     """
     rows = len(times_ms)
     times, seen_at = np.asarray(times_ms, np.int64), np.asarray(offsets, np.int64)
@@ -289,7 +275,7 @@ def _encode_rows(
     offsets: npt.NDArray[np.int64],
     fingerprints: Sequence[bytes] | None,
 ) -> list[bytes]:
-    """Encode rows one by one, because narrow and wide sources are mixed or because an error must name the row."""
+    """Encode rows one by one, because their layouts differ or because an error must name the row."""
     rows = len(times)
     prints = [b""] * rows if fingerprints is None else fingerprints
     columns = (times, np.broadcast_to(topics, rows), np.broadcast_to(partitions, rows), offsets)
@@ -310,12 +296,12 @@ class SightingKey(NamedTuple):
 
 
 def sighting_key(segment: int, state_key: bytes) -> bytes:
-    """Return the changelog key for the sightings of an ID in a segment."""
+    """Return the key of the changelog record that holds the sightings of an ID in a segment."""
     return segment_prefix(segment) + state_key
 
 
 def segment_prefix(segment: int) -> bytes:
-    """Return the common prefix of all changelog keys of a segment."""
+    """Return the bytes with which all changelog keys of a segment begin."""
     if not 0 <= segment < _TIME_LIMIT:
         raise InvariantBroken(f"a segment that starts at {segment} ms cannot be stored: event times are >= 0.")
     return _SIGHTING_TAG + segment.to_bytes(8)
@@ -324,7 +310,7 @@ def segment_prefix(segment: int) -> bytes:
 def parse_key(key: bytes) -> SightingKey | None:
     """Parse a changelog key, or return None for the key of the task record or the seed mark.
 
-    Raises StateIncompatible for a key that this release never writes.
+    Raises StateIncompatible for a changelog key that this release never writes.
     """
     if key in _ALONE:
         return None
@@ -338,7 +324,7 @@ def parse_key(key: bytes) -> SightingKey | None:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The content of consecutive changelog records, in the form that ``Store.apply`` accepts."""
+    """The sightings, the last task record, and the last seed mark among consecutive changelog records."""
 
     writes: dict[int, dict[bytes, bytes]]
     task_record: TaskRecord | None
@@ -348,10 +334,10 @@ class Collected:
 
 
 def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Collected:
-    """Return the content of consecutive changelog records. Of several records with the same key, only the last counts.
+    """Collect consecutive changelog records. Of several records with the same key, only the last counts.
 
-    Raises StateIncompatible if a record cannot be dedup's own, because its key or value is missing or because its key
-    or version is unknown.
+    Raises StateIncompatible for a record that dedup did not write: its key or value is missing, or its key or version
+    is unknown.
     """
     if None in keys or None in values:
         raise StateIncompatible(
@@ -393,12 +379,11 @@ def _by_prefix(keys: Sequence[bytes], values: Sequence[bytes]) -> dict[bytes, di
 
 
 def _last(keys: Sequence[bytes], values: Sequence[bytes], key: bytes) -> bytes:
-    """Return the value of the last record with this key. At least one record must have the key."""
     return values[len(keys) - 1 - keys[::-1].index(key)]
 
 
 def encode_task_record(record: TaskRecord) -> bytes:
-    """Encode a task record as its version, its fields, its topic ID (if it has one), and a CRC-32."""
+    """Encode a task record as a changelog value."""
     topic_id = bytes.fromhex(record.feeding_topic_id)
     if len(topic_id) not in {0, _TOPIC_ID_BYTES}:
         raise InvariantBroken(f"a task record cannot be written: {record.feeding_topic_id!r} is not a topic id.")
@@ -424,7 +409,7 @@ def encode_task_record(record: TaskRecord) -> bytes:
 
 
 def decode_task_record(value: bytes) -> TaskRecord:
-    """Decode a task record. Raises StateIncompatible if it has another version, or TaskCorrupted if it is damaged."""
+    """Decode a task record. Raises StateIncompatible for an unknown version, or TaskCorrupted for damaged bytes."""
     if value and value[0] not in {_RECORD_WITHOUT_ID, _RECORD_VERSION}:
         raise StateIncompatible(
             f"a task record has version {value[0]}; this dedup reads versions {_RECORD_WITHOUT_ID} and "
@@ -454,11 +439,11 @@ def decode_task_record(value: bytes) -> TaskRecord:
 
 
 def rebucket(entries: Iterable[tuple[bytes, bytes]], segment_ms: int) -> dict[int, dict[bytes, bytes]]:
-    """Return the writes that move (state key, encoded value) pairs into segments with the width ``segment_ms``.
+    """Return the writes that move (state key, encoded sightings) pairs into segments with the width ``segment_ms``.
 
-    A store needs these writes after its topology's guard period or grace, and with it the segment width, has changed.
-    ``entries`` includes the values that the new segments already contain for these IDs. Sightings of one ID that have
-    the same first time, source, and fingerprint are merged into one sighting with the latest of their last times.
+    The segment width changes with the guard period and the grace of the topology. ``entries`` must include the values
+    that the new segments already contain for the same IDs. Sightings of one ID that differ only in their last time are
+    merged into one with the latest of these times.
     """
     intervals: dict[bytes, dict[tuple[int, Source, bytes], int]] = {}
     for state_key, value in entries:

@@ -1,12 +1,9 @@
-"""Packs and unpacks checkpoints, which consist of an archive of a task's closed store and a description of the archive.
+"""Packs a closed store into a checkpoint (an archive and its description), and unpacks checkpoints.
 
-The archive is a tar file that contains the store's files. The description (`manifest.json`) says which task the state
-belongs to. The description is written after the archive, so if there is a description, the archive is complete.
-
-An archive may come from anywhere, so nothing in it is trusted. An archive is unpacked only into an empty directory.
-Only regular files with RocksDB's file names are accepted, and an archive may not contain more bytes than the
-description states. An archive does not contain rocksdict's settings or RocksDB's options, because a store is opened
-with dedup's own options. An archive also omits RocksDB's event log, because the log contains the machine's name.
+The archive is a tar file of the store's files. The description (`manifest.json`) is written after the archive, so an
+archive with a description is complete. Nothing in an archive is trusted: only regular files with the names of RocksDB's
+files are unpacked, and no more bytes than the description states. An archive omits RocksDB's options, because dedup
+opens stores with its own options. An archive omits RocksDB's event log, because it contains the machine's name.
 """
 
 from __future__ import annotations
@@ -36,14 +33,10 @@ _MOST_FILES: Final = 100_000
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 Moved = Callable[[int], None]
-"""A callback that receives the size in bytes of each transferred piece, and may stop the transfer by raising an
-exception.
-"""
+"""Receives the size in bytes of each transferred piece, and may raise an exception to stop the transfer."""
 
 
 class _Counted:
-    """A stream that counts and hashes the bytes that pass through it."""
-
     def __init__(self, stream: IO[bytes], moved: Moved, *, limit_bytes: float = math.inf) -> None:
         self._stream: Final = stream
         self._limit_bytes: Final = limit_bytes
@@ -74,10 +67,9 @@ class _Counted:
 
 
 def pack(directory: Path, target: IO[bytes], moved: Moved) -> tuple[int, str]:
-    """Write the files of a closed store as a tar file; return its length in bytes and its SHA-256 in hex."""
+    """Write the files of a closed store as a tar file, and return its length in bytes and its SHA-256 in hex."""
     out = _Counted(target, moved)
-    # The archive is not compressed, because the files in it are already compressed. USTAR is the tar format without
-    # extensions.
+    # The archive is not compressed, because its files are already compressed. USTAR is tar without extensions.
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.USTAR_FORMAT, bufsize=_PIECE_BYTES) as archive:  # type: ignore[call-overload]
         for path in sorted(directory.iterdir()):
             if _STORE_FILES.fullmatch(path.name) is None:
@@ -93,8 +85,8 @@ def pack(directory: Path, target: IO[bytes], moved: Moved) -> tuple[int, str]:
 def unpack(source: IO[bytes], directory: Path, *, size_bytes: int, sha256: str, moved: Moved) -> None:
     """Unpack an archive into an existing, empty directory, and sync the files to disk.
 
-    Raises CheckpointUnusable if the size or the digest of the archive differs, or if the archive contains anything but
-    regular files of a store. In this case, unpacked files may remain in the directory.
+    Raises CheckpointUnusable if the archive's size or digest is wrong or if it contains anything but the regular files
+    of a store. After an error, unpacked files may remain in the directory.
     """
     reader = _Counted(source, moved, limit_bytes=size_bytes)
     try:
@@ -120,10 +112,6 @@ def unpack(source: IO[bytes], directory: Path, *, size_bytes: int, sha256: str, 
 
 
 def _extract(archive: tarfile.TarFile, entry: tarfile.TarInfo, directory: Path) -> None:
-    """Extract one file of the archive.
-
-    Raises CheckpointUnusable if it is not a regular file with the name of a store's file.
-    """
     content = archive.extractfile(entry) if entry.type in _PLAIN and entry.sparse is None else None
     if content is None or _STORE_FILES.fullmatch(entry.name) is None:
         raise CheckpointUnusable(
@@ -148,7 +136,7 @@ class _Head(msgspec.Struct):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """Describes a partition's state at one position of its changelog; the fields are the members of the JSON object."""
+    """The description of a partition's checkpoint, whose fields are the members of a JSON object."""
 
     topology: str
     partition: _Count
@@ -166,12 +154,12 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> StoreIdentity:
-        """The identity of the task that the state belongs to."""
+        """The identity of the task whose state is in the checkpoint."""
         return StoreIdentity(self.topology, self.partition, self.changelog_topic_id)
 
     @property
     def fingerprint(self) -> bytes:
-        """The state fingerprint in the last task record in the store."""
+        """The state fingerprint in the store's task record."""
         return bytes.fromhex(self.fingerprint_hex)
 
     def encode(self) -> bytes:
@@ -180,10 +168,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes, place: str) -> Self:
-        """Decode a description that was read from ``place``.
-
-        Raises CheckpointUnusable if the description is damaged or has an unknown format.
-        """
+        """Decode a description of a checkpoint. Raises CheckpointUnusable for damaged bytes or an unknown format."""
         try:
             version = msgspec.json.decode(data, type=_Head).format
             if version != _FORMAT:

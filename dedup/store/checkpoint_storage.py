@@ -1,12 +1,8 @@
-"""Uses fsspec to store checkpoints in a directory or an object store.
+"""Stores checkpoints in a directory or an object store, through fsspec.
 
-``URL/TOPOLOGY/PARTITION/`` contains archives with unique names and the description `manifest.json`, which names the
-current archive. An archive is never overwritten, so a reader can finish reading it while a newer archive is being
-written. The description is written last, in one atomic step; in a file system, this step is a rename.
-
-The client libraries of object stores raise many different exceptions. This module turns all of them into
-CheckpointUnusable, because in any case, the caller can only continue without a checkpoint. Calls to this module may
-block for minutes, so do not make them in an event loop.
+``URL/TOPOLOGY/PARTITION/`` contains archives with unique names and `manifest.json`, the description of the current
+archive. No archive is ever overwritten, so a reader can finish while a newer archive is written. `manifest.json` is
+written last and in one atomic step. Calls to this module may block for minutes, so do not make them in an event loop.
 """
 
 from __future__ import annotations
@@ -29,16 +25,14 @@ from dedup.store.checkpoint import MOST_BYTES, Checkpoint, Moved, pack
 _MANIFEST: Final = "manifest.json"
 _ARCHIVE: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{8}\.tar", re.ASCII)
 _DIRECTORIES: Final = frozenset({"file", "ftp", "hdfs", "memory", "sftp", "smb", "webhdfs"})
-"""Protocols that require a directory to be created before a file in it. For other protocols, no directory is created,
-because s3fs, for example, would create a bucket even if its name is misspelled.
-"""
+"""Protocols for which a directory is created before a file in it. For others, s3fs would create a misspelled bucket."""
 
 
 class CheckpointStorage:
     """Reads and writes the checkpoints under one URL."""
 
     def __init__(self, url: str) -> None:
-        """Check the URL without connecting. Raises SettingsError if no installed package can read this kind of URL."""
+        """Raises SettingsError if no installed package supports the protocol of the URL."""
         self._url: Final = url.rstrip("/") or "/"
         refuse_unreadable(url)
 
@@ -50,7 +44,7 @@ class CheckpointStorage:
         return f"{self._url}/{topology}/{partition}"
 
     def find(self, topology: str, partition: int) -> Checkpoint | None:
-        """Return the partition's current checkpoint, or None if the partition has no checkpoint.
+        """Return the partition's current checkpoint, or None if it has none.
 
         Raises CheckpointUnusable if the description is damaged or the storage does not respond.
         """
@@ -82,10 +76,10 @@ class CheckpointStorage:
         ids: int,
         moved: Moved = lambda _: None,
     ) -> Checkpoint:
-        """Store a checkpoint of the closed store in ``directory`` as the partition's current checkpoint, and return it.
+        """Pack the closed store in ``directory`` as the partition's current checkpoint, and return its description.
 
-        The previous checkpoint stays readable, and older ones are deleted. If the process is killed before this
-        function returns, the previous checkpoint may stay current. Raises CheckpointUnusable if the storage fails.
+        The previous checkpoint stays readable, and older ones are deleted. Raises CheckpointUnusable if the storage
+        fails.
         """
         place = self.place(identity.topology, identity.partition)
         before = None
@@ -122,7 +116,7 @@ class CheckpointStorage:
         return made
 
     def holds(self, checkpoint: Checkpoint) -> bool:
-        """Return whether the archive that a description names exists and has the correct length."""
+        """Return whether the checkpoint's archive exists and has the correct length."""
         place = f"{self.place(checkpoint.topology, checkpoint.partition)}/{checkpoint.archive}"
         with _answers(place):
             files = self._files
@@ -150,13 +144,11 @@ class CheckpointStorage:
                 self._files.rm_file(f"{path}/{name}")
 
     def _delete_old(self, path: str, made: Checkpoint, before: Checkpoint | None) -> None:
-        """Delete archives that are older than the previous checkpoint, and files that killed processes left behind."""
         oldest = made.position if before is None else min(before.position, made.position)
         kept = {made.archive, *(() if before is None else (before.archive,))}
         for name in self._names(path):
             found = _ARCHIVE.fullmatch(name)
-            # An archive at the same or a later position may belong to a concurrent run that has not written its
-            # description yet.
+            # An archive at this or a later position may belong to a run that has not written its description yet.
             if found is not None and name not in kept and int(found[1]) < oldest:
                 self._files.rm_file(f"{path}/{name}")
 
@@ -184,7 +176,7 @@ class CheckpointStorage:
 
 
 def refuse_unreadable(url: str) -> None:
-    """Raise SettingsError if no installed package can read this kind of URL."""
+    """Raise SettingsError if no installed package supports the protocol of the URL."""
     protocol = fsspec.utils.get_protocol(url)
     try:
         fsspec.get_filesystem_class(protocol)
@@ -204,7 +196,7 @@ def _protocols(files: Any) -> tuple[str, ...]:  # noqa: ANN401  # untyped
 
 @contextmanager
 def _answers(place: str) -> Iterator[None]:
-    """Turn every exception of a storage library into CheckpointUnusable; these exceptions have no common base class."""
+    """Turn the exceptions of storage libraries, which share no base class, into CheckpointUnusable."""
     try:
         yield
     except DedupError:

@@ -1,8 +1,7 @@
-"""Names, checks, and deletes the directories of stores, and implements the pool of open stores.
+"""Names, checks, and deletes the directories of stores, and keeps released stores open.
 
-The directory of a store may be deleted, because the store can always be restored from the changelog. No other directory
-may be deleted. This module refuses to use a directory that is a symbolic link or contains other files, and leaves it
-unchanged.
+A store's directory may be deleted at any time, because the store can be restored from the changelog. A directory that
+is a symbolic link or contains other files is refused and left unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ RESTORE: Final = "The directory will be deleted and restored from the changelog.
 
 
 def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:
-    """Return the directory of a task's store. Raises StateIncompatible if its path would not be below ``state_dir``."""
+    """Return the directory of a task's store. Raises StateIncompatible for a directory outside ``state_dir``."""
     if _TOPOLOGY_NAME.fullmatch(identity.topology) is None or identity.partition < 0:
         raise StateIncompatible(
             f"no directory can be named after topology {identity.topology!r}, partition {identity.partition}: "
@@ -39,7 +38,7 @@ def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:
 
 
 def prepare_directory(directory: Path) -> None:
-    """Create the directory if needed. Raises StateIncompatible if it cannot safely be used for a store."""
+    """Create the directory if needed. Raises StateIncompatible if the directory is not safe for a store."""
     for path in (directory, directory.parent):
         if path.is_symlink():
             raise StateIncompatible(
@@ -87,8 +86,7 @@ def _refuse_anothers(path: Path) -> None:
 def delete_store(directory: Path) -> None:
     """Delete the directory of a store, if it exists. The store must not be open in this process.
 
-    Raises StateIncompatible, and deletes nothing, if the directory is not that of a store or is in use by another
-    process.
+    Raises StateIncompatible, and deletes nothing, if the directory is not that of a store or another process uses it.
     """
     if not directory.exists() and not directory.is_symlink():
         return
@@ -109,8 +107,8 @@ def delete_store(directory: Path) -> None:
 def own_state(state_dir: Path, topology: str) -> Iterator[None]:
     """Reserve the topology's state for this process. Raises StateIncompatible if another process uses the state.
 
-    Each store also has its own lock, but this lock is released while a partition moves, so two workers that share a
-    directory could take stores from each other.
+    The lock of a single store is released while its partition moves, so without the reservation, two workers that share
+    a directory could take stores from each other.
     """
     directory = state_dir / topology
     try:
@@ -155,7 +153,7 @@ def _names(directory: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Defines how a task opens its partition's store and releases the store afterward."""
+    """Defines how a task opens its partition's store, and how it releases the store."""
 
     open: Callable[[], Store]
     prepare: Callable[[], Awaitable[None]] | None = None
@@ -164,12 +162,10 @@ class Keeping:
 
 
 class StorePool:
-    """Keeps each released store open for its next owner in this process, which is a task or a standby.
+    """Keeps released stores open for their next owners (tasks or standbys) in this process.
 
-    A rebalance ends all tasks and standbys, and most of their partitions are then assigned to the same worker again.
-    Closing and reopening a store would require flushing it and reading its keys into filters again, which would block
-    the event loop. Kafka Streams recycles its tasks for the same reason (KAFKA-10199). A store contains only committed
-    sightings, so its next owner can continue from the changelog position that the store contains.
+    A rebalance ends all tasks and standbys, but usually returns most partitions to the same worker. Closing and
+    reopening stores would block the event loop. Kafka Streams also recycles its tasks in a rebalance (KAFKA-10199).
     """
 
     def __init__(self) -> None:
@@ -178,8 +174,7 @@ class StorePool:
     def put(self, partition: int, store: Store) -> None:
         """Keep an open store for its next owner. The caller must not use the store afterward.
 
-        Raises InvariantBroken if the pool already has a store of the partition, because a process may have only one
-        store per partition.
+        Raises InvariantBroken if the pool already has a store of the partition.
         """
         if partition in self._stores:
             raise InvariantBroken(f"two stores of partition {partition} are open in this process. Restart the worker.")

@@ -1,20 +1,14 @@
-"""Implements the store on disk: a RocksDB database with one column family per segment, to drop whole segments.
+"""Implements the state store as a RocksDB database with one column family per segment, to drop whole segments.
 
-Each call to `apply` writes one batch to all column families with the write-ahead log enabled
-(docs/decisions/0001-wal.md), so the keys, the task record, and the position are stored together and survive a SIGKILL.
-In a power failure, the newest batches may be lost, but never only part of a batch. A batch is lost together with its
-position, so it is restored from the changelog.
+Each `apply` writes one atomic batch with the write-ahead log enabled (docs/decisions/0001-wal.md), so the state
+survives a SIGKILL. A power failure may lose the newest batches together with their position, and the task then reads
+them from the changelog again.
 
-The default family contains the identity, the task record with the position, and an entry about each segment. RocksDB
-may open a store with damaged files without reporting an error. If the position is lost together with the keys, the
-restore writes the keys again, so no data is lost. If the damage would leave a gap in the data, `open` raises
-TaskCorrupted. There are three signs of such damage: a segment's own position (under the empty key) is older than its
-entry says, a segment is missing, or the MANIFEST is shorter than at the last apply. (In a test with a truncated
-MANIFEST, RocksDB ignored the files that the missing entries named, although it restored newer keys from the write-ahead
-log.)
+RocksDB may open a store with damaged files without an error. `open` raises TaskCorrupted if a segment is missing or
+older than its entry in the default column family, or if the MANIFEST is shorter than at the last `apply`. In a test,
+RocksDB silently ignored the files whose entries were cut off the end of the MANIFEST.
 
-rocksdict holds the GIL during every call, so running it in a separate thread would not help. Callers therefore keep
-their batches small.
+rocksdict holds the GIL during every call, so callers keep their batches small.
 """
 
 from __future__ import annotations
@@ -49,9 +43,7 @@ _LAST_POSITION: Final = b""
 """The key under which a segment stores its own position. State keys are never empty, and the empty key sorts first."""
 
 _FILTERED_ON_OPEN_IDS: Final = 300_000
-"""`open` reads the IDs of a segment into its filter if the segment has at most this many, which takes about 0.15 s. The
-IDs of larger segments are read by `warm`.
-"""
+"""`open` reads the IDs of a segment into its filter if there are at most this many (0.15 s). Otherwise, `warm` does."""
 _FEW_IDS: Final = 16
 """For fewer IDs than this, querying RocksDB is faster than hashing the batch."""
 
@@ -62,8 +54,7 @@ _ARENA_BLOCK_BYTES: Final = 64 << 10
 _WAL_BYTES: Final = 16 << 20
 _FILES_TO_MERGE: Final = 12
 """When a segment has this many new files, RocksDB merges them with its older files, which rewrites the whole segment.
-With RocksDB's default of 4, each ID would be rewritten several times. Lookups check dedup's and RocksDB's Bloom filters
-before they read a file.
+With RocksDB's default of 4, each ID would be rewritten several times.
 """
 _FILES_TO_SLOW_DOWN: Final = 40
 _FILES_TO_STOP: Final = 60
@@ -75,15 +66,12 @@ _TABLE_BYTES: Final = 8 * _BUCKETS
 _TABLES_SHARE: Final = 4
 """The hash tables of all hashed memtables may take at most the memory of the write buffers divided by this number."""
 _LONGEST_KEY: Final = 33
-"""The length of the longest state key. It is used as the prefix length, so that the prefix is the whole key and a
-hashed memtable finds a key directly.
-"""
+"""The length of the longest state key, used as the prefix length, so that a hashed memtable finds a key directly."""
 _NICEST: Final = 19
 _NICER_BY: Final = 10
-"""The difference between the nice value of RocksDB's threads and the worker's; it gives these threads a tenth of the
-worker's CPU weight. RocksDB's own setting for low priority uses a difference of 15 to 19. With that difference, a flush
-gets hardly any CPU time if other processes on the machine are busy, and a worker that closes a store waits for the
-flush (over 10 s in a measurement).
+"""How much greater the nice value of RocksDB's threads is than the worker's, which gives them a tenth of its CPU share.
+With a difference of 15 to 19, as in RocksDB's own low priority, a worker that closed a store on a busy machine waited
+over 10 s for a flush.
 """
 
 _NOT_THE_STORES_FAULT: Final = (
@@ -99,14 +87,14 @@ _NOT_THE_STORES_FAULT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """RocksDB's list of its current files (the MANIFEST file) and its length, which grows until the next open."""
+    """RocksDB's MANIFEST file, which lists the current files of the database and grows until the next open."""
 
     number: int
     size_bytes: int
 
     @classmethod
     def of(cls, directory: Path) -> Self | None:
-        """Return the manifest that the file CURRENT names, or None if there is none."""
+        """Return the MANIFEST that the file CURRENT names, or None if there is none."""
         try:
             name = (directory / "CURRENT").read_text(encoding="ascii").strip()
             return cls(int(name.removeprefix("MANIFEST-")), (directory / name).stat().st_size)
@@ -114,7 +102,7 @@ class Manifest:
             return None
 
     def now(self, directory: Path) -> Self:
-        """Return this manifest with its current length, or its successor if RocksDB has started a new one."""
+        """Return this MANIFEST with its current length, or its successor if RocksDB has started a new one."""
         path = f"{directory}/MANIFEST-{self.number:06}"
         try:
             return replace(self, size_bytes=os.stat(path).st_size)  # noqa: PTH116  twice as fast, in every apply
@@ -123,7 +111,7 @@ class Manifest:
             return type(self).of(directory) or self
 
     def was_cut(self, found: Self) -> bool:
-        """Return whether ``found`` is a truncated version of this manifest, which no longer names all files."""
+        """Return whether ``found`` is a truncated version of this MANIFEST."""
         return found.number == self.number and found.size_bytes < self.size_bytes
 
     def __str__(self) -> str:
@@ -132,10 +120,7 @@ class Manifest:
 
 @contextlib.contextmanager
 def errors_of(directory: Path) -> Iterator[None]:
-    """Turn RocksDB's errors about a directory into dedup's errors.
-
-    rocksdict raises a plain Exception for every error, so only exceptions of exactly this class are translated.
-    """
+    """Turn RocksDB's errors, all of which rocksdict raises as plain Exceptions, into dedup's errors."""
     try:
         yield
     except Exception as error:
@@ -154,8 +139,6 @@ def errors_of(directory: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _SegmentEntry:
-    """The entry that the default column family contains about a segment."""
-
     width_ms: int
     """The greatest width that the segment was written with, or 0 while the width is unknown."""
     birth: int
@@ -176,7 +159,7 @@ class _SegmentEntry:
 
 @dataclass(frozen=True, slots=True)
 class _StateEntry:
-    """The position and the task record in one value, so that neither is ever newer than the other."""
+    """The changelog position and the task record in one value, so that neither is ever newer than the other."""
 
     position: int
     record: TaskRecord | None
@@ -200,7 +183,7 @@ def _encode_identity(identity: StoreIdentity) -> bytes:
 
 
 def _refuse_other_owner(stored: bytes, identity: StoreIdentity, directory: Path) -> None:
-    """Raise TaskCorrupted for a store of another task, or StateIncompatible for another format or changelog topic."""
+    """Raise TaskCorrupted if another task owns the store, or StateIncompatible if its format or topic differs."""
     version, *owner = stored.decode(errors="replace").split("\n")
     if version != _FORMAT:
         raise StateIncompatible(
@@ -231,11 +214,7 @@ def _unsealed(sealed: bytes, what: str) -> bytes:
 
 
 def _yield_to_records() -> None:
-    """Give RocksDB's threads a lower priority than the worker's threads. On Linux, each thread has its own priority.
-
-    A flush sorts a memtable, which takes about 100 ms. A delay of several seconds is acceptable for a flush, but not
-    for judging a record.
-    """
+    """Lower the priority of RocksDB's threads, because a flush can wait and a record cannot."""
     wanted = min(_NICEST, os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICER_BY)
     for thread in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
@@ -257,23 +236,22 @@ class RocksMemory:
         self._tables = write_buffer_bytes // _TABLES_SHARE // _TABLE_BYTES
 
     def take_table(self) -> bool:
-        """Return whether another family may have a hashed memtable; if so, count it until `give_tables` is called."""
+        """Reserve memory for a hashed memtable, and return whether enough memory was left."""
         if self._tables <= 0:
             return False
         self._tables -= 1
         return True
 
     def give_tables(self, count: int) -> None:
-        """Stop counting ``count`` column families with hashed memtables, because these were closed or dropped."""
+        """Release the reserved memory of ``count`` hashed memtables."""
         self._tables += count
 
 
 def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -> rocksdict.Options:
-    """Return the options for a segment's family or the store; sizes are small because a worker may have 256 stores.
+    """Return the options of a segment's column family or, with ``segment=False``, of the database.
 
-    Whatever the order of the keys, a hashed memtable is faster than a skip list: in a measurement, inserting a key took
-    0.6 instead of 1.0 us, and finding a key took 1.5 instead of 2.3 us. Reading a hashed memtable in key order requires
-    `total_order_seek`.
+    In a measurement, inserting or finding a key took 35 to 40 % less time in a hashed memtable than in a skip list.
+    Buffers are small, because a worker may have 256 stores.
     """
     table = rocksdict.BlockBasedOptions()
     table.set_bloom_filter(_BLOOM_BITS, block_based=False)
@@ -320,7 +298,7 @@ class _Segment:
 
 
 class RocksStore:
-    """The state of one task in one directory. Use ``open`` to create an instance."""
+    """The state store of one task in one directory. Use ``open`` to create an instance."""
 
     def __init__(self, directory: Path, db: rocksdict.Rdict, memory: RocksMemory, hashed: Collection[str]) -> None:
         self._directory: Final = directory
@@ -378,10 +356,7 @@ class RocksStore:
         return store
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Look up ``ids`` in each segment; return the encoded values by segment and ID.
-
-        Segments that contain none of the IDs are absent from the result.
-        """
+        """Return the encoded sightings of the IDs, by segment and ID, without segments that contain none of the IDs."""
         self._refuse_if_closed()
         asked = [(start, held) for start in segments if (held := self._segments.get(start)) is not None]
         if not asked or not ids:
@@ -395,8 +370,7 @@ class RocksStore:
                     maybe = held.filter.may_hold(hashed)
                     if not maybe.any():
                         continue
-                    # Reading keys in order is twice as fast as reading them in random order, because adjacent keys
-                    # share blocks.
+                    # Reading keys in order is twice as fast, because adjacent keys share blocks.
                     wanted = sorted(compress(ids, maybe.tolist()))
                 values = cast("list[bytes | None]", held.family.get(list(wanted)))
                 there = {key: value for key, value in zip(wanted, values, strict=True) if value is not None}
@@ -406,7 +380,7 @@ class RocksStore:
         return found
 
     def segments(self) -> dict[int, int]:
-        """Map each segment's start, in ascending order, to a changelog offset at or below the segment's records."""
+        """Map each segment's start, in ascending order, to a changelog offset at or before its first record."""
         self._refuse_if_closed()
         return {start: held.entry.birth for start, held in sorted(self._segments.items())}
 
@@ -424,8 +398,7 @@ class RocksStore:
                     continue
                 held = self._segments.get(start) or self._create(start)
                 handle = held.handle
-                # Inserting keys into a skip list in order is up to ten times as fast, so the keys are worth sorting
-                # first.
+                # Sorting pays off: inserting keys into a skip list in order is up to ten times as fast.
                 for state_key in values if str(start) in self._hashed else sorted(values):
                     put(state_key, values[state_key], handle)
                 entry = replace(
@@ -492,7 +465,7 @@ class RocksStore:
         return sum(held.entry.ids for held in self._segments.values())
 
     def sightings(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield sorted tuples (segment, state key, encoded value). Raises TaskCorrupted if an entry is unreadable."""
+        """Yield sorted tuples (segment, state key, value). Raises TaskCorrupted if an entry is unreadable."""
         self._refuse_if_closed()
         for start, held in sorted(self._segments.items()):
             with errors_of(self._directory):
@@ -503,10 +476,9 @@ class RocksStore:
                 _refuse_early_end(held.family, state_key)
 
     def warm(self, ids: int) -> bool:
-        """Read up to ``ids`` more keys into the filters of a reopened store; return whether the filters hold all keys.
+        """Read up to ``ids`` more stored IDs into the Bloom filters, and return whether the filters contain all IDs.
 
-        Use small values of ``ids``, because reading 1 million keys takes about 0.5 s. Until the filters contain all
-        keys, lookups are correct but slower.
+        Reading 1 million IDs takes about 0.5 s. Until the filters contain all IDs, lookups are correct but slower.
         """
         self._refuse_if_closed()
         for held in self._segments.values():
@@ -517,7 +489,7 @@ class RocksStore:
         return True
 
     def close(self) -> None:
-        """Close the store and release its directory. Further calls have no effect."""
+        """Close the store and release its directory, unless the store is already closed."""
         if self._closed:
             return
         self._closed = True
@@ -538,7 +510,6 @@ class RocksStore:
             raise InvariantBroken("a closed store was used: its task was revoked. Build a new task instead.")
 
     def _create(self, start: int) -> _Segment:
-        """Create a new, empty segment. If nothing is written to the segment, the next `open` drops it."""
         name, hashed = str(start), self._memory.take_table()
         if hashed:
             self._hashed.add(name)
@@ -564,8 +535,7 @@ class RocksStore:
         if stored is not None:
             state = _StateEntry.decode(stored)
             if found is not None and state.manifest.was_cut(found):
-                # By opening the store, RocksDB has written a new, valid manifest. Without the file CURRENT, every later
-                # `open` refuses the store.
+                # RocksDB has just written a new, valid MANIFEST. Without CURRENT, every later `open` refuses the store.
                 (self._directory / "CURRENT").unlink()
                 raise TaskCorrupted(
                     f"{self._directory}: {state.manifest} was truncated to {found.size_bytes}. {RESTORE}"
@@ -583,7 +553,6 @@ class RocksStore:
             raise TaskCorrupted(f"segments {', '.join(entries)} are missing, but their keys were stored. {RESTORE}")
 
     def _entries(self) -> Iterator[tuple[str, _SegmentEntry]]:
-        """Yield the name of each segment's family and the entry that the default family contains about the segment."""
         key = b""
         for key, value in _pairs(self._db):
             if key.startswith(_SEGMENT_PREFIX):
@@ -592,7 +561,6 @@ class RocksStore:
         _refuse_early_end(self._db, key)
 
     def _loaded(self, name: str, entry: _SegmentEntry) -> _Segment:
-        """Return a segment that exists on disk. Raises TaskCorrupted if the segment lacks keys that were stored."""
         family = self._db.get_column_family(name)
         stored = family.get(_LAST_POSITION)
         if stored is None or _POSITION.unpack(stored)[0] < entry.last_position or self.position < entry.last_position:
@@ -606,7 +574,6 @@ class RocksStore:
         return held
 
     def _read_into_filter(self, held: _Segment, limit: int) -> int:
-        """Read up to ``limit`` more keys into the segment's filter, and return the number of keys that were read."""
         with errors_of(self._directory):
             keys = cast(
                 "list[bytes]", list(islice(held.family.keys(from_key=held.filtered_to, read_opt=_in_order()), limit))
@@ -626,17 +593,14 @@ def _pairs(family: rocksdict.Rdict) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _in_order() -> rocksdict.ReadOptions:
-    """Return the options for reading a family in key order, which work for any kind of memtable."""
+    """Return the options with which keys can be read in order even from a hashed memtable."""
     options = rocksdict.ReadOptions()
     options.set_total_order_seek(True)
     return options
 
 
 def _refuse_early_end(family: rocksdict.Rdict, last_key: bytes) -> None:
-    """Raise RocksDB's error if a damaged block ended an iteration at ``last_key``.
-
-    The iteration itself ends early without an error.
-    """
+    """Raise the error of a damaged block if such a block silently ended an iteration at ``last_key``."""
     iterator = family.iter(_in_order())
     iterator.seek(last_key)
     if iterator.valid():

@@ -1,15 +1,10 @@
-"""Keeps the sightings that a task has not applied yet, in generations that lookups read before the store.
+"""Keeps the sightings of a task that are not yet in its store, and includes them in lookups.
 
     open  --freeze-->  committing  --applied-->  store
 
-The open generation collects the sightings of the running transaction. ``freeze`` captures these sightings for the
-commit; the next folds still see them while the commit is in flight. ``applied`` writes a committed generation to the
-store and only then drops it from the buffer. For the same segment and ID, a value in a newer generation replaces the
-value in an older one, because each value lists all sightings of the ID in the segment.
-
-There is no cache of applied sightings. The store quickly detects that an ID is unknown (with its filters) or recent
-(with its memtables). Maintaining a cache would cost more time than it saves: in a measurement, it took 7 % of the
-judging time.
+The open generation collects the sightings of the running transaction. ``freeze`` sets the open generation aside for the
+commit, and ``applied`` writes it to the store after the commit. Sightings in the store are not cached: in a
+measurement, a cache took more time (7 % of the judging time) than it saved.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ _Tier = dict[int, dict[bytes, bytes]]
 
 
 class WriteBuffer:
-    """Looks up IDs as if the store already contained all sightings that the buffer holds; it is not thread-safe."""
+    """Looks up IDs as if the store already contained the sightings in the buffer."""
 
     def __init__(self, store: Store) -> None:
         self._store: Final = store
@@ -33,7 +28,7 @@ class WriteBuffer:
         self._committing: Writes | None = None
 
     def get_many(self, ids: Sequence[bytes], *, after_ms: float = -math.inf) -> dict[bytes, list[bytes]]:
-        """Return the encoded values of each known ID, one per segment that has the ID and starts after ``after_ms``."""
+        """Return the encoded sightings of each known ID, one value per segment that starts after ``after_ms``."""
         tiers = self._tiers()
         segments = sorted(filter(after_ms.__lt__, set(self._store.segments()).union(*tiers)))
         if not segments:
@@ -53,14 +48,14 @@ class WriteBuffer:
         return known
 
     def add(self, writes: Writes) -> None:
-        """Add the sightings of a fold to the running transaction."""
+        """Add the sightings of a batch to the running transaction."""
         for segment, values in writes.items():
             self._open.setdefault(segment, {}).update(values)
 
     def freeze(self) -> Writes:
-        """Capture the running transaction for its commit, and open a new one.
+        """Return the running transaction's sightings for its commit, and open a new generation.
 
-        Raises InvariantBroken while an earlier generation is in flight.
+        Raises InvariantBroken while an earlier commit is in flight.
         """
         if self._committing is not None:
             raise InvariantBroken("a second commit of one task was started while the first is in flight.")
@@ -69,10 +64,10 @@ class WriteBuffer:
         return frozen
 
     def applied(self, generation: Writes, record: TaskRecord | None, position: int) -> None:
-        """Apply a committed generation to the store atomically, and drop it from the buffer.
+        """Write a committed generation to the store atomically, and drop it from the buffer.
 
-        Raises InvariantBroken if this generation is not the one in flight. If the store raises an error, the error is
-        passed on and the generation stays visible.
+        Raises InvariantBroken unless the commit of ``generation`` is the one in flight. If the store raises an error,
+        the generation stays in the buffer.
         """
         if generation is not self._committing:
             raise InvariantBroken("a generation was applied that is not the one in flight.")
@@ -85,7 +80,6 @@ class WriteBuffer:
         self._committing = None
 
     def _tiers(self) -> tuple[Writes, ...]:
-        """Return the generations that are not applied yet, from the oldest to the newest."""
         return self._committing or {}, self._open
 
 

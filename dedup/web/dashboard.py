@@ -1,6 +1,4 @@
-"""Creates the content of the dashboard as plain data: issues that need attention, tasks, totals, the latest records
-that were not forwarded as unique, and plots.
-"""
+"""Creates the content of the dashboard as plain data: current issues, tasks, totals, recent records, and plots."""
 
 from __future__ import annotations
 
@@ -37,13 +35,11 @@ class MetricHistory:
 
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
     _last: dict[int, tuple[TaskNumbers, Counter[str], list[int]]] = field(default_factory=dict)
-    """The counters, verdicts, and latencies of the last sample. While the counters are referenced here, the counters of
-    another task cannot get the same id().
-    """
+    """By id() of a task's counters: the counters (so that the id() stays unique), verdicts, and latencies last seen."""
     _last_ms: int | None = None
 
     def sample(self, pulses: Iterable[TaskPulse], now_ms: int) -> None:
-        """Add a sample. The first call adds no sample, and only records the counters as a starting point."""
+        """Add a sample of the metrics since the previous call, or none in the first call."""
         grown: Counter[str] = Counter()
         latencies = [0] * (len(END_TO_END_BUCKETS_S) + 1)
         lags: list[int] = []
@@ -67,12 +63,12 @@ class MetricHistory:
             self.samples.append(dict(zip(_COLUMNS, row, strict=True)))
 
     def as_data(self) -> dict[str, list[float | None]]:
-        """Return the samples as columns."""
+        """Return the samples as columns, one per plotted metric."""
         return {name: [sample[name] for sample in self.samples] for name in _COLUMNS}
 
 
 def quantile(counts: Sequence[int], share: float) -> float | None:
-    """Return a quantile in seconds of a histogram with the end-to-end buckets, or None if the histogram is empty."""
+    """Return a quantile, in seconds, of a histogram of end-to-end latency, or None if the histogram is empty."""
     total = sum(counts)
     if not total:
         return None
@@ -107,14 +103,14 @@ _NULLABLE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """An issue that needs attention, described by a sentence."""
+    """A current issue of the worker or its tasks, described by a sentence."""
 
     level: Literal["error", "warning"]
     text: str
 
 
 def notices(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) -> list[Notice]:
-    """Return the current issues of a worker, with errors first."""
+    """Return the current issues of a worker and its tasks, errors first."""
     found = [*_worker(seen, samples, peers), *_tasks(seen.tasks)]
     return sorted(found, key=lambda notice: notice.level != "error")
 
@@ -161,7 +157,7 @@ def _tasks(tasks: Iterable[TaskSeen]) -> Iterator[Notice]:
 def board(
     seen: WorkerSeen, history: MetricHistory, latest: Iterable[Noted], peers: Sequence[Peer], *, now_ms: int
 ) -> dict[str, Any]:
-    """Return the snapshot for one request, in the format with version `FORMAT` and with times in milliseconds."""
+    """Return the dashboard's content for one request, with all times in milliseconds."""
     counted = seen.total()
     return {
         "format": FORMAT,

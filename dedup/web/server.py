@@ -1,15 +1,11 @@
-"""Implements the web server of a worker, which serves read-only pages on loopback or, if a token is set, on other
-addresses.
+"""Implements the web server of a worker: read-only pages on loopback or, if a token is set, on any address.
 
-A worker that looks up an ID searches its own state and asks the owners of the other partitions only for their own
-state (``?here=1``), so a request is never forwarded twice. The response lists the partitions whose owners could not be
-asked. An ID is "not known" only if every partition that may contain it was searched.
+To look up an ID, a worker asks the owners of the other partitions only for their own state (``?here=1``), so a request
+is never forwarded twice. A lookup answers "not known" only if every partition that may contain the ID was searched.
 
-Liveness and readiness probes need no token, and reveal little more than yes or no. The dashboard's own files need no
-token either, because they contain no data, and the page asks for the token before it requests data. If no token is set,
-the server rejects requests whose Host header does not name loopback, so that a website in a user's browser cannot read
-the pages through its own host name (DNS rebinding). The plotting library is uPlot 1.6.32 from npm. The content security
-policy allows only files from the worker itself, and no inline scripts or styles.
+Probes and the dashboard's own files need no token, because they contain no data. If no token is set, the server rejects
+requests whose Host header does not name loopback, so that a website in a user's browser cannot read the pages through
+the website's own host name (DNS rebinding). The plotting library is uPlot 1.6.32 from npm.
 """
 
 from __future__ import annotations
@@ -48,8 +44,7 @@ OK: Final = 200
 async def ask_owners(own: LookedUp, peers: Sequence[Peer], token: Secret | None) -> dict[str, Any]:
     """Return what this worker and the owners of the other partitions know about an ID, as plain data.
 
-    ``unreached`` in the result lists the partitions that were not searched, with reasons. No error is raised if a
-    worker does not respond.
+    ``unreached`` in the result lists the partitions that could not be searched, with reasons. No error is raised.
     """
     asked, unreached = set(own.asked), list[dict[str, Any]]()
     sightings = [{**asdict(seen), "worker": own.worker} for seen in own.sightings]
@@ -80,7 +75,6 @@ async def ask_owners(own: LookedUp, peers: Sequence[Peer], token: Secret | None)
 
 
 async def _ask(session: ClientSession, peer: Peer, own: LookedUp) -> dict[str, Any] | str:
-    """Return an owner's answer, or the reason why there is none."""
     if peer.url is None:
         return "it serves no pages"
     # Slashes in the ID are also encoded, because they do not separate path segments.
@@ -123,7 +117,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Answers(Protocol):
-    """The interface through which the pages get their data from the worker."""
+    """The interface through which the web pages get their data from the worker."""
 
     def not_ready(self) -> str | None:
         """Return the reason why the worker is not ready, or None if it is ready."""
@@ -138,20 +132,20 @@ class Answers(Protocol):
         """Return what this worker's state contains about an ID. Raises SettingsError for text that cannot be an ID."""
 
     def pulse(self) -> Iterable[TaskPulse]:
-        """Return the counters and the lag of every task, which are cheap to read."""
+        """Return the counters and the lag of every task."""
 
     def latest(self) -> Iterable[Noted]:
         """Return the latest duplicates, conflicts, late records, and dead letters."""
 
     def peers(self) -> tuple[Peer, ...]:
-        """Return the members of the group."""
+        """Return the members of the consumer group."""
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
         """Return a source record, or None if the record was deleted. Raises DedupError if the record cannot be read."""
 
 
 class WebServer:
-    """The web server of one worker. Use it with ``async with``. If the server cannot listen, it logs a warning."""
+    """The web server of one worker, used with ``async with``. If the server cannot listen, it only logs a warning."""
 
     def __init__(self, settings: Web, answers: Answers) -> None:
         self._settings: Final = settings
@@ -166,9 +160,7 @@ class WebServer:
 
     @property
     def advertised(self) -> str | None:
-        """The URL at which other machines reach these pages: `web.advertise`, the listening address, or the host's
-        name.
-        """
+        """The pages' URL for other machines, from `web.advertise`, the listening address, or the host's name."""
         if self.url is None or self._settings.advertise is not None:
             return None if self.url is None else self._settings.advertise
         if self._settings.host.strip("[]") not in {"0.0.0.0", "::"}:  # noqa: S104  # compared, not listened on
@@ -176,7 +168,6 @@ class WebServer:
         return f"http://{socket.gethostname()}:{self.url.rpartition(':')[2]}"
 
     async def __aenter__(self) -> Self:
-        """Start to listen at ``url`` if the address is available."""
         host = self._settings.host.strip("[]")
         await self._runner.setup()
         try:
@@ -196,7 +187,6 @@ class WebServer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop listening."""
         if self._sampling is not None:
             self._sampling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -204,7 +194,6 @@ class WebServer:
         await self._runner.cleanup()
 
     async def _sample(self) -> None:
-        """Sample the counters every second. A sample costs about ten microseconds per task."""
         while True:
             self._history.sample(self._answers.pulse(), time.time_ns() // 1_000_000)
             await asyncio.sleep(EVERY_S)
@@ -299,7 +288,7 @@ class WebServer:
 
 
 def status_of(seen: WorkerSeen, peers: Iterable[Peer]) -> dict[str, Any]:
-    """Return the status of a worker as plain data for JSON, with the URLs of the members of the group."""
+    """Return the status of a worker and the URLs of its group's members, as plain data for JSON."""
     counted, total = seen.counters(), seen.total()
     return {
         "topology": seen.topology,
@@ -318,7 +307,6 @@ def status_of(seen: WorkerSeen, peers: Iterable[Peer]) -> dict[str, Any]:
 
 
 def _task(task: TaskSeen, counted: TaskNumbers) -> dict[str, Any]:
-    """Return the status of a task as plain data. The counters count since this worker started, as in /metrics."""
     numbers = task.numbers
     return {
         "task": task.sub_topology,
@@ -345,6 +333,5 @@ def _json(answer: Mapping[str, Any], *, status: int = 200) -> web.Response:
 
 
 def _names_loopback(host: str) -> bool:
-    """Tell whether a Host header, which may end with a port, names this machine."""
     name = host.rsplit(":", 1)[0] if host.count(":") == 1 or (host.startswith("[") and "]:" in host) else host
     return is_loopback(name)
