@@ -265,12 +265,7 @@ def _run(
 
 
 def _change(
-    plan: Plan,
-    job: Job,
-    fleet: Fleet,
-    reader: OutputReader,
-    follow: stage.Follow,
-    owned: Mapping[str, Sequence[int]],
+    plan: Plan, job: Job, fleet: Fleet, reader: OutputReader, follow: stage.Follow, owned: Mapping[str, Sequence[int]]
 ) -> frozenset[int]:
     """Do to the fleet what the case says; return the partitions concerned."""
     match plan.case:

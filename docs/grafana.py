@@ -127,10 +127,7 @@ ROWS: Final[tuple[tuple[str, Sequence[Panel]], ...]] = (
             Panel("IDs kept", per_partition("dedup_state_ids"), stack=True),
             Panel(
                 "Size, and its bound",
-                [
-                    *per_partition("dedup_state_bytes"),
-                    (f"max(dedup_state_max_bytes{IN})", "max_bytes_per_partition"),
-                ],
+                [*per_partition("dedup_state_bytes"), (f"max(dedup_state_max_bytes{IN})", "max_bytes_per_partition")],
                 "bytes",
             ),
             Panel("Restore: still to be read", per_partition("dedup_restore_remaining_records")),

@@ -55,13 +55,7 @@ class KafkaCluster:
         voters = ",".join(f"{number}@{HOST}:{ports[2 * number - 1]}" for number in range(1, NODES + 1))
         cluster_id = new_id()
         self.nodes: Final = {
-            number: ClusterNode(
-                number,
-                cluster_id,
-                (ports[2 * number - 2], ports[2 * number - 1]),
-                voters,
-                _PROPERTIES,
-            )
+            number: ClusterNode(number, cluster_id, (ports[2 * number - 2], ports[2 * number - 1]), voters, _PROPERTIES)
             for number in range(1, NODES + 1)
         }
 

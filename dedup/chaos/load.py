@@ -13,13 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, assert_never
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
-from confluent_kafka.admin import (  # type: ignore[attr-defined]  # exported, undeclared
-    AdminClient,
-    AlterConfigOpType,
-    ConfigEntry,
-    ConfigResource,
-    ResourceType,
-)
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType  # type: ignore[attr-defined]  # exported, undeclared
 from confluent_kafka.cimpl import NewTopic
 
 from dedup.core.event_time import FieldTime

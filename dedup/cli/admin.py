@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
-from dedup.cli.inputs import (
-    A_TIME,
-    ConfigOption,
-    JsonOption,
-    SetOption,
-    TopologyArgument,
-    read_both,
-    say,
-    time_of,
-)
+from dedup.cli.inputs import A_TIME, ConfigOption, JsonOption, SetOption, TopologyArgument, read_both, say, time_of
 from dedup.errors import Problem, SettingsError, StateIncompatible
 
 if TYPE_CHECKING:

@@ -59,8 +59,7 @@ class ChaosOptions:
 def chaos(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
     config: Annotated[
-        Path | None,
-        typer.Option(help="Config file of a test environment. Default: an embedded Kafka."),
+        Path | None, typer.Option(help="Config file of a test environment. Default: an embedded Kafka.")
     ] = None,
     minutes: Annotated[float, typer.Option(min=0.2, help="Duration of fault injection.")] = 2.0,
     workers: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 2,

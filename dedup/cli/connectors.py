@@ -67,8 +67,7 @@ def sink(
     config: ConfigOption = None,
     overrides: SetOption = None,
     partitions: Annotated[
-        str | None,
-        typer.Option(metavar="0,2-5", help="Partitions that this process reads. Default: all."),
+        str | None, typer.Option(metavar="0,2-5", help="Partitions that this process reads. Default: all.")
     ] = None,
     exit_when_done: Annotated[
         bool, typer.Option("--exit-when-done", help="Stop when all records in the topic at startup are in the table.")

@@ -157,8 +157,7 @@ def run(
     most_offsets: Annotated[int, typer.Option(min=1, help="Maximum number of offsets per micro-batch.")] = 1_000_000,
     commit_rows: Annotated[int, typer.Option(min=1, help="Approximate number of records per transaction.")] = 100_000,
     onto_existing_output: Annotated[
-        bool,
-        typer.Option("--onto-existing-output", help="Let a new group use an output that already holds records."),
+        bool, typer.Option("--onto-existing-output", help="Let a new group use an output that already holds records.")
     ] = False,
     delta: _Delta = None,
     iceberg: _Iceberg = None,
@@ -252,8 +251,7 @@ def backfill_command(
     ] = "whole",
     until: Annotated[str, typer.Option(help="Where to stop reading topics: now, or a time.")] = "now",
     repartitioned: Annotated[
-        bool,
-        typer.Option("--repartitioned", help="Read the repartition topic, in the order in which workers do."),
+        bool, typer.Option("--repartitioned", help="Read the repartition topic, in the order in which workers do.")
     ] = False,
     now: _Now = None,
     config: ConfigOption = None,
@@ -429,8 +427,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     config: ConfigOption = None,
     overrides: SetOption = None,
     report: Annotated[
-        Path | None,
-        typer.Option(help="HTML report; a JSON report is written next to it. Default: audit-NAME.html."),
+        Path | None, typer.Option(help="HTML report; a JSON report is written next to it. Default: audit-NAME.html.")
     ] = None,
     as_json: JsonOption = False,
     master: _Master = None,

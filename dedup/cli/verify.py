@@ -136,8 +136,7 @@ def verify_topology(
     sample: Annotated[
         str,
         typer.Option(
-            metavar="1/N",
-            help="Judge only one in N tracking IDs, chosen by hash, and report what is not verified.",
+            metavar="1/N", help="Judge only one in N tracking IDs, chosen by hash, and report what is not verified."
         ),
     ] = "1/1",
     scratch: Annotated[

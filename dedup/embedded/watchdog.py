@@ -15,12 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-ORDERS: Final = {
-    b"t": signal.SIGTERM,
-    b"k": signal.SIGKILL,
-    b"s": signal.SIGSTOP,
-    b"c": signal.SIGCONT,
-}
+ORDERS: Final = {b"t": signal.SIGTERM, b"k": signal.SIGKILL, b"s": signal.SIGSTOP, b"c": signal.SIGCONT}
 _LOOK_EVERY_S: Final = 0.25
 _PR_SET_PDEATHSIG: Final = 1
 

@@ -289,8 +289,7 @@ class Session:
                 raise InvariantBroken(f"{self.transactional_id}: offsets were to be committed, but to no group.")
             return
         await self._insist(
-            "TxnOffsetCommit",
-            lambda: self._wire.commit_offsets(self.transactional_id, self._identity, group, offsets),
+            "TxnOffsetCommit", lambda: self._wire.commit_offsets(self.transactional_id, self._identity, group, offsets)
         )
 
     async def drop(self) -> None:

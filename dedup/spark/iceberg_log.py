@@ -119,14 +119,7 @@ class IcebergLog:
         return found
 
     def append(
-        self,
-        rows: DataFrame,
-        application: str,
-        number: int,
-        metadata: str,
-        *,
-        after: int,
-        taken: str,
+        self, rows: DataFrame, application: str, number: int, metadata: str, *, after: int, taken: str
     ) -> list[SnapshotCommit]:
         """Append the rows in one commit, and return all commits after version ``after``, including the new one.
 

@@ -118,12 +118,7 @@ class IncrementalReport:
 
 
 def incremental(
-    source: GrowingInput,
-    topology: Topology,
-    out: str,
-    *,
-    now_ms: int | None = None,
-    say: Callable[[str], None] = print,
+    source: GrowingInput, topology: Topology, out: str, *, now_ms: int | None = None, say: Callable[[str], None] = print
 ) -> IncrementalReport:
     """Judge the records of ``source`` that earlier runs have not judged, and append the verdicts to the Delta table
     ``out``.

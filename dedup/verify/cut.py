@@ -17,14 +17,7 @@ from dedup.core.reference_model import Feed, ModelRules
 from dedup.errors import StateIncompatible
 from dedup.topology.model import LateTo, Topology, extractor_of
 from dedup.verify.compare import Seen, digest, out_of_order
-from dedup.verify.evidence import (
-    DEAD_TAIL,
-    LATE_TAIL,
-    VERDICT_HEADER,
-    SideTopic,
-    extracted_of,
-    forwarded_by_replay,
-)
+from dedup.verify.evidence import DEAD_TAIL, LATE_TAIL, VERDICT_HEADER, SideTopic, extracted_of, forwarded_by_replay
 from dedup.verify.kafka_reader import Bounds, KafkaReader, OpenTransaction, RecordColumns
 from dedup.verify.replay import Plan
 from dedup.verify.report import Report

@@ -212,10 +212,7 @@ def test_a_wiped_store_is_gone(house):
 # Only on disk ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "other",
-    [replace(IDENTITY, topology="payments"), replace(IDENTITY, partition=4)],
-)
+@pytest.mark.parametrize("other", [replace(IDENTITY, topology="payments"), replace(IDENTITY, partition=4)])
 def test_the_store_of_another_task_is_refused_by_name_and_can_be_deleted(directory, other):
     RocksStore.open(directory, identity=other, memory=MEMORY).close()
     with pytest.raises(TaskCorrupted) as refused:

@@ -47,8 +47,7 @@ class OffsetDeleteRequest_v0(RequestStruct):  # type: ignore[misc]  # noqa: N801
     API_VERSION = 0
     RESPONSE_TYPE = OffsetDeleteResponse_v0
     SCHEMA = Schema(
-        ("group", String("utf-8")),
-        ("topics", Array(("name", String("utf-8")), ("partitions", Array(Int32)))),
+        ("group", String("utf-8")), ("topics", Array(("name", String("utf-8")), ("partitions", Array(Int32))))
     )
 
 

@@ -35,11 +35,7 @@ HEADERS: tuple[tuple[tuple[str, bytes | None], ...], ...] = (
     (("ключ", None), ("x", b"1"), ("x", b"2")),
     (("h" * 300, b"h" * 300), (" ", b" ")),
 )
-COMPACT = {
-    "cleanup.policy": "compact",
-    "min.cleanable.dirty.ratio": "0.001",
-    "segment.ms": str(2 * DAY_MS),
-}
+COMPACT = {"cleanup.policy": "compact", "min.cleanable.dirty.ratio": "0.001", "segment.ms": str(2 * DAY_MS)}
 
 
 @dataclass(frozen=True, slots=True)

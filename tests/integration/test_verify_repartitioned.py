@@ -57,10 +57,7 @@ def the_run(name: str) -> Run:
         time_ms = BASE_MS + second * 1000
         value = json.dumps({"id": id_} if id_ else {}).encode()
         sent = Sent(f"{name}-{side}", 0, id_.encode(), value, [("trace", b"1")], time_ms)
-        origin = [
-            ("dedup-source", f"{name}-{side}/0/{offset}".encode()),
-            ("dedup-timestamp", str(time_ms).encode()),
-        ]
+        origin = [("dedup-source", f"{name}-{side}/0/{offset}".encode()), ("dedup-timestamp", str(time_ms).encode())]
         run.source.append(sent)
         run.log.append(
             replace(sent, topic=f"{name}.repartition", partition=partition, headers=[*sent.headers, *origin])

@@ -2,15 +2,7 @@
 
 from dedup.core.event_time import FieldTime
 from dedup.core.extract import Extractor, Recipe
-from dedup.core.tracking_id import (
-    ContentRule,
-    FieldRule,
-    FieldsRule,
-    HeaderRule,
-    KeyRule,
-    RawContentRule,
-    TrackingId,
-)
+from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule, TrackingId
 
 UUID = "0b1c2d3e-4f50-6172-8394-a5b6c7d8e9f0"
 RECIPES = {

@@ -12,14 +12,7 @@ from dedup.core.exact_json import Unreadable, canonical_json, decode, excluded
 from dedup.core.extract import Extractor, FaultKind, Recipe, content_of
 from dedup.core.extract_one import Fault, One, extract_one
 from dedup.core.state_keys import bytes_keys, scalar_keys, text_keys
-from dedup.core.tracking_id import (
-    KeyRule,
-    TrackingId,
-    encode_bytes,
-    encode_integer,
-    encode_text,
-    state_key,
-)
+from dedup.core.tracking_id import KeyRule, TrackingId, encode_bytes, encode_integer, encode_text, state_key
 from tests.property.extract_cases import EVENTS, EXTRACTORS, FILLER, RECIPES, UUID
 
 

@@ -238,12 +238,7 @@ class Builder:
 
     def _repartition(self, feeding: TopicPartition, numbers: TaskNumbers) -> TaskWork:
         plan = RepartitionPlan(
-            feeding=feeding,
-            target=REPARTITION.topic,
-            partitions=1,
-            extractor=EXTRACTOR,
-            topic=0,
-            start="earliest",
+            feeding=feeding, target=REPARTITION.topic, partitions=1, extractor=EXTRACTOR, topic=0, start="earliest"
         )
         return RepartitionTask(plan, self._wire, self._publisher(), StoppedClock(), numbers, _offsets_stay)
 

@@ -11,15 +11,7 @@ from dedup.core.window import BEFORE_ALL_TIME, StreamTime
 from dedup.errors import CommitUnknown, RecordRefused, TaskCorrupted, TaskMigrated
 from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.transactional_producer import Session
-from dedup.kafka.wire import (
-    LogBounds,
-    NoAnswer,
-    Produced,
-    ProducerIdentity,
-    RecordBatch,
-    TopicPartition,
-    Wire,
-)
+from dedup.kafka.wire import LogBounds, NoAnswer, Produced, ProducerIdentity, RecordBatch, TopicPartition, Wire
 from dedup.store.base import Store, TaskRecord, Writes
 from dedup.store.changelog import decode_sightings
 from dedup.store.write_buffer import WriteBuffer

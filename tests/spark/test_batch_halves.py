@@ -60,10 +60,7 @@ def by_halves(
     packed: list[pa.RecordBatch] = []
     for task, (begin, end) in enumerate(pairwise(borders)):
         split = table.slice(begin, end - begin).combine_chunks().to_batches(max_chunksize=rows)
-        with (
-            patch("dedup.spark.map_side.TaskContext") as context,
-            patch("dedup.spark.map_side._MOST_ROWS", 3 * rows),
-        ):
+        with patch("dedup.spark.map_side.TaskContext") as context, patch("dedup.spark.map_side._MOST_ROWS", 3 * rows):
             context.get.return_value.partitionId.return_value = task
             packed += map_rows(plan, split)
     random.Random(seed).shuffle(packed)

@@ -22,17 +22,7 @@ from dedup.errors import StateIncompatible
 from dedup.spark.incremental import OutputTable, incremental, store_warning
 from dedup.spark.incremental_input import NewFiles, NewRows, NewVersions
 from dedup.topology.parse import parse
-from tests.spark.parity import (
-    NOW_MS,
-    POLICIES,
-    Row,
-    by_model,
-    document,
-    model_record,
-    recipe_of,
-    rules_of,
-    stream,
-)
+from tests.spark.parity import NOW_MS, POLICIES, Row, by_model, document, model_record, recipe_of, rules_of, stream
 from tests.spark.test_batch_files import BASE_MS, topology, write
 from tests.spark.test_batch_files import NOW_MS as FILES_NOW_MS
 from tests.spark.test_batch_halves import batches

@@ -22,18 +22,7 @@ from dedup.spark.reduce_side import ReducePlan, layer_rows, reduce_rows
 from dedup.spark.rows import RECORDS
 from dedup.topology.model import Topology
 from tests.integration.workload import Event
-from tests.spark.parity import (
-    NOW_MS,
-    POLICIES,
-    RULES,
-    Row,
-    by_model,
-    model_record,
-    recipe_of,
-    row_of,
-    rules_of,
-    stream,
-)
+from tests.spark.parity import NOW_MS, POLICIES, RULES, Row, by_model, model_record, recipe_of, row_of, rules_of, stream
 from tests.spark.test_batch_halves import batches, rows_of, topology_of
 
 TARGETS = (5, 9, 12)

@@ -11,15 +11,7 @@ from dedup.core.exact_json import decode
 from dedup.core.extract import Extractor, FaultKind, Recipe, compile_extractor
 from dedup.core.extract_one import Fault, One, extract_one
 from dedup.core.json_path import format_path, parse_path
-from dedup.core.tracking_id import (
-    ContentRule,
-    FieldRule,
-    FieldsRule,
-    HeaderRule,
-    KeyRule,
-    RawContentRule,
-    TrackingId,
-)
+from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule, TrackingId
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "tracking_id.json").read_text())
 CASES = VECTORS["cases"]

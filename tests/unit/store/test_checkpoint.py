@@ -292,11 +292,7 @@ def test_a_store_that_fails_is_told_with_its_place(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("s3://bucket/dedup", "s3fs"),
-        ("nonsense://bucket", 'no storage is known for "nonsense://"'),
-    ],
+    ("url", "says"), [("s3://bucket/dedup", "s3fs"), ("nonsense://bucket", 'no storage is known for "nonsense://"')]
 )
 def test_a_url_that_nothing_here_can_read_ends_with_2(url, says, tmp_path):
     with pytest.raises(SettingsError, match=says) as caught:

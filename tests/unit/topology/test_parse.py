@@ -85,8 +85,7 @@ def test_extending_is_capped_at_seven_guard_periods_unless_said_otherwise():
 
 
 @pytest.mark.parametrize(
-    ("written", "late"),
-    [("forward", LateForward()), ("drop", LateDrop()), ("too.late", LateTo("too.late"))],
+    ("written", "late"), [("forward", LateForward()), ("drop", LateDrop()), ("too.late", LateTo("too.late"))]
 )
 def test_late(written, late):
     assert topology(more=f"late: {written}").late == late

@@ -269,10 +269,7 @@ async def test_another_changelog_topology_or_a_shorter_changelog_is_refused(log,
     log.grow(workshop(log, tmp_path), 300)
     await made(log, tmp_path, place)
     before = sorted(path.read_bytes() for path in (tmp_path / "kept" / "t" / "0").iterdir())
-    others = {
-        "another changelog topic": {"topic_id": "another"},
-        "another ID rule": {"field": "other"},
-    }
+    others = {"another changelog topic": {"topic_id": "another"}, "another ID rule": {"field": "other"}}
     for says, other in others.items():
         await refuses(workshop(log, tmp_path / "worker", checkpoint=place, **other), says)
         with pytest.raises(StateIncompatible, match=says):
