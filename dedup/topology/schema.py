@@ -142,7 +142,10 @@ _FilePattern = Annotated[
     ),
 ]
 _Query = Annotated[
-    str, accepting(lambda text: _QUERY.match(text) and ";" not in text, 'is not a query; write one SELECT, without ";"')
+    str,
+    accepting(
+        lambda text: _QUERY.match(text) and ";" not in text, '"{}" is not a query; write one SELECT, without ";"'
+    ),
 ]
 _Topic = Annotated[str, _TOPIC_RULE, _text_like(f"^{_TOPIC.pattern}$")]
 _Column = Annotated[str, matching(_COLUMN, 'is not a valid column name; use letters, digits and "_"')]
