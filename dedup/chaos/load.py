@@ -298,7 +298,7 @@ class Sender:
 
 @dataclass(frozen=True, slots=True)
 class Age:
-    """Records that `write_past` wrote with the same event time."""
+    """A group of records that `write_past` wrote, all with one event time."""
 
     until_ms: int
     """If retention keeps only records after this time, the broker deletes the records of this age."""

@@ -48,7 +48,10 @@ def demo(
         Path | None, typer.Option(help="Path of the HTML report; a JSON report is written next to it.")
     ] = None,
     chain: Annotated[
-        bool, typer.Option("--chain", help="Run a chain from a file to a table, and kill each process once.")
+        bool,
+        typer.Option(
+            "--chain", help="Run ingest, worker, and sink from a file to a table, and kill each process once."
+        ),
     ] = False,
 ) -> None:
     """Deduplicate 336,776 real flights on an embedded Kafka, kill a worker midway, and verify the result.

@@ -108,8 +108,8 @@ def rfc3339_ms(text: str) -> int | None:
 def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
     """Convert many strings of the same layout at once, or return None if `rfc3339_ms` must convert them one by one.
 
-    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)``, where T and Z are capital letters, all rows have the same
-    length, and no row is a leap second.
+    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)`` with a capital T and Z. All strings have the same length, and
+    none is in a leap second.
     """
     lines = ("\n".join(texts) + "\n").encode("utf-8", "surrogatepass")
     utc = texts[0].endswith("Z")

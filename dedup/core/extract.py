@@ -78,7 +78,7 @@ _DECODE_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionEr
 
 
 class _Name(NamedTuple):
-    """A member name on the path to an ID or an event time."""
+    """The name of one JSON member on the path to an ID or an event time."""
 
     quoted: bytes
     """The name in quotes, as it appears in a value if none of its characters is escaped."""

@@ -178,7 +178,7 @@ class Admin:
                 raise _refused(f"deleting topic {name!r}", code)
 
     async def delete_records(self, before: Mapping[TopicPartition, int]) -> None:
-        """Delete all records of each partition that are below the given offset (KIP-107)."""
+        """Delete each partition's records below the offset given for that partition (KIP-107)."""
         wanted = {AiokafkaTopicPartition(*tp): RecordsToDelete(before_offset=offset) for tp, offset in before.items()}
         if not wanted:
             return

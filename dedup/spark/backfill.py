@@ -1,7 +1,7 @@
 """Implements `dedup spark backfill`, which judges a whole history and publishes all of its verdicts exactly once.
 
-Each attempt of a run writes to its own directory, which Spark ignores because of its name, and then renames the
-directory, so that either all verdicts of a run are published or none. On object stores, where a rename is not atomic, a
+Each attempt at a run writes to its own directory, whose name makes Spark ignore it. Renaming the directory publishes
+all verdicts of the run at once. On object stores, where a rename is not atomic, a
 manifest that names the attempt's files publishes the run instead (`manifest`). After a run was killed, a new attempt
 starts over with the clock time of the first attempt.
 

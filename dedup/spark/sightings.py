@@ -88,8 +88,8 @@ def live(batch: pa.RecordBatch, topology: Topology, ends: LogEnds) -> pa.RecordB
 def merged(new: pa.Table, repeated: pa.Table, known: pa.Table, topology: Topology) -> pa.Table:
     """Return the new sightings, and the existing ones whose time a duplicate moved forward.
 
-    ``known`` contains the sightings of earlier jobs. ``repeated`` has one row for each duplicate: the sighting that the
-    duplicate repeats, with the `last_ms` that results from this duplicate alone.
+    ``known`` contains the sightings of earlier jobs. ``repeated`` has one row for each duplicate: the sighting of
+    its ID, with the `last_ms` that the sighting would have if this were the only duplicate.
     """
     if not topology.window.extend:
         return new

@@ -3,8 +3,8 @@
 The metadata of each table commit contains the Kafka offsets where the commit ends. Rows and offsets become visible
 together, so no checkpoint is needed: if a driver is killed, the next driver continues after the last table commit.
 
-If two sinks write to the same table, one of them fails, because a table commit succeeds only directly after the table
-commit that the sink has read (`delta_log`, `iceberg_log`). A sink reads each of its table commits back and checks the
+If two sinks write to the same table, one of them fails: an append fails if another sink has committed since this sink
+last read the table (`delta_log`, `iceberg_log`). A sink reads each of its table commits back and checks the
 ID in the metadata.
 """
 

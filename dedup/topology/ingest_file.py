@@ -1,4 +1,4 @@
-"""Parses ingest files, whose structure the module `schema` defines."""
+"""Parses ingest files. The module `schema` defines their structure."""
 
 from __future__ import annotations
 

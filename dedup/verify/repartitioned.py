@@ -1,6 +1,6 @@
 """Verifies a topology with a repartition topic.
 
-Every source record must be in the repartition topic once and unchanged, and the verdicts on the records of the
+Every source record must be in the repartition topic, unchanged and only once, and the verdicts on the records of the
 repartition topic must be those of the model. For records that were deleted from the repartition topic, only the checks
 that do not depend on order are made (`findings.OrderFree`).
 """
@@ -214,7 +214,7 @@ def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan
 
 
 def _account(cut: Cut, step: _Step, number: int) -> None:
-    """Check that each source record of a bucket is in the repartition topic once and unchanged, or has no usable ID."""
+    """Check that each source record of a bucket with a usable ID is in the repartition topic, unchanged and only once."""
     held: dict[Source, bytes] = {}
     for topic, partition, offset, content in step.carried.bucket(number):
         source = Source(topic, partition, offset)

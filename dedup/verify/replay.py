@@ -298,7 +298,7 @@ class TaskReplay:
                 self._model.forget()
 
     def _forget(self, tracking_id: bytes | None) -> None:
-        """Drop expired sightings of a frequent ID, because every verdict iterates over all sightings of the ID."""
+        """Drop expired sightings of a frequent ID, because judging a record reads all sightings of its ID."""
         known = [] if tracking_id is None else self._model.sightings.get(tracking_id, [])
         if tracking_id is None or len(known) < self._forget_at.get(tracking_id, _MANY_SIGHTINGS):
             return

@@ -335,8 +335,8 @@ class DedupTask(TaskWork):
     def _kept_from(self, oldest_ms: int) -> int:
         """Return an offset at or above which the changelog contains all sightings that end at ``oldest_ms`` or later.
 
-        After a task record with the returned offset is applied, `truncate_below` never exceeds that offset, so a
-        truncation by a partition's owner is never mistaken for a loss. The offset does not rise when the changelog
+        The owner of a partition truncates its changelog only below an offset that an applied task record contains.
+        Therefore, restore can tell such a truncation from a loss of records. The offset does not rise when the changelog
         begins later than before: if somebody else has truncated the changelog, this disk may hold the only copy of the
         deleted records.
         """

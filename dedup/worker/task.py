@@ -361,7 +361,7 @@ class Task:
         return ends
 
     def _may_apply(self) -> bool:
-        """Return whether the task still owns the store; it may have been closed while its commit was in flight."""
+        """Return whether the task is running; the task may have been closed while its commit was in flight."""
         return self.state is TaskState.RUNNING
 
     async def _judge_again(self, refused: Sequence[RecordRefused]) -> None:

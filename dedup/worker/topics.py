@@ -35,7 +35,7 @@ _FLAG: Final = "--onto-existing-output"
 
 
 class Retention(NamedTuple):
-    """How long a topic keeps records, by timestamp, and a sentence that states the reason."""
+    """For how long after their timestamps a topic keeps records, and why."""
 
     ms: float
     """Infinite if the topic keeps records forever."""
