@@ -214,7 +214,7 @@ def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan
 
 
 def _account(cut: Cut, step: _Step, number: int) -> None:
-    """Check that each source record of a bucket with a usable ID is in the repartition topic, unchanged and only once."""
+    """Check that each source record with a usable ID is in the repartition topic, unchanged and only once."""
     held: dict[Source, bytes] = {}
     for topic, partition, offset, content in step.carried.bucket(number):
         source = Source(topic, partition, offset)

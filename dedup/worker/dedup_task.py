@@ -336,9 +336,9 @@ class DedupTask(TaskWork):
         """Return an offset at or above which the changelog contains all sightings that end at ``oldest_ms`` or later.
 
         The owner of a partition truncates its changelog only below an offset that an applied task record contains.
-        Therefore, restore can tell such a truncation from a loss of records. The offset does not rise when the changelog
-        begins later than before: if somebody else has truncated the changelog, this disk may hold the only copy of the
-        deleted records.
+        Therefore, restore can tell such a truncation from a loss of records. The offset does not rise when the
+        changelog begins later than before: if somebody else has truncated the changelog, this disk may hold the only
+        copy of the deleted records.
         """
         store, _ = self._opened()
         births = [birth for start, birth in store.segments().items() if start + self._segment_ms > oldest_ms]

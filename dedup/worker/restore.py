@@ -255,7 +255,7 @@ def refuse_other_feeding(record: TaskRecord, topic_id: str, feeding: TopicPartit
 
 
 def apply_changelog(store: Store, window: Window, found: Collected, next_offset: int) -> None:
-    """Apply the changelog records of one fetch in a single atomic write. Each store segment is as wide as the window."""
+    """Apply the changelog records of one fetch in a single atomic write. A store segment is as wide as the window."""
     writes: Writes = found.writes
     if _other_grid(writes, window):
         # The sightings were written under another guard period, so they move to segments of the current width.
