@@ -111,6 +111,12 @@ class TableSink:
         entries = [] if self._last is None else self._unchanged_since(self._last)
         last = self._last
         with KafkaReader(self._settings) as reader:
+            if reader.compacted([self._topic]):
+                raise StateIncompatible(
+                    f"{self._topic} is compacted, so Kafka may remove records before they are in {self.path}. Nothing "
+                    f"was written. Set its cleanup.policy to delete; if records may be gone already, judge the source "
+                    f"again with `dedup spark backfill`."
+                )
             topic_id = reader.topic_id(self._topic)
             ends = reader.stable_ends(self._topic)
             lows = {partition: each.low for partition, each in reader.bounds(self._topic).items()}

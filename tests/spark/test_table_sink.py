@@ -315,6 +315,21 @@ def test_records_that_retention_deleted_are_missed_loudly(job, admin, make_sink,
     assert rows() == before
 
 
+def test_a_topic_that_is_compacted_by_now_stops_the_sink(job, admin, make_sink, put, rows):
+    put(*names(10))
+    sink = make_sink()
+    fill(sink)
+    before = rows()
+    admin.configure(job.output, cleanup_policy="compact,delete")
+    put(*names(10, "b"))
+    with pytest.raises(StateIncompatible, match="is compacted, so Kafka may remove records before"):
+        fill(sink)
+    assert rows() == before
+    admin.configure(job.output, cleanup_policy="delete")
+    fill(sink)
+    assert len(rows()) == 20
+
+
 def test_a_new_partition_is_read_from_its_beginning(job, admin, make_sink, put, rows):
     put(*names(10))
     sink = make_sink()
