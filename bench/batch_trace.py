@@ -140,7 +140,9 @@ async def _traced(bootstrap: str, directory: Path, trace: Trace) -> None:
     await _until(lambda: trace.done or running.done())
     sys.setprofile(None)
     running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    (ended,) = await asyncio.gather(running, return_exceptions=True)
+    if not trace.done:
+        raise SystemExit(f"the worker ended before it had committed the batch: {ended!r}")
 
 
 def main(
