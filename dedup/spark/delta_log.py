@@ -19,10 +19,13 @@ from typing import Any, Final
 
 from pyspark.sql import DataFrame, SparkSession
 
-from dedup.errors import StateIncompatible
+from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.spark.session import HadoopDirectory
 
 _REPLACED: Final = ("RESTORE", "TRUNCATE", "REPLACE TABLE", "CLONE")
+_CONFLICT: Final = re.compile(
+    r"DELTA_(METADATA|PROTOCOL)_CHANGED|DELTA_CONCURRENT_|(MetadataChanged|Concurrent\w+)Exception"
+)
 _LOG_FILE: Final = re.compile(r"([0-9]{20})\.json")
 
 
@@ -137,7 +140,8 @@ class DeltaLog:
         append. Version ``after`` must precede every commit that the application made with this number. Raises
         StateIncompatible if another job has committed this number (with the text ``taken``), if Delta dropped the
         append because the table has a commit with a greater number, or if the log no longer shows whether the append
-        was committed.
+        was committed. Raises BrokerUnavailable if another job has changed the table in the meantime, for example its
+        properties.
         """
         writer = rows.write.format("delta").mode("append").partitionBy(*by).option("userMetadata", metadata)
         failed: Exception | None = None
@@ -151,6 +155,11 @@ class DeltaLog:
             return since
         if made:
             raise StateIncompatible(taken) from failed
+        if failed is not None and _CONFLICT.search(str(failed)):
+            raise BrokerUnavailable(
+                f"{self.path}: another job changed the table while commit {number} was being written. Nothing was "
+                f"written. Try again."
+            ) from failed
         if failed is not None:
             raise failed
         if not since and self.latest() != after:

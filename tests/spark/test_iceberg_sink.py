@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from py4j.protocol import Py4JJavaError
@@ -12,9 +11,8 @@ from pyspark.sql.functions import lit
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.spark.iceberg_log import IcebergLog
 from dedup.spark.table_sink import TableSink
-from tests.integration.fleet import until
 from tests.spark.streaming import NEEDS_ICEBERG
-from tests.spark.test_table_sink import DAY_MS, fill, job, names, now_ms, of_topic, put
+from tests.spark.test_table_sink import DAY_MS, append_during, fill, job, names, now_ms, of_topic, put
 
 __all__ = ["job", "put"]
 pytestmark = [pytest.mark.timeout(600), NEEDS_ICEBERG]
@@ -155,53 +153,19 @@ def test_of_two_sinks_at_the_same_moment_one_is_told(spark, job, table, make_sin
     assert rows() == of_topic(job)
 
 
-@pytest.fixture
-def during_the_append(spark, table, make_sink, tmp_path):
-    """Runs something while a sink's rows are being written, and returns what the sink's append raises or returns."""
-
-    def during(act):
-        started, go = tmp_path / "started", tmp_path / "go"
-
-        def wait(batches):
-            started.touch()
-            while not go.exists():
-                time.sleep(0.05)
-            yield from batches
-
-        class Slow(IcebergLog):
-            def _commit(self, rows, properties, head):
-                # One task, so that the other core is free for what happens in the meantime.
-                return super()._commit(rows.coalesce(1).mapInArrow(wait, rows.schema), properties, head)
-
-        sink = make_sink()
-        sink._log = Slow(spark, table)
-        with ThreadPoolExecutor(1) as pool:
-            late = pool.submit(sink.append, now_ms=now_ms())
-            try:
-                until(lambda: started.exists() or late.done(), "the rows are being written")
-                act()
-            finally:
-                go.touch()
-            return late.result(300)
-
-    return during
-
-
-def test_a_sink_whose_branch_another_sink_removed_during_its_append_is_told(
-    job, make_sink, put, rows, during_the_append
-):
+def test_a_sink_whose_branch_another_sink_removed_during_its_append_is_told(job, make_sink, put, rows, tmp_path):
     """Iceberg makes the branch again, after what the other sink has written."""
     put(*names(10))
     fill(make_sink())
     put(*names(10, "b"))
     with pytest.raises(StateIncompatible, match="another sink has written"):
-        during_the_append(lambda: fill(make_sink()))
+        append_during(make_sink(), tmp_path, lambda: fill(make_sink()))
     assert rows() == of_topic(job)
     fill(make_sink())
     assert len(rows()) == 20
 
 
-def test_a_rollback_during_an_append_is_not_undone(spark, job, table, make_sink, put, rows, during_the_append):
+def test_a_rollback_during_an_append_is_not_undone(spark, job, table, make_sink, put, rows, tmp_path):
     put(*names(10))
     sink = make_sink()
     fill(sink)
@@ -209,7 +173,7 @@ def test_a_rollback_during_an_append_is_not_undone(spark, job, table, make_sink,
     fill(sink)
     put(*names(10, "c"))
     with pytest.raises(StateIncompatible, match="was rolled back or made again"):
-        during_the_append(lambda: roll_back(spark, table))
+        append_during(make_sink(), tmp_path, lambda: roll_back(spark, table))
     assert len(rows()) == 10
     fill(make_sink())
     assert rows() == of_topic(job)

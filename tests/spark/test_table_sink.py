@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,45 @@ def fill(sink):
 
 def names(count, prefix="a"):
     return [f"{prefix}{number}" for number in range(count)]
+
+
+def append_during(sink, tmp_path, act):
+    """Append, and act while the rows are being written. Return what the append returns, or raise its error."""
+    started, go, append = tmp_path / "started", tmp_path / "go", sink._log.append
+
+    def wait(batches):
+        started.touch()
+        while not go.exists():
+            time.sleep(0.05)
+        yield from batches
+
+    def slowly(rows, *arguments, **options):
+        # One task, so that the other core is free for what happens in the meantime.
+        return append(rows.coalesce(1).mapInArrow(wait, rows.schema), *arguments, **options)
+
+    sink._log.append = slowly
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(sink.append, now_ms=now_ms())
+        try:
+            until(lambda: started.exists() or late.done(), "the rows are being written")
+            act()
+        finally:
+            go.touch()
+        return late.result(300)
+
+
+def test_a_changed_property_during_an_append_is_no_reason_to_stop(spark, job, table, make_sink, put, rows, tmp_path):
+    put(*names(10))
+    sink = make_sink()
+    fill(sink)
+    put(*names(10, "b"))
+    change = f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ('note' = '1')"
+    with pytest.raises(BrokerUnavailable, match="another job changed the table while commit 2 was being written"):
+        append_during(sink, tmp_path, lambda: spark.sql(change))
+    assert len(rows()) == 10
+    fill(sink)  # `follow` does this by itself
+    assert rows() == of_topic(job)
+    assert len(rows()) == 20
 
 
 def test_each_record_once_with_its_coordinates(spark, job, make_sink, put, rows, table):
