@@ -25,7 +25,6 @@ SMALL_LINES = 80
 FEW_IMPORTERS = 3
 
 SMALL: Mapping[str, str] = {
-    "dedup.cli.broker": "the two commands that start an embedded Kafka; each command group is a module of cli/",
     "dedup.embedded.flights": "the demo's data: where they come from, and nothing of Kafka",
     "dedup.embedded.watchdog": "a program of its own, started for each child: it must import nothing",
 }
