@@ -32,7 +32,6 @@ from dedup.spark.batch_verdicts import ORDER_TEXTS, Judging, balanced, counts_of
 from dedup.spark.columns import Batches
 from dedup.spark.files import History
 from dedup.spark.manifest import RENAMING, REPORT, RunManifest, listed, report_path
-from dedup.spark.reduce_side import reduce_rows
 from dedup.spark.session import HadoopDirectory, described, shuffles_for, translated_errors
 from dedup.topology.model import Topology
 
@@ -242,13 +241,13 @@ def codec_of(spark: SparkSession) -> str | None:
 def _write_files(verdicts: Judging, attempt: Path, codec: str) -> None:
     work = attempt / "_work"
     work.mkdir(parents=True)
-    plan = verdicts.plan
+    judge = verdicts.judge
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         unique = uuid4().hex
         found: dict[str, _VerdictFile] = {}
         with ExitStack() as stack:
-            for judged in reduce_rows(plan, batches):
+            for judged in judge(batches):
                 names = judged.column("verdict")
                 rows = judged.drop_columns(["verdict"])
                 met = names.unique().to_pylist()
@@ -264,7 +263,7 @@ def _write_files(verdicts: Judging, attempt: Path, codec: str) -> None:
         columns = {"file": pa.array(files, pa.string()), "verdict": pa.array(list(found), pa.string())}
         yield pa.RecordBatch.from_pydict(columns)
 
-    for row in verdicts.packed.mapInArrow(run, "file string, verdict string").collect():
+    for row in verdicts.rows.mapInArrow(run, "file string, verdict string").collect():
         place = attempt / f"verdict={row['verdict']}"
         place.mkdir(exist_ok=True)
         (work / row["file"]).rename(place / row["file"])

@@ -30,8 +30,9 @@ from dedup.core.window import Feed
 from dedup.errors import InvariantBroken, Problem, SettingsError, TopologyError
 from dedup.spark.columnar_fold import Integers
 from dedup.spark.columns import BatchFunction
-from dedup.spark.files import History, read_splits
+from dedup.spark.files import History, read_splits, rows_of
 from dedup.spark.log_order import in_log_order, ranges_of, spread_function
+from dedup.spark.log_tasks import assigned, frame_of, judge_function
 from dedup.spark.map_side import KNOWN, MOST_REDUCERS, PACKED_ROWS, TARGET, LogEnds, MapPlan, Mode, map_rows
 from dedup.spark.reduce_side import JUDGED, ReducePlan, reduce_rows
 from dedup.spark.rows import COORDINATES, RECORDS, headers_of
@@ -50,6 +51,21 @@ Order = Literal["offsets", "event_time"]
 
 @dataclass(frozen=True, slots=True)
 class Judging:
+    """The last stage of a judging job, which yields the records with their verdicts."""
+
+    rows: DataFrame
+    """What the tasks of the last stage read."""
+    judge: BatchFunction
+    """Turns the rows that a task reads into records with their verdicts."""
+    schema: StructType
+
+    def frame(self) -> DataFrame:
+        """Return the records with their verdicts."""
+        return self.rows.mapInArrow(self.judge, self.schema)
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffled:
     """The records of a judging job after its shuffle; the reduce side has not judged them yet."""
 
     packed: DataFrame
@@ -59,9 +75,10 @@ class Judging:
     reducers: int
     """The number of reduce tasks before adaptive execution merges any of them."""
 
-    def frame(self) -> DataFrame:
-        """Return the records with their verdicts."""
-        return self.packed.mapInArrow(partial(reduce_rows, self.plan), self.schema)
+    @property
+    def judging(self) -> Judging:
+        """The stage in which the reduce tasks judge the records."""
+        return Judging(self.packed, partial(reduce_rows, self.plan), self.schema)
 
 
 def judged(
@@ -91,14 +108,34 @@ def judged(
     return judging(history, topology, now_ms=now_ms).frame()
 
 
-def judging(
+def judging(history: History, topology: Topology, *, now_ms: int) -> Judging:
+    """Return the job that judges a history: without a shuffle if that is possible and faster (`log_tasks`)."""
+    pieces, mode = history.pieces, mode_of(topology, history)
+    if pieces is None or mode != "direct" or not history.contiguous:
+        return shuffled(history, topology, now_ms=now_ms).judging
+    refuse_other_shape(history.records)
+    spark = history.records.sparkSession
+    tasks = pieces.frame.rdd.getNumPartitions()
+    bins = assigned(pieces.logs, tasks=tasks, cores=spark.sparkContext.defaultParallelism)
+    if not bins:
+        return shuffled(history, topology, now_ms=now_ms).judging
+    plan = MapPlan(topology, mode, now_ms + topology.max_clock_skew_ms)
+    reduce = ReducePlan(topology, mode, history.records.schema.names)
+    return Judging(frame_of(spark, bins), judge_function(plan, reduce, pieces), _judged_schema(history.records))
+
+
+def _judged_schema(records: DataFrame) -> StructType:
+    return StructType([*records.schema.fields, *JUDGED])
+
+
+def shuffled(
     history: History,
     topology: Topology,
     *,
     now_ms: int,
     ends: LogEnds | None = None,
     layers: Mapping[int, DataFrame] | None = None,
-) -> Judging:
+) -> Shuffled:
     """Return the records of a history after the shuffle, before the reduce side judges them.
 
     If ``ends`` is given, the job continues where earlier jobs ended; only the modes ``direct`` and ``event_time``
@@ -116,7 +153,8 @@ def judging(
     read: BatchFunction | None = None
     ready = df.withColumn("headers", headers_of(df))
     if pieces is not None and (history.bounds or not to_sort):
-        read, ready = partial(read_splits, pieces.columns), pieces.frame
+        columns, ready = pieces.columns, pieces.frame
+        read = lambda batches: read_splits(columns, rows_of(batches))  # noqa: E731
     # Merging partitions is safe only if the order in which Spark's own readers return rows does not matter.
     if history.size_bytes is not None and (pieces is not None or to_sort or mode == "event_time"):
         ready = ready.coalesce(_map_tasks(spark, history.size_bytes, reducers))
@@ -140,8 +178,7 @@ def judging(
     # given, no partitions are merged, because each known sighting is sent to one particular task.
     merged = history.size_bytes is None and ends is None
     together = packed.repartition(TARGET) if merged else packed.repartition(reducers, TARGET)
-    schema = StructType([*df.schema.fields, *JUDGED])
-    return Judging(together, reduced, schema, reducers)
+    return Shuffled(together, reduced, _judged_schema(df), reducers)
 
 
 def _chained(first: BatchFunction | None, then: BatchFunction) -> BatchFunction:

@@ -6,13 +6,13 @@ Spark would pass their values to Python one at a time. Spark reads all other inp
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial, reduce
 from hashlib import blake2b
-from itertools import pairwise
-from typing import Any, Final, Literal
+from itertools import groupby, pairwise
+from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -71,6 +71,16 @@ class DamagedFile(Exception):
     """Raised for a file that cannot be read to its end; the user sees a SettingsError (`session.translated_errors`)."""
 
 
+class LogSplits(NamedTuple):
+    """The row groups that contain the records of one Kafka partition, in log order."""
+
+    topic: str
+    partition: int
+    groups: list[tuple[str, int]]
+    """The file and the number of each row group."""
+    rows: int
+
+
 @dataclass(frozen=True, slots=True)
 class InputSplits:
     """The row groups of Parquet files, ordered by file name."""
@@ -79,6 +89,11 @@ class InputSplits:
     """A row (`file`, `row_group`) for each row group, in as many Spark partitions as there should be tasks."""
     columns: tuple[str, ...]
     """The columns of `rows.RECORDS` in the files. Missing headers are read as empty, other missing columns as null."""
+    logs: tuple[LogSplits, ...] = ()
+    """The row groups by Kafka partition, or nothing if a row group contains several Kafka partitions or none.
+
+    Row groups of the same Kafka partition may overlap unless the `History` is ``contiguous``.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +335,7 @@ def _log_order(
     if splits is not None:
         columns = splits.columns
         frame = splits.frame.coalesce(splits.frame.sparkSession.sparkContext.defaultParallelism)
-        look = lambda batches: _offset_runs(read_splits(columns, batches, COORDINATES))  # noqa: E731
+        look = lambda batches: _offset_runs(read_splits(columns, rows_of(batches), COORDINATES))  # noqa: E731
     reports = [orjson.loads(row["report"]) for row in frame.mapInArrow(look, "report binary").collect()]
     found = _united([pa.Table.from_pylist(each["found"], _FOUND) for each in reports]).to_pylist()
     whole = [each for each in found if None not in each.values()]
@@ -423,6 +438,7 @@ def _input_splits(table: DataFrame) -> InputSplits | None:
     if "timestamp_ms" not in columns and "timestamp" in table.columns:
         return None
     rows: list[tuple[str, int]] = []
+    places: list[_GroupPlace | None] = []
     total_bytes = 0
     for file in sorted(files):
         with pq.ParquetFile(_path(file)) as parquet:
@@ -430,25 +446,67 @@ def _input_splits(table: DataFrame) -> InputSplits | None:
             types = {name: (ARROW_RECORDS.field(name).type, *_CAST.get(name, ())) for name in columns}
             if not all(name in schema.names and schema.field(name).type in types[name] for name in columns):
                 return None
-            rows += [(file, group) for group in range(parquet.num_row_groups)]
-            total_bytes += sum(parquet.metadata.row_group(at).total_byte_size for at in range(parquet.num_row_groups))
+            for at in range(parquet.num_row_groups):
+                group = parquet.metadata.row_group(at)
+                rows.append((file, at))
+                places.append(_place_of(group, (file, at)))
+                total_bytes += group.total_byte_size
     if not rows:
         return None
     spark = table.sparkSession
     context = spark.sparkContext
     tasks = min(len(rows), max(_TASKS_PER_CORE * context.defaultParallelism, -(-total_bytes // _TASK_BYTES)))
-    return InputSplits(spark.createDataFrame(context.parallelize(rows, tasks), "file string, row_group int"), columns)
+    frame = spark.createDataFrame(context.parallelize(rows, tasks), "file string, row_group int")
+    return InputSplits(frame, columns, _logs_of(places))
+
+
+class _GroupPlace(NamedTuple):
+    """The place of a row group in a log."""
+
+    topic: str
+    partition: int
+    first_offset: int
+    group: tuple[str, int]
+    rows: int
+
+
+def _place_of(group: pq.RowGroupMetaData, name: tuple[str, int]) -> _GroupPlace | None:
+    """Return the place of a row group, according to its statistics, or None if they do not show a single place."""
+    columns = [group.column(at) for at in range(group.num_columns)]
+    found = {column.path_in_schema: column.statistics for column in columns if column.path_in_schema in COORDINATES}
+    known = [each for each in found.values() if each is not None and each.has_min_max and each.null_count == 0]
+    if len(known) < len(COORDINATES) or any(found[at].min != found[at].max for at in ("topic", "partition")):
+        return None
+    return _GroupPlace(found["topic"].min, found["partition"].min, found["offset"].min, name, group.num_rows)
+
+
+def _logs_of(places: Sequence[_GroupPlace | None]) -> tuple[LogSplits, ...]:
+    placed = sorted(place for place in places if place is not None)
+    if len(placed) < len(places):
+        return ()
+    logs = groupby(placed, key=lambda place: (place.topic, place.partition))
+    gathered = ((*where, list(groups)) for where, groups in logs)
+    return tuple(
+        LogSplits(topic, partition, [each.group for each in groups], sum(each.rows for each in groups))
+        for topic, partition, groups in gathered
+    )
+
+
+def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of `InputSplits.frame`."""
+    for batch in batches:
+        yield from batch.to_pylist()
 
 
 def read_splits(
-    columns: Sequence[str], splits: Iterable[pa.RecordBatch], wanted: Sequence[str] = tuple(RECORDS.names)
+    columns: Sequence[str], splits: Iterable[Mapping[str, Any]], wanted: Sequence[str] = tuple(RECORDS.names)
 ) -> Batches:
-    """Yield the ``wanted`` columns of the row groups that ``splits`` (rows of `InputSplits.frame`) names.
+    """Yield the ``wanted`` columns of the row groups in ``splits`` (`file`, `row_group`).
 
     ``columns`` lists the columns that the files have. Raises DamagedFile if a file cannot be read.
     """
     there = [name for name in wanted if name in columns]
-    for split in (split for batch in splits for split in batch.to_pylist()):
+    for split in splits:
         file, groups = split["file"], [split["row_group"]]
         try:
             with pq.ParquetFile(_path(file), pre_buffer=False) as parquet:

@@ -32,7 +32,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page
 
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import StateIncompatible
-from dedup.spark.batch_verdicts import ORDER_TEXTS, Judging, balanced, judging, mode_of
+from dedup.spark.batch_verdicts import ORDER_TEXTS, Shuffled, balanced, mode_of, shuffled
 from dedup.spark.delta_log import DeltaLog, TableCommit
 from dedup.spark.files import LOSSLESS, History
 from dedup.spark.incremental_input import GrowingInput, id_types
@@ -195,7 +195,7 @@ class _Run:
             buckets = sorted({layer.buckets for layer in known})
             layers = {count: self._whole([each for each in known if each.buckets == count]) for count in buckets}
             now_ms, ends = self.intent.now_ms, self.state.ends
-            verdicts = judging(history, self.topology, now_ms=now_ms, ends=ends, layers=layers)
+            verdicts = shuffled(history, self.topology, now_ms=now_ms, ends=ends, layers=layers)
             # Two jobs judge these rows, because the state is written before the commit; Spark must not shuffle twice.
             verdicts = replace(verdicts, packed=verdicts.packed.persist(StorageLevel.DISK_ONLY))
             try:
@@ -206,7 +206,7 @@ class _Run:
                 kept_mode = self.state.mode if empty else mode
                 after = RunState(self.intent.identity, kept_mode, position, types, ends, left)
                 self.table.keep_state(self.attempt, after)
-                self.table.commit(verdicts.frame(), self.attempt, counts)
+                self.table.commit(verdicts.judging.frame(), self.attempt, counts)
             finally:
                 verdicts.packed.unpersist()
         self.table.forget_before(self.attempt.run, [*self.state.layers, *left])
@@ -258,7 +258,7 @@ class _Run:
             )
         return rows
 
-    def _leave(self, verdicts: Judging, known: Sequence[Layer]) -> tuple[list[Layer], dict[str, int], LogEnds]:
+    def _leave(self, verdicts: Shuffled, known: Sequence[Layer]) -> tuple[list[Layer], dict[str, int], LogEnds]:
         """Write the sightings, and return the state's layers, the number of rows by verdict, and each log's end."""
         older = [layer.rows for layer in known]
         whole = len(older) >= _MOST_LAYERS or sum(older[1:]) > max([_FEW_SIGHTINGS, *older[:1]])

@@ -66,7 +66,7 @@ _WRITE_OPTIONS: Final = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=Fa
 """Compression halves the number of bytes, and each byte is copied eight times between tasks."""
 _READ_OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
 _BATCH_ROWS: Final = 8_192
-"""Number of rows that `_Screener` processes at a time; they fit into the processor's caches."""
+"""Number of rows that `Screener` processes at a time; they fit into the processor's caches."""
 _ROWS_PER_REDUCER: Final = 4_096
 _MOST_ROWS: Final = 131_072
 _MOST_BYTES: Final = 64 << 20
@@ -163,6 +163,11 @@ NOTHING_JUDGED: Final = LogEnd(0, BEFORE_ALL_TIME)
 LogEnds = Mapping[tuple[int, int], LogEnd]
 """Each key is a topic's position in ``source.topics`` with a partition, or `UNPLACED` for rows without coordinates."""
 UNPLACED: Final = (0, -1)
+
+
+def ends_of(runs: Iterable[OffsetRun]) -> list[tuple[tuple[int, int], LogEnd]]:
+    """Return the end of each offset run, with the source partition to which the run belongs."""
+    return [((run.topic, run.partition), LogEnd(run.last_offset + 1, run.greatest_ms)) for run in runs]
 
 
 def before_each(runs: Iterable[OffsetRun], topics: Sequence[str], ends: LogEnds) -> Mapping[int, int]:
@@ -458,7 +463,7 @@ class MapPlan:
 
 def map_rows(plan: MapPlan, batches: Iterable[pa.RecordBatch]) -> Batches:
     """Run one map task: read records with the schema `rows.RECORDS`, and yield them as rows of `PACKED_ROWS`."""
-    screener = _Screener(plan)
+    screener = Screener(plan)
     with Packer(plan.targets, plan.batch_rows) as packer:
         for batch in batches:
             for begin in range(0, batch.num_rows, _BATCH_ROWS):
@@ -490,7 +495,7 @@ def read_notice(values: Iterable[bytes]) -> list[OffsetRun]:
     return [OffsetRun(**each) for value in values for each in orjson.loads(value)]
 
 
-class _Screener:
+class Screener:
     """Extracts the IDs and event times of the records that a Spark task reads, and finds exempt records and dead
     letters.
     """
@@ -499,7 +504,7 @@ class _Screener:
         self._plan: Final = plan
         self._rules: Final = plan.topology.rules
         self._extractor: Final = extractor_of(plan.topology)
-        self.runs: Final = OffsetRuns()
+        self.runs = OffsetRuns()
         self._partition = -1
         self._stream_time = StreamTime.before(plan.feeds)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ from dedup.spark.map_side import (
     before_each,
     buckets_of,
     ends_after,
+    ends_of,
     read_notice,
 )
 from dedup.spark.rows import COORDINATES
@@ -93,12 +94,17 @@ class FoldedRows:
     """Unexpired sightings of earlier jobs that have one of these IDs, in the schema `sightings.SIGHTINGS`."""
     unjudged: dict[str, int]
     """The number of rows that were not judged, by verdict."""
+    stream_ms: Integers
+    """Stream time at each row of the task, in the order of arrival."""
 
 
 def reduce_rows(plan: ReducePlan, batches: Iterable[pa.RecordBatch]) -> Batches:
     """Judge one reduce task's records (`map_side.PACKED_ROWS`), and yield them with the columns `JUDGED` appended."""
     with ReceivedRows(batches) as received:
-        yield from Reducer(plan, received).judged()
+        reducer = Reducer(plan, received)
+        folded = reducer.folded()
+        if folded is not None:
+            yield from reducer.judged(folded)
 
 
 def layer_rows(
@@ -118,7 +124,7 @@ def layer_rows(
         folded = Reducer(plan, received).folded()
         writer = LayerWriter(buckets)
         if folded is not None:
-            yield from writer.add(_left(folded, plan.topology).to_batches())
+            yield from writer.add(sightings_after(folded, plan.topology).to_batches())
         for batch in received.known() if whole else ():
             mine = buckets_of(batch.column("id"), reducers) == reducer
             yield from writer.add([live(batch.filter(pa.array(mine)), plan.topology, plan.ends)])
@@ -129,7 +135,7 @@ def layer_rows(
 def _report(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -> dict[str, Any]:
     verdicts: Counter[str] = Counter()
     runs = read_notice(received.notices)
-    ends = [((run.topic, run.partition), LogEnd(run.last_offset + 1, run.greatest_ms)) for run in runs]
+    ends = ends_of(runs)
     if folded is not None:
         verdicts.update(folded.unjudged)
         for code, count in enumerate(np.bincount(folded.decided.verdicts).tolist()):
@@ -139,7 +145,7 @@ def _report(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None)
     return {"verdicts": dict(+verdicts), "ends": [[*place, *end] for place, end in ends_after(plan.ends, ends).items()]}
 
 
-def _left(folded: FoldedRows, topology: Topology) -> pa.Table:
+def sightings_after(folded: FoldedRows, topology: Topology) -> pa.Table:
     """Return the new sightings, and the existing ones whose time a duplicate moved forward."""
     rows, decided = folded.rows, folded.decided
     made = {
@@ -164,10 +170,24 @@ def _left(folded: FoldedRows, topology: Topology) -> pa.Table:
     return merged(new, repeated, folded.known, topology)
 
 
+class Received(Protocol):
+    """The records that `Reducer` judges, as `map_side.ReceivedRows` contains them."""
+
+    @property
+    def notices(self) -> list[bytes]:
+        """Descriptions of the offset runs in the form that `read_notice` accepts."""
+
+    def rows(self) -> Batches:
+        """Yield the screened records in the same order on every call."""
+
+    def known(self) -> Batches:
+        """Yield the sightings of earlier jobs or parts."""
+
+
 class Reducer:
     """Judges the records of one reduce task, and keeps in memory only the columns that the verdicts depend on."""
 
-    def __init__(self, plan: ReducePlan, received: ReceivedRows) -> None:
+    def __init__(self, plan: ReducePlan, received: Received) -> None:
         self._plan: Final = plan
         self._received: Final = received
         self._topics: Final = plan.topology.source.topics
@@ -178,12 +198,9 @@ class Reducer:
         ]
         self._rows: Final = pa.Table.from_batches(parts) if parts else None
 
-    def judged(self) -> Batches:
-        """Yield the records with their verdicts in the same batches as `ReceivedRows.rows`."""
-        if self._rows is None:
-            return
-        stream_ms = self._stream_times(self._rows)
-        folded = self._fold(self._rows, stream_ms)
+    def judged(self, folded: FoldedRows) -> Batches:
+        """Yield the records with their verdicts in the same batches as `Received.rows`."""
+        stream_ms = folded.stream_ms
         # Rows that were not judged keep zeros, which are not used.
         decided = Decided.of(np.zeros(len(stream_ms), np.int8))
         columns = [each.name for each in fields(Decided)]
@@ -201,6 +218,7 @@ class Reducer:
         return None if self._rows is None else self._fold(self._rows, self._stream_times(self._rows))
 
     def _fold(self, rows: pa.Table, stream_ms: Integers) -> FoldedRows:
+        all_stream_ms = stream_ms
         unjudged = rows.column(UNJUDGED)
         counts = Counter(text.split(SEPARATOR, 1)[0] for text in unjudged.drop_null().to_pylist())
         open_rows = np.flatnonzero(unjudged.is_null().to_numpy())
@@ -217,7 +235,7 @@ class Reducer:
         known = current(found, self._plan.topology, self._plan.ends)
         decided = judge_sorted(sorted_rows, self._plan.topology.rules, self._by_group(known, names, sorted_rows))
         ids = rows.column(ID).take(pa.array(order)).combine_chunks()
-        return FoldedRows(open_rows[order], sorted_rows, decided, ids, known, counts)
+        return FoldedRows(open_rows[order], sorted_rows, decided, ids, known, counts, all_stream_ms)
 
     def _by_group(self, known: pa.Table, names: pa.Array, rows: SortedRows) -> dict[int, Sightings]:
         """Map the group numbers that `_sorted_rows` assigns to the sightings of earlier jobs."""

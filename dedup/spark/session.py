@@ -53,7 +53,9 @@ _CONF: Final = {
     "spark.sql.streaming.stateStore.providerClass": (
         "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
     ),
-    # Python workers keep freed memory for the next batch, which saves a sixth of their time.
+    # Python workers keep freed memory for the next batch, because fresh pages of memory are expensive: both settings of
+    # malloc save a sixth of their time, and a pool that uses malloc another fifth.
+    "spark.executorEnv.ARROW_DEFAULT_MEMORY_POOL": "system",
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "spark.executorEnv.MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "spark.python.daemon.module": worker_daemon.MODULE,

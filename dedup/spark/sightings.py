@@ -82,7 +82,8 @@ def live(batch: pa.RecordBatch, topology: Topology, ends: LogEnds) -> pa.RecordB
     oldest_ms = np.zeros(batch.num_rows, np.int64)
     for (_, partition), end in ends.items():
         oldest_ms[partitions == partition] = topology.window.oldest_live_ms(end.greatest_ms)
-    return batch.filter(pa.array(batch.column("last_ms").to_numpy() >= oldest_ms))
+    lives = batch.column("last_ms").to_numpy() >= oldest_ms
+    return batch if lives.all() else batch.filter(pa.array(lives))
 
 
 def merged(new: pa.Table, repeated: pa.Table, known: pa.Table, topology: Topology) -> pa.Table:

@@ -1,0 +1,150 @@
+"""Judges whole Kafka partitions without a shuffle: each task reads one log after another, in the order of offsets.
+
+A worker of a topology that reads its source directly judges each source partition by itself. If a history consists of
+Parquet files with a single Kafka partition in each row group, a Spark task can do the same. The task judges a part of
+the log at a time, and keeps only the sightings of earlier parts that have not expired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+
+from dedup.errors import StateIncompatible
+from dedup.spark.columns import Batches, BatchFunction
+from dedup.spark.files import InputSplits, LogSplits, read_splits
+from dedup.spark.map_side import (
+    NOTHING_JUDGED,
+    LogEnds,
+    MapPlan,
+    OffsetRun,
+    OffsetRuns,
+    Screener,
+    ends_after,
+    ends_of,
+    write_notice,
+)
+from dedup.spark.reduce_side import ReducePlan, Reducer, sightings_after
+from dedup.spark.sightings import SIGHTINGS, current
+
+_MOST_LOG_ROWS: Final = 1 << 22
+"""A task may have to keep the sightings of so many records: less than 500 MB, unless the IDs are longer than UUIDs."""
+_SHUFFLE_FACTOR: Final = 2
+"""With a shuffle, a job needs about this many times the CPU time."""
+_PART_ROWS: Final = 262_144
+_PART_BYTES: Final = 64 << 20
+"""A task judges at most about `_PART_ROWS` records or `_PART_BYTES` bytes at a time."""
+_SCHEMA: Final = (
+    "logs array<struct<topic: string, partition: int, groups: array<struct<file: string, row_group: int>>>>"
+)
+
+
+def assigned(logs: Sequence[LogSplits], *, tasks: int, cores: int) -> list[list[LogSplits]]:
+    """Divide the logs among at most ``tasks`` tasks with similar numbers of records.
+
+    Return an empty list if a shuffle would be better: if a log has too many records for the memory of a task, or if the
+    largest logs would keep fewer than ``cores`` cores busy for so long that a shuffle would take less time.
+    """
+    rows = [log.rows for log in logs]
+    if not logs or max(rows) > _MOST_LOG_ROWS or max(rows) * cores > _SHUFFLE_FACTOR * sum(rows):
+        return []
+    bins: list[list[LogSplits]] = [[] for _ in range(min(tasks, len(logs)))]
+    sizes = [0] * len(bins)
+    for log in sorted(logs, key=lambda log: log.rows, reverse=True):
+        at = sizes.index(min(sizes))
+        bins[at].append(log)
+        sizes[at] += log.rows
+    return bins
+
+
+def frame_of(spark: SparkSession, bins: Sequence[Sequence[LogSplits]]) -> DataFrame:
+    """Return a DataFrame in which each Spark partition contains the logs of one task."""
+    rows = [([(log.topic, log.partition, log.groups) for log in logs],) for logs in bins]
+    return spark.createDataFrame(spark.sparkContext.parallelize(rows, len(rows)), _SCHEMA)
+
+
+def judge_function(
+    plan: MapPlan, reduce: ReducePlan, splits: InputSplits, *, part_rows: int = _PART_ROWS
+) -> BatchFunction:
+    """Return a function for `mapInArrow` that reads the logs in `frame_of`, and yields the records with the columns
+    `reduce_side.JUDGED` appended.
+
+    When the function runs, it raises the errors that `backfill.backfill` lists.
+    """
+    return partial(_judge_logs, plan, reduce, splits.columns, part_rows)
+
+
+def _judge_logs(
+    plan: MapPlan, reduce: ReducePlan, columns: Sequence[str], part_rows: int, batches: Iterable[pa.RecordBatch]
+) -> Batches:
+    for log in (log for batch in batches for row in batch.column("logs").to_pylist() for log in row):
+        judge = _LogJudge(plan, reduce, log)
+        held: list[pa.RecordBatch] = []
+        for batch in read_splits(columns, log["groups"]):
+            held.append(batch)
+            if sum(each.num_rows for each in held) >= part_rows or sum(each.nbytes for each in held) >= _PART_BYTES:
+                yield from judge.judged(held)
+                held = []
+        if held:
+            yield from judge.judged(held)
+
+
+class _Part(NamedTuple):
+    """The records of a part of a log, in the form in which a reduce task receives its records."""
+
+    screened: Sequence[pa.RecordBatch]
+    notices: list[bytes]
+    sightings: pa.Table
+
+    def rows(self) -> Batches:
+        yield from self.screened
+
+    def known(self) -> Batches:
+        yield from self.sightings.combine_chunks().to_batches()
+
+
+class _LogJudge:
+    """Judges one log, part by part."""
+
+    def __init__(self, plan: MapPlan, reduce: ReducePlan, log: Mapping[str, Any]) -> None:
+        self._reduce: Final = reduce
+        self._log: Final = log
+        self._screener: Final = Screener(plan)
+        self._ends: LogEnds = {}
+        self._known: pa.Table = SIGHTINGS.empty_table()
+
+    def judged(self, records: Iterable[pa.RecordBatch]) -> Batches:
+        """Judge the next records of the log, and yield them with their verdicts.
+
+        Raises StateIncompatible if a record belongs to another log, or has a lower offset than the record before it.
+        """
+        self._screener.runs = runs = OffsetRuns()
+        screened = [self._screener.screened(batch) for batch in records]
+        for run in runs.all:
+            self._refuse_misplaced(run)
+        reduce = replace(self._reduce, ends=self._ends)
+        reducer = Reducer(reduce, _Part(screened, [write_notice(runs.all)], self._known))
+        folded = reducer.folded()
+        if folded is None:
+            return
+        yield from reducer.judged(folded)
+        self._ends = ends_after(self._ends, ends_of(runs.all))
+        left = sightings_after(folded, reduce.topology)
+        self._known = current([*self._known.to_batches(), *left.to_batches()], reduce.topology, self._ends)
+
+    def _refuse_misplaced(self, run: OffsetRun) -> None:
+        topic, partition = self._reduce.topology.source.topics[run.topic], run.partition
+        end = self._ends.get((run.topic, partition), NOTHING_JUDGED)
+        if (topic, partition) == (self._log["topic"], self._log["partition"]) and run.first_offset >= end.next_offset:
+            return
+        raise StateIncompatible(
+            f"{topic}/{partition} offset {run.first_offset} was met in the log of {self._log['topic']}/"
+            f"{self._log['partition']} after offset {end.next_offset - 1}: the statistics in a Parquet file do not "
+            f"match its records. Nothing was published. Write the files again with another Parquet library, or without "
+            f"statistics."
+        )

@@ -1,0 +1,148 @@
+"""Tasks that judge whole logs without a shuffle, part by part, judge as the exact model does, or are not used."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dedup.errors import StateIncompatible
+from dedup.spark import log_tasks
+from dedup.spark.backfill import backfill
+from dedup.spark.batch_verdicts import judging
+from dedup.spark.files import LogSplits, read_files
+from dedup.spark.log_tasks import assigned, frame_of, judge_function
+from dedup.spark.map_side import MapPlan
+from dedup.spark.reduce_side import ReducePlan
+from tests.spark.parity import NOW_MS, POLICIES, RULES, by_model, stream
+from tests.spark.test_batch_halves import batches, rows_of, topology_of
+
+GROUP_ROWS = 23
+"""Rows of a row group, which is also a part of a log here."""
+
+
+@pytest.fixture(scope="module")
+def events():
+    return stream(11, 6_000)
+
+
+@pytest.fixture(scope="module")
+def archive(events, tmp_path_factory):
+    """The logs in files of small row groups, whose names are in the reverse order of the offsets."""
+    directory = tmp_path_factory.mktemp("archive")
+    for partition in (0, 1):
+        rows = batches([event for event in events if event.partition == partition])
+        for begin in range(0, rows.num_rows, 1_000):
+            path = directory / f"{9 - begin // 1_000}-{partition}.parquet"
+            pq.write_table(rows.slice(begin, 1_000), path, row_group_size=GROUP_ROWS)
+    return directory
+
+
+def judged(spark, history, topology) -> pa.Table:
+    """Judge both logs in this process, one task each, part by part."""
+    pieces = history.pieces
+    plan = MapPlan(topology, "direct", NOW_MS + topology.max_clock_skew_ms)
+    reduce = ReducePlan(topology, "direct", history.records.schema.names)
+    judge = judge_function(plan, reduce, pieces, part_rows=GROUP_ROWS)
+    tasks = assigned(pieces.logs, tasks=2, cores=2)
+    return pa.Table.from_batches(judge(frame_of(spark, tasks).toArrow().to_batches()))
+
+
+@pytest.mark.parametrize("name", [*RULES, *POLICIES])
+def test_every_rule_and_policy_in_small_parts(spark, events, archive, name):
+    topology = topology_of({**RULES, **POLICIES}[name])
+    expected = {place: row for place, (row, _) in by_model(events, topology).items()}
+    assert {"unique", "duplicate", "late", "dead_letter"} <= {row.verdict for row in expected.values()}
+    found = judged(spark, read_files(spark, [str(archive)], "parquet"), topology)
+    assert found.num_rows == len(events)
+    assert rows_of(found) == expected
+
+
+def test_a_backfill_of_logs_has_no_shuffle_and_the_same_verdicts_as_one_with(spark, events, archive, tmp_path):
+    topology = topology_of(POLICIES["identity"])
+    history = read_files(spark, [str(archive)], "parquet")
+    found = {}
+    for name, each in (("logs", history), ("shuffle", replace(history, contiguous=False))):
+        plan = judging(each, topology, now_ms=NOW_MS).rows._jdf.queryExecution().toString()
+        assert ("Exchange" in plan) == (name == "shuffle")
+        report = backfill(each, topology, str(tmp_path / name), now_ms=NOW_MS)
+        assert sum(report.verdicts.values()) == len(events)
+        found[name] = spark.read.parquet(report.path).toArrow()
+    order = [("partition", "ascending"), ("offset", "ascending")]
+    columns = sorted(found["logs"].schema.names)
+    assert found["logs"].select(columns).sort_by(order) == found["shuffle"].select(columns).sort_by(order)
+
+
+def test_a_row_group_with_several_partitions_is_left_to_the_shuffle(spark, events, tmp_path):
+    topology = topology_of({})
+    pq.write_table(batches(events), tmp_path / "mixed.parquet", row_group_size=100)
+    history = read_files(spark, [str(tmp_path)], "parquet")
+    assert history.contiguous
+    assert history.pieces.logs == ()
+    expected = {place: row for place, (row, _) in by_model(events, topology).items()}
+    assert rows_of(judging(history, topology, now_ms=NOW_MS).frame().toArrow()) == expected
+
+
+@pytest.mark.parametrize("statistics", [False, ["topic", "partition"]])
+def test_files_without_statistics_are_left_to_the_shuffle(spark, events, tmp_path, statistics):
+    rows = batches([event for event in events if event.partition == 0])
+    pq.write_table(rows, tmp_path / "a.parquet", write_statistics=statistics)
+    assert read_files(spark, [str(tmp_path)], "parquet").pieces.logs == ()
+
+
+def test_a_record_of_another_log_than_the_statistics_say_is_refused(spark, archive):
+    history = read_files(spark, [str(archive)], "parquet")
+    first, second = history.pieces.logs
+    wrong = replace(history.pieces, logs=(replace_groups(first, [*first.groups, second.groups[0]]), second))
+    with pytest.raises(
+        StateIncompatible, match=r"^parity-in/1 offset 0 was met in the log of parity-in/0 after offset -1"
+    ):
+        judged(spark, replace(history, pieces=wrong), topology_of({}))
+
+
+def test_row_groups_in_another_order_than_that_of_the_log_are_refused(spark, archive):
+    history = read_files(spark, [str(archive)], "parquet")
+    first, second = history.pieces.logs
+    wrong = replace(history.pieces, logs=(replace_groups(first, first.groups[::-1]), second))
+    with pytest.raises(
+        StateIncompatible,
+        match=r"^parity-in/0 offset \d+ was met in the log of parity-in/0 after offset \d+: the statistics",
+    ):
+        judged(spark, replace(history, pieces=wrong), topology_of({}))
+
+
+def replace_groups(log: LogSplits, groups: list[tuple[str, int]]) -> LogSplits:
+    return log._replace(groups=groups)
+
+
+def logs(*rows: int) -> list[LogSplits]:
+    return [LogSplits("events", partition, [], count) for partition, count in enumerate(rows)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cores", "tasks"),
+    [
+        ((), 2, 0),
+        ((1_000,), 2, 1),
+        # One log of all the rows would keep one of four cores busy, for longer than a shuffle needs on all four.
+        ((1_000,), 4, 0),
+        ((1_000, 1_000), 4, 2),
+        ((5_000, 10, 10), 4, 0),
+        ((10,) * 256, 2, 8),
+        ((log_tasks._MOST_LOG_ROWS, 4_000_000), 2, 2),
+        ((log_tasks._MOST_LOG_ROWS + 1, 4_000_000), 2, 0),
+    ],
+)
+def test_logs_are_divided_among_tasks_unless_a_shuffle_is_better(sizes, cores, tasks):
+    bins = assigned(logs(*sizes), tasks=8, cores=cores)
+    assert len(bins) == tasks
+    met = defaultdict(int)
+    for log in (log for each in bins for log in each):
+        met[log.partition] += 1
+    assert dict(met) == (dict.fromkeys(range(len(sizes)), 1) if tasks else {})
+    if bins:
+        loads = [sum(log.rows for log in each) for each in bins]
+        assert max(loads) - min(loads) <= max(sizes)
