@@ -39,7 +39,7 @@ WORLD: Final[tuple[tuple[str, str, str], ...]] = (
     ("F77", "ACL removed: output, source, changelog, group, transactional id", "O8, no loss"),
     ("F78", "clock behind at startup, then right; stepped forward and back", "verdicts by the broker's clock"),
     ("F79", "three nodes, each restarted cleanly in turn", "O1-O6, no worker exits"),
-    ("F80", "the group or its offsets deleted", "refused by the broker, or no duplicates"),
+    ("F80", "the group or its offsets deleted", "rejected by the broker, or no duplicates"),
     ("F81", "a difficult topic: old, compacted, uneven, invalid headers, no keys, a late worker, kills", "O1 O2 O6"),
     ("F82", "renamed or second topology on an output that holds records", "O8"),
     ("F83", "one partition of the output offline", "only its task waits; O1-O4"),
@@ -70,7 +70,7 @@ GRID: Final[tuple[tuple[str, str, str], ...]] = (
     ("F23", "three nodes: a leader or coordinator killed, paused, isolated; below min.isr", "no loss; stops, resumes"),
     ("F24", "connections cut, half-open, or slow; responses lost", "O1 O2"),
     ("F25", "an EndTxn delayed past the next transaction", "O2"),
-    ("F26", "a record refused by the broker inside a batch", "dead letter, other records kept"),
+    ("F26", "the broker rejects one record of a batch", "dead letter, other records kept"),
     ("F28", "ACL removed while running", "O8, no loss"),
     ("F31", "RocksDB files flipped, truncated, deleted", "restored from the changelog, O5"),
     ("F32", "disk full on the worker", "exit; a restart recovers"),
@@ -93,7 +93,7 @@ GRID: Final[tuple[tuple[str, str, str], ...]] = (
     ("F52", "aborted and open transactions in the input, control batches, compacted gaps", "one verdict each"),
     (
         "F53",
-        "invalid records first, in the middle, last, or all of a batch; the dead-letter topic refuses a record",
+        "invalid records first, in the middle, last, or all of a batch; the dead-letter topic rejects a record",
         "one verdict each; the worker stops",
     ),
     ("F61", "guard period made longer", "as in [Upgrade](operations.md#upgrade)"),
@@ -255,7 +255,7 @@ def figures() -> str:
             total = sum(run.get(name, 0) for run in own)
             if name in names and total and not wrong:
                 lines.append(
-                    f"| | | 0 of {total:,} {name} caused a failure: with 95 % confidence, fewer than 3 in {total:,} do "
+                    f"| | | 0 of {total:,} {name} caused a failure: with 95% confidence, fewer than 3 in {total:,} do "
                     "| | | |"
                 )
     return "\n".join(lines if len(lines) > 2 else ["No results of long runs have been recorded."])  # noqa: PLR2004  # the head
