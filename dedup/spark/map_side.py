@@ -347,15 +347,21 @@ class Packer:
 
     def _packed(self, last: pa.RecordBatch | None) -> Batches:
         """Pack and yield the buffered rows, followed by ``last``."""
-        parts = [*map(unpacked, self._waiting.all()), *([] if last is None else [last])]
+        rows_of_all = [*map(unpacked, self._waiting.all()), *([] if last is None else [last])]
+        # The size of a batch is computed once, because computing it takes as long as packing a few rows.
+        parts = [
+            (rows, rows.nbytes // rows.num_rows, starts.tolist())
+            for rows, starts in zip(rows_of_all, self._borders, strict=True)
+        ]
+        rows_of_all.clear()
         for reducer, target in enumerate(self._targets):
             slices: list[pa.RecordBatch] = []
             size_bytes = 0
-            for rows, starts in zip(parts, self._borders, strict=True):
-                begin, end = int(starts[reducer]), int(starts[reducer + 1])
+            for rows, row_bytes, starts in parts:
+                begin, end = starts[reducer], starts[reducer + 1]
                 if begin < end:
                     slices.append(rows.slice(begin, end - begin))
-                    size_bytes += rows.nbytes * (end - begin) // rows.num_rows
+                    size_bytes += row_bytes * (end - begin)
                     if size_bytes >= _MOST_PACKED_BYTES:
                         yield self._pack(target, slices)
                         slices, size_bytes = [], 0
