@@ -246,9 +246,8 @@ class Consumer(FaustConsumer):
             feeding = answer.source
             if answer.begun != self._passed[TP(*feeding)] and not answer.reading.over:
                 raise InvariantBroken(
-                    f"an answer from offset {answer.begun} of {feeding} came, but the one "
-                    f"before it ended at {self._passed[TP(*feeding)]}. The worker stops; nothing was committed past "
-                    f"that offset."
+                    f"a response that begins at offset {answer.begun} of {feeding} arrived, but the previous one ended "
+                    f"at {self._passed[TP(*feeding)]}. The worker stops; nothing was committed past that offset."
                 )
             count = len(answer.columns.offsets)
             parts = -(-count // BATCH_RECORDS)
