@@ -90,7 +90,7 @@ class ProducerIdentity:
 
 @dataclass(slots=True)
 class RecordBatch:
-    """A batch of records for one partition that lacks only the producer ID, the epoch, and the sequence number."""
+    """A batch of records for one partition, complete except for the producer ID, the epoch, and the sequence number."""
 
     target: TopicPartition
     builder: Any

@@ -38,7 +38,7 @@ log: Final = logging.getLogger(__name__)
 BATCH_RECORDS: Final = 4000
 _POLL_MS: Final = 200
 _GATHER_SHARE: Final = 4
-"""The fetcher may wait for the commit interval divided by this number to collect a larger batch."""
+"""To collect a larger batch, the fetcher waits at most the commit interval divided by this number."""
 _MOST_GATHER_MS: Final = 25
 _HEARTBEATS: Final = 5
 """Minimum number of heartbeats within a session timeout."""
