@@ -67,7 +67,8 @@ def time_ms_of(found: JsonValue | Absent, time: FieldTime) -> int:
                 raise BadTime("time_ill_typed", f"the event time at {place} is not RFC 3339 text")
             time_ms = rfc3339_ms(found)
             if time_ms is None:
-                raise BadTime("time_unparsable", f"the event time at {place} is not RFC 3339, as 2026-01-31T08:00:00Z")
+                text = f"the event time at {place} is not an RFC 3339 time such as 2026-01-31T08:00:00Z"
+                raise BadTime("time_unparsable", text)
         case "s" | "ms" | "us":
             if not isinstance(found, Number):
                 raise BadTime("time_ill_typed", f"the event time at {place} is not a number")

@@ -70,7 +70,7 @@ class Fault:
 ODD_HEADER_NAME: Final = Fault(
     FaultKind.UNREADABLE,
     "header_not_utf8",
-    "the name of a header is not UTF-8; here each such byte is written as \\x and two hexadecimal digits",
+    "the name of a header is not UTF-8; each invalid byte is shown as \\x and two hexadecimal digits",
 )
 """The fault of a record with a header name that is not UTF-8. Most clients cannot read such a record."""
 

@@ -103,7 +103,7 @@ class Outcome:
 
     unique: list[int] = field(default_factory=list)
     exempt: dict[int, str] = field(default_factory=dict)
-    """Rows that a policy forwards, each with the reason for `dedup-verdict`. `unique` also has the conflicts."""
+    """Rows that a policy forwards, each with the reason for `dedup-verdict`. The conflicts are also in `unique`."""
     duplicates: list[tuple[int, Sighting]] = field(default_factory=list)
     """Rows that repeat a sighting but are not in `conflicts`, each with the sighting as it was before the row."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Outcome:
     clamped: dict[int, int] = field(default_factory=dict)
     """Rows whose event time was replaced because it was too far ahead, each with the time that replaced it."""
     singles: list[int] = field(default_factory=list)
-    """Rows whose own sighting, which has their event time, is the only sighting of their ID in its segment."""
+    """Rows whose new sighting, which has the row's event time, is the only sighting of its ID in its segment."""
     rewritten: dict[tuple[int, bytes], Sightings] = field(default_factory=dict)
     """Maps a segment and an ID to all sightings of the ID in the segment, unless `singles` contains the only one."""
     stream_time: StreamTime = _BEFORE_ALL
@@ -303,7 +303,7 @@ class _Judging:
         self._outcome: Final = outcome
         self._known: Final = known
         self._fresh: Final[dict[bytes, int]] = {}
-        """Maps each ID that has occurred only once, in this batch, to its row. Few such IDs ever need a `Sighting`."""
+        """Maps each ID whose only sighting comes from this batch to its row. Few such IDs ever need a `Sighting`."""
 
     def run(self, stream_times: list[int], skipped: set[int]) -> None:
         known, fresh = self._known, self._fresh

@@ -186,8 +186,8 @@ class StreamTime:
             now = progress.get(feed)
             if now is None:
                 raise InvariantBroken(
-                    f"a record of source topic {feed.topic} partition {feed.partition} came, which did not exist when "
-                    f"this task started. Restart the worker; if partitions were added, run `dedup reset`."
+                    f"a record arrived from source topic {feed.topic}, partition {feed.partition}, which did not exist "
+                    f"when this task started. Restart the worker; if partitions were added, run `dedup reset`."
                 )
             max_ms = now.max_ms if time_ms is None else max(now.max_ms, time_ms)
             if max_ms != now.max_ms or idle != now.idle:

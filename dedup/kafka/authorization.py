@@ -83,7 +83,7 @@ class Rights:
         return tuple(sorted(named))
 
     async def lacking(self) -> dict[str, list[str]]:
-        """Map each broker's address to the requests that the broker supports in no version that dedup sends."""
+        """Map each broker's address to the requests for which the broker supports no version that dedup sends."""
         found = {}
         for broker in self._client.cluster.brokers():
             try:

@@ -70,7 +70,7 @@ _METADATA_LANE: Final = "metadata"
 _METADATA_WITHIN_S: Final = 2.0
 """Time limit for a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
 _DIVERGING_EPOCH: Final = 0
-"""Tag of the fetch response's field that says where the broker's log begins to differ from what was read."""
+"""The tag of the field in a fetch response that says where the broker's log begins to differ from what was read."""
 _EPOCH_END: Final = Struct(">iq")
 """The binary format of a diverging epoch: the leader epoch, and the offset at which it ends in the broker's log."""
 
@@ -363,7 +363,7 @@ class KafkaWire:
             node, wanted, wait_ms=wait_ms, least_bytes=1, most_bytes=max_bytes, lane=lane
         )
         if code or len(parts) != 1:
-            raise NoAnswer(f"broker {node} answered a fetch with nothing (code {code}; perhaps because of a quota)")
+            raise NoAnswer(f"broker {node} returned an empty fetch response (code {code}; perhaps because of a quota)")
         (part,) = parts
         if part.error_code in OTHER_TOPIC:
             # The topic may have been recreated. Only a reader that depends on the old ID is stopped.
@@ -493,6 +493,6 @@ class KafkaWire:
 
 
 def _close_if_silent(connection: Any, answer: asyncio.Future[Any]) -> None:  # noqa: ANN401  # untyped client
-    """Close the connection after a timeout; otherwise, every new epoch would reuse the silent connection."""
+    """Close the connection after a timeout; otherwise, every new epoch would reuse the unresponsive connection."""
     if not answer.cancelled() and isinstance(answer.exception(), TimeoutError):
         connection.close(reason=CloseReason.CONNECTION_TIMEOUT)

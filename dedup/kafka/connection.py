@@ -83,7 +83,7 @@ class Connection:
 
 
 PROBE_WITHIN_S: Final = 5.0
-# ApiVersions v0 with correlation ID 0 and no client ID, the only request that every listener answers unauthenticated.
+# ApiVersions v0 with correlation ID 0 and no client ID. Every listener answers this request without authentication.
 _API_VERSIONS: Final = bytes.fromhex("0000000a0012000000000000ffff")
 _HOST_CODES: Final = frozenset({62, 64})
 _EXPIRED_CODES: Final = frozenset({9, 10})
@@ -95,33 +95,33 @@ class Trouble(enum.Enum):
     NAME = "the host name is not known here. Correct `brokers`, or the name server"
     UNREACHABLE = "nothing can be reached there. Start the broker, correct `brokers`, or open the firewall"
     SILENT = "something listens there, but does not respond like Kafka. Correct the port in `brokers`"
-    PLAINTEXT_TO_TLS = "the listener speaks TLS, and security.protocol is {protocol}. Write SSL or SASL_SSL"
+    PLAINTEXT_TO_TLS = "the listener speaks TLS, but security.protocol is {protocol}. Use SSL or SASL_SSL"
     TLS_TO_PLAINTEXT = (
-        "the listener does not speak TLS, and security.protocol is {protocol}. Name the TLS listener's port in "
-        "`brokers`, or write PLAINTEXT or SASL_PLAINTEXT"
+        "the listener does not speak TLS, but security.protocol is {protocol}. Use the TLS listener's port in "
+        "`brokers`, or set security.protocol to PLAINTEXT or SASL_PLAINTEXT"
     )
     UNTRUSTED = (
-        "the broker's certificate is signed by nobody that security.ca_file ({ca_file}) names. Name the CA that "
-        "signed it"
+        "the broker's certificate is not signed by a CA in security.ca_file ({ca_file}). Set security.ca_file to "
+        "the CA that signed the certificate"
     )
     WRONG_HOST = (
-        "the broker's certificate is for another host name. Write a name that it holds into `brokers`, or give the "
-        "broker a certificate with this one"
+        "the broker's certificate is for another host name. In `brokers`, use a name that the certificate contains, or "
+        "give the broker a certificate for this name"
     )
-    EXPIRED = "the broker's certificate is expired, or not valid yet. Renew it, or correct this clock"
+    EXPIRED = "the broker's certificate has expired or is not valid yet. Renew it, or correct this machine's clock"
     CLIENT_CERTIFICATE = "the broker {certificate}"
     TLS = "the TLS handshake failed. Compare the TLS versions (1.2 or later here) and ciphers of both sides"
     CREDENTIALS = (
         "the broker refuses the {mechanism} credentials of {username}. Correct security.username and security.password"
     )
-    MECHANISM = "the broker does not offer {mechanism}. Write a mechanism that it has enabled"
+    MECHANISM = "the broker does not offer {mechanism}. Set security.mechanism to one that the broker has enabled"
     SASL_WANTED = (
-        "the listener wants SASL, and security.protocol is {protocol}. Write SASL_{transport} with mechanism, username "
-        "and password"
+        "the listener requires SASL, but security.protocol is {protocol}. Set security.protocol to SASL_{transport}, "
+        "and set mechanism, username, and password"
     )
     NO_SASL = (
-        "the listener has no SASL, and security.protocol is {protocol}. Write {transport}, or name the SASL listener's "
-        "port"
+        "the listener does not use SASL, but security.protocol is {protocol}. Set security.protocol to {transport}, or "
+        "use the SASL listener's port"
     )
 
 
@@ -216,7 +216,7 @@ async def _of_tls(connection: Connection, host: str, port: int) -> tuple[Trouble
     failed = await _handshake(host, port, context)
     match failed:
         case None:
-            # With TLS 1.3, the client learns only from a read that the broker has refused its certificate.
+            # With TLS 1.3, the client learns only from a read that the broker has rejected its certificate.
             if await _answers(host, port, context):
                 return Trouble.SASL_WANTED, ""
             return Trouble.CLIENT_CERTIFICATE, ""
@@ -298,10 +298,10 @@ def _sentence(trouble: Trouble, connection: Connection) -> str:
         transport="SSL" if security.protocol.endswith("SSL") else "PLAINTEXT",
         mechanism=security.mechanism,
         username=security.username or "this token",
-        ca_file=security.ca_file or "not set: the system is asked",
+        ca_file=security.ca_file or "not set, so the system's CAs apply",
         certificate=(
-            "asks for a client certificate and there is none. Set security.cert_file and key_file"
+            "requires a client certificate, but none is set. Set security.cert_file and key_file"
             if security.cert_file is None
-            else f"does not accept the client certificate {security.cert_file}. Name one that its CA signed"
+            else f"rejects the client certificate {security.cert_file}. Use one from a CA that the broker trusts"
         ),
     )

@@ -63,7 +63,7 @@ class TopicCheck:
 
     @classmethod
     async def of(cls, wire: Wire, *names: str) -> Self:
-        """Create a check that compares the named topics with their current state.
+        """Create a check that compares the named topics with their state at the time of this call.
 
         Raises BrokerUnavailable if, for about 20 s, no broker can describe one of the topics.
         """
@@ -151,8 +151,8 @@ class TopicCheck:
             case TopicNow(_, partitions) if partitions > expected.partitions:
                 raise StateIncompatible(
                     f"topic {name!r} has {partitions} partitions now, and had {expected.partitions} when the worker "
-                    f"started: from now on an ID may go to another partition than the one that saw it. Nothing read "
-                    f"since the change was committed. `dedup reset` starts over with {partitions}."
+                    f"started: from now on, producers may send an ID to a partition where it is unknown. Nothing read "
+                    f"since the change was committed. `dedup reset` starts over with {partitions} partitions."
                 )
             case TopicNow():
                 return True
@@ -373,9 +373,9 @@ class FeedFetcher:
         if part.parts_at is not None:
             raise StateIncompatible(
                 f"{place} was read up to offset {reading.position}, but its leader holds other records from offset "
-                f"{part.parts_at} on: the log was truncated there and filled again, as an unclean leader election or a "
-                f"broker that lost its disk does. Nothing was skipped, and nothing after the truncation was judged. "
-                f"`dedup reset --to` a time before it starts over."
+                f"{part.parts_at} on: the log was truncated there and filled again, as happens after an unclean leader "
+                f"election or when a broker loses its disk. Nothing was skipped, and nothing after the truncation was "
+                f"judged. Start over with `dedup reset --to` a time before the truncation."
             )
         if code == _OUT_OF_RANGE:
             raise StateIncompatible(

@@ -90,7 +90,7 @@ class ProducerIdentity:
 
 @dataclass(slots=True)
 class RecordBatch:
-    """A batch of records for one partition that lacks only the producer ID, the epoch, and the sequence number."""
+    """A batch of records for one partition, complete except for the producer ID, the epoch, and the sequence number."""
 
     target: TopicPartition
     builder: Any
@@ -158,7 +158,7 @@ def fill(
 
 
 class _Laid(_DefaultRecordBatchBuilderPy):  # type: ignore[misc]  # untyped base
-    """Turns encoded records into a batch, with aiokafka's compression, batch header, and checksum."""
+    """Builds a batch from encoded records, using aiokafka's code for compression, batch header, and checksum."""
 
     def take(self, records: bytes, count: int, timestamp_ms: int) -> None:
         self._buffer += records
@@ -281,8 +281,8 @@ def records_of(raw: bytes, base_offset: int) -> tuple[list[Any], set[int]]:
     r"""Return the records of the batch that begins at ``base_offset``, as aiokafka's objects.
 
     ``raw`` contains all batches of a response. In a header name that is not UTF-8, each invalid byte becomes four
-    characters such as ``\xff``. `records_of` also returns the offsets of the records that have a header name that is
-    not UTF-8. Raises CorruptRecordException if the batch is missing or incomplete.
+    characters such as ``\xff``. Also returns the offsets of the records that have such a header name. Raises
+    CorruptRecordException if the batch is missing or incomplete.
     """
     at = 0
     while at + _BATCH_START.size <= len(raw):

@@ -40,7 +40,7 @@ CONSUMER: Final = -1
 NO_SESSION: Final = 0
 UNKNOWN_TOPIC: Final = 3
 OTHER_TOPIC: Final = frozenset({100, 103})
-"""The error codes in a fetch response that mean an unknown topic ID and an inconsistent topic ID."""
+"""The error codes of a fetch response for an unknown topic ID and for an inconsistent topic ID."""
 READ_CONFIGS: Final = (
     "max.message.bytes",
     "retention.ms",
@@ -146,7 +146,7 @@ class _Unparsed(AbstractType[Any]):
 
 
 class UnparsedMetadataRequest_v10(MetadataRequest_v10):
-    """`MetadataRequest_v10` with an undecoded response: every commit requests metadata, but metadata rarely changes."""
+    """`MetadataRequest_v10` with a raw response, so that equal responses are decoded once, not at every commit."""
 
     ANSWER = Schema(("throttle_time_ms", Int32), ("body", _Unparsed))
 
@@ -227,7 +227,7 @@ class FetchedPartition(NamedTuple):
 
 
 class FetchRequest_v13(OneVersion, RequestStruct):
-    """Fetches records by topic ID (KIP-516) and by the leader epoch of the record before each fetch offset (KIP-320).
+    """Fetches by topic ID (KIP-516), and sends the leader epoch of the record before each fetch offset (KIP-320).
 
     The topic ID prevents a fetch from continuing in a recreated topic of the same name. The leader epoch prevents a
     fetch from continuing in a log that was truncated and filled again.

@@ -1,6 +1,6 @@
 """Describes, creates, and deletes topics, and manages consumer groups without joining them.
 
-This module checks every error code, because aiokafka's admin client ignores an error if a topic cannot be created.
+This module checks every error code, because aiokafka's admin client ignores failures to create topics.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class Group:
     def _refused(self, what: str, code: int) -> BrokerUnavailable:
         return BrokerUnavailable(
             f"{what} the group {self._name!r} was refused: {for_code(code).__name__}. Check the principal's "
-            f"permissions on the group, and that no worker has joined it meanwhile."
+            f"permissions on the group, and that no worker has joined the group in the meantime."
         )
 
 

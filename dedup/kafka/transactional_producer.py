@@ -42,14 +42,14 @@ from dedup.kafka.wire import (
 OK: Final = 0
 # The coordinator is loading, is not available, has moved, or is still ending the previous transaction: try again.
 AGAIN: Final = COORDINATOR_MOVED | {51}
-# Only AddPartitions returns error 3, while the coordinator's broker does not know the partition yet.
+# Error 3, which means that the coordinator does not know the partition yet, is retried only for AddPartitions.
 AGAIN_ANNOUNCING: Final = AGAIN | {3}
 # Invalid epoch, fenced, ID mapping lost, wrong transaction state, sequence out of order, unknown producer.
 FENCED: Final = frozenset({45, 47, 48, 49, 59, 90})
 # Message too large, batch too large, invalid timestamp, invalid record.
 REFUSED: Final = frozenset({10, 18, 32, 87})
 TOO_LARGE: Final = frozenset({10, 18})
-# Sequence out of order, unknown producer: the broker also responds with these errors to batches after a refused batch.
+# Sequence out of order, unknown producer: the broker also returns these errors for batches after a refused batch.
 OUT_OF_SEQUENCE: Final = frozenset({45, 59})
 UNAUTHORIZED: Final = frozenset({29, 30, 31, 53, 58})
 # Leader moved or unavailable, too few replicas, request timed out at the broker: a new epoch may succeed.
@@ -170,8 +170,8 @@ class Session:
     async def _announce(self, targets: list[TopicPartition]) -> None:
         async def ask() -> int:
             codes = await self._wire.add_partitions(self.transactional_id, self._identity, targets)
-            # An error takes precedence over "try again", and "try again" over success, because partitions are announced
-            # only together. OperationNotAttempted only means that another partition in the request failed.
+            # The coordinator adds all partitions or none, so an error takes precedence over "try again", which takes
+            # precedence over success. OperationNotAttempted only means that another partition in the request failed.
             return max((code for code in codes.values() if code != NOT_ATTEMPTED), key=_weight)
 
         await self._insist("AddPartitionsToTxn", ask, again=AGAIN_ANNOUNCING)
@@ -250,7 +250,7 @@ class Session:
         await self._appended_everywhere()
         if self._refused is not None:
             await self.settle()  # raises the refusal, so no offset is sent
-        # The offsets need not wait for the other produce responses, because EndTxn waits for all of them.
+        # The offsets need not wait for the other produce responses, because EndTxn is sent only after all of them.
         sent = asyncio.ensure_future(self._commit_offsets(offsets))
         try:
             ends = await self.settle()
@@ -275,9 +275,10 @@ class Session:
     async def _appended_everywhere(self) -> None:
         """Wait until every partition of the transaction has accepted a batch.
 
-        If the offsets reach a broker while it asks the coordinator whether a partition belongs to the transaction, the
-        broker drops that question and rejects the batch with NotEnoughReplicas (KIP-890, `AddPartitionsToTxnManager` of
-        Kafka 4.1).
+        Before a broker appends a transaction's first batch to a partition, the broker verifies with the transaction
+        coordinator that the partition belongs to the transaction (KIP-890). A broker queues at most one verification
+        per transactional ID. TxnOffsetCommit also needs one, and if it replaces a queued verification of a batch, the
+        broker rejects the batch with NotEnoughReplicas (`AddPartitionsToTxnManager` of Kafka 4.1).
         """
         while any(batch.target not in self._ends for flight in self._unanswered for batch in flight.batches):
             await self._take_answer()
@@ -286,7 +287,7 @@ class Session:
         group = self._group
         if group is None:
             if offsets:
-                raise InvariantBroken(f"{self.transactional_id}: offsets were to be committed, but to no group.")
+                raise InvariantBroken(f"{self.transactional_id}: offsets cannot be committed without a group.")
             return
         await self._insist(
             "TxnOffsetCommit", lambda: self._wire.commit_offsets(self.transactional_id, self._identity, group, offsets)
@@ -330,7 +331,7 @@ class Session:
 
     def _unanswered_by(self, name: str, error: NoAnswer) -> CommitUnknown:
         return CommitUnknown(
-            f"{self.transactional_id}: {name} got no answer ({error}); a new epoch will find out what happened."
+            f"{self.transactional_id}: {name} got no answer ({error}); a new epoch will reveal the outcome."
         )
 
     def _failed(self, name: str, code: int) -> Exception:

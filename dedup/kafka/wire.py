@@ -159,7 +159,7 @@ class Wire(Protocol):
         """Return each topic's state according to one broker, or an error code. Missing topics are not created."""
 
     async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
-        """Read committed records at or after an offset, and wait for up to ``wait_ms`` until records arrive."""
+        """Read committed records at or after an offset, waiting up to ``wait_ms`` for records to arrive."""
 
     def pin(self, topic_ids: Mapping[str, str]) -> None:
         """Make `fetch` read these topics by ID from now on, so that `fetch` never reads a recreated topic."""

@@ -32,7 +32,7 @@ class FeedTime:
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """The changelog record from which a new task continues where the previous one stopped."""
+    """The changelog record that tells a new task where the previous one stopped."""
 
     fingerprint: bytes
     """The value of `Topology.state_fingerprint`; a task refuses to load state with a different fingerprint."""

@@ -1,7 +1,7 @@
 """Implements a Bloom filter over the IDs of one segment, so that most lookups of unknown IDs do not read from RocksDB.
 
 The filter is a blocked Bloom filter (Putze, Sanders, Singler 2007) with about 16 bits per ID and a false-positive rate
-of 0.5 %. The filter grows in layers, each at least as large as all earlier layers together. The filter uses Python's
+of 0.5%. The filter grows in layers, each at least as large as all earlier layers together. The filter uses Python's
 own hash of an ID, because dict lookups compute this hash anyway. The hash has a random key in each process, so nobody
 can choose IDs that collide, but a filter cannot be stored for another process.
 """

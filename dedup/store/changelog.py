@@ -126,8 +126,8 @@ def decode_seed_mark(value: bytes) -> SeedMark:
     """Decode a seed mark. Raises StateIncompatible for an unknown version, or TaskCorrupted for damaged bytes."""
     if value and value[0] != _MARK_VERSION:
         raise StateIncompatible(
-            f"a seed mark has version {value[0]}; this dedup reads version {_MARK_VERSION}. Another release seeded the "
-            "changelog: run that one, or `dedup reset` the topology and seed it again."
+            f"a seed mark has version {value[0]}; this release reads version {_MARK_VERSION}. Another release seeded "
+            "the changelog: run that one, or `dedup reset` the topology and seed it again."
         )
     body, checksum = value[:-_CHECKSUM_BYTES], value[-_CHECKSUM_BYTES:]
     if not body or zlib.crc32(body) != int.from_bytes(checksum):
@@ -149,7 +149,7 @@ def encode_sighting(sightings: Sighting | Iterable[Sighting]) -> bytes:
         return _encode_entry(sightings)
     value = b"".join(map(_encode_entry, sightings))
     if not value:
-        raise InvariantBroken("a state value without a sighting was to be written: it would mean nothing.")
+        raise InvariantBroken("a state value without a sighting cannot be written, because it would mean nothing.")
     return value
 
 
@@ -201,7 +201,7 @@ def _decode_entry(value: bytes, at: int) -> tuple[Sighting, int]:
     header = value[at] if value else _CHANGELOG_VERSION
     if header & 0xF0 != _CHANGELOG_VERSION:
         raise StateIncompatible(
-            f"a state value has version {header >> 4}; this dedup reads version {_CHANGELOG_VERSION >> 4}. "
+            f"a state value has version {header >> 4}; this release reads version {_CHANGELOG_VERSION >> 4}. "
             "The state was written by another release: run that one, or `dedup reset` the topology."
         )
     entry = _ENTRIES.get(header)
@@ -317,7 +317,7 @@ def parse_key(key: bytes) -> SightingKey | None:
     if key[:1] == _SIGHTING_TAG and len(key) > _STATE_KEY_AT:
         return SightingKey(int.from_bytes(key[1:_STATE_KEY_AT]), key[_STATE_KEY_AT:])
     raise StateIncompatible(
-        f"the changelog has a record with the key {key[:64].hex()!r}, which this dedup does not write: "
+        f"the changelog has a record with the key {key[:64].hex()!r}, which this release does not write: "
         "another program or another release writes this topic. Nothing was changed."
     )
 
@@ -412,9 +412,8 @@ def decode_task_record(value: bytes) -> TaskRecord:
     """Decode a task record. Raises StateIncompatible for an unknown version, or TaskCorrupted for damaged bytes."""
     if value and value[0] not in {_RECORD_WITHOUT_ID, _RECORD_VERSION}:
         raise StateIncompatible(
-            f"a task record has version {value[0]}; this dedup reads versions {_RECORD_WITHOUT_ID} and "
-            f"{_RECORD_VERSION}. "
-            "The state was written by another release: run that one, or `dedup reset` the topology."
+            f"a task record has version {value[0]}; this release reads versions {_RECORD_WITHOUT_ID} and "
+            f"{_RECORD_VERSION}. The state was written by another release: run that one, or `dedup reset` the topology."
         )
     body, checksum = value[:-_CHECKSUM_BYTES], value[-_CHECKSUM_BYTES:]
     if len(body) < _RECORD_HEAD.size or zlib.crc32(body) != int.from_bytes(checksum):

@@ -3,7 +3,7 @@
 The archive is a tar file of the store's files. The description (`manifest.json`) is written after the archive, so an
 archive with a description is complete. Nothing in an archive is trusted: only regular files with the names of RocksDB's
 files are unpacked, and no more bytes than the description states. An archive omits RocksDB's options, because dedup
-opens stores with its own options. An archive omits RocksDB's event log, because it contains the machine's name.
+opens stores with its own options. It also omits RocksDB's event log, which contains the machine's name.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def unpack(source: IO[bytes], directory: Path, *, size_bytes: int, sha256: str, 
         pass  # the digest includes the bytes after the last file
     if (reader.count, reader.sha256) != (size_bytes, sha256):
         raise CheckpointUnusable(
-            f"the archive has {reader.count:,} bytes with SHA-256 {reader.sha256}, and should have {size_bytes:,} with "
+            f"the archive has {reader.count:,} bytes with SHA-256 {reader.sha256}, but should have {size_bytes:,} with "
             f"{sha256}: it is damaged or truncated."
         )
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -173,7 +173,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
             version = msgspec.json.decode(data, type=_Head).format
             if version != _FORMAT:
                 raise CheckpointUnusable(
-                    f"{place}: is a checkpoint of format {version}, and this dedup reads format {_FORMAT}."
+                    f"{place}: is a checkpoint of format {version}, but this release reads format {_FORMAT}."
                 )
             return msgspec.json.decode(data, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:

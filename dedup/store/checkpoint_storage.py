@@ -25,7 +25,7 @@ from dedup.store.checkpoint import MOST_BYTES, Checkpoint, Moved, pack
 _MANIFEST: Final = "manifest.json"
 _ARCHIVE: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{8}\.tar", re.ASCII)
 _DIRECTORIES: Final = frozenset({"file", "ftp", "hdfs", "memory", "sftp", "smb", "webhdfs"})
-"""Protocols for which a directory is created before a file in it. For others, s3fs would create a misspelled bucket."""
+"""Protocols that need a directory before a file. For others, none is created: s3fs could create a misnamed bucket."""
 
 
 class CheckpointStorage:
@@ -94,7 +94,7 @@ class CheckpointStorage:
                 size_bytes, sha256 = pack(directory, target, moved)
             there = files.info(path)["size"]
         if there != size_bytes:
-            raise CheckpointUnusable(f"{place}/{name}: has {there:,} bytes, and {size_bytes:,} were written.")
+            raise CheckpointUnusable(f"{place}/{name}: has {there:,} bytes, but {size_bytes:,} were written.")
         made = Checkpoint(
             **asdict(identity),
             fingerprint_hex=record.fingerprint.hex(),

@@ -50,13 +50,13 @@ def prepare_directory(directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise StateIncompatible(
-            f"{directory}: cannot be created: {error.strerror}. Make state_dir writable for this user, "
+            f"{directory}: cannot be created: {error.strerror}. Make state_dir writable by this user, "
             "or set another one."
         ) from error
     names = _names(directory)
     if not os.access(directory, os.W_OK | os.X_OK):
         raise StateIncompatible(
-            f"{directory}: is not writable for this user. Make state_dir writable, or set another one."
+            f"{directory}: is not writable by this user. Make state_dir writable, or set another one."
         )
     for name in names:
         if _STORE_FILE.fullmatch(name) is None or not (directory / name).is_file() or (directory / name).is_symlink():
@@ -74,12 +74,12 @@ def _refuse_anothers(path: Path) -> None:
         return  # if a file is in the way, creating the directory raises an error
     except OSError as error:
         raise StateIncompatible(
-            f"{path}: cannot be accessed: {error.strerror}. Give it to this user, or set another state_dir."
+            f"{path}: cannot be accessed: {error.strerror}. Give this user access, or set another state_dir."
         ) from error
     if owner != os.geteuid():
         raise StateIncompatible(
-            f"{path}: belongs to user {owner}, and this worker is user {os.geteuid()}. Nothing was changed; run it as "
-            f"that user, give the directory to this one, or set another state_dir."
+            f"{path}: belongs to user {owner}, but this worker runs as user {os.geteuid()}. Nothing was changed; run "
+            f"the worker as the owner, change the owner of the directory, or set another state_dir."
         )
 
 
@@ -118,7 +118,7 @@ def own_state(state_dir: Path, topology: str) -> Iterator[None]:
         file = os.open(state_dir / f".{topology}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise StateIncompatible(
-            f"{state_dir}: cannot be used: {error.strerror}. Make state_dir writable for this user, or set another one."
+            f"{state_dir}: cannot be used: {error.strerror}. Make state_dir writable by this user, or set another one."
         ) from error
     try:
         _lock(directory, file)
@@ -147,7 +147,7 @@ def _names(directory: Path) -> list[str]:
         return sorted(path.name for path in directory.iterdir())
     except OSError as error:
         raise StateIncompatible(
-            f"{directory}: cannot be read: {error.strerror}. Give it to this user, or set another state_dir."
+            f"{directory}: cannot be read: {error.strerror}. Give this user access, or set another state_dir."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Implements the state store as a RocksDB database with one column family per segment, to drop whole segments.
+"""Implements the state store in RocksDB, with one column family per segment, so that whole segments can be dropped.
 
 Each `apply` writes one atomic batch with the write-ahead log enabled (docs/decisions/0001-wal.md), so the state
 survives a SIGKILL. A power failure may lose the newest batches together with their position, and the task then reads
@@ -187,7 +187,7 @@ def _refuse_other_owner(stored: bytes, identity: StoreIdentity, directory: Path)
     version, *owner = stored.decode(errors="replace").split("\n")
     if version != _FORMAT:
         raise StateIncompatible(
-            f"{directory}: is a store of format {version}; this dedup reads format {_FORMAT}. Run the release "
+            f"{directory}: is a store of format {version}; this release reads format {_FORMAT}. Run the release "
             "that wrote it, or delete the directory: it will be restored from the changelog."
         )
     if stored == _encode_identity(identity):
@@ -250,7 +250,7 @@ class RocksMemory:
 def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -> rocksdict.Options:
     """Return the options of a segment's column family or, with ``segment=False``, of the database.
 
-    In a measurement, inserting or finding a key took 35 to 40 % less time in a hashed memtable than in a skip list.
+    In a measurement, inserting or finding a key took 35% to 40% less time in a hashed memtable than in a skip list.
     Buffers are small, because a worker may have 256 stores.
     """
     table = rocksdict.BlockBasedOptions()
@@ -611,11 +611,11 @@ def _refuse_early_end(family: rocksdict.Rdict, last_key: bytes) -> None:
 def refuse_unstorable(stored: int, writes: Writes, position: int) -> None:
     """Raise InvariantBroken if ``position`` is less than the stored position or a state key is empty."""
     if any(b"" in values for values in writes.values()):
-        raise InvariantBroken("an empty state key was to be stored, but no tracking ID has an empty encoding.")
+        raise InvariantBroken("an empty state key cannot be stored, because no tracking ID has an empty encoding.")
     if position < stored:
         raise InvariantBroken(
-            f"a store at changelog position {stored} was to be moved back to {position}: two owners write one store, "
-            "or a batch was applied twice. Restart the worker; it restores the state from the changelog."
+            f"a store at changelog position {stored} cannot be moved back to {position}: two owners write to one "
+            "store, or a batch was applied twice. Restart the worker; it restores the state from the changelog."
         )
 
 

@@ -4,7 +4,7 @@
 
 The open generation collects the sightings of the running transaction. ``freeze`` sets the open generation aside for the
 commit, and ``applied`` writes it to the store after the commit. Sightings in the store are not cached: in a
-measurement, a cache took more time (7 % of the judging time) than it saved.
+measurement, a cache took more time (7% of the judging time) than it saved.
 """
 
 from __future__ import annotations

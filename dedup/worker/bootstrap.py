@@ -108,7 +108,7 @@ class Bootstrap:
         """The number of failed attempts to use a checkpoint that existed or may have existed."""
         self._slots: Final = asyncio.Semaphore(_MOST_AT_ONCE)
         self._tried: Final[set[str]] = set()
-        """Digests of archives that this process has used; none is used twice, because its store was lost or damaged."""
+        """Digests of used archives. None is used twice: a second attempt means that its store was lost or damaged."""
         self._fresh: Final[dict[Path, Checkpoint]] = {}
         """Maps each directory to the checkpoint that was unpacked into it, until the store is opened."""
         self._swept: Final[set[Path]] = set()
@@ -182,7 +182,7 @@ class Bootstrap:
             # Owners delete only records that no live segment needs, so all remaining records must be read anyway.
             return (
                 f"it ends at changelog position {found.position}, and the changelog begins at {bounds.start} now, so "
-                "nothing in it counts any more. Run `dedup checkpoint` more often."
+                "nothing in it is needed anymore. Run `dedup checkpoint` more often."
             )
         return ""
 
@@ -227,7 +227,7 @@ def refuse_anothers(found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBoun
         )
     remedy = (
         f"Nothing was changed. Bring the old changelog back. If it was discarded on purpose, delete the directory "
-        f"{place}, which `dedup reset` does where state.checkpoint is set."
+        f"{place}, which `dedup reset` does if state.checkpoint is set."
     )
     if theirs.changelog_topic_id != ours.changelog_topic_id:
         raise StateIncompatible(
@@ -238,5 +238,5 @@ def refuse_anothers(found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBoun
     if found.position > bounds.end:
         raise StateIncompatible(
             f"{wanted.changelog} ends at offset {bounds.end}, but the checkpoint at "
-            f"{place} was made at offset {found.position}: the changelog was truncated or is another. {remedy}"
+            f"{place} was made at offset {found.position}: the changelog was truncated or replaced. {remedy}"
         )

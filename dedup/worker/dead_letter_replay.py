@@ -109,12 +109,12 @@ class Replay:
         places = ", ".join(f"{side} from offset {mark}" for side, mark in forgotten.items())
         where = "the output" if self.plan.output else "the source topics"
         return StateIncompatible(
-            f"records of {self.plan.topic} were replayed before, but how far is forgotten: the broker keeps an offset "
-            f"of the group {self.topology.replay_group!r} for offsets.retention.minutes (7 days by default) after the "
-            f"last replay, unless somebody deletes it. Nothing was sent, or records would be sent twice. Add `--from "
-            f"last` to go on where the last replay ended that is known to have ended ({places}); what one that was "
-            f"killed sent after that has the header dedup-replayed in {where}. Or add `--from start` to send again all "
-            f"that {self.plan.topic} still holds."
+            f"records of {self.plan.topic} were replayed before, but the replay position is forgotten: the broker "
+            f"keeps offsets of the group {self.topology.replay_group!r} for offsets.retention.minutes (7 days by "
+            f"default) after the last replay, unless somebody deletes them. Nothing was sent, because records could be "
+            f"sent twice. To continue where the last finished replay ended ({places}), add `--from last`; records that "
+            f"an interrupted replay sent after that have the header dedup-replayed in {where}. To send everything that "
+            f"is still in {self.plan.topic} again, add `--from start`."
         )
 
     async def _begin(self, session: Session, side: TopicPartition) -> int:
@@ -212,7 +212,7 @@ class Replay:
         headers = columns.headers[row]
         own, ours = headers[: -len(names)], headers[-len(names) :]
         if tuple(name for name, _ in ours) != names:
-            return "its headers are not those of a record this topology put there, or its value did not fit"
+            return "its last headers are not those that this topology adds, or its value did not fit"
         refused = self.refused.get(side, {}).get(columns.offsets[row])
         if refused is not None:
             return refused

@@ -88,8 +88,8 @@ class Placement:
         if misplaced and not self.warned:
             self.warned = True
             log.warning(
-                "%s: %d of %d sampled IDs belong to another partition by Kafka's default partitioner. Is the topic "
-                "keyed by something else? Equal IDs in different partitions are not found; then remove "
+                "%s: according to Kafka's default partitioner, %d of %d sampled IDs belong to another partition. If "
+                "the topic is not keyed by the ID, equal IDs in different partitions are not recognized: remove "
                 "`partitioned_by` from the topology. If its producers place IDs by another rule, ignore this warning.",
                 self.feeding,
                 misplaced,
@@ -122,7 +122,7 @@ def note_format(rows: Rows, row: int, plan: DedupPlan, judged: TaskNumbers) -> N
     if seen not in plan.logged:
         plan.logged.add(seen)
         log.warning(
-            "%s is a dead letter: %s. If all records of the topic are so, none of them can be judged: let the "
+            "%s is a dead letter: %s. If all records of the topic are like this, none of them can be judged: make the "
             "producers write JSON in UTF-8, or take the tracking ID from the key or a header with `format: bytes`. "
             "This is logged once; the metric dedup_other_formats_total counts all of them.",
             source.place(plan.source_topics),

@@ -120,7 +120,7 @@ class Outages(logging.Filter):
             self._look_later(failure)
             return
         del self._outages[failure]
-        log.warning("over: %s; it came %d more times", failure, outage.unsaid)
+        log.warning("over: %s; it occurred %d more times", failure, outage.unsaid)
 
     def _look_later(self, failure: str) -> None:
         asyncio.get_running_loop().call_later(OVER_AFTER_S, lambda: self.look(failure, time.time()))

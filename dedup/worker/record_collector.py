@@ -128,7 +128,7 @@ class Refusals:
         if allowed is None or allowed[0] <= timestamp_ms <= allowed[1]:
             return None
         least, greatest = allowed
-        return f"{topic} takes timestamps from {least} to {greatest}, by its broker; this record's is {timestamp_ms}"
+        return f"{topic} accepts timestamps from {least} to {greatest} (according to its broker), not {timestamp_ms}"
 
 
 def faults_of(batch: FeedBatch, refused: Mapping[int, str]) -> dict[int, Fault]:
@@ -268,7 +268,7 @@ class RecordCollector:
         for made in self._filled(target, lines, refusals):
             why = self.limits.refuses(made, self.routes.compression)
             if why is None or made.rows[0] == OWN_ROW:
-                batches.append(made)  # dedup's own record cannot become a dead letter, so the broker must refuse it
+                batches.append(made)  # dedup's own record cannot become a dead letter, so the broker decides
             else:
                 misfits[target.topic, made.rows[0]] = why
         return batches

@@ -1,7 +1,7 @@
 """Implements `dedup reset`, which deletes the offsets, changelog, repartition topic, and local state of a topology.
 
-After a reset, the topology starts as if it were new. An interrupted reset can be run again. Before anything is deleted,
-the reset adds a note to the group's offsets, and no worker starts while that note exists.
+After a reset, the topology starts as if it were new. An interrupted reset can be run again. Before it deletes topics
+or local state, a reset replaces the group's offsets with ones that have a note. No worker starts while the note exists.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Reset:
         if members:
             names = ", ".join(f"{member.worker_id} at {member.host}" for member in members)
             raise DedupError(
-                f"the group {self.topology.name!r} has members: {names}. Nothing was changed; stop these workers, and "
-                f"wait for the session timeout of one that was killed."
+                f"the group {self.topology.name!r} has members: {names}. Nothing was changed; stop these workers. If "
+                f"one of them was killed, wait for its session timeout."
             )
         have = await self.admin.topics(state_topics(self.topology))
         places = tuple(storage.place(self.topology.name, each) for storage, each in await self._checkpoints())
@@ -103,7 +103,7 @@ class Reset:
         await group.delete()
         await group.set_offsets(dict.fromkeys(sources, 0), note=RESETTING, for_ever=True)
         await self.admin.delete(doomed.topics)
-        await self._until(0, doomed.topics, "not gone yet")
+        await self._until(0, doomed.topics, "not deleted yet")
         delete_local_state(doomed.partitions)
         # The checkpoints belong to the deleted changelog, so workers would refuse them.
         for storage, partition in await self._checkpoints():
@@ -111,7 +111,7 @@ class Reset:
         # No changelog exists now, so the recorded ends are older than any new state.
         await self._leave_mark(left, offsets)
         made = await self.admin.create(wanted)
-        await self._until(len(made), made, "not there yet")
+        await self._until(len(made), made, "not visible yet")
         if offsets and topology.direct:
             await self._begin_at(offsets)
         elif offsets:

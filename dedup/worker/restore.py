@@ -64,7 +64,7 @@ def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window)
     now, guard, grace = map(format_duration, (window.retention_ms, window.guard_ms, window.grace_ms))
     text = (
         f"guard_period + grace is {now} now ({guard} + {grace}), and was {_before(record)} when "
-        f"{changelog} was last written; state keeps the sum, not which of the two it was. "
+        f"{changelog} was last written; state contains only the sum, not the two values. "
     )
     if window.retention_ms < before_ms:
         return text + (
@@ -75,7 +75,7 @@ def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window)
     longer_ms = window.retention_ms - before_ms
     full = ""
     if record.stream_time_ms > BEFORE_ALL_TIME:
-        full = f" (there: {instant(record.stream_time_ms + longer_ms)})"
+        full = f" (to {instant(record.stream_time_ms + longer_ms)})"
     return text + (
         "The sum is longer. Sightings that were forgotten stay forgotten, so an ID with such a sighting may be "
         "forwarded again. The sum takes full effect once stream time has advanced by the difference, "
@@ -141,8 +141,8 @@ async def restore(
     if store.task_record is None and mark is not None:
         raise StateIncompatible(
             f"{changelog} holds half a seed: seed {mark.seed} was to write "
-            f"{mark.sightings} records of sightings and never said that it was done. No record was judged. Run the "
-            f"same `dedup spark seed` again, which finishes it; or give it up with `dedup reset`."
+            f"{mark.sightings} records of sightings, but did not finish. No record was judged. To finish the seed, run "
+            f"the same `dedup spark seed` again; to discard it, run `dedup reset`."
         )
     return Restored(records, bounds.start, bounds.end, newest)
 
@@ -204,16 +204,15 @@ async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBo
             f"{changelog} begins at offset {bounds.start} and holds no task record, but "
             "the local state was written with one: somebody has emptied the changelog. Records written after this "
             "disk's state are lost. Nothing was changed. Start the worker that has the newest state, or accept the "
-            "loss of "
-            f"these sightings with `dedup reset`."
+            "loss of these sightings with `dedup reset`."
         )
     if record is not None and record.counts_on_more(bounds.start):
         raise StateIncompatible(
             f"{changelog} begins at offset {bounds.start}, but its last task record says "
-            f"that state in force was written from offset {record.kept_from} on: somebody has truncated the changelog. "
-            f"This worker's disk does not hold what is gone, or holds it for another guard period. Nothing was "
-            f"touched. Start it where the disk does, with the guard period before, or accept the loss of these "
-            f"sightings with `dedup reset`."
+            f"that live state was written from offset {record.kept_from} on: somebody has truncated the changelog. "
+            f"This worker's disk lacks the deleted records, or holds them for another guard period. Nothing was "
+            f"changed. Start a worker whose disk holds them, with the previous guard period, or accept the loss of "
+            f"these sightings with `dedup reset`."
         )
 
 
@@ -334,8 +333,8 @@ class LostOffsets:
         names = ", ".join(f"{topology.source.topics[feed.topic]}/{feed.partition}" for feed in lost)
         return StateIncompatible(
             f"the group {topology.name!r} has no offset of {names}, but task records in {topology.changelog_topic} say "
-            f"that records from there were judged: offsets were deleted. Nothing was changed; to begin at `start` once "
-            f"more would judge all of them twice. Set the group's offsets to where it had come "
+            f"that records from there were judged: offsets were deleted. Nothing was changed, because to begin at "
+            f"`start` again would judge these records twice. Set the group's offsets to their previous values "
             f"(kafka-consumer-groups.sh --reset-offsets), or start over with `dedup reset`."
         )
 

@@ -24,7 +24,7 @@ _CALM_S: Final = 60.0
 FINAL: Final = frozenset({2, 3})
 """Exit codes after which a restart would not help (a usage error or incompatible state)."""
 NO_BROKER: Final = 5
-"""The exit code if no broker can be reached, which ends the fleet only if the worker never ran for `_CALM_S`."""
+"""The exit code if no broker can be reached; it ends the fleet only if the worker never ran longer than `_CALM_S`."""
 
 
 @dataclass(slots=True)

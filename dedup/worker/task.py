@@ -89,7 +89,7 @@ class Committing:
     note: str = ""
     """Metadata of the committed offset; see `offset_note`."""
     pin_start: bool = False
-    """True if the task commits its starting position at once, because `latest` would be elsewhere after a crash."""
+    """True if the task commits its starting position at once, because `latest` may be another offset after a crash."""
 
 
 class TaskWork(abc.ABC):
@@ -240,9 +240,9 @@ class Task:
             return  # revoked in the meantime: the next owner of the partition reads these records again
         if batch.follows != self._expected:
             raise InvariantBroken(
-                f"{self.task_id}: a batch that follows offset {batch.follows} came, but the last one ended at "
-                f"{self._expected}: a batch between was lost on its way through the agent. The worker stops; nothing "
-                f"was committed past offset {self.next_offset}."
+                f"{self.task_id}: a batch arrived that follows offset {batch.follows}, but the last one ended at "
+                f"{self._expected}: a batch in between was lost on its way through the agent. The worker stops; "
+                f"nothing was committed past offset {self.next_offset}."
             )
         self._expected = batch.next_offset
         fresh = self._not_yet_judged(batch)
@@ -394,8 +394,8 @@ class Task:
             if offset is not None:
                 feeding = self.task_id.feeding
                 raise RecordRefused(
-                    f"{each}. It is offset {offset} of {feeding}, refused before and sent as "
-                    f"a dead letter now, so no topic takes it. Nothing was committed past it; give {each.topic!r} a "
+                    f"{each}. The record is offset {offset} of {feeding}. It was refused before, and now its dead "
+                    f"letter is refused, so no topic accepts it. Nothing was committed past it; give {each.topic!r} a "
                     "larger max.message.bytes, or name another dead_letter topic, and restart.",
                     topic=each.topic,
                     partition=each.partition,

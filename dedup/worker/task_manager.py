@@ -45,7 +45,7 @@ async def ended(loops: Iterable[asyncio.Task[Any]]) -> None:
 
 
 class Membership(Protocol):
-    """The member of the consumer group that reads partitions on behalf of the tasks."""
+    """The consumer group member that reads partitions on behalf of the tasks."""
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
         """Start to read a partition at a position, and return a number that identifies this reading."""

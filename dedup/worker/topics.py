@@ -60,7 +60,7 @@ def _source_retention(source: Topic) -> Retention:
     if "compact" in source.configs.get("cleanup.policy", ""):
         return Retention(math.inf, f"source topic {source.name!r} is compacted")
     kept_ms = _retention_ms_of(source.configs)
-    length = "for ever" if math.isinf(kept_ms) else f"for {format_duration(int(kept_ms))}"
+    length = "forever" if math.isinf(kept_ms) else f"for {format_duration(int(kept_ms))}"
     return Retention(kept_ms, f"source topic {source.name!r} keeps records {length}")
 
 
@@ -91,9 +91,9 @@ def losing(topology: Topology, have: Mapping[str, Topic], wanted: Sequence[Wante
                 f"--add-config retention.ms={longest.text}`"
             )
         sentence = (
-            f"Topic {name!r} ({role}) keeps records for {format_duration(int(kept_ms))} by their own timestamp "
-            f"(retention.ms {kept_ms}), but {longest.why}: the brokers delete an older record as soon as they look, "
-            f"however recently it was sent. {mend}."
+            f"Topic {name!r} ({role}) keeps records for {format_duration(int(kept_ms))} after their timestamps "
+            f"(retention.ms {kept_ms}), but {longest.why}: the brokers delete older records at their next check, "
+            f"however recently these were sent. {mend}."
         )
         yield name, sentence
 
@@ -197,9 +197,9 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
 def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
     """Raise StateIncompatible if the partition counts of the topics do not match each other."""
     feeding, changelog = have[topology.feeding_topics[0]], have[topology.changelog_topic]
-    checks = [(changelog, "changelog", "IDs would be looked up where they were not seen")]
+    checks = [(changelog, "changelog", "IDs would be looked up in partitions where they were not seen")]
     if topology.direct and topology.output is not None:
-        checks.append((have[topology.output.topic], "output", "output keeps the source's partition"))
+        checks.append((have[topology.output.topic], "output", "an output record keeps its source partition"))
     problems = [
         f"the {role} {topic.name!r} has {topic.partitions} partitions, but {feeding.name!r} has {feeding.partitions}: "
         f"{why}"
@@ -236,8 +236,8 @@ def _refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "c
     if not topology.direct and topology.repartition_topic not in have:
         raise StateIncompatible(
             f"the repartition topic {topology.repartition_topic!r} does not exist, but the group {topology.name!r} has "
-            f"committed offsets or this worker has local state: it was deleted, with what was not judged yet. Nothing "
-            f"was {done}. Start over with `dedup reset`, `--to` a time before that."
+            f"committed offsets or this worker has local state: it was deleted, and with it any records that were not "
+            f"judged yet. Nothing was {done}. Start over with `dedup reset --to` a time before the deletion."
         )
 
 
@@ -316,7 +316,7 @@ async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) ->
     """
     missing = {topic.name for topic in plan.make}
     if not missing.isdisjoint(state_topics(topology)) and not await group_is_new(topology, wire, admin):
-        _refuse_deleted(topology, set(topic_names(topology)) - missing, done="made")
+        _refuse_deleted(topology, set(topic_names(topology)) - missing, done="created")
     made = await admin.create(plan.make)
     refuse_misfits(topology, await admin.settled(topic_names(topology)))
     return made
@@ -375,10 +375,10 @@ def _sources(topology: Topology, have: Mapping[str, Topic]) -> Iterator[Finding]
 
 
 # A renamed topology, or a second one with the same output, begins at `start` without state and would forward records
-# that the output already holds. The order of the two checks prevents races: the first check looks for records below the
-# output's last stable offset, and the second check finds out whether this fleet has written to its changelog, as every
-# transaction of a task does before it ends. `dedup reset` and the user's consent mark all records below the output's
-# ends as old, so that workers that start later need no consent and `dedup verify` skips these records.
+# that the output already holds. The order of the two checks prevents races. The first check looks for records below the
+# output's last stable offset. The second check finds out whether this fleet has written to its changelog, which every
+# transaction of a task does before it ends. `dedup reset` and `--onto-existing-output` mark all records below the
+# output's ends as old, so that workers that start later need no option and `dedup verify` skips these records.
 
 
 async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, *, meant: bool) -> None:
@@ -419,11 +419,11 @@ async def _holds_records(topology: Topology, wire: KafkaWire, place: TopicPartit
     try:
         marked = await committed_offset(wire, topology.reset_group, place, stable=False) or 0
     except BrokerUnavailable:
-        marked = 0  # the mark may not be read
+        marked = 0  # the worker is not permitted to read the mark
     try:
         return await first_record(wire, place, max((await bounds_of(wire, place)).start, marked), end) is not None
     except StateIncompatible:
-        return True  # a worker without permission to read its output decides by the offsets
+        return True  # without permission to read the output, `_has_written` alone decides
 
 
 async def _leave_mark(topology: Topology, wire: KafkaWire, ends: Mapping[TopicPartition, int]) -> None:
@@ -431,8 +431,8 @@ async def _leave_mark(topology: Topology, wire: KafkaWire, ends: Mapping[TopicPa
         await Group(wire, topology.reset_group).set_offsets(ends)
     except BrokerUnavailable as error:
         log.warning(
-            "no mark was left of where the topics written end now: %s Until the first commit every worker that starts "
-            "needs %s, and `dedup verify` takes what was there before for this topology's.",
+            "the current ends of the output and side topics were not recorded: %s Until the first commit, every worker "
+            "that starts needs %s, and `dedup verify` counts the records before these ends as this topology's.",
             error,
             _FLAG,
         )

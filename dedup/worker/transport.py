@@ -38,7 +38,7 @@ log: Final = logging.getLogger(__name__)
 BATCH_RECORDS: Final = 4000
 _POLL_MS: Final = 200
 _GATHER_SHARE: Final = 4
-"""The fetcher may wait for the commit interval divided by this number to collect a larger batch."""
+"""To collect a larger batch, the fetcher waits at most the commit interval divided by this number."""
 _MOST_GATHER_MS: Final = 25
 _HEARTBEATS: Final = 5
 """Minimum number of heartbeats within a session timeout."""
@@ -246,9 +246,8 @@ class Consumer(FaustConsumer):
             feeding = answer.source
             if answer.begun != self._passed[TP(*feeding)] and not answer.reading.over:
                 raise InvariantBroken(
-                    f"an answer from offset {answer.begun} of {feeding} came, but the one "
-                    f"before it ended at {self._passed[TP(*feeding)]}. The worker stops; nothing was committed past "
-                    f"that offset."
+                    f"a response that begins at offset {answer.begun} of {feeding} arrived, but the previous one ended "
+                    f"at {self._passed[TP(*feeding)]}. The worker stops; nothing was committed past that offset."
                 )
             count = len(answer.columns.offsets)
             parts = -(-count // BATCH_RECORDS)

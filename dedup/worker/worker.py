@@ -96,7 +96,7 @@ def kept_worker_id(settings: Settings) -> str:
         return path.read_text(encoding="ascii").strip()
     except OSError as error:
         raise StateIncompatible(
-            f"{settings.state_dir}: cannot be used: {error.strerror}. Make state_dir writable for this user, or set "
+            f"{settings.state_dir}: cannot be used: {error.strerror}. Make state_dir writable by this user, or set "
             f"another one."
         ) from error
 
@@ -312,8 +312,8 @@ class Maintenance:
             return
         self.truncated.add(dedup_task.plan.changelog)
         log.error(
-            "%s begins at offset %d, but state in force was written from offset %d on: somebody has truncated it. Only "
-            "this worker's disk, and warm standbys, hold the deleted records. Keep the disk until retention has "
+            "%s begins at offset %d, but live state was written from offset %d on: somebody has truncated it. Only "
+            "this worker's disk and warm standbys still hold the deleted records. Keep the disk until retention has "
             "passed; an owner without it will refuse to start.",
             dedup_task.plan.changelog,
             begin,
@@ -355,7 +355,7 @@ async def _look_for_dead_letters(app: DedupApp, clock: SteadyClock) -> None:
         if turned and share.alert is not None:
             log.error("%s", share.alert.text)
         elif turned:
-            log.warning("fewer than 95 % of the records of the last minute are dead letters now, or no records arrived")
+            log.warning("fewer than 95% of the records of the last minute are dead letters now, or no records arrived")
 
 
 async def _look_for_idle_feeds(app: DedupApp, feeds: IdleFeeds, clock: SteadyClock) -> None:
@@ -402,7 +402,7 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
         except TimeoutError as error:
             raise BrokerUnavailable(
                 f"the cluster at {', '.join(settings.brokers)} did not say within {patience_s:g} s which offsets and "
-                f"topics it has: a partition has no leader, or the group no coordinator. Look at the brokers' logs."
+                f"topics it has: a partition has no leader, or the group has no coordinator. Look at the brokers' logs."
             ) from error
         app = create_app(topology, settings, cluster, wire)
         app.in_worker = True
@@ -447,7 +447,7 @@ async def _until_over(app: DedupApp, stop: asyncio.Event, options: RunOptions, e
     finish = Finish(app, ends) if options.exit_when_done else None
     member, failure = app.member, app.tasks.failure
     while not stop.is_set() and not failure.done() and not app.crashed:
-        # aiokafka does not report that the group membership was lost, so this loop checks it.
+        # aiokafka does not report a lost group membership, so this loop checks for it.
         lost = member.lost_membership()
         if lost is not None:
             app.tasks.fail(lost)

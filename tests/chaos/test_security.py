@@ -162,38 +162,38 @@ SENTENCES: dict[str, tuple[Callable[[Secured], tuple[str, dict[str, Any]]], str]
     ),
     "untrusted CA": (
         lambda broker: (f"127.0.0.1:{broker.sasl_port}", broker.sasl(ca_file=broker.path("stranger.pem"))),
-        "the broker's certificate is signed by nobody that security.ca_file",
+        "the broker's certificate is not signed by a CA in security.ca_file",
     ),
     "CA not named": (
         lambda broker: (f"127.0.0.1:{broker.sasl_port}", broker.sasl(ca_file=None)),
-        "not set: the system is asked",
+        "not set, so the system's CAs apply",
     ),
     "client certificate missing": (
         lambda broker: (f"127.0.0.1:{broker.mtls_port}", broker.mtls(cert_file=None, key_file=None)),
-        "the broker asks for a client certificate and there is none",
+        "the broker requires a client certificate, but none is set",
     ),
     "client certificate of another CA": (
         lambda broker: (
             f"127.0.0.1:{broker.mtls_port}",
             broker.mtls(cert_file=broker.path("impostor.pem"), key_file=broker.path("impostor.key")),
         ),
-        "the broker does not accept the client certificate",
+        "the broker rejects the client certificate",
     ),
     "plaintext to TLS": (
         lambda broker: (f"127.0.0.1:{broker.sasl_port}", {"protocol": "PLAINTEXT"}),
-        "the listener speaks TLS, and security.protocol is PLAINTEXT",
+        "the listener speaks TLS, but security.protocol is PLAINTEXT",
     ),
     "TLS to plaintext": (
         lambda broker: (broker.plaintext, broker.sasl()),
-        "the listener does not speak TLS, and security.protocol is SASL_SSL",
+        "the listener does not speak TLS, but security.protocol is SASL_SSL",
     ),
     "TLS without SASL": (
         lambda broker: (f"127.0.0.1:{broker.sasl_port}", {"protocol": "SSL", "ca_file": broker.path("ca.pem")}),
-        "the listener wants SASL, and security.protocol is SSL",
+        "the listener requires SASL, but security.protocol is SSL",
     ),
     "SASL where there is none": (
         lambda broker: (broker.plaintext, broker.sasl(protocol="SASL_PLAINTEXT", ca_file=None)),
-        "the listener has no SASL, and security.protocol is SASL_PLAINTEXT",
+        "the listener does not use SASL, but security.protocol is SASL_PLAINTEXT",
     ),
 }
 

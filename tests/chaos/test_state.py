@@ -210,7 +210,7 @@ def test_f61_longer_guard_period(make_job: MakeJob) -> None:
     )
     assert "guard_period + grace is 2m now (1m + 1m), and was 20s when" in worker.log
     # Five seconds were judged when it changed, and a hundred more make the difference.
-    assert "by the difference, 100s (there: 2023-11-14T22:15:05Z)" in worker.log
+    assert "by the difference, 100s (to 2023-11-14T22:15:05Z)" in worker.log
     assert "guard_period + grace" not in job.finish().log, "it is told of when it has changed, not ever after"
 
 

@@ -86,7 +86,7 @@ def test_apply_makes_no_changelog_for_a_group_that_has_judged(make_job: MakeJob)
     job.send(distinct(0, 10))
     job.finish()
     job.admin.delete_topic(job.topology.changelog_topic)
-    assert "it was deleted. Nothing was made" in dedup(job, "apply", code=3)
+    assert "it was deleted. Nothing was created" in dedup(job, "apply", code=3)
 
 
 def test_status_lookup_and_pages_of_a_running_worker(make_job: MakeJob) -> None:
@@ -285,7 +285,7 @@ def test_a_replay_whose_position_is_forgotten_sends_nothing_until_it_is_told_whe
     forget_replay(job)
     for arguments in ((), ("--limit", "1")):
         told = dedup(job, "replay", *arguments, code=3)
-        assert f"records of {letters} were replayed before, but how far is forgotten" in told
+        assert f"records of {letters} were replayed before, but the replay position is forgotten" in told
         assert "Nothing was sent" in told
         assert "`--from last`" in told
         assert "`--from start`" in told

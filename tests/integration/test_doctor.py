@@ -40,13 +40,13 @@ CASES: dict[str, tuple[str, str, Callable[[Secured], tuple[str, dict[str, Any]]]
     "nothing there": ("TCP", "nothing can be reached", lambda b: ("127.0.0.1:1", b.sasl())),
     "untrusted CA": (
         "TLS",
-        "signed by nobody",
+        "not signed by a CA",
         lambda b: (f"127.0.0.1:{b.sasl_port}", b.sasl(ca_file=b.path("stranger.pem"))),
     ),
     "plaintext to TLS": ("TLS", "speaks TLS", lambda b: (f"127.0.0.1:{b.sasl_port}", {"protocol": "PLAINTEXT"})),
     "no SASL": (
         "authentication",
-        "wants SASL",
+        "requires SASL",
         lambda b: (f"127.0.0.1:{b.sasl_port}", {"protocol": "SSL", "ca_file": b.path("ca.pem")}),
     ),
 }

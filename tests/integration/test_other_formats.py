@@ -72,4 +72,4 @@ def test_a_topic_of_framed_values_is_told_of_once_and_counted(make_job: MakeJob,
     until(job.all_committed, "all is judged")
     assert worker.log.count("ERROR") == 1, worker.log
     assert worker.stop() == 0, worker.log
-    assert worker.log.count("fewer than 95 % of the records") == 1
+    assert worker.log.count("fewer than 95% of the records") == 1

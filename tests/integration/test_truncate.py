@@ -149,7 +149,7 @@ def test_another_guard_period_does_not_cost_the_only_disk_that_has_it_all(make_j
     other = text.replace(f'"{GUARD}s"', f'"{GUARD + 5}s"')
     assert other != text
     job.topology_file.write_text(other, encoding="utf-8")
-    job.refused("a", code=3, says="with the guard period before")
+    job.refused("a", code=3, says="with the previous guard period")
     job.topology_file.write_text(text, encoding="utf-8")
     job.send(seconds(0, 6))
     job.finish()

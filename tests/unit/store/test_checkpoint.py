@@ -101,7 +101,7 @@ def test_a_description_with_an_odd_value_is_refused(old, new):
 
 def test_a_description_of_a_later_format_says_so():
     data = MADE.encode().replace(b'"format": 1', b'"format": 2')
-    with pytest.raises(CheckpointUnusable, match="of format 2, and this dedup reads format 1"):
+    with pytest.raises(CheckpointUnusable, match="of format 2, but this release reads format 1"):
         Checkpoint.decode(data, "here")
 
 

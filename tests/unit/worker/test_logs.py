@@ -114,7 +114,7 @@ def test_a_broker_that_is_away_is_one_line_then_one_a_minute_and_one_when_it_is_
     away = "Unable connect to node with id 1: [Errno 111] refused"
     more = f"{away} ({20 * REPEATED_EVERY_S - 1:.0f} more times in the last {REPEATED_EVERY_S:.0f} s)"
     assert asyncio.run(outage()) == [away, more, more]
-    assert caplog.messages == ["over: Unable connect to node with id 1; it came 199 more times"]
+    assert caplog.messages == ["over: Unable connect to node with id 1; it occurred 199 more times"]
 
 
 def test_each_node_and_each_failure_is_an_outage_of_its_own():

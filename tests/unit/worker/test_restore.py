@@ -186,7 +186,7 @@ async def test_state_of_another_guard_period_is_read_anew_from_the_changelog():
 
 async def test_state_of_another_guard_period_is_kept_where_it_alone_holds_what_was_truncated():
     store = of_another_grid()
-    with pytest.raises(StateIncompatible, match=r"with the guard period before"):
+    with pytest.raises(StateIncompatible, match=r"with the previous guard period"):
         await restored(long_log(100, 99), store)
     assert (store.position, tuple(store.segments())) == (2_000, (0,))
 

@@ -28,7 +28,7 @@ def test_the_same_sum_is_no_change_and_no_state_is_none():
 def test_longer_is_in_force_when_the_difference_has_passed():
     text = what_it_means(CHANGELOG, record(window(1, 1)), window(2, 3))
     assert text.startswith("guard_period + grace is 5h now (2h + 3h), and was 2h when t.changelog/3 was last written")
-    assert "the difference, 3h (there: 1970-01-01T13:00:00Z)." in text
+    assert "the difference, 3h (to 1970-01-01T13:00:00Z)." in text
     assert "Shorter" not in text
 
 
@@ -38,7 +38,7 @@ def test_a_task_that_has_judged_nothing_has_no_time_to_name():
 
 
 def test_a_time_beyond_calendars_is_a_number():
-    assert f"(there: {(1 << 60) + HOUR_MS} ms)" in what_it_means(CHANGELOG, record(window(1, 1), 1 << 60), window(1, 2))
+    assert f"(to {(1 << 60) + HOUR_MS} ms)" in what_it_means(CHANGELOG, record(window(1, 1), 1 << 60), window(1, 2))
 
 
 def test_shorter_is_in_force_at_once():
