@@ -205,7 +205,7 @@ class TaskSeen:
         return time.monotonic() - self.numbers.last_commit_s
 
 
-_OTHER_FORMAT: Final = "The producers send another format, or this is the wrong topic; dedup-detail says what it found."
+_OTHER_FORMAT: Final = "The producers send another format, or the topic is wrong; the header dedup-detail says more."
 _REMEDIES: Final[Mapping[str, str]] = {
     "not_json": _OTHER_FORMAT,
     "not_utf8": _OTHER_FORMAT,
@@ -230,11 +230,11 @@ class DeadLetterAlert:
     @property
     def text(self) -> str:
         """The warning as a message that says what happened and what to do."""
-        remedy = _REMEDIES.get(self.reason, "Look at dedup-detail of some of them.")
+        remedy = _REMEDIES.get(self.reason, "Look at the header dedup-detail of some of them.")
         return (
             f"{self.dead:,} of {self.judged:,} records judged in the last minute are dead letters, {self.count:,} of "
             f"them for {self.reason}. {remedy} Nothing is lost: once the cause is fixed, `dedup replay` sends them "
-            f"through again."
+            f"again."
         )
 
 

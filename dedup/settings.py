@@ -1,7 +1,7 @@
 """Defines the settings of a worker, which have the structure of the config file, and loads them.
 
 Later sources override earlier ones: defaults, the config file, the environment (``DEDUP_WEB__PORT=0`` sets
-``web.port``), and `--set`. A config file contains no secrets, but references to them, such as ``${env:NAME}`` or
+``web.port``), and `--set`. A config file contains no secrets, only references to them, such as ``${env:NAME}`` or
 ``${file:PATH}``. The JSON Schema for editors contains the docstrings of the keys.
 """
 
@@ -87,7 +87,7 @@ def _between(low: str, high: str) -> Any:  # noqa: ANN401 - a validator
 
 
 _WORKER_ID_RULE: Final = matching(
-    _WORKER_ID, 'is not a valid worker id; use a-z A-Z 0-9 "." "_" "-", at most 100 characters, no "." first'
+    _WORKER_ID, 'is not a valid worker ID; use at most 100 of a-z A-Z 0-9 "." "_" "-", and do not start with "."'
 )
 _PAGE_RULE: Final = matching(_PAGE_ADDRESS, "is not the address of a page; write for example http://worker-1:6066")
 _DURATION: Final = WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN})
@@ -180,7 +180,7 @@ class LogSettings(Keys):
     """Format and level of the log."""
 
     format: Literal["text", "json"] = "text"
-    """Log format, which is text for people or json for machines."""
+    """Log format: text for people, or json for machines."""
     level: Literal["debug", "info", "warning", "error"] = "info"
     """The lowest level of the log lines that are written."""
 
@@ -384,7 +384,7 @@ def _referred(kind: str, name: str, environ: Mapping[str, str]) -> str:
                 with Path(name).open("rb") as file:
                     content = file.read(_MOST_SECRET_BYTES + 1)
                 if len(content) > _MOST_SECRET_BYTES:
-                    raise ValueError(f"the file {name} is larger than {_MOST_SECRET_BYTES >> 10} KiB; no secret is")
+                    raise ValueError(f"the file {name} is larger than {_MOST_SECRET_BYTES >> 10} KiB, the limit")
                 return content.decode().rstrip("\r\n")
             except OSError as error:
                 raise ValueError(f"the file {name} cannot be read: {error.strerror}") from error

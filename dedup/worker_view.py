@@ -83,7 +83,7 @@ class LookedUp:
     candidates: tuple[int, ...]
     """The partitions that the ID may be in."""
     feeding_topics: tuple[str, ...]
-    """The topics that dedup tasks read, to which all these partitions belong."""
+    """The topics that dedup tasks read. The partition numbers in the other fields are those of these topics."""
 
 
 @dataclass(frozen=True, slots=True)

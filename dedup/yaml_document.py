@@ -139,7 +139,7 @@ def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
     """
     document = Document(name)
     if len(text.encode(errors="replace")) > _MOST_BYTES:
-        document.problems.append(Problem(name, f"is larger than {_MOST_BYTES >> 20} MiB; no such file needs to be"))
+        document.problems.append(Problem(name, f"is larger than {_MOST_BYTES >> 20} MiB, which is the limit"))
         return document
     try:
         _Reading(document, texts, YAML(typ="safe", pure=True).parse(text)).run()
@@ -190,7 +190,7 @@ class _Reading:
             self._document.note(at, place, key_place=key_place, written=event.value)
             return value
         if len(at) >= _MOST_DEPTH:
-            raise AuthorMistake([Problem(place, f"nested more than {_MOST_DEPTH} deep; no such file needs as much")])
+            raise AuthorMistake([Problem(place, f"nested more than {_MOST_DEPTH} levels deep, which is the limit")])
         self._document.note(at, place, key_place=key_place)
         if isinstance(event, MappingStartEvent):
             return self._mapping(at)
@@ -209,7 +209,7 @@ class _Reading:
             if key in values:
                 first = self._document.place_of_key((*at, key))
                 where = first.removeprefix(f"{self._document.name}:").partition(":")[0]
-                text = f'the key "{key}" is repeated; line {where} has it already'
+                text = f'the key "{key}" is repeated; it is already on line {where}'
                 self._document.problems.append(Problem(place, text))
             values[key] = self._value(next(self._events), (*at, key), place)
         return values
@@ -220,7 +220,7 @@ class _Reading:
             raise AuthorMistake([Problem(place, f'the alias "*{event.anchor}" is not allowed; write the value out')])
         self._nodes += 1
         if self._nodes > _MOST_NODES:
-            raise AuthorMistake([Problem(place, f"more than {_MOST_NODES} values; no such file needs as many")])
+            raise AuthorMistake([Problem(place, f"more than {_MOST_NODES} values, which is the limit")])
         if event.tag is not None and not (isinstance(event, ScalarEvent) and event.tag == "!"):
             raise AuthorMistake([Problem(place, f"the tag {event.tag} is not allowed; write the plain value")])
         return place
@@ -279,9 +279,9 @@ def within(low: int, high: int) -> Any:  # noqa: ANN401 - a validator
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean "..."?`` for the closest known word, or a list of all words if none is close."""
+    """Return ``; did you mean "..."?`` for the closest known word, or a list of all known words if none is close."""
     names = sorted(known)
-    return _nearest(word, names) or (f"; known are {', '.join(names)}" if names else "")
+    return _nearest(word, names) or (f"; the valid names are {', '.join(names)}" if names else "")
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ class Oracle:
 
     @property
     def verdict(self) -> str:
-        """The word in reports for whether the condition held: "held" or "BROKEN"."""
+        """The word that reports use for the outcome: "held" or "BROKEN"."""
         return "held" if self.held else "BROKEN"
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FENCED: Final = "Another owner has the partition"
 """The message that a worker logs when the broker fences one of its tasks."""
-_NO_DUPLICATE: Final = "nothing is duplicated, also in the view of the live checker"
+_NO_DUPLICATE: Final = "nothing is duplicated, and the live checker saw no duplicate"
 _RECORD_ORACLES: Final = ("O1", "O2", "O3", "O4")
 
 
@@ -53,14 +53,14 @@ class Evidence:
     stores: int = 0
     wrong_stores: list[str] | None = None
     zombies: int = 0
-    """Number of workers that were frozen beyond their session timeout."""
+    """How often a worker was frozen beyond its session timeout."""
     fenced: int = 0
     """Number of tasks that the broker fenced."""
     epochs: list[Epochs] | None = None
     """The producer epochs of each partition of the changelog."""
     unprovoked: list[str] = field(default_factory=list)
     away: int = 0
-    """How often a worker ended while the broker was down."""
+    """How often a worker ended by itself: because the broker was down, unless `unprovoked` names another reason."""
     unclean: list[str] = field(default_factory=list)
     starts: int = 0
     unknown: dict[str, str] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def oracles(found: Evidence) -> list[Oracle]:
         (_NO_DUPLICATE, there and not doubled and unrepeated, f"verify {doubled}, {watched}"),
         ("order and content match the source", there and not others, f"{others} violations"),
         ("the books balance", balanced, f"{len(books)} partitions"),
-        ("stores are the fold of their changelog", found.wrong_stores == [], stores),
+        ("each store matches its changelog", found.wrong_stores == [], stores),
         ("no lag and no open transaction is left", found.judged and found.reached, left),
         ("nothing written by a zombie is visible", no_zombie, zombies),
         ("no worker ended without a fault", not found.unprovoked, ended),
@@ -196,7 +196,7 @@ def _difference(topology: Topology, store: RocksStore, log: Mapping[int, dict[by
     for segment, values in held.items():
         if log.get(segment) != values:
             return (
-                f"segment {segment} holds {len(values)} IDs, its changelog {len(log.get(segment, {}))}, or other values"
+                f"segment {segment} differs: it has {len(values)} IDs, and {len(log.get(segment, {}))} in the changelog"
             )
     record = store.task_record
     oldest_ms = topology.window.oldest_live_ms(record.stream_time_ms) if record is not None else 0

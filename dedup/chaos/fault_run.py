@@ -38,7 +38,7 @@ class FaultType(enum.StrEnum):
     """A kind of fault; the value of each member is the fault's name in reports."""
 
     target: Literal["worker", "broker", "cluster"]
-    """What the fault hits. Faults of a cluster are changes that people make to it while workers run."""
+    """What the fault hits. A `cluster` fault is a change that an administrator could make while workers run."""
     per_minute: float
     """How often the fault is injected per minute."""
     colour: str
@@ -288,7 +288,7 @@ class ClusterFaults:
         return True
 
     def shorten_retention(self) -> bool:
-        """Make the broker delete the oldest past records; return False if none are left or some are not judged yet."""
+        """Make the broker delete the oldest past records, once they are all judged; return whether it deleted them."""
         if not self._ages:
             return False
         age = self._ages[0]

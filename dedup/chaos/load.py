@@ -1,4 +1,4 @@
-"""Creates the load on a fleet under test: artificial records for any topology, and the producer that sends them."""
+"""Generates load for a fleet under test: creates synthetic records for any topology, and sends them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class MadeRecords:
         self._sent: Final[list[Made]] = []
 
     def __iter__(self) -> Iterator[Made]:
-        """Yield records without end; the event time of a new record is the current time."""
+        """Yield an endless series of records; the event time of a new record is the current time."""
         while True:
             yield self.at(time.time_ns() // 1_000_000)
 
@@ -105,7 +105,7 @@ class MadeRecords:
         if self._sent and dice.random() < _REPEATS:
             made = self._sent[-1 - int(dice.random() ** 3 * len(self._sent))]
             changed = self._topology.fingerprints_wanted and dice.random() < _REPEATS
-            # A conflict would stop the workers if the topology says so.
+            # With `on_conflict: fail`, a conflict would stop the workers.
             if changed and self._topology.on_conflict is not OnConflict.FAIL and self._topology.source.format == "json":
                 return replace(made, value=made.value.replace(_PADDING.encode(), b"y" * len(_PADDING)))
             return made

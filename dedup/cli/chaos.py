@@ -66,7 +66,7 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     per_s: Annotated[int, typer.Option(min=1, help="Records sent per second.")] = 2_000,
     seed: Annotated[int, typer.Option(help="Seed of the fault schedule; the same seed gives the same faults.")] = 1,
     harder: Annotated[
-        float, typer.Option(min=0.1, max=20, help="Factor for the fault rate; a factor above 1 adds other faults.")
+        float, typer.Option(min=0.1, max=20, help="Factor for the fault rate; above 1, more kinds of faults occur.")
     ] = 1.0,
     report: Annotated[Path, typer.Option(help="Path of the HTML report; a JSON report is written next to it.")] = Path(
         "chaos.html"
@@ -132,8 +132,8 @@ def _on_test_cluster(options: ChaosOptions, config: Path) -> ChaosReport:
             if not bounds or any(each.high for each in bounds.values()):
                 state = "has records" if bounds else "does not exist"
                 raise StateIncompatible(
-                    f"source topic {topic!r} {state}. `dedup chaos` writes made-up records: give it a test environment "
-                    f"where the topic exists and was never written to. Nothing was changed."
+                    f"source topic {topic!r} {state}. `dedup chaos` writes synthetic records: use a test environment "
+                    f"where the topic exists and has never been written to. Nothing was changed."
                 )
     return _run(options, config, settings)
 
@@ -210,7 +210,7 @@ def _run(
             run = ChaosRun(stage, faults, show)
             judged = run.run(seconds)
         fleet.stop()
-        console.print(f"{sender.sent:,} records sent; the fleet has shut down; everything is read again")
+        console.print(f"{sender.sent:,} records sent; the fleet has shut down; now everything is read again")
         found = gather(topology, settings, stage, run.events, judged=judged)
     run_of = (topology.name, options.seed, seconds, options.workers)
     return ChaosReport(*run_of, run.events, found.verified, oracles(found))

@@ -176,7 +176,7 @@ def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int
 
 
 def print_books(found: Report, distinct: int, page: Path | None, console: Console) -> None:
-    """Print the report. Raises VerificationFailed unless each distinct flight was forwarded exactly once."""
+    """Print the report, and write it to ``page``. Raises VerificationFailed unless each flight was forwarded once."""
     if page is not None:
         write_report(page, to_html(found), found.to_json())
     forwarded = sum(books.unique for books in found.books)
@@ -236,7 +236,7 @@ def demo_chain(limit: int, directory: Path, console: Console) -> None:
         chain.stop()
     rows, distinct = chain.count(), source.distinct
     console.print(
-        f"{source.lines:,} lines in the file, {source.lines - distinct:,} of them written twice; "
+        f"{source.lines:,} lines in the file, {source.lines - distinct:,} of them second copies; "
         f"all processes shut down cleanly"
     )
     relation = "=" if rows == distinct else "IS NOT"

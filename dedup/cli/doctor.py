@@ -28,9 +28,9 @@ _DETAIL: Final = re.compile(r"(?P<what>.*?)\. (?P<remedy>.*?)(?P<detail> \(.*\))
 _TOPIC_REMEDIES: Final[Mapping[str, str]] = {
     "source_missing": "Create the source topic, or correct `source.topics`",
     "topic_missing": "`dedup apply` creates it; so does `dedup run`, unless `topics.create` is false",
-    "topic_differs": "Alter the topic, or accept the difference; if the partitions differ, recreate it",
-    "forwarded_deleted": "Raise the topic's retention.ms to that of its longest source",
-    "retention_below_guard": "Raise the topic's retention.ms to the guard period, if resets must lose nothing",
+    "topic_differs": "Alter the topic, or accept the difference; if the partition counts differ, recreate the topic",
+    "forwarded_deleted": "Raise the topic's retention.ms to the longest retention.ms of the source topics",
+    "retention_below_guard": "If resets must lose nothing, raise the topic's retention.ms to at least the guard period",
     "source_compacted": "Set the topic's cleanup.policy to delete, or accept that compacted records are not provable",
 }
 
@@ -78,7 +78,7 @@ def in_words(found: list[Symptom], looked_at: frozenset[Layer]) -> Iterator[str]
     for layer in LAYERS:
         own = [each for each in found if each.layer == layer]
         if layer not in looked_at:
-            yield f"{layer}: not looked at"
+            yield f"{layer}: not checked"
             continue
         yield f"{layer}: {'ok' if not own else 'wrong' if any(each.level == 'error' for each in own) else 'warning'}"
         for each in own:
@@ -153,7 +153,7 @@ async def _denied(rights: Rights, topology: Topology, settings: Settings) -> Asy
         if lacks:
             what = f"{each.resource.value} {each.name}"
             if each.resource is Resource.TRANSACTIONAL_ID:
-                what = f"transactional ids that begin with {each.name}"
+                what = f"transactional IDs that begin with {each.name}"
             text = f"this principal lacks {', '.join(lacks)} on {what}"
             remedy = "Grant it; `dedup apply --acls` prints the commands for all permissions needed"
             yield Symptom("ACL", "error", text, remedy)

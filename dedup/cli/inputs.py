@@ -66,7 +66,7 @@ def read_ingest(path: Path) -> Ingest:
 def refuse_no_page(page: Path) -> None:
     """Create the directory for a report. Raises SettingsError if a report file cannot be written."""
     if page.suffix == ".json":
-        text = f"{page} is where the JSON report goes, next to the HTML one; name that, for example "
+        text = f"{page} is where the JSON report goes, next to the HTML report; name the HTML report, such as "
         raise SettingsError([Problem("--report", text + str(page.with_suffix(".html")))])
     try:
         page.parent.mkdir(parents=True, exist_ok=True)

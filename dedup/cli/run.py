@@ -42,8 +42,7 @@ def run(
 
     Workers refuse to start in a new consumer group if the output already holds records, because a renamed topology, or
     a second topology with the same output, would forward the same records again. With --onto-existing-output, workers
-    start although the output holds records. Kafka stores this permission for seven days, so one run with the option is
-    enough.
+    start anyway. Kafka stores this permission for seven days, so one run with the option is enough.
 
     Examples: dedup run topologies/orders.yaml
 

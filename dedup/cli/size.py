@@ -51,7 +51,7 @@ def size(
     """Predict the size of the state on disk and in memory from a record rate, a guard period, and the kind of ID.
 
     If TOPOLOGY is given, the command uses the topology's guard period and grace period, and compares the prediction
-    with the topology's limit for the state. The prediction is accurate to within 20 % for IDs that have nothing in
+    with the topology's limit for the state. The prediction is accurate to within 20% for IDs that have nothing in
     common, such as UUIDs; sequential IDs may need only half the space. The command does not connect to Kafka.
 
     Examples: dedup size topologies/orders.yaml --rate 2000
@@ -107,7 +107,7 @@ def _in_words(data: dict[str, Any], window: Window) -> list[str]:
     bound = data["max_bytes_per_partition"]
     if bound is not None:
         share = data["disk_most_bytes_per_partition"] / bound
-        verdict = "a worker would stop: raise it, or use more partitions" if share > 1 else "fits"
+        verdict = "a worker would stop: raise the limit, or use more partitions" if share > 1 else "fits"
         lines.append(f"state.max_bytes_per_partition: {share:.0%} of {_gib(bound)}; {verdict}")
     return lines
 

@@ -247,9 +247,9 @@ def backfill_command(
     out_format: Annotated[Literal["parquet", "delta"], typer.Option(help="Format of the verdicts.")] = "parquet",
     run: Annotated[str, typer.Option(help="Name of the run; a complete run is not repeated.")] = "backfill",
     start: Annotated[
-        str, typer.Option(help="Where to start reading topics: whole (offset 0), earliest (oldest record), or a time.")
+        str, typer.Option(help="Where to start in topics: whole (offset 0), earliest (oldest record), or a timestamp.")
     ] = "whole",
-    until: Annotated[str, typer.Option(help="Where to stop reading topics: now, or a time.")] = "now",
+    until: Annotated[str, typer.Option(help="Where to stop in topics: now or a timestamp.")] = "now",
     repartitioned: Annotated[
         bool, typer.Option("--repartitioned", help="Read the repartition topic, in the order in which workers do.")
     ] = False,
@@ -330,7 +330,7 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
     dedup spark incremental orders.yaml --input s3a://lake/events/ --format json --out s3a://lake/silver/events --json
     """
     if fmt == "delta" and len(inputs) > 1:
-        text = f"{len(inputs)} Delta tables are given, and a run reads one; run it once for each, with the same --out"
+        text = f"{len(inputs)} Delta tables are given, but a run reads one; run once per table, with the same --out"
         raise SettingsError([Problem("--input", text)])
 
     from dedup.spark.incremental import incremental
@@ -476,7 +476,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --input.")] = "parquet",
     schema: Annotated[
         str | None,
-        typer.Option(metavar="DDL", help="Columns to fill from the JSON value; by default, the key and the value."),
+        typer.Option(metavar="DDL", help="Columns to fill from the JSON value. Default: the columns key and value."),
     ] = None,
     order: Annotated[
         str, typer.Option(metavar="event_time|offset|COLUMN", help="Value that is greatest in the newest record.")
@@ -519,7 +519,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     lines = [f"{delta or table}: up to date, {changed:,} rows inserted or replaced in {seconds:.1f} s"]
     if left:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in left.items())
-        lines.append(f"{sum(left.values()):,} records cannot be rows ({reasons}): {rejected}")
+        lines.append(f"{sum(left.values()):,} records cannot become rows ({reasons}): {rejected}")
     report = {"table": delta or table, "changed": changed, "rejected": left, "seconds": seconds}
     say(report, lines, as_json=as_json)
 

@@ -168,7 +168,7 @@ def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> list[di
 def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: Settings) -> dict[str, Any]:
     """Ask the workers at ``urls`` about a tracking ID, and merge their answers. Raises NotReached."""
     if not urls:
-        raise NotReached("web.port is 0 or web is off, so no worker's address is known. Name it with --url.")
+        raise NotReached("web.port is 0 or web is off, so no worker's address is known. Name one with --url.")
     together: dict[str, Any] = {"topology": topology.name, "id": tracking_id}
     together |= {"sightings": [], "asked": [], "unreached": []}
     for url in urls:
@@ -281,10 +281,10 @@ def table(seen: dict[str, Any]) -> RenderableType:
     members = [f"{each['worker']} at {each['host']}" for each in seen["members"]]
     workers = ", ".join(members or seen["workers_that_answered"]) or "none"
     lines: list[RenderableType] = [f"{seen['topology']}: lag {seen['lag']:,}; workers: {workers}", found]
-    for name, what in (("dead_letters", "dead letters"), ("other_formats", "of them in another format than JSON")):
+    for name, what in (("dead_letters", "dead letters"), ("other_formats", "of them in a format other than JSON")):
         if seen[name]:
             counts = ", ".join(f"{count:,} {reason}" for reason, count in seen[name].items())
-            lines.append(f"{what}: {counts}, since the workers that answered started")
+            lines.append(f"{what}: {counts}, since the responding workers started")
     lines += [f"attention: {alert}" for alert in seen["alerts"]]
     if seen["missing_topics"]:
         lines.append(f"missing topics: {', '.join(seen['missing_topics'])}; `dedup apply` creates them")

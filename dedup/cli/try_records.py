@@ -173,7 +173,7 @@ def _distance(time_ms: int, seen: Sighting) -> str:
     if time_ms < seen.first_ms:
         return f"{_span(seen.first_ms - time_ms)} after this one"
     if time_ms == seen.first_ms:
-        return "the same time"
+        return "at the same time"
     return f"{_span(time_ms - seen.first_ms)} before"
 
 

@@ -40,8 +40,8 @@ def explain(
 
     The command reads only from Kafka, so no worker needs to run. The command reads all topics of the topology from the
     beginning, but keeps only the records with the given ID in memory. Write a composite ID as a JSON array of its
-    parts. The exit code is 4 if the written topics contradict the verdicts, and 0 otherwise, even if no record has the
-    ID.
+    parts. The exit code is 4 if the topics that workers write contradict the verdicts, and 0 otherwise, even if no
+    record has the ID.
 
     Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
 
@@ -78,7 +78,7 @@ def in_words(found: Explanation, topology: Topology) -> Iterator[str]:
         extended = "" if kept.last_ms == kept.first_ms else f", last at {instant(kept.last_ms)}"
         yield f"sighting in {kept.place}: seen {instant(kept.first_ms)}{extended} in {kept.source}; {until}"
     if not found.sightings:
-        yield "no sighting of it is in the changelog: never judged unique, or expired and compacted away"
+        yield "the changelog has no sighting of this ID: it was never judged unique, or its sighting has expired"
 
 
 def _record(record: ExplainedRecord, topology: Topology) -> Iterator[str]:
@@ -115,7 +115,7 @@ def _why(record: ExplainedRecord, topology: Topology) -> str:
         case "dead_letter":
             return f"a dead letter, because: {record.reason}"
         case "exempt":
-            return f"forwarded without judging, as the topology says ({record.reason})"
+            return f"forwarded without being judged, as the topology says ({record.reason})"
         case "fail":
             return f"the worker stops at this record, as the topology says ({record.reason})"
         case "purged":
@@ -151,11 +151,11 @@ def verify_topology(
 ) -> None:
     """Prove from the data in Kafka alone that nothing was lost or duplicated.
 
-    The command reads the source topics, the topics that workers write, and the group's offsets with a different Kafka
-    client than the workers use. The command then judges the source records again with a simple model, and compares the
-    expected records with the written ones: keys, values, headers, timestamps, and order. The exit code is 4 if a record
-    violates the guarantee. Memory use does not grow with the size of the topics. For each record, --scratch temporarily
-    needs space for about 200 bytes and the record's key.
+    The command uses a different Kafka client than workers do, and reads the source topics, the topics that workers
+    write, and the group's offsets. The command then judges the source records again with a simple model, and compares
+    the expected records with the written ones: keys, values, headers, timestamps, and order. The exit code is 4 if a
+    record violates the guarantee. Memory use does not grow with the size of the topics. For each record, the --scratch
+    directory temporarily holds about 200 bytes plus the record's key.
 
     Examples: dedup verify topologies/orders.yaml --report reports/orders.html
 

@@ -202,7 +202,7 @@ class FencedOffsets:
                 ((epoch, position, topic_id),) = connection.query(fence, key)
                 if topic_id != self._topic_id:
                     raise StateIncompatible(
-                        f"the database has read another topic {self.topic!r} than the one there is now: it was deleted "
+                        f"the offsets in the database are those of an earlier topic {self.topic!r}, which was deleted "
                         f"and created again. Nothing was changed. To read its records from the start, delete the rows "
                         f"of reader {self.reader!r} from {OFFSETS}; existing rows of other tables stay as they are."
                     )

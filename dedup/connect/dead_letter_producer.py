@@ -57,7 +57,7 @@ class _Partition:
     sent_to: int = 0
     """The group's committed offset, which follows the last source record for which any owner has sent a dead letter."""
     sent: set[int] = field(default_factory=set)
-    """Source offsets of the records whose dead letters are in the topic, from the database's position at startup on."""
+    """Source offsets, from the database's position at startup onward, of records with dead letters in the topic."""
 
 
 class DeadLetterProducer:

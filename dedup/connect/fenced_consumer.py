@@ -62,8 +62,8 @@ class TopicReader:
 class FencedConsumer:
     """Consumes partitions of a topic, and stores their offsets in a database.
 
-    Calls ``prepare`` with each new database connection and with the offsets. Once ``stopped`` returns True, no method
-    waits for a database or a broker that does not respond.
+    Calls ``prepare`` with each new database connection and the reader's offsets. Once ``stopped`` returns True, no
+    method waits for a database or a broker that does not respond.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Implements a source that reads growing files in a directory, as lines or as CSV rows converted to JSON objects.
 
-A file is identified by its inode and a digest of its first bytes, so an open file is read to its end even if it is
-renamed or deleted. If a file with an unchanged name becomes shorter or begins with different bytes, unread lines may be
-lost, so `dedup ingest` stops unless the ingest file sets `changed: start_over`.
+A file is identified by its inode and a digest of its first bytes, so a renamed file is not read again. An open file is
+read to its end even if it is deleted. If a file with an unchanged name becomes shorter or begins with different bytes,
+unread lines may be lost, so `dedup ingest` stops unless the ingest file sets `changed: start_over`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Files:
         self._committed: dict[str, _FilePosition] = {}
         self._turn: list[int] = []
         self._renamed: list[_FilePosition] = []
-        """Positions of files that were read to their ends and have other names since, to be committed."""
+        """Positions, still to be committed, of files that were renamed after they were read to their ends."""
         self._inodes: set[int] = set()
         """Inodes of all files in the directory."""
 
@@ -198,7 +198,7 @@ class Files:
                 continue
             opened.gone = False
             if opened.known.path != str(path):
-                log.info("%s is now %s; it is read on", opened.known.path, path)
+                log.info("%s is now %s; reading continues", opened.known.path, path)
                 opened.known = msgspec.structs.replace(opened.known, path=str(path))
         for inode in self._open.keys() - named:
             self._open[inode].gone = True
@@ -264,7 +264,7 @@ class Files:
             raise _mistake(
                 path,
                 f"has the inode of {known.path}, which was read up to byte {known.position}, and begins with the same "
-                f"bytes: is it that file, renamed and written again, or a new one? Nothing of it was sent. Rename the "
+                f"bytes: is it that file, renamed and written again, or a new one? No line of it was sent. Rename the "
                 f"old file away again; or, if all lines are new, set `changed: start_over`",
             )
         log.warning("%s may be a new file with the inode of %s; it is read from its beginning", path, known.path)
@@ -283,9 +283,9 @@ class Files:
             if replaced and old.position > header_bytes and not old.changed(descriptor):
                 raise _mistake(
                     path,
-                    f"is another file than the one of this name that was read up to byte {old.position}, and begins "
-                    f"with the same bytes: is it a copy? Nothing of it was sent. Files must only grow, and be rotated "
-                    f"by renaming. If its lines are new, set `changed: start_over`",
+                    f"is not the file with this name that was read up to byte {old.position}, but begins with the "
+                    f"same bytes: is it a copy? No line of it was sent. Files must only grow, and be rotated by "
+                    f"renaming. If its lines are new, set `changed: start_over`",
                 )
 
     def _start_over(self, known: _FilePosition, path: str, descriptor: int) -> _FilePosition:
@@ -296,7 +296,7 @@ class Files:
             raise _mistake(
                 path,
                 f"was read up to byte {known.position} and {what}: it was truncated or replaced, and lines written "
-                f"before that may never have been read. Nothing of it was sent since. Rotate files by renaming; or set "
+                f"before that may never have been read. No line of it was sent since. Rotate files by renaming; or set "
                 f"`changed: start_over` to read such files from their beginning",
             )
         log.warning("%s %s; it is read from its beginning", path, what)

@@ -113,7 +113,7 @@ class IdempotentReader:
         if self._interrupted:
             raise InvariantBroken(
                 f"{self._name}: this reader was interrupted in the middle of a batch, and would skip records that were "
-                f"never handed over. Leave its `async with` block and open a new one: it begins where the database is."
+                f"never handed over. Leave its `async with` block and open a new one: it begins at the stored offsets."
             )
         self._interrupted = True
         handled = 0
@@ -150,8 +150,8 @@ class IdempotentReader:
             row, fault = min(found.faults.items())
             raise StateIncompatible(
                 f"{self._name}: {source.topic}/{source.partition} offset {columns.offsets[row]} has no usable tracking "
-                f"ID: {fault.detail} ({fault.code}). Nothing of its batch was handed over. Read a deduplicated topic, "
-                f"whose dead letters are apart, or correct `tracking_id`."
+                f"ID: {fault.detail} ({fault.code}). No record of its batch was handed over. Read a deduplicated "
+                f"topic, which contains no dead letters, or correct `tracking_id`."
             )
         rows = zip(
             found.ids, found.times_ms, columns.keys, columns.values, columns.headers, columns.offsets, strict=True

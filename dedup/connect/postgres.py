@@ -90,7 +90,7 @@ class PostgresConnection(DatabaseConnection):
         except psycopg.OperationalError as error:
             # An error of class 28 or 3D means that the password or the database is wrong, so waiting does not help.
             if (error.sqlstate or "")[:2] in {"28", "3D"}:
-                raise StateIncompatible(f"{self._shown}: PostgreSQL refuses us: {_message(error)}.") from error
+                raise StateIncompatible(f"{self._shown}: PostgreSQL denies access: {_message(error)}.") from error
             raise DatabaseAway(f"{self._shown}: {_message(error)}") from error
         except psycopg.IntegrityError as error:
             raise RowsRefused(_CODES.get(type(error), "constraint"), f"PostgreSQL: {_message(error)}") from error

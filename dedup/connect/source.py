@@ -51,7 +51,7 @@ class RecordSource(Protocol):
         """
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """Release what was kept for reading records before ``positions`` again, because ``positions`` are committed."""
+        """Release what is kept for reading earlier records again, because ``positions`` are now committed."""
 
     def waiting(self) -> list[str]:
         """Return one sentence for each part of the source that ends with data that cannot be read yet."""

@@ -284,7 +284,7 @@ class TransactionBoundary:
             if not pending.values and not pending.dead:
                 self._ready.append(found)  # contains only a position
                 return
-            text = "%s: %d records without their marker precede blank lines or the end; they wait for a marker"
+            text = "%s: %d records before blank lines or the end have no marker yet; they wait for one"
             log.warning(text, found.part, len(pending.values))
         ends = [row + 1 for row, value in enumerate(found.values) if self._ends(value)]
         for first, end in zip((0, *ends), (*ends, None), strict=True):

@@ -32,7 +32,7 @@ FIRST_USER_OID: Final = 16_384
 """Relations with lower OIDs belong to PostgreSQL itself."""
 WRITE_LOCKS: Final = "'RowExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'"
 _Columns = Mapping[str, tuple[bool, bool]]
-"""Maps each column to two answers: whether it has an integer type, and whether it is never null."""
+"""Maps each column to two flags: whether it has an integer type, and whether it is never null."""
 log: Final = logging.getLogger(__name__)
 
 
@@ -155,7 +155,7 @@ class NumberedRows:
         return not writing
 
     def _unfit(self, why: str) -> StateIncompatible:
-        return StateIncompatible(f"{self._name}: {self._spec.named}: {why}. Nothing was sent after it.")
+        return StateIncompatible(f"{self._name}: {self._spec.named}: {why}. No later rows were sent.")
 
     def _records(self, rows: Sequence[tuple[Any, ...]]) -> SourceRecords:
         width = len(self._order)
@@ -203,8 +203,8 @@ class NumberedRows:
         self._refuse(_misfits(columns, keys, self._order))
         if reused == self._spec.column:
             text = (
-                "%s: %s.%s is not AUTOINCREMENT: SQLite gives the number of a deleted last row to another one, which "
-                "is then not read. This is exact only if such rows are never deleted."
+                "%s: %s.%s is not AUTOINCREMENT: SQLite reuses the number of a deleted last row for a new row, which "
+                "is then not read. The source is exact only if the last row is never deleted."
             )
             log.warning(text, self._name, table, reused)
 
@@ -271,7 +271,7 @@ def _misfits_of_query(columns: Sequence[str], order: Sequence[str]) -> Iterator[
 def _unknown_writers(connection: DatabaseConnection, spec: TableSource, *, standby: bool) -> Iterator[str]:
     """Yield the reasons why PostgreSQL cannot tell which transactions may still add rows with lower numbers."""
     if standby:
-        yield "this server is a standby, which does not know who writes; use the primary, or set `settle`"
+        yield "this server is a standby, which does not know the open transactions; use the primary, or set `settle`"
     relations = _relations_of(connection, spec)
     if not relations:
         yield "it reads no table, so PostgreSQL cannot say who writes its rows; set `settle`"
@@ -287,8 +287,8 @@ def _unknown_writers(connection: DatabaseConnection, spec: TableSource, *, stand
     )
     for (size,) in caching if spec.table else ():
         yield (
-            f"the sequence of {spec.column!r} has CACHE {size}: a session uses numbers that it took long before, and a "
-            f"row may get a lower number than one that was read; make it CACHE 1, or write `settle`"
+            f"the sequence of {spec.column!r} has CACHE {size}: a session uses numbers that it reserved earlier, so a "
+            f"new row may get a lower number than a row that was already read; set CACHE 1, or set `settle`"
         )
 
 

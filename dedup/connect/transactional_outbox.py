@@ -54,7 +54,7 @@ async def provide(
     missing = {name: wanted for name, wanted in topics.items() if name not in have}
     if missing and not settings.topics.create:
         listed = ", ".join(map(repr, missing))
-        raise StateIncompatible(f"missing topics {listed}, and `topics.create` is false. Create them, or allow it.")
+        raise StateIncompatible(f"missing topics {listed}, and `topics.create` is false. Create them, or enable it.")
     if missing:
         least, factor = settings.topics.min_insync_replicas, settings.topics.replication_factor or BROKER_DEFAULT
         base = {} if least is None else {"min.insync.replicas": str(least)}
@@ -176,7 +176,7 @@ class TransactionalOutbox:
                 if self._stopped():
                     raise BrokerUnavailable(
                         f"stopped while no broker answered: {unknown} The next start finds out whether the last "
-                        f"transaction happened, and continues after it."
+                        f"transaction was committed, and continues accordingly."
                     ) from unknown
                 await asyncio.sleep(PAUSE_S)
 

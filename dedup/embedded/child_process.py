@@ -83,7 +83,7 @@ class ChildProcess:
 
     def _order(self, order: bytes) -> None:
         if not self.running:
-            raise InvariantBroken("this program does not run")
+            raise InvariantBroken("this program is not running")
         self._orders.write(order)
         self._orders.flush()
 

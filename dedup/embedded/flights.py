@@ -41,7 +41,7 @@ def flights(limit: int | None = None) -> Iterator[Flight]:
         lines = io.TextIOWrapper(raw, encoding="utf-8", newline="")
         fields = next(csv.reader(lines))
         # ISO times in one time zone can be sorted as strings, and sorted() is stable. Lines are sorted instead of lists
-        # of cells, because 336,776 such lists need a gigabyte.
+        # of cells, because 336,776 lists of cells would need a gigabyte.
         from_the_end = len(fields) - fields.index(_TIME_FIELD)
         ordered = sorted(lines, key=lambda line: line.rstrip().rsplit(",", from_the_end)[-from_the_end])
     id_of = itemgetter(*(fields.index(name) for name in ID_FIELDS))

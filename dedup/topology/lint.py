@@ -73,7 +73,7 @@ def _policies(topology: Topology) -> Iterator[Finding]:
     if isinstance(topology.late, LateDrop):
         text = (
             "late: drop loses late records; only their number is kept. Name a topic, or omit late for the default "
-            "topic; `dedup replay` can send them through later."
+            "topic; `dedup replay` can forward them later."
         )
         yield warning("late_dropped", text, weak=True)
     if topology.missing is OnMissing.FORWARD:
@@ -87,7 +87,7 @@ def _policies(topology: Topology) -> Iterator[Finding]:
         yield warning("tombstones_forwarded", text)
     if topology.on_conflict is OnConflict.FORWARD:
         text = (
-            f"on_conflict: forward sends a duplicate on if its payload differs: identity is ID and payload. {outside}."
+            f"on_conflict: forward forwards a duplicate whose payload differs: identity is ID and payload. {outside}."
         )
         yield warning("conflicts_forwarded", text, weak=True)
     if topology.on_conflict is OnConflict.FAIL:
@@ -150,5 +150,5 @@ def _tracking_id(topology: Topology) -> Iterator[Finding]:
             text = "conflicts and on_conflict have no effect: records with equal content have equal payloads."
             yield warning("no_conflicts_possible", text)
     if isinstance(rule, RawContentRule) and topology.source.format == "json":
-        text = "tracking_id.content: true compares bytes: other white space or member order makes another event."
+        text = "tracking_id.content: true compares bytes: a change of white space or member order makes a new event."
         yield warning("bytes_compared", text)

@@ -130,7 +130,7 @@ class Topology:
 
     @property
     def reset_group(self) -> str:
-        """The consumer group that stores the end offsets of all source and written topics at the last `dedup reset`."""
+        """The consumer group that stores the written topics' ends and the sources' starts at the last `dedup reset`."""
         return f"{self.name}.reset"
 
     @property

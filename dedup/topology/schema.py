@@ -343,7 +343,7 @@ class FilesSource(Keys):
     changed: Literal["stop", "start_over"] = "stop"
     """What happens if a file is truncated or replaced after a part of the file was read."""
     last_line: Literal["wait", "take"] = "wait"
-    """wait reads the last line only after its line feed; take also reads it without, for files that arrive complete."""
+    """wait reads the last line only after its line feed; take does not wait, for files that arrive complete."""
 
     @model_validator(mode="after")
     def _columns_of_csv(self) -> FilesSource:

@@ -30,7 +30,7 @@ from dedup.verify.spill import Spill, buckets_for, place_of
 WHY_NO_OFFSET: Final = "the group has no committed offset for their partition, so what was judged is not known"
 WHY_SHORTER: Final = "the source ends before the committed offset: it was deleted and recreated, or truncated"
 WHY_COMPACTED: Final = "compaction removed records between them; checked without order: no ID twice, none missing"
-WHY_BEFORE: Final = "source offsets before the first record that left a trace; the offset of `latest` is not known"
+WHY_BEFORE: Final = "source offsets before the first record that left a trace; where `start: latest` began is not known"
 
 
 def verify_direct(cut: Cut) -> None:
@@ -122,7 +122,7 @@ def _judge(held: _Partition) -> None:
     if held.output is not None and held.output.bounds.start_deleted:
         held.gone_position = _gone_position(held, held.output)
     if held.output is not None and not held.known:
-        # There are two passes, because the first explained row is known only after all buckets are compared.
+        # There are two passes, because the first output record that the log explains is known only after all buckets.
         for number in range(held.log.buckets):
             _judge_bucket(held, number, Report("", "", "", 0), Books("", 0))
         held.excused_below = held.output.order.first_matched()
@@ -171,7 +171,7 @@ def _balance(held: _Partition, filed: int) -> None:
         filed += books.late  # the topology says that late records are dropped
     books.ended = output.spill.rows - held.pending_found + books.duplicates + filed
     if not books.balanced:
-        text = f"read {books.read}, but {books.ended} ended as unique, duplicate, late or dead letter"
+        text = f"read {books.read}, but {books.ended} ended as unique, duplicate, late, or dead letter"
         cut.report.violation("unbalanced", f"{books.topic}/{books.partition}", text)
 
 
@@ -304,7 +304,7 @@ def report_leftovers(cut: Cut) -> None:
         if source is None:
             cut.report.violation("phantom", place, "names no record of the source topics in its headers")
         elif again:
-            cut.report.violation("duplicated", place, f"source record {cut.plan.place(source)} is in it twice")
+            cut.report.violation("duplicated", place, f"source record {cut.plan.place(source)} has two entries there")
         else:
             _report_leftover(cut, side, source, place)
 

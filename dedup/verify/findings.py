@@ -43,7 +43,7 @@ def explain(
         where = written[partition].place(record.offset)
         if record.id is not None and absent.get(record.id):
             task, original = absent[record.id].pop(0)
-            text = f"is in {where} with another key, value, header or timestamp"
+            text = f"is in {where} with another key, value, header, or timestamp"
             report.violation("changed", tasks[task].place(original.source), text)
         elif record.id is not None and record.id in known:
             report.violation("duplicated", where, "its tracking ID was forwarded before; the model drops it")
@@ -67,7 +67,7 @@ def report_displaced(written: Sequence[WrittenPartition], report: Report) -> Non
     """Report records that were written in the wrong order; all buckets must have been matched before the call."""
     for each in written:
         for offset in each.order.displaced():
-            report.violation("reordered", each.place(offset), "passed a record that came before it")
+            report.violation("reordered", each.place(offset), "not in the order of the log")
 
 
 class OrderFree:
@@ -179,7 +179,7 @@ class Copies:
         for task, wanted in found.missing:
             books = tasks[task].books
             place = f"{books.topic}/{books.partition} offset {wanted.position}"
-            report.violation("wrong_duplicate", place, f"a duplicate: it is not in {written.topic}, or changed there")
+            report.violation("wrong_duplicate", place, f"a duplicate that is not in {written.topic} or differs there")
         from_purged = any(self._write_to(written, number) for number in self._purged)
         excused = written.order.first_matched() if found.extra and not self._known else 0
         for _, copy in found.extra:
@@ -198,7 +198,7 @@ class Copies:
             self._cut.report.unprovable(f"{topic} has lost its beginning", number)
         for _, written in self._written:
             for offset in () if written.bounds.start_deleted else written.order.displaced():
-                text = "passed a copy that came before it"
+                text = "not in the order of the log"
                 self._cut.report.violation("wrong_duplicate", written.place(offset), text)
 
 

@@ -278,7 +278,7 @@ class KafkaReader:
                     if stable > reached:  # no open transaction holds the records back
                         raise BrokerUnavailable(
                             f"{topic}/{partition} can be read only up to offset {reached}, though {self._brokers} has "
-                            f"committed records up to {stable}: nothing came for {_NO_PROGRESS_S:.0f} s. Check its "
+                            f"committed records up to {stable}: nothing arrived for {_NO_PROGRESS_S:.0f} s. Check its "
                             f"leader, then try again."
                         )
                     raise OpenTransaction(

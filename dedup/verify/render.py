@@ -189,7 +189,7 @@ def _plot(timeline: Timeline) -> str:
     undated = ""
     if timeline.undated:
         text = _as_text(timeline.undated)
-        undated = f"<p class=soft>Not in the chart, since they have no usable event time: {text}.</p>"
+        undated = f"<p class=soft>Records without a usable event time, which are not in the chart: {text}.</p>"
     if not timeline.counts:
         return undated or "<p class=soft>No records were judged.</p>"
     first, last = min(timeline.counts), max(timeline.counts)

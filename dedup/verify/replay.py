@@ -39,9 +39,9 @@ FUTURE: Final = "future_time"
 _FORGET_EVERY: Final = 200_000
 _MANY_SIGHTINGS: Final = 64
 
-WHY_FRONT: Final = "the log has lost its beginning, and too little event time precedes them in the rest"
+WHY_FRONT: Final = "the log has lost its beginning, and too little event time precedes them in the rest of the log"
 WHY_REFUSED: Final = "the broker refused them, according to the dead-letter topic"
-WHY_CLOCK: Final = "dead letters for an event time that only the worker's wall clock can have refused"
+WHY_CLOCK: Final = "dead letters for a future event time, which only the worker's wall clock can confirm"
 WHY_CLAMPED: Final = "a time may have been clamped to the worker's wall clock, and stream time with it"
 WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or a transaction there stays open"
 _ANY: Final = b"any"
@@ -311,7 +311,7 @@ class TaskReplay:
         return self._plan.place(source)
 
     def doubtful(self, tracking_id: bytes | None, time_ms: int, *, timed: bool) -> bool:
-        """Return whether the verdict on a record was in doubt; if ``timed`` is false, on any record of the ID."""
+        """Return whether the verdict on a record or, if ``timed`` is false, on any record of its ID, was in doubt."""
         until_ms = BEFORE_ALL_TIME if tracking_id is None else self._doubt.until_ms(tracking_id)
         return time_ms <= until_ms if timed else until_ms > BEFORE_ALL_TIME
 
@@ -343,7 +343,7 @@ class TaskReplay:
             case _ if self._pending:
                 pass
             case _:
-                text = f"the topology says the worker stops here ({verdict.reason})"
+                text = f"the topology says that the worker stops here ({verdict.reason})"
                 self._violation("unbalanced", row, f"{text}, but the offset after it is committed")
 
     def _certain(self, row: Row, verdict: ModelVerdict) -> bool:
@@ -380,7 +380,7 @@ class TaskReplay:
             self._same(row, letter, self._plan.dead_letters)
         elif not self._pending:
             where = self._plan.dead_letters.place(letter)
-            self._violation("wrong_dead_letter", row, f'{where} says "{letter.reason}"; the model judges it')
+            self._violation("wrong_dead_letter", row, f'{where} says "{letter.reason}"; the model judges the record')
         self._count_dead(row)
 
     def _forward(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
@@ -460,7 +460,7 @@ class TaskReplay:
         else:
             same = filed.digest == digest(row.key, row.value, row.headers, row.timestamp_ms)
         if not same:
-            self._violation("changed", row, f"{side.place(filed)} has another key, value, header or original timestamp")
+            self._violation("changed", row, f"{side.place(filed)} differs in key, value, header, or original timestamp")
 
     def _count_dead(self, row: Row) -> None:
         far_ahead = row.letter is not None and row.letter.reason == FUTURE

@@ -22,12 +22,12 @@ MEANINGS: Final[dict[ViolationKind, str]] = {
     "lost": "judged, but absent from the topic it belongs to",
     "duplicated": "its tracking ID is present more often than the guard period allows",
     "phantom": "present, but no judged record belongs there",
-    "changed": "key, value, headers or timestamp are not those of the source record",
-    "reordered": "passed another record of its partition",
+    "changed": "key, value, headers, or timestamp are not those of the source record",
+    "reordered": "not in the order of the log",
     "wrong_late": "in the late topic, but the model does not call it late",
-    "wrong_dead_letter": "a dead letter for a reason that does not apply by the model",
+    "wrong_dead_letter": "a dead letter for a reason that, according to the model, does not apply",
     "wrong_duplicate": "in the duplicates or conflicts topic, but the model does not put it there",
-    "unbalanced": "read is not unique + exempt + duplicates + late + dead letters",
+    "unbalanced": "the number of records read is not the sum of the verdicts",
 }
 
 SAMPLES_PER_KIND: Final = 100
@@ -171,8 +171,8 @@ class Report:
             f"{self.unsampled:,} records of other IDs were read for their event times only."
         )
         unseen = (
-            "Not seen: a loss, a duplicate or a change of an ID outside the sample; a record that passed one outside "
-            "the sample; books that do not balance there."
+            "Not checked: losses, duplicates, and changes of IDs outside the sample; the order of a record inside the "
+            "sample and one outside; whether the books of all records balance."
         )
         return [sampled, unseen]
 

@@ -1,8 +1,8 @@
 """Implements `dedup verify`, which reads only Kafka, replays the records with an exact model, and reports differences.
 
 The verifier first reads the group's committed offsets: workers must have written the results of all records below these
-offsets. The verifier then reads the ends of the topics that workers write, which are above the results of those
-records. Records that workers judge while the verifier is running are *pending*.
+offsets. The verifier then reads the ends of the topics that workers write, so these ends lie after the results of
+those records. Records that workers judge while the verifier is running are *pending*.
 
 The verifier replays a partition if a log still contains the partition's records in order (`direct`, `repartitioned`).
 If no log contains the records in order, the verifier makes only the checks that do not depend on order

@@ -35,7 +35,7 @@ class MetricHistory:
 
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
     _last: dict[int, tuple[TaskNumbers, Counter[str], list[int]]] = field(default_factory=dict)
-    """By id() of a task's counters: the counters (so that the id() stays unique), verdicts, and latencies last seen."""
+    """Maps the id() of a task's counters to these counters (so that the id() stays unique), verdicts, and latencies."""
     _last_ms: int | None = None
 
     def sample(self, pulses: Iterable[TaskPulse], now_ms: int) -> None:
@@ -126,14 +126,14 @@ def _worker(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) 
     if formats := seen.total().formats:
         # If values have another format, the cause is the producer, not a single record.
         named = ", ".join(f"{count:,} {name}" for name, count in formats.most_common())
-        text = f"Dead letters in another format than JSON since this worker started, by their first bytes: {named}."
+        text = f"Dead letters in a format other than JSON since this worker started, by their first bytes: {named}."
         yield Notice("warning", text)
     if any(sample["dead_letter"] for sample in samples):
         yield Notice("warning", "Dead letters in the last minutes: their reasons are below.")
     if any(sample["late"] for sample in samples):
         yield Notice("warning", "Late records in the last minutes: they are later than the grace period allows.")
     if silent := ", ".join(peer.worker for peer in peers if peer.url is None and not peer.here):
-        text = "These workers serve no pages, so they cannot be asked for an ID"
+        text = "These workers serve no pages, so they cannot be asked about an ID"
         yield Notice("warning", f"{text}: {silent}. Set web.enabled and web.port.")
 
 
@@ -148,7 +148,7 @@ def _tasks(tasks: Iterable[TaskSeen]) -> Iterator[Notice]:
         if task.state_max_bytes is not None and task.state_bytes > NEARLY_FULL * task.state_max_bytes:
             share = task.state_bytes / task.state_max_bytes
             text = (
-                f"The state of {place} takes {share:.0%} of state.max_bytes_per_partition; beyond it the worker stops"
+                f"The state of {place} takes {share:.0%} of state.max_bytes_per_partition; above 100%, the worker stops"
             )
             remedy = "Raise the limit if the disk has room, or shorten guard_period or grace."
             yield Notice("error" if share > 1 else "warning", f"{text}, with nothing lost. {remedy}")

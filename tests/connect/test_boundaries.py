@@ -74,7 +74,7 @@ def test_what_waits_for_its_marker_is_said_and_held_when_its_file_is_deleted(tmp
     assert [len(found.values) for found in polled(source)] == [1]
     (tmp_path / "a.jsonl").unlink()
     assert list(polled(source)) == []
-    assert "2 records without their marker precede blank lines or the end" in caplog.text
+    assert "2 records before blank lines or the end have no marker yet" in caplog.text
     (said,) = source.waiting()
     assert said.startswith("2 records after 23 of ")
     assert said.endswith(" wait for their marker")

@@ -77,4 +77,4 @@ def test_a_backfill_and_an_upsert_say_what_they_did(spark, spark_command, tmp_pa
     assert any(group == "dedup upsert shop" and text in (about or "") for group, about in jobs_of(spark))
     again = spark_command("upsert", *table, "--rejected", str(tmp_path / "rejected")).splitlines()
     assert "up to date, 0 rows inserted or replaced in" in again[0]
-    assert again[1].startswith("1 records cannot be rows (1 not_json): ")
+    assert again[1].startswith("1 records cannot become rows (1 not_json): ")

@@ -189,7 +189,7 @@ def test_numbers_stay_numbers():
         ("brokers: [a:1]\nsession_timeout: 10ms", 'c.yaml:2:18: session_timeout: "10ms" must be 1s to 30m'),
         (
             "brokers: [a:1]\nworker_id: ../x",
-            'c.yaml:2:12: worker_id: "../x" is not a valid worker id; use a-z A-Z 0-9 "." "_" "-", at most 100 characters, no "." first',
+            'c.yaml:2:12: worker_id: "../x" is not a valid worker ID; use at most 100 of a-z A-Z 0-9 "." "_" "-", and do not start with "."',
         ),
         (
             "brokers: [a:1]\ntopics: {replication_factor: 0}",
@@ -240,7 +240,7 @@ def test_numbers_stay_numbers():
             'brokers: [a:1]\nstate_dir: "${vault:x}"',
             'c.yaml:2:12: state_dir: "${vault:...}" is unknown; write "${env:NAME}" or "${file:PATH}"',
         ),
-        ("brokers: [a:1]\nbrokers: [b:1]", 'c.yaml:2:1: the key "brokers" is repeated; line 1 has it already'),
+        ("brokers: [a:1]\nbrokers: [b:1]", 'c.yaml:2:1: the key "brokers" is repeated; it is already on line 1'),
         ("[a]", "c.yaml:1:1: must be a mapping of keys to values; begin with `brokers:`"),
         (
             "brokers: [a:1]\nstate_dir: ~nobody-here/x",
@@ -313,7 +313,7 @@ class TestSecrets:
         assert load(self.sasl % '"${file:pw}"').security.password == Secret("x" * 65_536)
         (tmp_path / "pw").write_text("x" * 65_537, encoding="utf-8")
         said = problems(self.sasl % '"${file:pw}"')
-        assert said[0] == "c.yaml:2:73: security.password: the file pw is larger than 64 KiB; no secret is"
+        assert said[0] == "c.yaml:2:73: security.password: the file pw is larger than 64 KiB, the limit"
 
     def test_from_our_own_variable_taken_as_it_is(self):
         odd = "${env:HOME}: [5"

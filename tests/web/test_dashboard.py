@@ -39,10 +39,10 @@ def test_tasks_are_told_with_owner_state_progress_and_bound(open_page: Open, ser
     url = serve(Staged(others=peers))
     page = open_page(url)
     expect(row(page, "orders/0")).to_contain_text("running")
-    expect(row(page, "orders/0")).to_contain_text("25 % of 19.1 MiB")
+    expect(row(page, "orders/0")).to_contain_text("25% of 19.1 MiB")
     expect(row(page, "orders/0").locator("meter")).to_have_attribute("max", "20000000")
     expect(row(page, "orders/1")).to_contain_text("restoring")
-    expect(row(page, "orders/1")).to_contain_text("75 %, 250 records left")
+    expect(row(page, "orders/1")).to_contain_text("75%, 250 records left")
     expect(row(page, "orders/1").get_by_role("progressbar")).to_have_attribute("value", "750")
     expect(row(page, "orders/2")).to_contain_text("on another worker")
     expect(row(page, "orders/2").get_by_role("link", name="b")).to_have_attribute("href", "http://127.0.0.1:2")
@@ -142,7 +142,7 @@ def test_an_owner_that_does_not_answer_is_told(open_page: Open, serve: Serve) ->
     expect(answer).to_contain_text("Partition 1 not asked: worker b: unreachable")
     expect(answer).to_contain_text("Partition 2 not asked: worker c: it serves no pages")
     expect(page.locator("#notices")).to_contain_text(
-        "These workers serve no pages, so they cannot be asked for an ID: c"
+        "These workers serve no pages, so they cannot be asked about an ID: c"
     )
 
 

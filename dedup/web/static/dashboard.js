@@ -14,7 +14,7 @@ let paused = false;
 let lastMs = null;
 let plots = null;
 
-// Returns whether the request succeeded, and the answer's JSON; never throws.
+// Returns whether the request succeeded, and the JSON of the response; never throws.
 async function ask(path) {
   const token = sessionStorage.getItem(TOKEN);
   const headers = token === null ? {} : { Authorization: `Bearer ${token}` };
@@ -53,7 +53,7 @@ function tiles(board) {
     ["Records/s", rate(judged)],
     ["Lag", count(now("lag_records"))],
     ["Latency, p99", seconds(samples.p99_s.findLast((value) => value !== null) ?? null)],
-    ["Duplicates", all ? `${(100 * totals.duplicate / all).toFixed(1)} %` : "–"],
+    ["Duplicates", all ? `${(100 * totals.duplicate / all).toFixed(1)}%` : "–"],
     ["Conflicts", count(totals.conflict)],
     ["Late", count(totals.late)],
     ["Dead letters", count(totals.dead_letter), totals.dead_letter > 0],

@@ -45,7 +45,7 @@ function answerOf(found) {
     "p", { class: "wrong" }, `${which(row.partitions)} not asked: ${row.worker === null ? "" : `worker ${row.worker}: `}${row.why}.`,
   ));
   const asked = `${found.asked.length} of ${found.partitions} partitions were asked` +
-    `${found.belongs_to === null ? "" : `; this ID is placed in partition ${found.belongs_to}`}.`;
+    `${found.belongs_to === null ? "" : `; this ID belongs to partition ${found.belongs_to}`}.`;
   return [element("p", {}, element("strong", {}, head)), ...parts, ...silent, element("p", { class: "below" }, asked)];
 }
 

@@ -60,7 +60,7 @@ function progress(node, row) {
   }
   node.firstChild.max = row.restore_total;
   node.firstChild.value = done;
-  write(node.lastChild, ` ${Math.floor((100 * done) / row.restore_total)} %, ${count(row.restore_remaining)} records left`);
+  write(node.lastChild, ` ${Math.floor((100 * done) / row.restore_total)}%, ${count(row.restore_remaining)} records left`);
 }
 
 function filled(node, row) {
@@ -71,7 +71,7 @@ function filled(node, row) {
     node.replaceChildren(meter, element("span"));
   }
   node.firstChild.value = row.state_bytes;
-  write(node.lastChild, ` ${Math.round((100 * row.state_bytes) / row.state_max_bytes)} % of ${size(row.state_max_bytes)}`);
+  write(node.lastChild, ` ${Math.round((100 * row.state_bytes) / row.state_max_bytes)}% of ${size(row.state_max_bytes)}`);
 }
 
 export function showTasks(rows) {

@@ -202,8 +202,8 @@ def test_status_adds_up_dead_letters_of_all_workers_and_says_alerts():
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(table(seen))
     text = console.export_text()
-    assert "dead letters: 10 id_null, 5 not_json, since the workers that answered started" in text
-    assert "of them in another format than JSON: 3 gzip, since" in text
+    assert "dead letters: 10 id_null, 5 not_json, since the responding workers started" in text
+    assert "of them in a format other than JSON: 3 gzip, since" in text
     assert "attention: a: all is dead" in text
     console.print(table(looked(survey(), [older])))
     assert "dead letters" not in console.export_text()

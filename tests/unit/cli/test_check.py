@@ -53,7 +53,7 @@ class TestTry:
             "line 4     unique      first of its ID at 2024-01-01T12:00:00Z; guarded until 2024-01-01T13:00:00Z",
             "line 5     unique      first of its ID at 2024-01-01T11:00:00Z; guarded until 2024-01-01T12:00:00Z",
             "line 6     late        2024-01-01T10:00:01Z is 1 h 59 min behind stream time, more than the grace of 1h, and its ID is not known",
-            "line 7     duplicate   seen 2024-01-01T10:00:02Z in line 2, the same time; guarded until 2024-01-01T11:00:02Z",
+            "line 7     duplicate   seen 2024-01-01T10:00:02Z in line 2, at the same time; guarded until 2024-01-01T11:00:02Z",
             "line 8     dead letter id_missing: there is no value at event_id",
             "line 9     dead letter time_ill_typed: the event time at ts is not a number",
             "line 10    dead letter not_json: the value is not JSON (character 58 of 62)",

@@ -36,7 +36,7 @@ def test_nothing_listens(closed_port):
         "TCP: wrong",
         f"    127.0.0.1:{closed_port}: nothing can be reached there (connection refused)",
         "    -> Start the broker, correct `brokers`, or open the firewall",
-        *(f"{layer}: not looked at" for layer in LAYERS[2:]),
+        *(f"{layer}: not checked" for layer in LAYERS[2:]),
     ]
 
 

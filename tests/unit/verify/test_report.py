@@ -22,7 +22,7 @@ from tests.unit.memory_cluster import (
     wrong,
 )
 
-WORDS = "Not in the chart, since they have no usable event time:"
+WORDS = "Records without a usable event time, which are not in the chart:"
 
 
 def test_tombstones_and_dead_letters_without_a_time_put_no_1970_on_the_axis() -> None:
