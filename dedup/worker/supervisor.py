@@ -132,8 +132,13 @@ def _look_after(child: Child, line: list[str], now_s: float) -> int:
 
 
 def _drain(children: Sequence[Child]) -> int:
-    """Stop all workers that are still running, and return the highest of their exit codes, or 0."""
+    """Stop all workers that are still running, and return the highest of their exit codes, or 0.
+
+    A worker that a signal kills while it stops counts as 128 plus the number of the signal, as in a shell. SIGTERM does
+    not count, because it kills only a worker that has not begun to judge.
+    """
     living = [child.process for child in children if child.process.poll() is None]
     for process in living:
         process.send_signal(signal.SIGTERM)
-    return max((process.wait() for process in living), default=0)
+    codes = [process.wait() for process in living]
+    return max((128 - code if code < 0 else code for code in codes if code != -signal.SIGTERM), default=0)

@@ -263,3 +263,16 @@ def generator():
 def test_a_generated_page_has_not_drifted(page):
     made = generator().PAGES[page]()
     assert made == text_of(ROOT / "docs" / page), "run: python docs/generate.py"
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_the_code_that_a_map_names_is_there(page):
+    """`READERS` and `_refuse_impossible` were named for weeks after they were renamed."""
+    quoted = re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)`", FENCE.sub("", text_of(ROOT / page)))
+    names = {part for name in quoted if not name.endswith((".py", ".md", ".yaml", ".json")) for part in name.split(".")}
+    assert len(names) > 20
+    code = "\n".join(text_of(path) for folder in ("dedup", "tests") for path in sorted((ROOT / folder).rglob("*.py")))
+    words = set(re.findall(r"\w+", code)) | {path.stem for path in (ROOT / "dedup").rglob("*")}
+    # What belongs to Faust, and to the settings of tools.
+    others = {"_stop_consumer", "importlinter"}
+    assert names - words - others == set()

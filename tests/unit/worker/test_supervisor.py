@@ -111,13 +111,12 @@ def test_every_worker_is_told_that_an_existing_output_is_meant(given: bool):
     assert [("--onto-existing-output" in plan.command(number)) for number in (1, 2)] == [given, given]
 
 
-def test_a_worker_that_fails_while_it_stops_decides_the_exit_code():
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
+def test_a_worker_that_fails_or_is_killed_while_it_stops_decides_the_exit_code(end: str, code: int):
     """Was 0: what the worker had judged and could not commit went unnoticed."""
-    worker = "import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit({})); {}; signal.pause()"
+    worker = "import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: {}); {}; signal.pause()"
     ready = "os.kill(os.getppid(), signal.SIGTERM)"
-    codes = {1: 0, 2: 3}
-    lines = {
-        number: [sys.executable, "-c", worker.format(code, ready if code else "pass")] for number, code in codes.items()
-    }
+    ways = {1: ("sys.exit(0)", "pass"), 2: (end, ready)}
+    lines = {number: [sys.executable, "-c", worker.format(*way)] for number, way in ways.items()}
     plan = SimpleNamespace(workers=2, command=lines.__getitem__)
-    assert supervise(cast("FleetPlan", plan)) == 3
+    assert supervise(cast("FleetPlan", plan)) == code
