@@ -274,5 +274,5 @@ def test_the_code_that_a_map_names_is_there(page):
     code = "\n".join(text_of(path) for folder in ("dedup", "tests") for path in sorted((ROOT / folder).rglob("*.py")))
     words = set(re.findall(r"\w+", code)) | {path.stem for path in (ROOT / "dedup").rglob("*")}
     # What belongs to Faust, and to the settings of tools.
-    others = {"_stop_consumer", "importlinter"}
+    others = {"_stop_consumer", "importlinter", "testpaths"}
     assert names - words - others == set()
