@@ -63,6 +63,8 @@ _COUNTED: Final = dict.fromkeys(("first", "last", "placed", "rows"), pa.int64())
 _FOUND: Final = pa.schema({"topic": pa.string(), "partition": pa.int32(), **_COUNTED})
 """Per topic and partition: the bounds of the offsets, the number of rows with an offset, and the number of all rows."""
 _BATCH_ROWS: Final = 8_192
+_FEW_COLUMNS_ROWS: Final = 131_072
+"""Number of rows that a task reads at a time, with and without the column `value`."""
 _TASK_BYTES: Final = 128 << 20
 _TASKS_PER_CORE: Final = 4
 
@@ -510,7 +512,8 @@ def read_splits(
         file, groups = split["file"], [split["row_group"]]
         try:
             with pq.ParquetFile(_path(file), pre_buffer=False) as parquet:
-                for rows in parquet.iter_batches(_BATCH_ROWS, groups, columns=there, use_threads=False):
+                most_rows = _BATCH_ROWS if "value" in wanted else _FEW_COLUMNS_ROWS
+                for rows in parquet.iter_batches(most_rows, groups, columns=there, use_threads=False):
                     yield pa.RecordBatch.from_arrays([_column(rows, name) for name in wanted], list(wanted))
         except (OSError, pa.ArrowException) as error:
             raise DamagedFile(f"Error while reading file {file} : {error}") from error
