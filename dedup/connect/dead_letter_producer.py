@@ -115,7 +115,7 @@ class DeadLetterProducer:
         return sum(map(len, unsent.values()))
 
     def settled(self, positions: Mapping[int, int]) -> None:
-        """Forget the dead letters of records below ``positions``, which the database has committed."""
+        """Forget the dead letters of records below ``positions``, after the database has committed ``positions``."""
         for number, position in positions.items():
             state = self._partitions[number]
             state.sent = {offset for offset in state.sent if offset >= position}

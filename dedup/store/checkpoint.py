@@ -136,7 +136,7 @@ class _Head(msgspec.Struct):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """The description of a partition's checkpoint, whose fields are the members of a JSON object."""
+    """Describes a partition's checkpoint; stored as a JSON object with one member per field."""
 
     topology: str
     partition: _Count
