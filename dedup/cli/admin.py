@@ -148,7 +148,9 @@ def reset(
     ] = None,
     local: Annotated[
         bool,
-        typer.Option("--local", help="Delete only the local state on this machine. Use this after a reset on another machine."),
+        typer.Option(
+            "--local", help="Delete only the local state on this machine. Use this after a reset on another machine."
+        ),
     ] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
