@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -110,7 +110,7 @@ def reduce_rows(plan: ReducePlan, batches: Iterable[pa.RecordBatch]) -> Batches:
 def layer_rows(
     plan: ReducePlan, batches: Iterable[pa.RecordBatch], *, reducers: int, buckets: int, whole: bool
 ) -> Batches:
-    """Judge the records of one reduce task, and yield the sightings that the next job needs, as rows of
+    """Judge the records of one reduce task, and yield the unexpired sightings that the next job needs, as rows of
     `sightings.LAYER`.
 
     The last yielded row is a report: the number of records by verdict, and the end of the judged records in each source
@@ -122,27 +122,29 @@ def layer_rows(
     reducer = 0 if context is None else context.partitionId()
     with ReceivedRows(batches) as received:
         folded = Reducer(plan, received).folded()
+        ends = _ends(plan, received, folded)
         writer = LayerWriter(buckets)
         if folded is not None:
-            yield from writer.add(sightings_after(folded, plan.topology).to_batches())
+            new = sightings_after(folded, plan.topology).to_batches()
+            yield from writer.add(live(batch, plan.topology, ends) for batch in new)
         for batch in received.known() if whole else ():
             mine = buckets_of(batch.column("id"), reducers) == reducer
-            yield from writer.add([live(batch.filter(pa.array(mine)), plan.topology, plan.ends)])
+            yield from writer.add([live(batch.filter(pa.array(mine)), plan.topology, ends)])
         yield from writer.rest()
-        yield report_row(_report(plan, received, folded))
+        verdicts: Counter[str] = Counter()
+        if folded is not None:
+            verdicts.update(folded.unjudged)
+            for code, count in enumerate(np.bincount(folded.decided.verdicts).tolist()):
+                verdicts[_NAMES[code].as_py()] += count
+        yield report_row({"verdicts": dict(+verdicts), "ends": [[*place, *end] for place, end in ends.items()]})
 
 
-def _report(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -> dict[str, Any]:
-    verdicts: Counter[str] = Counter()
-    runs = read_notice(received.notices)
-    ends = ends_of(runs)
-    if folded is not None:
-        verdicts.update(folded.unjudged)
-        for code, count in enumerate(np.bincount(folded.decided.verdicts).tolist()):
-            verdicts[_NAMES[code].as_py()] += count
-        if plan.mode == "event_time" and len(folded.rows.times_ms):
-            ends.append((UNPLACED, LogEnd(0, int(folded.rows.times_ms.max()))))
-    return {"verdicts": dict(+verdicts), "ends": [[*place, *end] for place, end in ends_after(plan.ends, ends).items()]}
+def _ends(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -> LogEnds:
+    """Return the end of each log after this job, as far as the reduce task knows it."""
+    ends = ends_of(read_notice(received.notices))
+    if plan.mode == "event_time" and folded is not None and len(folded.rows.times_ms):
+        ends.append((UNPLACED, LogEnd(0, int(folded.rows.times_ms.max()))))
+    return ends_after(plan.ends, ends)
 
 
 def sightings_after(folded: FoldedRows, topology: Topology) -> pa.Table:
