@@ -194,7 +194,7 @@ def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[Data
         f"{live} AND verdict = 'dead_letter' AND reason = '{why}'" for why in (REFUSED_BY_THE_BROKER, FUTURE)
     )
     ahead_ms, skew_ms = "time_ms - before_ms", cut.topology.max_clock_skew_ms
-    reached = "a dead letter for a future time, which stream time had reached: the rule judges it"
+    reached = "a dead letter for a future event time, but stream time had already reached that time"
     claims = [
         _claim(f"{live} AND doubtful AND out IS NOT NULL", here, _NOT_PROVABLE, WHY_FRONT),
         _claim(refused, here, _NOT_PROVABLE, WHY_REFUSED),
@@ -203,7 +203,7 @@ def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[Data
     ]
     for verdict, topic in sides.topics.items():
         claims += _side_claims(cut, topic, verdict)
-    # The claims are false for all rows that do not meet this condition, which are nearly all rows.
+    # Nearly all rows fail this condition, and all claims are false for these rows.
     yield _found(rows.where("doubtful OR verdict IN ('late', 'dead_letter') OR times_dead_letter IS NOT NULL"), *claims)
     for verdict in sides.with_stand_ins if cut.topology.direct else ():
         # The result of the Python function is a separate column, because Spark evaluates the function before the claim.
@@ -211,7 +211,7 @@ def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[Data
         standing = sides.records.where(f"{verdict}.stand_in IS NOT NULL").select("source", f"{verdict}.stand_in")
         there = cut.log.withColumn("source", path()).join(standing, "source")
         other = there.withColumn("other", words("value") != fn.col("stand_in"))
-        text = f"its value does not have the digest that is in {sides.topics[verdict]}"
+        text = f"the digest of its value differs from the digest in {sides.topics[verdict]}"
         yield _found(other, _claim("other", here, "changed", text))
 
 
@@ -227,7 +227,7 @@ def _side_claims(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
     lost_as = _if_provable(cut.complete(topic), "lost", lost, WHY_SIDE_GONE)
     yield _claim(f"{settled} AND verdict = '{verdict}' AND {times} = 0", here, *lost_as)
     wrong = "wrong_late" if verdict == "late" else "wrong_dead_letter"
-    rule = fn.format_string("it is in %s; by the rule it is %s", there, "verdict")
+    rule = fn.format_string("it is in %s, but by the rule it is %s", there, "verdict")
     yield _claim(f"{settled} AND verdict != '{verdict}' AND {times} > 0", here, wrong, rule)
     rightly = f"{settled} AND verdict = '{verdict}' AND {times} > 0"
     # If a header name of a source record is not UTF-8, the headers cannot be read, so the records are not compared.
@@ -242,9 +242,9 @@ def _side_claims(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
     yield _claim(f"{alone} AND topic IS NULL", there, "phantom", nameless, times)
     low, committed = (_of_source(cut, of) for of in (cut.lows, cut.committed.__getitem__))
     judged = fn.expr(f"{alone} AND topic IS NOT NULL") & (fn.col("offset") < committed)
-    gone = f"the source records that {topic} names are deleted"
+    gone = f"the source records that {topic} names were deleted"
     yield _claim(judged & (fn.col("offset") < low), there, _NOT_PROVABLE, gone, times)
-    unknown = fn.format_string("names %s, which is no record of the source", here)
+    unknown = fn.format_string("names %s, which is not a record of the source", here)
     # Some source records end as dead letters of the repartition step, and others have been purged from the repartition
     # topic.
     purged = "side records of the repartition step, or of records purged since"

@@ -30,7 +30,7 @@ from dedup.verify.report import Report
 _TAILS: Final = {"late": evidence.LATE_TAIL, "dead_letter": evidence.DEAD_TAIL}
 """Maps a verdict to the headers that a worker appends to records in the verdict's side topic."""
 _NO_CEILING_MS: Final = 1 << 48
-"""So high that no event time is in the future: only the dead-letter topic shows which times a worker refused."""
+"""Greater than any event time, because only the dead-letter topic shows which event times a worker rejected."""
 _MOST_BROADCAST: Final = 100_000
 _PATH: Final = r"^(.*)/(\d+)/(\d+)$"
 _DIGITS: Final = 32
@@ -81,7 +81,7 @@ class AuditCut:
         """See `batch_verdicts.judged`."""
         self.log, self.known = self._judged_by_the_fleet(history)
         """`log` contains the records that the fleet judged (`rows.RECORDS`), including a seed's history. `known` maps
-        each log partition to whether nothing is missing before its first record.
+        each log partition to True if nothing is missing before its first record.
         """
 
     def _starts(
@@ -109,7 +109,7 @@ class AuditCut:
             case int() as time_ms:
                 return {topic: offsets_at(reader, topic, self.bounds[topic], time_ms) for topic in lows}
             case _:
-                text = "the topology says start: latest, and no log says where that was: give the offsets it began at"
+                text = "with `start: latest`, no topic shows where the fleet began; give the offsets where it began"
                 raise SettingsError([Problem("--from", text)])
 
     @property
@@ -175,7 +175,7 @@ class AuditCut:
         return numbered.select(*RECORDS.fieldNames())
 
     def _accepted_by_seed(self, history: DataFrame) -> DataFrame:
-        """Return a seed's history without the records that `dedup spark seed` refused because of future event times.
+        """Return a seed's history without the records that `dedup spark seed` rejected for future event times.
 
         An audit does not know a worker's clock, so a single record with a future event time would make all later
         records late.
@@ -203,8 +203,8 @@ def path() -> Column:
 def digest(headers: Column, timestamp_ms: Column) -> Column:
     """Return a 128-bit digest of a record's key, value, headers, and timestamp, in which null differs from empty.
 
-    The digest is part of a SHA-256 hash, because somebody could construct a collision of fast checksums to hide a
-    change.
+    The digest is part of a SHA-256 hash, because an attacker could hide a change by constructing a collision of a fast
+    checksum.
     """
     sizes = (fn.coalesce(fn.length(name), fn.lit(-1)).cast("string") for name in ("key", "value"))
     head = fn.concat_ws(" ", timestamp_ms.cast("string"), *sizes, fn.to_json(headers)).cast("binary")
@@ -355,8 +355,7 @@ def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFra
 
     If the beginning of a log was deleted, any ID may have a sighting in the deleted part. The event time of a deleted
     sighting is at most the stream time of the first remaining record that was not late, plus the grace. If an ID occurs
-    before all deleted sightings must have expired, the audit doubts all records of the ID from there to the end of the
-    log.
+    while a deleted sighting may still be unexpired, the audit doubts that record and all later records of the ID.
     """
     topology, window, no = cut.topology, cut.topology.window, fn.expr("false")
     clamped, unknown = topology.future is OnFuture.CLAMP, [task for task, known in cut.known.items() if not known]

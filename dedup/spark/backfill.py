@@ -1,9 +1,9 @@
 """Implements `dedup spark backfill`, which judges a whole history and publishes all of its verdicts exactly once.
 
 Each attempt at a run writes to its own directory, whose name makes Spark ignore it. Renaming the directory publishes
-all verdicts of the run at once. On object stores, where a rename is not atomic, a
-manifest that names the attempt's files publishes the run instead (`manifest`). After a run was killed, a new attempt
-starts over with the clock time of the first attempt.
+all verdicts of the run at once. On object stores, where a rename is not atomic, a manifest that names the attempt's
+files publishes the run instead (`manifest`). If a run is killed, a new attempt starts over with the clock time of the
+first attempt.
 
 On a local file system, the tasks that judge records also write the Parquet files, with Arrow. Each task attempt uses
 its own file names, and the driver publishes only the files that successful tasks report.
@@ -110,7 +110,7 @@ def backfill(
     with translated_errors(), shuffles_for(spark, source.size_bytes):
         begun = directory.begin(identity, int(time.time() * 1000) if now_ms is None else now_ms)
         if isinstance(begun, RunReport):
-            say(f"{topology.name}: run {run} was published before at {begun.path}; nothing was written")
+            say(f"{topology.name}: run {run} was already published at {begun.path}; nothing was written")
             return begun
         say(f"{topology.name}: {source.place}: {ORDER_TEXTS[mode]}")
         verdicts = judging(source, topology, now_ms=begun)
@@ -178,7 +178,7 @@ class RunDirectory:
         # moment with a manifest that names the attempt.
         left = self._files.globStatus(self._root.at(f"_attempt-{self._run}-{'?' * _MARK_DIGITS}")) or ()
         for each in left if self._renames else ():
-            self._files.delete(each.getPath(), True)  # noqa: FBT003 - of a run that was killed
+            self._files.delete(each.getPath(), True)  # noqa: FBT003 - recursive; a killed run left it
         attempt = self._root.at(f"_attempt-{self._run}-{uuid4().hex[:_MARK_DIGITS]}")
         codec = codec_of(self._spark)
         if self._files.getScheme() == "file" and codec is not None:
@@ -206,7 +206,7 @@ class RunDirectory:
         self._files.mkdirs(path.getParent())
         self._write(path, {**asdict(made), "manifest": None if manifest is None else asdict(manifest)})
 
-    def _moved(self, attempt: Any, target: Any) -> bool:  # noqa: ANN401 - paths of Hadoop's
+    def _moved(self, attempt: Any, target: Any) -> bool:  # noqa: ANN401 - Hadoop paths
         # HADOOP-11452: if the target exists, rename does not fail, but moves the attempt into the target.
         return self._files.rename(attempt, target) and not self._files.exists(self._root.at(attempt.getName(), target))
 

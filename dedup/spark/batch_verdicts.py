@@ -6,11 +6,11 @@ and judges them (`reduce_side`, `columnar_fold`). The order in which records are
 
 * In a direct topology, the records of each source partition are judged in the order of offsets, as in a worker.
 * The records of each partition of the repartition topic are judged in the order of offsets, as in a worker.
-* If a topology repartitions records but the input is its source topics, records are judged by the running maximum of
-  event time in their source partition, and then by topic, partition, and offset, because no log shows the order in
-  which a fleet judged them.
+* If a topology repartitions records but the input is its source topics, no log shows the order in which a fleet judged
+  the records. They are judged in the order of the running maximum of event time in their source partition, and then in
+  the order of topic, partition, and offset.
 * Rows without offsets are judged in the order of event time, and rows with equal event times in the order of a digest
-  of key, value, headers, and timestamp. None of the rows without offsets is late.
+  of key, value, headers, and timestamp. No row without an offset is late.
 """
 
 from __future__ import annotations
@@ -220,13 +220,13 @@ def counts_of(verdicts: DataFrame) -> Counts:
 
 def balanced(history: History, counts: Mapping[str, int]) -> int:
     """Return the number of records in the history. Raises InvariantBroken if the verdicts in ``counts`` do not add up
-    to the number of records in the history.
+    to this number.
     """
     rows = history.records.count()
     if rows != sum(counts.values()):
         raise InvariantBroken(
-            f"{history.place} has {rows:,} records, and {sum(counts.values()):,} verdicts were given. Nothing was "
-            f"published. If nobody changed the input in the meantime, this is a defect: please report it."
+            f"{history.place} has {rows:,} records, but they received {sum(counts.values()):,} verdicts. Nothing was "
+            f"published. If nobody changed the input in the meantime, this is a bug: please report it."
         )
     return rows
 
@@ -241,15 +241,15 @@ def mode_of(topology: Topology, history: History) -> Mode:
 
 
 ORDER_TEXTS: Final[Mapping[Mode, str]] = {
-    "direct": "judged in the order of offsets, each source partition by itself, as a worker does",
-    "log": "judged in the order of the repartition topic, stream time by the skew rule, as a worker does",
+    "direct": "judged in the order of offsets, each source partition separately, as in a worker",
+    "log": "judged in the order of the repartition topic, with the stream time of all feeds, as in a worker",
     "merged": (
-        "judged in step: by the running maximum of event time within the source partition, then by topic, partition, "
-        "offset; no log says how a fleet interleaved the source partitions"
+        "judged by the running maximum of event time within the source partition, then by topic, partition and offset, "
+        "because no log shows how a fleet interleaved the source partitions"
     ),
     "event_time": (
-        "no coordinates: judged in the order of event times, equal times by a digest of key, value, headers and "
-        "timestamp; nothing is late"
+        "judged in the order of event times, because rows have no offsets, and rows with equal times in the order of a "
+        "digest of key, value, headers and timestamp; no row is late"
     ),
 }
 """For each mode, a sentence about the order in which rows are judged."""
@@ -295,7 +295,7 @@ def history_of(df: DataFrame, *, identified: bool) -> History:
 def _map_tasks(spark: SparkSession, size_bytes: int, reducers: int) -> int:
     """Return how many tasks should read the input, so that each has rows for every reduce task and no core is idle."""
     cores = spark.sparkContext.defaultParallelism
-    # With a multiple of the number of cores, each task reads a part of what one task of `files._log_order` read.
+    # A multiple of the number of cores, so that each task reads a part of what one task of `files._log_order` read.
     return cores * max(1, size_bytes // (_LEAST_BYTES_EACH * reducers * cores))
 
 
@@ -305,7 +305,7 @@ def _shuffle_settings(spark: SparkSession) -> tuple[int, int]:
     batch_rows = int(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch") or "10000")
     problems = []
     if reducers > MOST_REDUCERS:
-        problems.append(Problem("spark.sql.shuffle.partitions", f"is {reducers:,}; at most {MOST_REDUCERS:,}"))
+        problems.append(Problem("spark.sql.shuffle.partitions", f"is {reducers:,}; the maximum is {MOST_REDUCERS:,}"))
     if batch_rows <= 0:
         text = "must be positive here: a batch without a limit grows beyond what Arrow can hold. Leave it unset"
         problems.append(Problem("spark.sql.execution.arrow.maxRecordsPerBatch", text))

@@ -63,7 +63,7 @@ def feed_batches(arrow: Iterable[pa.RecordBatch]) -> Iterator[FeedBatch]:
             if feeding not in {None, found.feeding} or found.offsets[0] <= reached:
                 raise InvariantBroken(
                     f"a Spark partition goes from {feeding} offset {reached} to {found.feeding} offset "
-                    f"{found.offsets[0]}: one task judges one Kafka partition in the log's order. Do not repartition, "
+                    f"{found.offsets[0]}: one task judges one Kafka partition in log order. Do not repartition, "
                     f"coalesce or sort the stream, and leave `minPartitions` unset."
                 )
             feeding, reached = found.feeding, found.offsets[-1]
@@ -74,7 +74,7 @@ def _feed_batch(batch: pa.RecordBatch) -> FeedBatch:
     topics, partitions = batch.column("topic"), batch.column("partition")
     first = TopicPartition(topics[0].as_py(), partitions[0].as_py())
     if len(topics.unique()) != 1 or len(partitions.unique()) != 1:
-        raise InvariantBroken(f"a Spark partition that begins with {first} also holds another Kafka partition.")
+        raise InvariantBroken(f"a Spark partition that begins with {first} also contains another Kafka partition.")
     times_us = batch.column("timestamp").cast(pa.int64()).to_numpy(zero_copy_only=False)
     offsets = integers_of(batch, "offset").tolist()
     headers, odd = _headers_column(batch.column("headers"))
@@ -189,9 +189,9 @@ def topics_of(rows: pa.RecordBatch | pa.Table, topics: tuple[str, ...]) -> npt.N
     found = pc.index_in(column, value_set=pa.array(topics, pa.string()))
     if found.null_count or rows.column("partition").null_count or rows.column("offset").null_count:
         others = sorted({str(each) for each in column.filter(pc.is_null(found)).to_pylist()})
-        what = f"topic {', '.join(others)}" if others else "no partition or offset"
+        what = f"of topic {', '.join(others)}" if others else "without partition or offset"
         raise StateIncompatible(
-            f"the input holds records of {what}; the topology reads {', '.join(topics)}, and its records are judged in "
+            f"the input holds records {what}; the topology reads {', '.join(topics)}, and its records are judged in "
             f"the order of their offsets. Filter the input, or drop its columns topic, partition and offset to judge "
             f"it in the order of event times."
         )

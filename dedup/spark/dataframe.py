@@ -103,18 +103,18 @@ def _rules(topology: Topology | str | Path) -> Topology:
 
 def _refuse_unfit(df: DataFrame, topology: Topology, shape: Shape, order: Order | None, *, placed: bool) -> None:
     problems = [
-        Problem(name, f'"{given}" is none; write {" or ".join(get_args(kind))}')
+        Problem(name, f'"{given}" is unknown; write {" or ".join(get_args(kind))}')
         for name, given, kind in (("shape", shape, Shape), ("order", "offsets" if order is None else order, Order))
         if given not in get_args(kind)
     ]
     if df.isStreaming:
-        text = "is a stream: each micro-batch would be deduplicated by itself. Run `dedup spark run`, or read a table"
+        text = "is a stream: each micro-batch would be deduplicated separately. Run `dedup spark run`, or read a table"
         problems.append(Problem("the DataFrame", text))
     for name in sorted(set(df.columns)):
         if name in {_ROW, *_ADDED}:
             problems.append(Problem(f"column {name}", "is a column that dedup adds; rename or drop it"))
         if df.columns.count(name) > 1:
-            problems.append(Problem(f"column {name}", "stands there more than once; rename one"))
+            problems.append(Problem(f"column {name}", "occurs more than once; rename one of them"))
     if order == "offsets" and not placed:
         problems.append(Problem("order", '"offsets" needs shape "kafka" with the columns topic, partition and offset'))
     if shape == "columns":
@@ -125,7 +125,7 @@ def _refuse_unfit(df: DataFrame, topology: Topology, shape: Shape, order: Order 
 
 def _without_columns(topology: Topology) -> Iterator[Problem]:
     """Yield a problem for each topology setting that rows of plain columns cannot satisfy."""
-    lacks = 'which a row of columns does not have; give shape="kafka"'
+    lacks = 'which a row of plain columns does not have; pass shape="kafka"'
     if isinstance(topology.tracking_id.rule, KeyRule | HeaderRule):
         yield Problem("tracking_id", f"is taken from the record's key or a header, {lacks}")
     if isinstance(topology.event_time, RecordTime):

@@ -1,7 +1,7 @@
 """Reads the log of a Delta table, and appends rows to the table in commits that are then verified in the log.
 
-Each append to the table names an application and a number (`txnAppId`, `txnVersion`). If two appends have the same
-application and number, Delta commits one of them, and refuses the other or silently drops it. After an append,
+Each append to the table carries an application ID and a transaction version (`txnAppId`, `txnVersion`). If two appends
+carry the same pair, Delta commits one of them, and rejects or silently drops the other. After an append,
 `DeltaLog.append` therefore looks for the metadata of the append (`userMetadata`) in the log.
 
 The log's files are read one by one, newest first (see "Delta Log Entries" in Delta's protocol), because each `DESCRIBE
@@ -66,12 +66,12 @@ class TableCommit:
 
     @property
     def restored_to(self) -> int | None:
-        """The version to which this commit restored the table, or None if the commit named no version to restore."""
+        """The version to which this commit restored the table, or None if it is not a `RESTORE` to a version."""
         version = self.parameters.get("version") if self.operation == "RESTORE" else None
         return None if version is None else int(version)
 
     def is_of(self, application: str, number: int) -> bool:
-        """Return whether this commit is the append of ``application`` with the number ``number``."""
+        """Return whether this commit is the append with `txnAppId` ``application`` and `txnVersion` ``number``."""
         found = filter(None, (each.get("txn") for each in self.actions()))
         return any((each.get("appId"), each.get("version")) == (application, number) for each in found)
 
@@ -120,7 +120,7 @@ class DeltaLog:
         for version in reversed(self.versions() if after < 0 else list(there)):
             yield TableCommit(version, self.directory.read(self._file(version)))
 
-    def _file(self, version: int) -> Any:  # noqa: ANN401 - a path of Hadoop's
+    def _file(self, version: int) -> Any:  # noqa: ANN401 - a Hadoop path
         return self.directory.at(f"{version:020}.json", self._log)
 
     def append(
@@ -136,12 +136,12 @@ class DeltaLog:
     ) -> list[TableCommit]:
         """Append the rows in one commit, and return all commits after version ``after``, including the new one.
 
-        ``by`` lists the columns by which a new table is partitioned. ``metadata`` must differ from that of any other
-        append. Version ``after`` must precede every commit that the application made with this number. Raises
-        StateIncompatible if another job has committed this number (with the text ``taken``), if Delta dropped the
-        append because the table has a commit with a greater number, or if the log no longer shows whether the append
-        was committed. Raises BrokerUnavailable if another job has changed the table in the meantime, for example its
-        properties.
+        ``by`` lists the columns by which a new table is partitioned. ``application`` and ``number`` are the append's
+        `txnAppId` and `txnVersion`, and ``metadata`` must differ from that of any other append. Version ``after`` must
+        precede every commit of the application with this number. Raises StateIncompatible if another job has committed
+        this number (with the text ``taken``), if Delta dropped the append because the table has a commit with a greater
+        number, or if the log no longer shows whether the append was committed. Raises BrokerUnavailable if another job
+        has changed the table in the meantime, for example its properties.
         """
         writer = rows.write.format("delta").mode("append").partitionBy(*by).option("userMetadata", metadata)
         failed: Exception | None = None
@@ -165,10 +165,10 @@ class DeltaLog:
         if not since and self.latest() != after:
             raise StateIncompatible(
                 f"commit {number} of {self.path} cannot be confirmed: version {after + 1} is missing from the table's "
-                f"log. The table was removed or made again, or Delta has deleted its log (delta.logRetentionDuration). "
-                f"Run again: the next start reads what the table contains."
+                f"log. The table was removed or recreated, or Delta has deleted its log (delta.logRetentionDuration). "
+                f"Run the command again: it first reads what the table contains."
             )
         raise StateIncompatible(
-            f"Delta dropped commit {number} of {self.path}, because the table knows a later one: it was "
-            f"restored to an earlier version. Nothing was published. Write to another table."
+            f"Delta dropped commit {number} of {self.path}, because the table has seen a commit with a greater number: "
+            f"the table was restored to an earlier version. Nothing was published. Write to another table."
         )

@@ -1,4 +1,4 @@
-"""Reads historical records from files and tables, and refuses damaged files and differing schemas.
+"""Reads historical records from files and tables, and rejects damaged files and differing schemas.
 
 If Parquet files are on a local file system (`file:`), the tasks read them directly with Arrow (`InputSplits`), because
 Spark would pass their values to Python one at a time. Spark reads all other inputs, including Delta tables.
@@ -44,7 +44,7 @@ LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
 _FOOTERS_AT_ONCE: Final = 8
 
 _SHOWN: Final = 200
-"""Maximum number of characters of a refused line that an error message shows."""
+"""Maximum number of characters of a rejected line that an error message shows."""
 _MS_LENGTH: Final = len("2024-01-01T00:00:00.000")
 _JSON_RECORD: Final = (
     "key string, value string, headers array<struct<key:string,value:string>>, timestamp_ms bigint, topic string, "
@@ -146,7 +146,7 @@ def read_files(
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
-        text = f"--rows-are-events is for tables; with --format {fmt} each line is a record already"
+        text = f"--rows-are-events is for tables; with --format {fmt}, each line is already a record"
         raise SettingsError([Problem(place, text)])
     try:
         if fmt in {"delta", "table"}:
@@ -225,13 +225,13 @@ def _pinned_table(spark: SparkSession, name: str) -> _Input:
             of_iceberg = jvm.org.apache.iceberg.spark.Spark3Util.loadIcebergTable(spark._jsparkSession, name)  # noqa: SLF001
             snapshot = of_iceberg.currentSnapshot()
             if snapshot is None:
-                text = "is an Iceberg table without a snapshot: nothing was written to it"
+                text = "is an Iceberg table without a snapshot: nothing has been written to it"
                 raise SettingsError([Problem(name, text)])
             return _version(spark, name, of_iceberg.uuid(), snapshot.snapshotId(), of_path)
         case _:
             table = spark.table(name)
             if not table.inputFiles():
-                text = "has no files: it is empty, or no table of Delta, Iceberg or files; write it to one of these"
+                text = "has no files: it is empty, or it is not a Delta, Iceberg or file table; convert it to one"
                 raise SettingsError([Problem(name, text)])
             return _of_files(table, of_path)
 
@@ -263,7 +263,7 @@ def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, 
     of_path = [name for name in lines.columns if name != "value"]
     taken = [name for name in of_path if name in RECORDS.names]
     if taken:
-        text = f"the paths have a column `{taken[0]}` (`{taken[0]}=...`), and so have the lines: rename the directories"
+        text = f"the paths have a column `{taken[0]}` (`{taken[0]}=...`), and so do the lines: rename the directories"
         raise SettingsError([Problem(place, text)])
     # The lines are read as bytes, because Spark's own JSON reader would turn 1.0 into 1, and drop what it cannot parse.
     row = F.struct(F.col("value").cast(BinaryType()).alias("value")) if fmt == "json" else _json_row()
@@ -283,7 +283,7 @@ def _columns_of_files(spark: SparkSession, files: Sequence[str]) -> Collection[s
         for name in sorted({*wanted, *columns}):
             here, first = columns.get(name, "missing"), wanted.get(name, "missing")
             if here != first:
-                text = f"column `{name}` is {here}, in the first file {first}: read them separately"
+                text = f"column `{name}` is {here}, but {first} in the first file: read the files separately"
                 problems.append(Problem(file, text))
     if problems:
         raise SettingsError(problems)

@@ -3,7 +3,7 @@
 Iceberg has no transaction IDs, so it would accept the appends of two jobs one after the other. Therefore,
 `IcebergLog.append` writes rows to a branch that begins at the latest snapshot that it has examined, checks that `main`
 is still at this snapshot, and fast-forwards `main` to the branch (see "Branching and Tagging" in Iceberg's
-documentation). Iceberg refuses to fast-forward `main` if the table has changed since the check. If another job commits
+documentation). Iceberg rejects the fast-forward if the table has changed since the check. If another job commits
 first, the appended rows stay invisible, and `append` starts over or, if the other job belongs to the same application,
 fails.
 """
@@ -135,9 +135,9 @@ class IcebergLog:
             examined = list(self.commits(after - 1))
             if after >= 0 and (not examined or examined[-1].version != after):
                 raise StateIncompatible(
-                    f"{self.path} does not hold version {after} any more, after which commit {number} must come: the "
-                    f"table was rolled back or made again, or the snapshot has expired. Nothing was written. Run "
-                    f"again: the next start reads what the table contains."
+                    f"{self.path} no longer contains version {after}, which commit {number} must follow: the table was "
+                    f"rolled back or recreated, or the snapshot has expired. Nothing was written. Run the command "
+                    f"again: it first reads what the table contains."
                 )
             if any(each.version > after and each.summary.get(_APPLICATION) == application for each in examined):
                 raise StateIncompatible(taken)
@@ -160,7 +160,7 @@ class IcebergLog:
         if self._loaded() is None:
             made = nothing.writeTo(self.table).using("iceberg")
             for change in ("delete", "update", "merge"):
-                # Otherwise, one deleted row can rewrite the only file of a table, as if the table were replaced.
+                # Otherwise, deleting one row can rewrite a table's only file, which looks like replacing the table.
                 made = made.tableProperty(f"write.{change}.mode", "merge-on-read")
             try:
                 made.create()
@@ -189,7 +189,7 @@ class IcebergLog:
             writer.append()
             move = table.manageSnapshots()
             now, added = table.currentSnapshot(), table.snapshot(branch)
-            # If the branch was removed during the append, Iceberg has made it again after what is `main` by now.
+            # If the branch was removed during the append, Iceberg has recreated it from the current `main`.
             if now is not None and added is not None and now.snapshotId() == added.parentId() == head.snapshot_id:
                 move.fastForwardBranch("main", branch).removeBranch(branch).commit()
         except (PySparkException, Py4JJavaError) as error:

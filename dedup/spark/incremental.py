@@ -47,7 +47,7 @@ _STATE: Final = "_dedup"
 _MOST_LAYERS: Final = 16
 _FEW_SIGHTINGS: Final = 100_000
 _SIGHTING_BYTES: Final = 16
-"""The number of input bytes that a sighting counts as; for a reduce task, it is a quarter as expensive as a record."""
+"""Input bytes that a kept sighting counts as: it costs a reduce task about a quarter as much as a record."""
 _HARMLESS: Final = frozenset(
     {"OPTIMIZE", "REORG", "VACUUM START", "VACUUM END", "SET TBLPROPERTIES", "UNSET TBLPROPERTIES", "COMPUTE STATS"}
 )
@@ -150,13 +150,13 @@ def incremental(
         if intent is None or not source.has(intent.pinned):
             pinned = source.pin(state.position)
             if pinned is None:
-                say(f"{topology.name}: nothing is new in {source.place}; nothing was written")
+                say(f"{topology.name}: {source.place} contains nothing new; nothing was written")
                 seconds = time.monotonic() - began_s
                 return IncrementalReport(last.run, table.path, {}, 0, 0, "", 0, seconds, fresh=False)
             clock_ms = int(time.time() * 1000) if now_ms is None else now_ms
             intent = table.begin(Intent(last.run + 1, identity, clock_ms, pinned))
         else:
-            say(f"{topology.name}: run {intent.run} was begun before and is finished now, with the input of then")
+            say(f"{topology.name}: finishing the interrupted run {intent.run} with the input that it began with")
         attempt = Attempt(intent.run, uuid4().hex)
         report = _Run(source, topology, table, intent, state, attempt, say).publish()
     return replace(report, seconds=time.monotonic() - began_s)
@@ -168,7 +168,7 @@ def store_warning(path: str, log_store: str | None) -> str | None:
     if log_store is not None or scheme not in {"s3", "s3a", "s3n"}:
         return None
     return (
-        f"{path}: Delta on S3 is safe with one driver at a time only, unless spark.delta.logStore.{scheme}.impl names "
+        f"{path}: Delta on S3 is safe only with one driver at a time, unless spark.delta.logStore.{scheme}.impl names "
         f"a log store that prevents two commits of one version"
     )
 
@@ -218,9 +218,9 @@ class _Run:
         for name in sorted(types.keys() & self.state.id_types.keys()):
             if types[name] != self.state.id_types[name]:
                 raise StateIncompatible(
-                    f"column `{name}` of {self.source.place} is {types[name]}, and was {self.state.id_types[name]} "
+                    f"column `{name}` of {self.source.place} is {types[name]}, but was {self.state.id_types[name]} "
                     f"in earlier runs: it is part of the tracking ID, and 1 and '1' are different IDs. Nothing was "
-                    f"changed. Cast it to its earlier type, or judge everything anew into another table (--out)."
+                    f"changed. Cast it to its earlier type, or judge everything again into another table (--out)."
                 )
         return {**self.state.id_types, **types}
 
@@ -228,16 +228,16 @@ class _Run:
         mode = mode_of(self.topology, history)
         if mode not in {"direct", "event_time"}:
             raise StateIncompatible(
-                f"{history.place} has coordinates, and {self.topology.name} judges several source partitions in one "
-                f"log, whose order no run can know before the next run's input is there: judge all of it at once with "
+                f"{history.place} has coordinates, but {self.topology.name} judges several source partitions in one "
+                f"log, whose order depends on input that later runs read. Judge all of the input at once with "
                 f"`dedup spark backfill`, or leave out the columns topic, partition and offset."
             )
         # An empty input does not show whether rows of this input would have coordinates.
         if not empty and self.state.mode not in {"", mode}:
             names = {"direct": "with topic, partition and offset", "event_time": "without topic, partition and offset"}
             raise StateIncompatible(
-                f"{history.place} has rows {names[mode]}, and earlier runs at {self.table.path} judged rows "
-                f"{names[self.state.mode]}: no order holds both. Nothing was changed. Judge them into another table."
+                f"{history.place} has rows {names[mode]}, but earlier runs at {self.table.path} judged rows "
+                f"{names[self.state.mode]}: no order covers both. Nothing was changed. Judge them into another table."
             )
         return mode
 
@@ -250,11 +250,11 @@ class _Run:
         except AnalysisException as error:
             found, cause = None, str(error).splitlines()[0]
         else:
-            cause = f"they hold {found[0] if found else 0} sightings, and {expected} were written"
+            cause = f"they hold {found[0] if found else 0} sightings, but {expected} were written"
         if found is None or found[0] != expected:
             raise StateIncompatible(
-                f"files of {', '.join(places)} are missing, the sightings of earlier runs: {cause}. Nothing was "
-                f"changed. Restore them, or judge everything anew into another table (--out)."
+                f"files with the sightings of earlier runs are missing from {', '.join(places)}: {cause}. Nothing was "
+                f"changed. Restore them, or judge everything again into another table (--out)."
             )
         return rows
 
@@ -320,9 +320,9 @@ class OutputTable:
                 return found
             if found is not None and latest is not None:
                 raise StateIncompatible(
-                    f"{self.path} was restored to run {found.run}, and run {latest.run} had been committed: Delta "
+                    f"{self.path} was restored to run {found.run} after run {latest.run} had been committed: Delta "
                     f"would drop run {found.run + 1}. Nothing was changed. Restore it to run {latest.run}, or judge "
-                    f"everything anew into another table (--out)."
+                    f"everything again into another table (--out)."
                 )
             restored = commit.restored_to
             if restored is None and commit.operation not in _HARMLESS:
@@ -341,11 +341,11 @@ class OutputTable:
                 )
             return Attempt()
         raise StateIncompatible(
-            f"no run of dedup is in the history of {self.path}, so where to go on is not known: the table was made by "
-            f"others, or Delta has deleted its history (delta.logRetentionDuration). Choose another --out."
+            f"the history of {self.path} contains no run of dedup, so it is unknown where to continue: somebody else "
+            f"created the table, or Delta has deleted its history (delta.logRetentionDuration). Choose another --out."
         )
 
-    def _names(self, directory: Any) -> list[str]:  # noqa: ANN401 - a path of Hadoop's
+    def _names(self, directory: Any) -> list[str]:  # noqa: ANN401 - a Hadoop path
         statuses = self._files.listStatus(directory) if self._files.exists(directory) else ()
         return sorted(each.getPath().getName() for each in statuses)
 
@@ -353,13 +353,13 @@ class OutputTable:
         last = next(filter(None, map(_named, self._log.commits())), None)
         if last is None:
             return (
-                f"{self.path} is a table of others: its last operation is {commit}, and no run of dedup. Choose "
-                f"another --out."
+                f"{self.path} was created by somebody else: its last operation is {commit}, and its history contains "
+                f"no run of dedup. Choose another --out."
             )
         return (
-            f"somebody else has changed {self.path} after run {last.run}: {commit}. Its rows and the state of its runs "
-            f"no longer belong together, so nothing was changed. Restore the table to run {last.run} (RESTORE TABLE "
-            f"... TO VERSION AS OF ...), or judge everything anew into another table (--out)."
+            f"somebody else has changed {self.path} after run {last.run}: {commit}. Its rows no longer match the state "
+            f"of its runs, so nothing was changed. Restore the table to run {last.run} (RESTORE TABLE "
+            f"... TO VERSION AS OF ...), or judge everything again into another table (--out)."
         )
 
     def state_of(self, last: Attempt, identity: str) -> RunState:
@@ -372,8 +372,8 @@ class OutputTable:
         place = self._at(f"runs/{last.name}.json")
         if not self._files.exists(place):
             raise StateIncompatible(
-                f"{place} is missing, the state of the last run of the table: its files were deleted, or the table is "
-                f"a copy without `{_STATE}`. Restore them, or judge everything anew into another table (--out)."
+                f"{place}, the state of the table's last run, is missing: the file was deleted, or the table is a copy "
+                f"without `{_STATE}`. Restore it, or judge everything again into another table (--out)."
             )
         saved = json.loads(self._root.read(place))
         ends = {(topic, partition): LogEnd(*end) for topic, partition, *end in saved["ends"]}
@@ -382,7 +382,7 @@ class OutputTable:
             raise StateIncompatible(
                 f"the runs at {self.path} belong to another topology: sightings depend on its tracking ID, topics, "
                 f"event time and window. Nothing was changed. Then: {state.identity}. Now: {identity}. Judge "
-                f"everything anew into another table (--out), or go back to the topology of then."
+                f"everything again into another table (--out), or use the earlier topology."
             )
         return state
 
@@ -414,8 +414,8 @@ class OutputTable:
         rows = verdicts.withColumn("run", F.lit(run).cast("bigint"))
         self._refuse_other_columns(rows)
         taken = (
-            f"another job has committed run {run} of {self.path} while this one was under way. Nothing of this one was "
-            f"published. Run it again: it goes on from there."
+            f"another job has committed run {run} of {self.path} while this job was running. This job published "
+            f"nothing. Run it again: it continues from there."
         )
         self._log.append(rows, "dedup", run, metadata, after=self._newest, by=("verdict",), taken=taken)
 
@@ -427,9 +427,9 @@ class OutputTable:
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
                 raise StateIncompatible(
-                    f"column `{name}` of {self.path} is {before.get(name, 'missing')}, and of this run's verdicts "
-                    f"{now.get(name, 'missing')}. Nothing was published. Columns come from the directories of the "
-                    f"input (`name=value`): they must be the same in each run."
+                    f"column `{name}` is {before.get(name, 'missing')} in {self.path}, but {now.get(name, 'missing')} "
+                    f"in this run's verdicts. Nothing was published. Directories of the input (`name=value`) become "
+                    f"columns, which must be the same in each run."
                 )
 
     def forget_before(self, run: int, layers: Sequence[Layer]) -> None:
@@ -440,7 +440,7 @@ class OutputTable:
         for name in old:
             self._files.delete(self._at(name), True)  # noqa: FBT003 - recursive
 
-    def _at(self, name: str) -> Any:  # noqa: ANN401 - a path of Hadoop's
+    def _at(self, name: str) -> Any:  # noqa: ANN401 - a Hadoop path
         return self._root.at(f"{_STATE}/{name}")
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:

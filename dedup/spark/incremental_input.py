@@ -61,14 +61,14 @@ class NewFiles:
         replaced = sorted(name for name in found.keys() & read.keys() if found[name] != read[name])
         if replaced:
             raise StateIncompatible(
-                f"{_some(replaced)}: replaced since an earlier run read it, which has published its verdicts. Nothing "
-                f"was changed. Put the earlier file back, and write new records to a file with a new name."
+                f"{_some(replaced)}: replaced after an earlier run read it and published its verdicts. Nothing was "
+                f"changed. Put the earlier file back, and write new records to a file with a new name."
             )
         new = {name: found[name] for name in sorted(found.keys() - read.keys())}
         patterns = [name for name in new if not _PATTERN.isdisjoint(name)]
         if patterns:
             raise StateIncompatible(
-                f"{_some(patterns)}: Spark takes a name with one of {' '.join(sorted(_PATTERN))} for a pattern, so it "
+                f"{_some(patterns)}: Spark treats a name with one of {' '.join(sorted(_PATTERN))} as a pattern, so it "
                 f"cannot read this file alone. Nothing was changed. Rename it."
             )
         return {"files": new} if new else None
@@ -139,8 +139,8 @@ class NewVersions:
         before, version = position.get("versions", {}).get(log.path, (table, -1))
         if table != before or newest < version:
             raise StateIncompatible(
-                f"{self.place} is another table than the one that earlier runs read up to version {version}: it was "
-                f"dropped and created again. Nothing was changed. Judge it into another table (--out)."
+                f"{self.place} is not the table that earlier runs read up to version {version}: it was dropped and "
+                f"recreated. Nothing was changed. Judge it into another table (--out)."
             )
         pinned = {"table": table, "after": version, "until": newest}
         return pinned if version < 0 or self._appended(pinned) else None
@@ -168,9 +168,9 @@ class NewVersions:
             return snapshot
         if self._detail()["properties"].get("delta.columnMapping.mode", "none") != "none":
             raise StateIncompatible(
-                f"{self.place} maps column names (delta.columnMapping.mode), so what was appended since version "
-                f"{pinned['after']} cannot be read from its files. Copy it to a table without, or read its change "
-                f"feed and pass the rows as a DataFrame."
+                f"{self.place} maps column names (delta.columnMapping.mode), so the rows appended since version "
+                f"{pinned['after']} cannot be read from its files. Copy it to a table without column mapping, or read "
+                f"its change feed and pass the rows as a DataFrame."
             )
         root = self._log().path
         files = [name if "://" in name else f"{root}/{name}" for name in self._appended(pinned)]
@@ -181,7 +181,7 @@ class NewVersions:
             raise StateIncompatible(
                 f"{self.place}: files that were appended after version {pinned['after']} are gone, because they were "
                 f"compacted and then deleted by VACUUM: {str(error).splitlines()[0]}. Nothing was changed. Judge "
-                f"everything anew into another table (--out), and run at least once within VACUUM's retention."
+                f"everything again into another table (--out), and run at least once within VACUUM's retention."
             ) from error
 
     def _appended(self, pinned: Pinned) -> list[str]:
@@ -191,7 +191,7 @@ class NewVersions:
         if lost <= pinned["until"]:
             raise StateIncompatible(
                 f"{self.place}: Delta has deleted the history of versions after {pinned['after']} ({lost:020}.json), "
-                f"so what was appended since the last run is not known. Nothing was changed. Judge everything anew "
+                f"so it is unknown which rows are new. Nothing was changed. Judge everything again "
                 f"into another table (--out), and keep the history (delta.logRetentionDuration) for longer than the "
                 f"time between two runs."
             )
@@ -203,8 +203,8 @@ class NewVersions:
             if any(_changes(each, "remove") for each in commit.actions()):
                 raise StateIncompatible(
                     f"{self.place}: version {commit.version} ({commit.operation}) changed or deleted rows that earlier "
-                    f"runs may have judged; only appended rows can be read. Nothing was changed. Judge everything anew "
-                    f"into another table (--out)."
+                    f"runs may have judged; only appended rows can be read. Nothing was changed. Judge everything "
+                    f"again into another table (--out)."
                 )
             files += [unquote(each["add"]["path"]) for each in commit.actions() if _changes(each, "add")]
         return sorted(files)

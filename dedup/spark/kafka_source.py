@@ -20,8 +20,8 @@ from dedup.topology.model import Topology
 from dedup.verify.kafka_reader import Bounds, KafkaReader
 
 Start = Literal["whole", "earliest"] | int
-"""``whole`` begins at offset 0 and is refused if retention deleted records, ``earliest`` begins at the first record
-that still exists, and a number is a time in ms.
+"""``whole`` begins at offset 0 and fails if retention has deleted records, ``earliest`` begins at the first record that
+still exists, and a number is a time in ms.
 """
 Until = Literal["now"] | int
 Ranges = Mapping[str, Mapping[int, tuple[int, int]]]
@@ -48,8 +48,8 @@ def kafka_options(settings: Settings) -> dict[str, str]:
         "kafka.isolation.level": "read_committed",
         "includeHeaders": "true",
         "failOnDataLoss": "true",
-        # Spark asks for the ends of the partition after each poll, and then discards records that were fetched in
-        # advance. By default, a poll returns only 500 records.
+        # After each poll, Spark asks for the partition's first and last offsets, and then discards records that were
+        # fetched in advance. By default, a poll returns only 500 records.
         "kafka.max.poll.records": "50000",
         "kafka.max.partition.fetch.bytes": str(4 << 20),
     }
@@ -136,8 +136,8 @@ def read_kafka(
     if deleted:
         more = f" and {len(deleted) - _SHOWN} more" if len(deleted) > _SHOWN else ""
         raise StateIncompatible(
-            f"retention deleted the start: {'; '.join(deleted[:_SHOWN])}{more}. Nothing was written. The first records "
-            f"would be judged without those before them. Judge what is left with --start earliest, or read an archive."
+            f"retention deleted the first records: {'; '.join(deleted[:_SHOWN])}{more}. Nothing was written. Without "
+            f"them, later verdicts could be wrong. Judge what is left with --start earliest, or read an archive."
         )
     feeds = feeds_of(topology, counts) if repartitioned else ()
     return replace(history_of_range(spark, settings, ranges), feeds=feeds)

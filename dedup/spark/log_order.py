@@ -46,7 +46,7 @@ def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: i
     """Divide the Kafka partitions of a job's input into at most ``count`` ranges of offsets.
 
     The ranges have about the same number of rows if offsets are evenly spaced. Topics that are not in ``topics`` are
-    ignored, because the job refuses their rows.
+    ignored, because the job rejects their rows.
     """
     found = sorted((topics.index(each.topic), each.partition, each) for each in bounds if each.topic in topics)
     total = sum(each.rows for *_, each in found)
@@ -65,7 +65,7 @@ def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: i
 def spread_function(
     ranges: Sequence[PlaceRanges], topics: tuple[str, ...], targets: tuple[int, ...], batch_rows: int
 ) -> BatchFunction:
-    """Return a function for `mapInArrow` that packs each record for the task that sorts the record's range of offsets.
+    """Return a function for `mapInArrow` that packs the records of each range, addressed to the task that sorts it.
 
     The packed rows have the schema `map_side.PACKED_ROWS`. The returned function raises StateIncompatible for a record
     of a topic that the topology does not read.

@@ -33,7 +33,7 @@ from dedup.spark.reduce_side import ReducePlan, Reducer, sightings_after
 from dedup.spark.sightings import SIGHTINGS, current
 
 _MOST_LOG_ROWS: Final = 1 << 22
-"""A task may have to keep the sightings of so many records: less than 500 MB, unless the IDs are longer than UUIDs."""
+"""A task may have to keep the sightings of this many records: less than 500 MB unless the IDs are longer than UUIDs."""
 _SHUFFLE_FACTOR: Final = 2
 """With a shuffle, a job needs about this many times the CPU time."""
 _PART_ROWS: Final = 262_144
@@ -143,7 +143,7 @@ class _LogJudge:
         if (topic, partition) == (self._log["topic"], self._log["partition"]) and run.first_offset >= end.next_offset:
             return
         raise StateIncompatible(
-            f"{topic}/{partition} offset {run.first_offset} was met in the log of {self._log['topic']}/"
+            f"{topic}/{partition} offset {run.first_offset} was found in the log of {self._log['topic']}/"
             f"{self._log['partition']} after offset {end.next_offset - 1}: the statistics in a Parquet file do not "
             f"match its records. Nothing was published. Write the files again with another Parquet library, or without "
             f"statistics."

@@ -38,7 +38,7 @@ class RunManifest:
     """The schema of the files, in Spark's JSON format."""
 
 
-def report_path(root: HadoopDirectory, run: str, *, renamed: bool) -> Any:  # noqa: ANN401 - a path of Hadoop's
+def report_path(root: HadoopDirectory, run: str, *, renamed: bool) -> Any:  # noqa: ANN401 - a Hadoop path
     """Return the path of a run's report; the report exists if and only if the run was published."""
     return root.at(f"run={run}/{REPORT}" if renamed else f"_runs/{run}.json")
 
@@ -72,7 +72,7 @@ def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame
 
 
 def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> list[str]:
-    """Return ``paths``, but replace the path of each run that has a manifest by the paths of the run's files.
+    """Return ``paths``, but replace the path of each run that has a manifest with the paths of the run's files.
 
     The path of a run is, for example, ``verdicts/run=may`` or, for one directory of the run,
     ``verdicts/run=may/verdict=unique``. Raises SettingsError if a run has no files under its path.

@@ -1,8 +1,7 @@
 """Implements the map side of a batch job, which prepares records for the reduce tasks that judge them.
 
-A map task extracts each record's ID and event time, and finds exempt records and dead letters. A map task computes
-stream time within its own part of the input (`OffsetRuns`), and packs each record for the reduce task that judges the
-record.
+A map task extracts each record's ID and event time, and finds exempt records and dead letters. It computes stream time
+within its own part of the input (`OffsetRuns`), and sends packed records to the reduce tasks that judge them.
 """
 
 from __future__ import annotations
@@ -83,9 +82,9 @@ _MOST_RUNS: Final = 10_000
 
 # How stream time is computed in one pass. Stream time is the running maximum of event time over a source partition, but
 # several Spark tasks read that partition. A task knows the running maximum within each of its *offset runs* (sequences
-# of ascending offsets), but not the greatest event time before the run. Therefore, each map task ends with a notice to
-# every reduce task that describes its offset runs. A reduce task has all notices before it judges its first record. The
-# log is neither read twice nor sorted as a whole.
+# of ascending offsets), but not the greatest event time before the run. Therefore, each map task finally sends every
+# reduce task a notice, which describes the map task's offset runs. A reduce task has all notices before it judges its
+# first record. The log is neither read twice nor sorted as a whole.
 
 
 @dataclass(slots=True)
@@ -140,8 +139,8 @@ class OffsetRuns:
     def _begin(self, place: int, first_offset: int) -> OffsetRun:
         if len(self.all) >= _MOST_RUNS:
             raise StateIncompatible(
-                f"one Spark task met more than {_MOST_RUNS:,} breaks in the order of offsets: the rows are not in the "
-                f"log's order. Call the job with `contiguous=False`, so that it sorts them first."
+                f"one Spark task found more than {_MOST_RUNS:,} breaks in the order of offsets: the rows are not in "
+                f"log order. Call the job with `contiguous=False`, so that it sorts the rows first."
             )
         topic, partition = place >> 32, place & 0xFFFFFFFF
         run = OffsetRun(self._next, topic, partition, first_offset, first_offset - 1, BEFORE_ALL_TIME)
@@ -183,8 +182,8 @@ def before_each(runs: Iterable[OffsetRun], topics: Sequence[str], ends: LogEnds)
         place = run.topic, run.partition
         if place in last and run.first_offset <= last[place]:
             raise StateIncompatible(
-                f"{topics[run.topic]}/{run.partition}: the offsets {run.first_offset} to {last[place]} were met twice, "
-                f"or the rows are not in the log's order. Remove the repeated records from the input, or call the job "
+                f"{topics[run.topic]}/{run.partition}: the offsets {run.first_offset} to {last[place]} occur twice, "
+                f"or the rows are not in log order. Remove the repeated records from the input, or call the job "
                 f"with `contiguous=False`, so that it sorts the rows first."
             )
         end = reached.get(place, NOTHING_JUDGED)
@@ -192,7 +191,7 @@ def before_each(runs: Iterable[OffsetRun], topics: Sequence[str], ends: LogEnds)
             raise StateIncompatible(
                 f"{topics[run.topic]}/{run.partition}: the input begins at offset {run.first_offset}, and earlier runs "
                 f"judged this partition up to offset {end.next_offset - 1}. Nothing was published. Leave out the files "
-                f"with records that were judged already; records that were overtaken cannot be judged exactly any more."
+                f"with records before offset {end.next_offset}: they were judged, or can no longer be judged exactly."
             )
         result[run.number] = end.greatest_ms
         reached[place] = end._replace(greatest_ms=max(end.greatest_ms, run.greatest_ms))
@@ -317,7 +316,7 @@ class Packer:
         self._waiting.clear()
 
     def add(self, batch: pa.RecordBatch, reducers: npt.NDArray[np.uint16]) -> Batches:
-        """Add rows, and yield packed rows once enough are held; ``reducers`` has each row's index in ``targets``."""
+        """Add rows, and yield packed rows once enough are held; ``reducers`` maps rows to indexes in ``targets``."""
         self._held.append((batch, reducers))
         self._rows += batch.num_rows
         self._bytes += batch.nbytes
@@ -417,11 +416,11 @@ class ReceivedRows:
         self._known.clear()
 
     def known(self) -> Batches:
-        """Yield the sightings of earlier jobs in the same order on every call."""
+        """Yield the sightings of earlier jobs, in the same order on every call."""
         yield from map(unpacked, self._known.all())
 
     def rows(self) -> Batches:
-        """Yield the unpacked rows in the same order on every call; a batch may combine several packed values."""
+        """Unpack and yield the rows, in the same order on every call; a yielded batch may combine several values."""
         held: list[pa.RecordBatch] = []
         count = size_bytes = 0
         for packed in self._packed.all():

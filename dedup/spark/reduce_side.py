@@ -180,7 +180,7 @@ class Received(Protocol):
         """Descriptions of the offset runs in the form that `read_notice` accepts."""
 
     def rows(self) -> Batches:
-        """Yield the screened records in the same order on every call."""
+        """Yield the screened records, in the same order on every call."""
 
     def known(self) -> Batches:
         """Yield the sightings of earlier jobs or parts."""
@@ -201,7 +201,7 @@ class Reducer:
         self._rows: Final = pa.Table.from_batches(parts) if parts else None
 
     def judged(self, folded: FoldedRows) -> Batches:
-        """Yield the records with their verdicts in the same batches as `Received.rows`."""
+        """Yield the records with their verdicts, in the same batches as `Received.rows`."""
         stream_ms = folded.stream_ms
         # Rows that were not judged keep zeros, which are not used.
         decided = Decided.of(np.zeros(len(stream_ms), np.int8))

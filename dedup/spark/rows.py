@@ -77,7 +77,7 @@ def headers_of(df: DataFrame) -> Column:
 
 def _problem(df: DataFrame, name: str) -> str | None:
     if name not in df.columns:
-        return "has no column `value`: name the column that holds the events" if name == "value" else None
+        return "has no column `value`: rename the column that holds the events" if name == "value" else None
     found = df.schema[name].dataType.simpleString()
     if found in _TYPES[name]:
         return None

@@ -9,7 +9,7 @@ StateIncompatible.
 
 The seed marks contain the name, the offsets, and the clock time of the seed. Therefore, if the command is killed,
 running it again writes the same records and finishes the seed. A second run with a different history or different
-offsets is refused, because records of the first run would stay in the changelog.
+offsets is rejected, because records of the first run would stay in the changelog.
 
 Writing a changelog record twice does no harm, so attempts of a Spark task may be repeated or run concurrently. If an
 upstream Spark task fails, the writing task sees only a normal end of its input. Therefore, the writing task commits the
@@ -213,7 +213,7 @@ def _before(history: History, found: _ClusterState, until: Until) -> History:
     pairs = ((f"{place.topic}/{place.partition}", offset) for place, offset in found.begins.items())
     begins = fn.create_map(*(fn.lit(each) for pair in pairs for each in pair))
     begin = begins[fn.concat_ws("/", "topic", fn.col("partition").cast("string"))]
-    # Rows of partitions that are not source partitions are kept here, because `fold_history` refuses them.
+    # Rows of partitions that are not source partitions are kept here, because `fold_history` rejects them.
     mine = fn.col("offset").isNull() | begin.isNull() | (fn.col("offset") < begin)
     if isinstance(until, int):
         mine &= fn.col("offset").isNotNull() | fn.col("timestamp_ms").isNull() | (fn.col("timestamp_ms") < until)
@@ -245,7 +245,7 @@ def _marks(
     others = {mark.seed for mark in found.marks.values()} - {name}
     if others:
         raise StateIncompatible(
-            f"{topology.changelog_topic} holds seed {', '.join(sorted(others))}, and this history makes seed {name}: "
+            f"{topology.changelog_topic} holds seed {', '.join(sorted(others))}, but this history makes seed {name}: "
             f"the history, the topology or --until differs from that of the first run. Nothing was written. Run the "
             f"first command again with its input, or run `dedup reset` and seed again."
         )
@@ -320,7 +320,7 @@ async def _cluster_state(
 def _not_new(topology: Topology, why: str) -> StateIncompatible:
     return StateIncompatible(
         f"{topology.name} cannot be seeded: {why}. A seed needs a group without offsets and a new changelog. Nothing "
-        f"was touched. To discard the state there is, run `dedup reset`; then seed."
+        f"was changed. To discard the existing state, run `dedup reset`, and then seed."
     )
 
 
@@ -430,7 +430,7 @@ class _SeedWriter:
         """Write seed marks in the phase `seeding` to all changelog partitions in one transaction.
 
         A `seeding` mark keeps the fleet from starting a task on the partition. If the topology repartitions, the method
-        then commits the source offsets, so that a fleet that starts early does not repartition the history again.
+        then commits the source offsets, so that a fleet that starts during the seed does not repartition the history.
         """
         marks = {} if found.marks else self._plan.marks
         for partition in marks:

@@ -83,9 +83,9 @@ def _refuse_unplaceable(history: History, topology: Topology, source_partitions:
     if not history.placed:
         if topology.direct and not records.where("key IS NULL").isEmpty():
             raise StateIncompatible(
-                "the history has records without a key and without partitions, and the topology reads its source "
-                "directly: which partition such an ID belongs to, only its key can say. Nothing was written. Give the "
-                "files a column `key`, as the producers set it, or topic, partition and offset."
+                "the history has records without a key and without partitions, but the topology reads its source "
+                "directly, so only a record's key shows to which partition its ID belongs. Nothing was written. Add a "
+                "column `key` with the keys that the producers set, or add topic, partition and offset."
             )
         return
     for topic, last in records.groupBy("topic").agg(fn.max("partition")).collect():
@@ -93,7 +93,7 @@ def _refuse_unplaceable(history: History, topology: Topology, source_partitions:
             raise StateIncompatible(
                 f"the history has records of {topic}/{last}, but the source topics are "
                 f"{', '.join(f'{name} with {number} partitions' for name, number in source_partitions.items())}. "
-                f"Nothing was written. Leave out the columns topic, partition and offset if they are of another "
+                f"Nothing was written. Leave out the columns topic, partition and offset if they come from another "
                 f"cluster."
             )
 

@@ -54,7 +54,7 @@ _CONF: Final = {
         "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
     ),
     # Python workers keep freed memory for the next batch, because fresh pages of memory are expensive: both settings of
-    # malloc save a sixth of their time, and a pool that uses malloc another fifth.
+    # malloc save a sixth of the workers' time, and an Arrow memory pool that uses malloc saves another fifth.
     "spark.executorEnv.ARROW_DEFAULT_MEMORY_POOL": "system",
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "spark.executorEnv.MALLOC_TRIM_THRESHOLD_": str(1 << 30),
@@ -252,7 +252,7 @@ def translated_errors() -> Iterator[None]:
             files = sorted({found.rstrip(".") for found in _FILE.findall(text)})
             place = files[0] if files else "a file of the input"
             raise SettingsError(
-                [Problem(place, "is damaged or not in the format named. Nothing was published. Repair or remove it")]
+                [Problem(place, "is damaged or not in the given format. Nothing was published. Repair or remove it")]
             ) from error
         if _GONE.search(text):
             found = _RANGE.search(text)

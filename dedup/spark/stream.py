@@ -71,8 +71,8 @@ def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
         # A driver that was killed while it was writing the identity has left the part file behind.
         if any(status.getPath().getName() != _PART_FILE for status in left):
             raise StateIncompatible(
-                f"{checkpoint.path}: is not empty, and no checkpoint of `dedup spark run`: {_IDENTITY_FILE} is "
-                f"missing. Nothing was changed. Use a directory for this topology alone."
+                f"{checkpoint.path}: is not empty, and not a checkpoint of `dedup spark run`: {_IDENTITY_FILE} is "
+                f"missing. Nothing was changed. Use a directory for this topology only."
             )
         checkpoint.write(path, json.dumps({"id": uuid.uuid4().hex, **identity}, sort_keys=True), _PART_FILE)
         return
@@ -150,7 +150,7 @@ async def prepared(
         except TimeoutError as error:
             raise BrokerUnavailable(
                 f"the cluster at {', '.join(settings.brokers)} did not say within {_PREPARE_WITHIN_S} s which offsets "
-                f"and topics it has: a partition has no leader, or the group no coordinator. Look at the brokers' logs."
+                f"and topics it has: a partition has no leader, or the group has no coordinator. See the brokers' logs."
             ) from error
 
 
@@ -274,7 +274,7 @@ class StreamOptions:
     checkpoint: str
     """A directory for this topology only, on any file system that Hadoop supports."""
     exit_when_done: bool = False
-    """Stop at the end offsets that the topics have at the start."""
+    """Stop at the end offsets that the topics have at startup."""
     most_offsets: int = 1_000_000
     """Maximum number of offsets in a micro-batch."""
     commit_rows: int = 100_000

@@ -127,7 +127,7 @@ class StreamMonitor:
                 await asyncio.gather(*(self._look(wire, place, seen) for (_, place), seen in self._seen.items()))
             self._log_ended()
             if self._dead.look([seen.numbers for seen in self._seen.values()], time.time_ns() // 1_000_000):
-                log.warning("%s", "over: dead letters" if self._dead.alert is None else self._dead.alert.text)
+                log.warning("%s", "the dead-letter alert ended" if self._dead.alert is None else self._dead.alert.text)
             if self._over:
                 return
             await self._news_within(_LOOK_S)
@@ -169,7 +169,7 @@ class StreamMonitor:
 
     def _line(self, report: BatchReport) -> str:
         verdicts: Counter[str] = sum((row["numbers"].verdicts for row in report.partitions), Counter())
-        counts = ", ".join(f"{name} {count:,}" for name, count in sorted(verdicts.items())) or "none was new"
+        counts = ", ".join(f"{name} {count:,}" for name, count in sorted(verdicts.items())) or "none new"
         lags = [seen.lag_records for (kind, _), seen in self._seen.items() if kind == report.sub_topology]
         known = [lag for lag in lags if lag is not None]
         lag = f"{sum(known):,}" if len(known) == len(lags) else "unknown"
@@ -201,7 +201,7 @@ class StreamMonitor:
         raise SettingsError([Problem("ID", why)])
 
     def pulse(self) -> Iterator[TaskPulse]:
-        """Yield the numbers of each feeding partition that the web server samples every second."""
+        """Yield, for each feeding partition, the metrics that the web server samples every second."""
         for seen in self._seen.values():
             yield TaskPulse(seen.numbers, seen.lag_records)
 

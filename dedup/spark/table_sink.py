@@ -4,8 +4,8 @@ The metadata of each table commit contains the Kafka offsets where the commit en
 together, so no checkpoint is needed: if a driver is killed, the next driver continues after the last table commit.
 
 If two sinks write to the same table, one of them fails: an append fails if another sink has committed since this sink
-last read the table (`delta_log`, `iceberg_log`). A sink reads each of its table commits back and checks the
-ID in the metadata.
+last read the table (`delta_log`, `iceberg_log`). A sink reads each of its table commits back and checks the ID in the
+metadata.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TableSink:
     ) -> None:
         """Prepare to append to the table of ``log``. Raises SettingsError if the topology has no output topic."""
         if topology.output is None:
-            raise SettingsError([Problem(topology.name, "has no output topic, whose records a table could hold")])
+            raise SettingsError([Problem(topology.name, "has no output topic to copy to a table")])
         self._spark: Final = spark
         self._settings: Final = settings
         self._topic: Final = topology.output.topic
@@ -114,7 +114,7 @@ class TableSink:
             if reader.compacted([self._topic]):
                 raise StateIncompatible(
                     f"{self._topic} is compacted, so Kafka may remove records before they are in {self.path}. Nothing "
-                    f"was written. Set its cleanup.policy to delete; if records may be gone already, judge the source "
+                    f"was written. Set its cleanup.policy to delete; if records may already be gone, judge the source "
                     f"again with `dedup spark backfill`."
                 )
             topic_id = reader.topic_id(self._topic)
@@ -148,14 +148,14 @@ class TableSink:
         position, made = last.ends, f"commit {last.number} of {self.path}"
         if position.keys() - lows.keys():
             raise BrokerUnavailable(
-                f"{self._topic} has {len(lows)} partitions by what {', '.join(self._settings.brokers)} said, and had "
-                f"{len(position)} in {made}: a broker does not know the cluster's present state. Nothing was written. "
-                f"Try again, and look at its logs."
+                f"{self._topic} has {len(lows)} partitions according to {', '.join(self._settings.brokers)}, but had "
+                f"{len(position)} in {made}: a broker does not know the cluster's current state. Nothing was written. "
+                f"Try again, and look at the brokers' logs."
             )
         if topic_id != last.topic_id:
             raise StateIncompatible(
-                f"{self._topic} was deleted and created again since {made}: its offsets are other records now. Nothing "
-                f"was written. Append it to a new table."
+                f"{self._topic} was deleted and created again since {made}: its offsets now belong to other records. "
+                f"Nothing was written. Append it to a new table."
             )
         for partition, low in lows.items():
             done = position.get(partition, 0)
@@ -185,8 +185,8 @@ class TableSink:
         commit = {"number": number, "after": after, "ends": stops, "id": uuid.uuid4().hex}
         metadata = json.dumps({"dedup": _VERSION, "sink": self._sink, "topic_id": topic_id, **commit})
         taken = (
-            f"another sink has written to {self.path} at the same time, and this one has written nothing. Every record "
-            f"is there once. Stop one of the two, then start the other again: it continues from the last commit."
+            f"another sink has written to {self.path} at the same time, and this one has written nothing. The table "
+            f"holds each record once. Stop one of the two, then restart the other: it continues from the last commit."
         )
         ranges = {self._topic: {at: (begin, stops[at]) for at, begin in begins.items()}}
         # A range usually ends with a transaction marker, and only a fetch that returns nothing shows that no record
@@ -207,8 +207,8 @@ class TableSink:
         entries: list[TableCommit | SnapshotCommit] = list(self._log.commits(last.table_version - 1))
         if last.id not in [each.id for each in map(self._sink_commit, entries) if each is not None]:
             raise StateIncompatible(
-                f"{self.path} does not hold commit {last.number} of the sink any more: the table was removed or made "
-                f"again. Nothing was written. Restore it, or append to a new table."
+                f"{self.path} no longer contains commit {last.number} of the sink: the table was removed or "
+                f"recreated. Nothing was written. Restore it, or append to a new table."
             )
         self._refuse_replaced(entries)
         return entries
@@ -226,15 +226,16 @@ class TableSink:
         if last is not None:
             if last.after >= last.table_version:
                 raise StateIncompatible(
-                    f"{self.path} was removed and made again by commit {last.number} of the sink: the rows before it "
+                    f"{self.path} was removed, and commit {last.number} of the sink recreated it: the rows before it "
                     f"are gone. Nothing was written. Restore the table, or append to a new one."
                 )
             self._refuse_replaced(later)
             return last
         if later and self._spark.table(self._log.table).limit(1).count():
             raise StateIncompatible(
-                f"{self.path} holds rows, but no commit of its log is one of the sink {self._sink!r}: another job made "
-                f"the table, or its history of that time was removed. Nothing was written. Append to a new table."
+                f"{self.path} holds rows, but its log contains no commit of the sink {self._sink!r}: another job made "
+                f"the table, or the sink's commits have expired from its log. Nothing was written. Append to a new "
+                f"table."
             )
         return None
 
@@ -258,8 +259,8 @@ class TableSink:
             if entry.replaces:
                 raise StateIncompatible(
                     f"{self.path}: version {entry.version} ({entry.operation}) has replaced what the sink had written, "
-                    f"so its position says nothing about the rows that are left. Restore the version before, as a new "
-                    f"table, or append to a new one."
+                    f"so the remaining rows may not match its position. Restore the version before it as a new table, "
+                    f"or append to a new one."
                 )
 
     def settle(self, stopped: threading.Event) -> None:
@@ -277,7 +278,7 @@ class TableSink:
                 return
             stopped.wait(_SETTLED_LOOK_S)
         if not stopped.is_set():
-            log.warning("%s: a transaction stays open; its records are not in %s yet", self._topic, self.path)
+            log.warning("%s: a transaction is still open; its records are not in %s yet", self._topic, self.path)
 
 
 @contextmanager
@@ -296,7 +297,7 @@ def following(
         try:
             follow(sink, every_s=every_s, over=over)
         except Exception as error:
-            log.exception("the table sink has ended")
+            log.exception("the table sink has failed")
             errors.append(error)
             failed()
 
@@ -340,7 +341,7 @@ def follow(
 def catch_up(
     sink: TableSink, *, over: threading.Event | None = None, tell: Callable[[Appended], None] = lambda _: None
 ) -> None:
-    """Append all records that were committed before the call, unless ``over`` is set first."""
+    """Append all records that were committed before the call; stop early if ``over`` is set."""
     ends = sink.ends()
     while over is None or not over.is_set():
         appended = sink.append(now_ms=_now_ms(), until=ends)

@@ -150,7 +150,7 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
         unread = fn.col("value").isNotNull() & fn.col("_payload").isNull()
         bad = fn.col(f"_payload.{_BAD_JSON}").isNotNull() | unread
         reason = fn.coalesce(reason, fn.when(bad, fn.lit("schema_mismatch")))
-        detail = fn.coalesce(detail, fn.when(bad, fn.lit("the value does not fit --schema")))
+        detail = fn.coalesce(detail, fn.when(bad, fn.lit("the value does not match --schema")))
         columns = [fn.col(f"_payload.{name}").alias(name) for name in payload.names]
     by = {_EVENT_TIME: fn.col("dedup_time_ms"), _OFFSET: fn.col("offset")}.get(order, fn.col(f"_payload.{order}"))
     reason = fn.coalesce(reason, fn.when(by.isNull(), fn.lit("no_order")))
@@ -195,8 +195,8 @@ def keep_rejected(found: TableRows, path: str | None) -> dict[str, int]:
     number = rejected.count()
     where = "" if first["offset"] is None else f" ({first['topic']}/{first['partition']} offset {first['offset']})"
     raise DedupError(
-        f"{number} records cannot be rows, the first{where} for {first['reason']}: {first['detail']}. Nothing was "
-        f"written. Correct --schema or --order, or give a directory for them with --rejected."
+        f"{number} records cannot become rows, the first{where} because of {first['reason']}: {first['detail']}. "
+        f"Nothing was written. Correct --schema or --order, or give a directory for them with --rejected."
     )
 
 
@@ -271,8 +271,8 @@ def _refuse_other_columns(table: str, wanted: Sequence[str], found: Sequence[str
     missing = sorted(set(wanted) - set(found))
     if missing:
         raise StateIncompatible(
-            f"the table {table} has no column {', '.join(missing)}: it was made with another --schema, or not by "
-            f"dedup. Nothing was written. Write to another table, or add the columns."
+            f"the table {table} has no column {', '.join(missing)}: it was created with another --schema, or not "
+            f"by dedup. Nothing was written. Write to another table, or add the columns."
         )
 
 

@@ -134,9 +134,9 @@ async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatc
     had = plan.cluster.topics[first.feeding.topic].partitions
     if first.feeding.partition >= had:
         raise StateIncompatible(
-            f"topic {first.feeding.topic!r} had {had} partitions when the stream started, and has partition "
-            f"{first.feeding.partition} now: IDs may have moved to another partition than the one that saw them. None "
-            f"of its records was judged. `dedup reset` and an empty checkpoint directory start from scratch."
+            f"topic {first.feeding.topic!r} had {had} partitions when the stream started, but now has partition "
+            f"{first.feeding.partition}: IDs may have moved away from the partition with their sightings. No record of "
+            f"the new partition was judged. `dedup reset` and an empty checkpoint directory start from scratch."
         )
     settings = plan.settings.reveal()
     name = plan.topology.name
@@ -254,9 +254,9 @@ async def _refuse_gap(wire: KafkaWire, task: Task, first: FeedBatch) -> None:
     if missed is not None:
         raise StateIncompatible(
             f"{task.task_id}: the checkpoint continues at offset {begins}, but the state has judged records only "
-            f"below {position}; {missed.offset} is the first that would be lost. State and checkpoint do not match. "
-            f"Nothing was changed. Start with an empty checkpoint directory: the stream then begins where the state "
-            f"ends."
+            f"below {position}; offset {missed.offset} is the first that would be lost. State and checkpoint do not "
+            f"match. Nothing was changed. Start with an empty checkpoint directory: the stream then begins where the "
+            f"state ends."
         )
 
 
@@ -265,8 +265,9 @@ def deleted_unjudged(task_id: TaskId, position: int, kept: int) -> StateIncompat
     feeding = task_id.feeding
     return StateIncompatible(
         f"{feeding.topic}/{feeding.partition} no longer holds offset {position}, which is to be judged next: it begins "
-        f"at {kept} now; retention deleted {kept - position} offsets unjudged. Nothing was skipped. Lengthen "
-        f"`retention.ms` of the topic; `dedup reset --to earliest` with an empty checkpoint directory accepts the loss."
+        f"at {kept} now; retention deleted {kept - position} offsets before they were judged. Nothing was skipped. "
+        f"Increase the topic's `retention.ms`; `dedup reset --to earliest` with an empty checkpoint directory accepts "
+        f"the loss."
     )
 
 

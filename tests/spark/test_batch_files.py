@@ -133,7 +133,7 @@ def test_another_frame_with_as_many_rows_is_another_input(spark, tmp_path):
     said = []
     shuffled = spark.createDataFrame(rows[::-1], RECORDS).repartition(3)
     backfill(shuffled, topology(), str(tmp_path / "out"), say=said.append)
-    assert "was published before" in said[0]
+    assert "was already published" in said[0]
     moved = (b'{"id":0}', b"k", *rows[0][2:])
     without_key = (None, *rows[0][1:])
     twice = [rows[0], rows[0], rows[2], rows[2]]
@@ -266,7 +266,7 @@ def test_damage_inside_a_file_is_told_and_nothing_is_published(spark, tmp_path):
     history = History(
         read_columns(spark, tmp_path / "in"), placed=True, contiguous=True, identity="damaged", place="damaged"
     )
-    with pytest.raises(SettingsError, match=r"a\.parquet: is damaged or not in the format named"):
+    with pytest.raises(SettingsError, match=r"a\.parquet: is damaged or not in the given format"):
         backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
     assert list((tmp_path / "out").glob("run=*")) == []
 
@@ -285,7 +285,7 @@ def test_files_of_another_schema_are_refused_with_both(spark, tmp_path, drift):
     else:
         write(tmp_path / "in" / "b.parquet", [("text", 0, 0, 9)], value=pa.string())
     with pytest.raises(
-        SettingsError, match=r"b.parquet: column `(offset|value)` is .*, in the first file .*read them separately"
+        SettingsError, match=r"b.parquet: column `(offset|value)` is .*, but .* in the first file: read .* separately"
     ):
         read_files(spark, [str(tmp_path / "in")], "parquet")
 
@@ -311,7 +311,7 @@ def test_a_record_that_is_archived_twice_is_refused(spark, tmp_path):
     write(tmp_path / "in" / "b.parquet", LOG[2:4])
     history = read_files(spark, [str(tmp_path / "in")], "parquet")
     assert not history.contiguous
-    with pytest.raises(StateIncompatible, match=r"orders/0: the offsets 2 to \d+ were met twice"):
+    with pytest.raises(StateIncompatible, match=r"orders/0: the offsets 2 to \d+ occur twice"):
         backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
     assert list((tmp_path / "out").glob("run=*")) == []
 

@@ -217,7 +217,7 @@ def test_content_digests_are_frozen_and_no_byte_moves_between_the_parts():
 def test_a_record_that_is_there_twice_is_refused():
     table = batches([Event(0, b'{"id":%d}' % number, number) for number in range(10)])
     twice = pa.concat_tables([table, table.slice(4, 2)])
-    with pytest.raises(StateIncompatible, match=r"parity-in/0: the offsets 4 to 9 were met twice"):
+    with pytest.raises(StateIncompatible, match=r"parity-in/0: the offsets 4 to 9 occur twice"):
         by_halves(twice, topology_of({}), [], rows=100)
 
 

@@ -151,4 +151,4 @@ def test_the_command_prints_what_it_judged(spark, shop, tmp_path, monkeypatch):
     assert ran.exit_code == 0, ran.output
     assert "judged 3: duplicate 1  unique 2" in ran.output
     again = CliRunner().invoke(create_app(), arguments)
-    assert "was published before" in again.output
+    assert "was already published" in again.output

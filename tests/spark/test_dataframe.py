@@ -154,7 +154,7 @@ def test_of_few_rows_adaptive_execution_makes_few_tasks_and_no_other_verdicts(
 
 def test_a_stream_is_refused(spark: SparkSession):
     stream = spark.readStream.format("rate").load()
-    with pytest.raises(SettingsError, match="each micro-batch would be deduplicated by itself"):
+    with pytest.raises(SettingsError, match="each micro-batch would be deduplicated separately"):
         dedup(stream, SHOP)
 
 
@@ -165,7 +165,7 @@ def test_a_name_that_the_result_needs_is_refused(orders: DataFrame, name: str):
 
 
 def test_a_name_that_stands_twice_is_refused(orders: DataFrame):
-    with pytest.raises(SettingsError, match="column note: stands there more than once"):
+    with pytest.raises(SettingsError, match="column note: occurs more than once"):
         dedup(orders.select("*", "note"), SHOP)
 
 
@@ -205,8 +205,8 @@ def test_a_file_that_is_not_there_is_named(orders: DataFrame, tmp_path: Path):
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        ({"shape": "column"}, 'shape: "column" is none; write columns or kafka'),
-        ({"order": "offset"}, 'order: "offset" is none; write offsets or event_time'),
+        ({"shape": "column"}, 'shape: "column" is unknown; write columns or kafka'),
+        ({"order": "offset"}, 'order: "offset" is unknown; write offsets or event_time'),
     ],
 )
 def test_a_misspelled_option_is_told_the_choices(orders: DataFrame, option: dict[str, str], says: str):

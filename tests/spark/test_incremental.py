@@ -161,12 +161,12 @@ def test_nothing_new_commits_nothing_and_files_that_were_read_may_go(spark, grow
         ("overwrite", r"somebody else has changed .* after run 2: WRITE \(version 2"),
         ("delete", r"somebody else has changed .* after run 2: DELETE \(version 2"),
         ("topology", r"belong to another topology"),
-        ("replaced", r"1\.parquet: replaced since an earlier run read it"),
-        ("pattern", r"2\[1\]\.parquet: Spark takes a name with one of \* \? \[ .* Rename it"),
+        ("replaced", r"1\.parquet: replaced after an earlier run read it"),
+        ("pattern", r"2\[1\]\.parquet: Spark treats a name with one of \* \? \[ .* Rename it"),
         ("below", r"orders/0: the input begins at offset 3, and earlier runs judged this partition up to offset 3"),
-        ("unplaced", r"has rows without topic, partition and offset, and earlier runs .* judged rows with"),
-        ("state", r"is missing, the state of the last run"),
-        ("sightings", r"are missing, the sightings of earlier runs"),
+        ("unplaced", r"has rows without topic, partition and offset, but earlier runs .* judged rows with"),
+        ("state", r"the state of the table's last run, is missing"),
+        ("sightings", r"files with the sightings of earlier runs are missing"),
     ],
 )
 def test_what_does_not_fit_the_runs_before_is_refused_by_name(spark, grown, change, message):
@@ -235,7 +235,7 @@ def test_a_table_that_was_compacted_or_restored_is_gone_on_with(spark, grown):
 
 def test_a_table_restored_to_an_earlier_run_is_refused(spark, grown):
     spark.sql(f"RESTORE TABLE delta.`{grown[1]}` TO VERSION AS OF 0")
-    with pytest.raises(StateIncompatible, match=r"was restored to run 1, and run 2 had been committed"):
+    with pytest.raises(StateIncompatible, match=r"was restored to run 1 after run 2 had been committed"):
         again(spark, grown)
 
 
@@ -249,7 +249,7 @@ def test_a_run_that_commits_after_another_of_the_same_parent_is_told(spark, grow
         commit(self, *arguments)
 
     monkeypatch.setattr(OutputTable, "commit", late)
-    with pytest.raises(StateIncompatible, match=r"another job has committed run 3 of .* Nothing of this one"):
+    with pytest.raises(StateIncompatible, match=r"another job has committed run 3 of .* This job published nothing"):
         again(spark, grown)
     assert others[0].verdicts == {"duplicate": 1, "unique": 1}
     assert sorted(verdicts_of(spark, grown[1])) == [(0, offset) for offset in range(6)]
@@ -369,7 +369,7 @@ def test_a_dataframe_is_one_run_which_may_be_repeated_and_an_id_keeps_its_type(s
     assert judge(first).verdicts == {"unique": 2}
     assert not judge(first).fresh
     assert judge(second).verdicts == {"duplicate": 1, "unique": 1}
-    with pytest.raises(StateIncompatible, match=r"column `id` of the DataFrame is string, and was bigint"):
+    with pytest.raises(StateIncompatible, match=r"column `id` of the DataFrame is string, but was bigint"):
         judge(bronze_rows(spark, [2], [2], id_type="string"))
     assert not judge(second.limit(0)).fresh
 

@@ -122,6 +122,6 @@ def test_an_iceberg_table_is_judged_by_its_name(spark, log, tmp_path, monkeypatc
     first = run(*backfilling)
     assert first.returncode == 0, first.stderr
     assert verdicts_at(spark, str(tmp_path / "out" / "run=backfill")) == VERDICTS
-    assert "was published before" in run(*backfilling).stderr
+    assert "was already published" in run(*backfilling).stderr
     create()
     assert "with another topology, input or order" in run(*backfilling).stderr

@@ -98,7 +98,7 @@ def test_a_record_of_another_log_than_the_statistics_say_is_refused(spark, archi
     first, second = history.pieces.logs
     wrong = replace(history.pieces, logs=(replace_groups(first, [*first.groups, second.groups[0]]), second))
     with pytest.raises(
-        StateIncompatible, match=r"^parity-in/1 offset 0 was met in the log of parity-in/0 after offset -1"
+        StateIncompatible, match=r"^parity-in/1 offset 0 was found in the log of parity-in/0 after offset -1"
     ):
         judged(spark, replace(history, pieces=wrong), topology_of({}))
 
@@ -109,7 +109,7 @@ def test_row_groups_in_another_order_than_that_of_the_log_are_refused(spark, arc
     wrong = replace(history.pieces, logs=(replace_groups(first, first.groups[::-1]), second))
     with pytest.raises(
         StateIncompatible,
-        match=r"^parity-in/0 offset \d+ was met in the log of parity-in/0 after offset \d+: the statistics",
+        match=r"^parity-in/0 offset \d+ was found in the log of parity-in/0 after offset \d+: the statistics",
     ):
         judged(spark, replace(history, pieces=wrong), topology_of({}))
 

@@ -138,7 +138,7 @@ def test_whenever_the_driver_is_killed_readers_see_all_of_the_run_or_nothing(tmp
             assert "has no run backfill" in seen, what
     again = command()
     assert again.returncode == 0, again.stderr
-    assert "was published before" in again.stderr
+    assert "was already published" in again.stderr
     assert reader.see() == VERDICTS
     upsert = ["shop.yaml", "--input", "s3a://archive/out/run=backfill/verdict=unique", "--quiet"]
     upsert += ["--jdbc", "jdbc:sqlite:shop.db", "--table", "orders", *options[options.index("--conf") :]]

@@ -217,7 +217,7 @@ def test_what_can_not_be_seeded_is_refused_with_nothing_written(spark, make_job)
     with pytest.raises(SettingsError, match="holds offsets 0 to"):
         seed(spark, job.topology, job.settings, SeedOptions({TopicPartition(source, at): 9_999 for at in (0, 1)}))
     keyless = spark.createDataFrame([(None, b'{"id":"a"}', None, BASE_MS, None, None, None)], RECORDS)
-    with pytest.raises(StateIncompatible, match="only its key can say"):
+    with pytest.raises(StateIncompatible, match="only a record's key shows to which partition its ID belongs"):
         seed(spark, job.topology, job.settings, SeedOptions("latest"), history=keyless)
     mixed = keyless.union(spark.createDataFrame([(b"a", b'{"id":"a"}', None, BASE_MS, source, 0, 0)], RECORDS))
     with pytest.raises(SettingsError, match="only 1 of 2 rows have topic, partition and offset"):

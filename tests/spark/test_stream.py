@@ -277,7 +277,7 @@ def test_a_directory_that_is_no_checkpoint(make_job, run):
     job = make_job()
     (job.directory / "checkpoint").mkdir()
     (job.directory / "checkpoint" / "photo.jpg").touch()
-    with pytest.raises(StateIncompatible, match="no checkpoint of `dedup spark run`"):
+    with pytest.raises(StateIncompatible, match="not a checkpoint of `dedup spark run`"):
         run(job)
 
 
