@@ -26,7 +26,7 @@ GROUP_ROWS = 23
 
 @pytest.fixture(scope="module")
 def events():
-    return stream(11, 6_000)
+    return stream(11, 4_000)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,11 @@ def archive(events, tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="module")
+def history(spark, archive):
+    return read_files(spark, [str(archive)], "parquet")
+
+
 def judged(spark, history, topology) -> pa.Table:
     """Judge both logs in this process, one task each, part by part."""
     pieces = history.pieces
@@ -52,18 +57,17 @@ def judged(spark, history, topology) -> pa.Table:
 
 
 @pytest.mark.parametrize("name", [*RULES, *POLICIES])
-def test_every_rule_and_policy_in_small_parts(spark, events, archive, name):
+def test_every_rule_and_policy_in_small_parts(spark, events, history, name):
     topology = topology_of({**RULES, **POLICIES}[name])
     expected = {place: row for place, (row, _) in by_model(events, topology).items()}
     assert {"unique", "duplicate", "late", "dead_letter"} <= {row.verdict for row in expected.values()}
-    found = judged(spark, read_files(spark, [str(archive)], "parquet"), topology)
+    found = judged(spark, history, topology)
     assert found.num_rows == len(events)
     assert rows_of(found) == expected
 
 
-def test_a_backfill_of_logs_has_no_shuffle_and_the_same_verdicts_as_one_with(spark, events, archive, tmp_path):
+def test_a_backfill_of_logs_has_no_shuffle_and_the_same_verdicts_as_one_with(spark, events, history, tmp_path):
     topology = topology_of(POLICIES["identity"])
-    history = read_files(spark, [str(archive)], "parquet")
     found = {}
     for name, each in (("logs", history), ("shuffle", replace(history, contiguous=False))):
         plan = judging(each, topology, now_ms=NOW_MS).rows._jdf.queryExecution().toString()
@@ -93,8 +97,7 @@ def test_files_without_statistics_are_left_to_the_shuffle(spark, events, tmp_pat
     assert read_files(spark, [str(tmp_path)], "parquet").pieces.logs == ()
 
 
-def test_a_record_of_another_log_than_the_statistics_say_is_refused(spark, archive):
-    history = read_files(spark, [str(archive)], "parquet")
+def test_a_record_of_another_log_than_the_statistics_say_is_refused(spark, history):
     first, second = history.pieces.logs
     wrong = replace(history.pieces, logs=(replace_groups(first, [*first.groups, second.groups[0]]), second))
     with pytest.raises(
@@ -103,8 +106,7 @@ def test_a_record_of_another_log_than_the_statistics_say_is_refused(spark, archi
         judged(spark, replace(history, pieces=wrong), topology_of({}))
 
 
-def test_row_groups_in_another_order_than_that_of_the_log_are_refused(spark, archive):
-    history = read_files(spark, [str(archive)], "parquet")
+def test_row_groups_in_another_order_than_that_of_the_log_are_refused(spark, history):
     first, second = history.pieces.logs
     wrong = replace(history.pieces, logs=(replace_groups(first, first.groups[::-1]), second))
     with pytest.raises(

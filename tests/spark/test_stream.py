@@ -342,7 +342,7 @@ def test_a_partition_that_was_added_is_refused(make_job, plan_of):
     (first,) = arrow_of(job, 100)
     moved = first.set_column(1, "partition", pa.array([1] * 100, pa.int32()))
     (report,) = next(judge_partition(before, [moved])).to_pylist()
-    assert "had 1 partitions when the stream started, and has partition 1 now" in report["failure_text"]
+    assert "had 1 partitions when the stream started, but now has partition 1" in report["failure_text"]
 
 
 def test_an_input_that_stalls_keeps_no_transaction_open(make_job, plan_of):
