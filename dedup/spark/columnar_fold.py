@@ -1,13 +1,15 @@
 """Judges rows that are sorted by ID and, within each ID, in the order in which they must be judged.
 
-IDs that occur once, and IDs whose later rows all repeat the first row, are judged as whole columns with NumPy. The
+IDs that occur once, and IDs whose rows all repeat the first row or the only known sighting, are judged as whole columns
+with NumPy. The
 worker's code (`core.fold`) judges all other IDs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -71,55 +73,105 @@ class Decided:
         self.first_topics[row], self.first_partitions[row], self.first_offsets[row] = seen.source
 
 
-def judge_sorted(rows: SortedRows, rules: Rules, known: Mapping[int, Sightings]) -> Decided:
-    """Return the verdicts on all rows; ``known`` maps a number in ``rows.groups`` to sightings from earlier jobs.
+@dataclass(frozen=True, slots=True)
+class KnownSightings:
+    """The sightings of earlier jobs as columns, with one entry per sighting."""
+
+    groups: Integers
+    """The sighting's ID as a number of `SortedRows.groups`."""
+    first_ms: Integers
+    topics: Integers
+    partitions: Integers
+    offsets: Integers
+    at: Callable[[Integers], Iterable[Sighting]]
+    """Returns the sightings at some positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """The groups of equal numbers in `SortedRows.groups`."""
+
+    starts: Integers
+    lengths: Integers
+    order: Integers
+    """The positions of the known sightings, sorted by group."""
+    known_from: Integers
+    known_to: Integers
+    """Where the known sightings of each group begin and end in ``order``."""
+
+    @classmethod
+    def of(cls, groups: Integers, known: Integers) -> _Groups:
+        starts = np.append(0, np.flatnonzero(groups[1:] != groups[:-1]) + 1)
+        order = np.argsort(known, kind="stable")
+        ends = (np.searchsorted(known[order], groups[starts], side) for side in ("left", "right"))
+        return cls(starts, np.diff(np.append(starts, len(groups))), order, *ends)
+
+    def sightings(self, wanted: Integers, known: KnownSightings) -> dict[int, Sightings]:
+        """Return the known sightings of the wanted groups."""
+        borders = list(zip(self.known_from[wanted].tolist(), self.known_to[wanted].tolist(), strict=True))
+        rows = [self.order[begin:end] for begin, end in borders]
+        found = iter(known.at(np.concatenate(rows) if rows else self.order[:0]))
+        return {
+            group: tuple(islice(found, end - begin))
+            for group, (begin, end) in zip(wanted.tolist(), borders, strict=True)
+        }
+
+
+def judge_sorted(rows: SortedRows, rules: Rules, known: KnownSightings) -> Decided:
+    """Return the verdicts on all rows.
 
     Raises RecordFailed if the policy `fail` applies to a record.
     """
     late = rows.times_ms < rows.stream_ms - rules.window.grace_ms
     decided = Decided.of(np.where(late, LATE, UNIQUE).astype(np.int8))
-    count = len(rows.times_ms)
-    if count == 0:
+    if len(rows.times_ms) == 0:
         return decided
-    starts = np.append(0, np.flatnonzero(rows.groups[1:] != rows.groups[:-1]) + 1)
-    lengths = np.diff(np.append(starts, count))
-    numbers = rows.groups[starts]
-    seen_before = np.isin(numbers, np.fromiter(known, np.int64, len(known)))
-    several = _decide_plain_groups(rows, rules, starts, lengths, decided, seen_before)
+    groups = _Groups.of(rows.groups, known.groups)
+    others = _decide_plain_groups(rows, rules, groups, decided, known)
+    seen_before = groups.known_to > groups.known_from
+    sightings = groups.sightings(np.flatnonzero(others & seen_before), known)
     left: Sightings = ()
     of_group = -1
-    for chunk, groups in _chunks(starts, lengths, np.flatnonzero(several | seen_before).tolist()):
-        earlier = {group: known[int(numbers[group])] for group in np.unique(groups[seen_before[groups]]).tolist()}
-        if int(groups[0]) == of_group:
+    for chunk, numbers in _chunks(groups.starts, groups.lengths, np.flatnonzero(others).tolist()):
+        earlier = {group: sightings[group] for group in np.unique(numbers[seen_before[numbers]]).tolist()}
+        if int(numbers[0]) == of_group:
             earlier[of_group] = left
-        left = _judge_chunk(rows, rules, chunk, groups, earlier, decided)
-        of_group = int(groups[-1])
+        left = _judge_chunk(rows, rules, chunk, numbers, earlier, decided)
+        of_group = int(numbers[-1])
     return decided
 
 
 def _decide_plain_groups(
-    rows: SortedRows, rules: Rules, starts: Integers, lengths: Integers, decided: Decided, seen_before: Booleans
+    rows: SortedRows, rules: Rules, groups: _Groups, decided: Decided, known: KnownSightings
 ) -> Booleans:
-    """Judge the IDs whose later rows all repeat the first row, and return which other IDs have several rows."""
-    several: Booleans = lengths > 1
-    window = rules.window
+    """Judge the IDs whose rows all repeat the first row or the only known sighting, and return which other IDs have
+    several rows or known sightings.
+    """
+    window, count = rules.window, len(rows.times_ms)
+    sightings = groups.known_to - groups.known_from
+    others: Booleans = (groups.lengths > 1) | (sightings > 0)
     if window.extend or rules.fingerprints:
-        return several
-    first = np.repeat(starts, lengths)
-    first_ms = rows.times_ms[first]
+        return others
+    # The known sightings follow the rows, so that what the rows of a group may repeat is one number.
+    repeated = groups.starts.copy()
+    single = np.flatnonzero(sightings == 1)
+    repeated[single] = count + groups.order[groups.known_from[single]]
+    first = np.repeat(repeated, groups.lengths)
+    first_ms = np.append(rows.times_ms, known.first_ms)[first]
     near = np.abs(rows.times_ms - first_ms) < window.guard_ms
-    # The first row is within the guard period of itself, and its verdict must be unique.
-    plain = near & (first_ms >= rows.stream_ms - window.retention_ms) & (decided.verdicts[first] == UNIQUE)
-    easy = several & ~seen_before & np.logical_and.reduceat(plain, starts)
-    repeats = np.flatnonzero(np.repeat(easy, lengths) & (np.arange(len(first)) != first))
+    # A row that is repeated is within the guard period of itself, and its verdict must be unique.
+    is_sighting = np.append(decided.verdicts == UNIQUE, np.ones(len(known.groups), np.bool_))[first]
+    plain = near & (first_ms >= rows.stream_ms - window.retention_ms) & is_sighting
+    easy = others & (sightings <= 1) & np.logical_and.reduceat(plain, groups.starts)
+    repeats = np.flatnonzero(np.repeat(easy, groups.lengths) & (np.arange(count) != first))
     of = first[repeats]
     decided.verdicts[repeats] = DUPLICATE
     decided.has_first[repeats] = True
-    decided.first_ms[repeats] = rows.times_ms[of]
-    decided.first_topics[repeats] = rows.topics[of]
-    decided.first_partitions[repeats] = rows.partitions[of]
-    decided.first_offsets[repeats] = rows.offsets[of]
-    return several & ~easy
+    decided.first_ms[repeats] = first_ms[repeats]
+    decided.first_topics[repeats] = np.append(rows.topics, known.topics)[of]
+    decided.first_partitions[repeats] = np.append(rows.partitions, known.partitions)[of]
+    decided.first_offsets[repeats] = np.append(rows.offsets, known.offsets)[of]
+    return others & ~easy
 
 
 def _judge_chunk(

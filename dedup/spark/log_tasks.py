@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql import DataFrame, SparkSession
 
 from dedup.errors import StateIncompatible
@@ -36,8 +37,8 @@ _MOST_LOG_ROWS: Final = 1 << 22
 """A task may have to keep the sightings of this many records: less than 500 MB unless the IDs are longer than UUIDs."""
 _SHUFFLE_FACTOR: Final = 2
 """With a shuffle, a job needs about this many times the CPU time."""
-_PART_ROWS: Final = 262_144
-_PART_BYTES: Final = 64 << 20
+_PART_ROWS: Final = 65_536
+_PART_BYTES: Final = 32 << 20
 """A task judges at most about `_PART_ROWS` records or `_PART_BYTES` bytes at a time."""
 _SCHEMA: Final = (
     "logs array<struct<topic: string, partition: int, groups: array<struct<file: string, row_group: int>>>>"
@@ -104,8 +105,8 @@ class _Part(NamedTuple):
     def rows(self) -> Batches:
         yield from self.screened
 
-    def known(self) -> Batches:
-        yield from self.sightings.combine_chunks().to_batches()
+    def known_of(self, ids: pa.Array) -> Batches:
+        yield from self.sightings.filter(pc.is_in(self.sightings.column("id"), value_set=ids)).to_batches()
 
 
 class _LogJudge:

@@ -419,6 +419,11 @@ class ReceivedRows:
         """Yield the sightings of earlier jobs, in the same order on every call."""
         yield from map(unpacked, self._known.all())
 
+    def known_of(self, ids: pa.Array) -> Batches:
+        """Yield the sightings of earlier jobs that have one of the IDs."""
+        for batch in self.known():
+            yield batch.filter(pc.is_in(batch.column("id"), value_set=ids))
+
     def rows(self) -> Batches:
         """Unpack and yield the rows, in the same order on every call; a yielded batch may combine several values."""
         held: list[pa.RecordBatch] = []

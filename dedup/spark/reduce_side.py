@@ -14,9 +14,16 @@ import pyarrow.compute as pc
 from pyspark import TaskContext
 from pyspark.sql.types import IntegerType, LongType, StringType, StructField
 
-from dedup.core.fold import Sightings
 from dedup.core.window import BEFORE_ALL_TIME
-from dedup.spark.columnar_fold import FORWARDED_CONFLICT, UNIQUE, Decided, Integers, SortedRows, judge_sorted
+from dedup.spark.columnar_fold import (
+    FORWARDED_CONFLICT,
+    UNIQUE,
+    Decided,
+    Integers,
+    KnownSightings,
+    SortedRows,
+    judge_sorted,
+)
 from dedup.spark.columns import IDENTIFIED, Batches, content_digests, integers_of, topics_of
 from dedup.spark.map_side import (
     FINGERPRINT,
@@ -182,8 +189,8 @@ class Received(Protocol):
     def rows(self) -> Batches:
         """Yield the screened records, in the same order on every call."""
 
-    def known(self) -> Batches:
-        """Yield the sightings of earlier jobs or parts."""
+    def known_of(self, ids: pa.Array) -> Batches:
+        """Yield the sightings of earlier jobs or parts that have one of the IDs."""
 
 
 class Reducer:
@@ -233,24 +240,23 @@ class Reducer:
             order = self._ties_ordered(rows, order, groups, open_rows)
         order = np.append(order, np.flatnonzero(lengths[groups] == 1))
         sorted_rows = self._sorted_rows(rows, groups, stream_ms, order)
-        found = [batch.filter(pc.is_in(batch.column("id"), value_set=names)) for batch in self._received.known()]
-        known = current(found, self._plan.topology, self._plan.ends)
-        decided = judge_sorted(sorted_rows, self._plan.topology.rules, self._by_group(known, names, sorted_rows))
+        known = current([*self._received.known_of(names)], self._plan.topology, self._plan.ends)
+        decided = judge_sorted(sorted_rows, self._plan.topology.rules, self._known(known, names, sorted_rows))
         ids = rows.column(ID).take(pa.array(order)).combine_chunks()
         return FoldedRows(open_rows[order], sorted_rows, decided, ids, known, counts, all_stream_ms)
 
-    def _by_group(self, known: pa.Table, names: pa.Array, rows: SortedRows) -> dict[int, Sightings]:
-        """Map the group numbers that `_sorted_rows` assigns to the sightings of earlier jobs."""
-        numbers = pc.index_in(known.column("id"), value_set=names).to_numpy().astype(np.int64)
+    def _known(self, table: pa.Table, names: pa.Array, rows: SortedRows) -> KnownSightings:
+        """Return the sightings of earlier jobs with the group numbers that `_sorted_rows` assigns."""
+        groups = pc.index_in(table.column("id"), value_set=names).to_numpy().astype(np.int64)
         if self._plan.mode == "direct":
             width = int(rows.partitions.max(initial=0)) + 1
-            inside = known.column("partition").to_numpy() < width
-            known, numbers = known.filter(pa.array(inside)), numbers[inside]
-            numbers = numbers * width + known.column("partition").to_numpy()
-        groups: dict[int, Sightings] = {}
-        for number, seen in zip(numbers.tolist(), sightings_of(known), strict=True):
-            groups[number] = (*groups.get(number, ()), seen)
-        return groups
+            inside = table.column("partition").to_numpy() < width
+            table, groups = table.filter(pa.array(inside)), groups[inside]
+            groups = groups * width + table.column("partition").to_numpy()
+        first_ms, *source = (table.column(name).to_numpy() for name in ("first_ms", "topic", "partition", "offset"))
+        topics, partitions, offsets = source
+        at = lambda wanted: sightings_of(table.take(pa.array(wanted)))  # noqa: E731
+        return KnownSightings(groups, first_ms, topics, partitions, offsets, at)
 
     def _stream_times(self, rows: pa.Table) -> Integers:
         within = integers_of(rows, STREAM, BEFORE_ALL_TIME)
