@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
@@ -56,6 +56,10 @@ _PREPARE_WITHIN_S: Final = 60
 _IDLE_LOOK_S: Final = 0.5
 _QUERY_LOOK_S: Final = 0.2
 _ERROR_LINES: Final = 12
+_REPORT_FRAMES: Final = 4
+_REPORTING: Final = {
+    (f"org.apache.spark.sql.kafka010.KafkaMicroBatchStream{suffix}", "metrics") for suffix in ("", "$")
+}
 
 
 def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
@@ -307,6 +311,7 @@ class _Query:
         self._failure: DedupError | None = None
         """The error that stopped the query; it is kept here, because Spark passes on only the text of an error."""
         self._query: StreamingQuery | None = None
+        self._restarted = False
 
     def start(self, spark: SparkSession) -> None:
         """Start the query from its checkpoint or, if it has no checkpoint, from `Prepared.positions`."""
@@ -343,9 +348,18 @@ class _Query:
         if self._options.on_batch is not None:
             self._options.on_batch(report)
 
-    @property
-    def is_active(self) -> bool:
-        return self._query is not None and self._query.isActive
+    def goes_on(self, spark: SparkSession) -> bool:
+        """Return whether the query is active. If a defect of Spark has stopped it, start it again first, but only once."""
+        if self._query is None or self._query.isActive:
+            return self._query is not None
+        if self._failure is not None or self._restarted or not _failed_in_report(self._query):
+            return False
+        log.warning(
+            "%s: Spark failed to report a micro-batch that it had committed; the query starts again", self._name
+        )
+        self._restarted = True
+        self.start(spark)
+        return True
 
     def stop(self) -> None:
         if self._query is not None:
@@ -362,6 +376,18 @@ class _Query:
                 f"the query {self._name} failed: {text}\nNothing is lost: fix the cause and start it again with the "
                 f"same checkpoint."
             )
+
+
+def _failed_in_report(query: StreamingQuery) -> bool:
+    """Return whether only the progress report of a micro-batch failed, after Spark had committed the micro-batch.
+
+    If a driver was killed during a micro-batch, the next driver repeats it without asking Kafka for the latest offsets.
+    `KafkaMicroBatchStream.metrics` of Spark 4.1 then fails, because it expects these offsets.
+    """
+    failure: Any = query._jsq.exception()  # noqa: SLF001 - PySpark keeps only the text
+    cause = failure.get().getCause() if failure.isDefined() else None
+    frames = [] if cause is None else list(cause.getStackTrace())[:_REPORT_FRAMES]
+    return any((frame.getClassName(), frame.getMethodName()) in _REPORTING for frame in frames)
 
 
 class Running:
@@ -426,7 +452,7 @@ class Running:
 
     def _watch(self, queries: Sequence[_Query]) -> None:
         """Wait until one of the queries has ended or `stop` has been called."""
-        while all(query.is_active for query in queries):
+        while all(query.goes_on(self._spark) for query in queries):
             if self._stopping.wait(_QUERY_LOOK_S):
                 return
         for query in queries:
