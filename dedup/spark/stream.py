@@ -349,7 +349,7 @@ class _Query:
             self._options.on_batch(report)
 
     def goes_on(self, spark: SparkSession) -> bool:
-        """Return whether the query is active. If a defect of Spark has stopped it, start it again first, but only once."""
+        """Return whether the query is active; if a defect of Spark has stopped it, start it again, but only once."""
         if self._query is None or self._query.isActive:
             return self._query is not None
         if self._failure is not None or self._restarted or not _failed_in_report(self._query):
