@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from dataclasses import replace
 
@@ -20,13 +21,15 @@ from dedup.spark.reduce_side import ReducePlan
 from tests.spark.parity import NOW_MS, POLICIES, RULES, by_model, stream
 from tests.spark.test_batch_halves import batches, rows_of, topology_of
 
-GROUP_ROWS = 23
+MANY = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", "4000"))
+GROUP_ROWS = 23 if MANY < 100_000 else 20_011
 """Rows of a row group, which is also a part of a log here."""
+FILE_ROWS = MANY // 4
 
 
 @pytest.fixture(scope="module")
 def events():
-    return stream(11, 4_000)
+    return stream(11, MANY)
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +38,9 @@ def archive(events, tmp_path_factory):
     directory = tmp_path_factory.mktemp("archive")
     for partition in (0, 1):
         rows = batches([event for event in events if event.partition == partition])
-        for begin in range(0, rows.num_rows, 1_000):
-            path = directory / f"{9 - begin // 1_000}-{partition}.parquet"
-            pq.write_table(rows.slice(begin, 1_000), path, row_group_size=GROUP_ROWS)
+        for begin in range(0, rows.num_rows, FILE_ROWS):
+            path = directory / f"{9 - begin // FILE_ROWS}-{partition}.parquet"
+            pq.write_table(rows.slice(begin, FILE_ROWS), path, row_group_size=GROUP_ROWS)
     return directory
 
 
