@@ -1,8 +1,7 @@
 """Judges rows that are sorted by ID and, within each ID, in the order in which they must be judged.
 
 IDs that occur once, and IDs whose rows all repeat the first row or the only known sighting, are judged as whole columns
-with NumPy. The
-worker's code (`core.fold`) judges all other IDs.
+with NumPy. The worker's code (`core.fold`) judges all other IDs.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from hashlib import blake2b
 from itertools import groupby, pairwise
@@ -81,6 +81,8 @@ class LogSplits(NamedTuple):
     groups: list[tuple[str, int]]
     """The file and the number of each row group."""
     rows: int
+    first_offsets: list[int]
+    """The first offset in each row group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +94,8 @@ class InputSplits:
     columns: tuple[str, ...]
     """The columns of `rows.RECORDS` in the files. Missing headers are read as empty, other missing columns as null."""
     logs: tuple[LogSplits, ...] = ()
-    """The row groups by Kafka partition, or nothing if a row group contains several Kafka partitions or none.
-
-    Row groups of the same Kafka partition may overlap unless the `History` is ``contiguous``.
+    """The row groups by Kafka partition, or nothing if a row group contains several Kafka partitions or is not in log
+    order.
     """
 
 
@@ -177,17 +178,19 @@ def _history(found: _Input, fmt: FileFormat, place: str, *, rows_are_events: boo
         if fmt == "parquet" and not found.of_path:
             splits = _input_splits(found.table)
     has_offsets = not rows_are_events and "offset" in found.table.columns
-    placed, contiguous, bounds = _log_order(records, place, splits) if has_offsets else (False, False, ())
+    order = _log_order(records, place, splits) if has_offsets else _LogOrder(placed=False)
+    if splits is not None and not order.begins_at(splits.logs):
+        splits = replace(splits, logs=())
     return History(
         records,
-        placed,
-        contiguous,
+        order.placed,
+        order.contiguous,
         f"{fmt} {found.identity} rows_are_events={rows_are_events}",
         place,
         size_bytes=found.size_bytes,
         countable=not fmt.startswith("json"),
         pieces=splits,
-        bounds=bounds,
+        bounds=order.bounds,
         events=events,
     )
 
@@ -324,15 +327,25 @@ def _of_files(table: DataFrame, of_path: list[str]) -> _Input:
     return _Input(table, of_path, digest.hexdigest(), size_bytes)
 
 
-def _log_order(
-    records: DataFrame, place: str, splits: InputSplits | None
-) -> tuple[bool, bool, tuple[PartitionBounds, ...]]:
-    """Return whether rows have offsets, whether Spark reads the rows in log order without a sort, and the offset
-    bounds.
+@dataclass(frozen=True, slots=True)
+class _LogOrder:
+    """The order in which a job reads its input."""
 
-    Rows are in log order if each Spark partition has ascending offsets and no two Spark partitions overlap. Raises
-    SettingsError if only some rows have topic, partition, and offset.
-    """
+    placed: bool
+    """Whether rows have offsets."""
+    contiguous: bool = False
+    """Whether Spark reads the rows in log order without a sort: no two runs of ascending offsets overlap."""
+    bounds: tuple[PartitionBounds, ...] = ()
+    begins: frozenset[tuple[str, int, int]] = frozenset()
+    """Topic, partition, and first offset of each run of ascending offsets."""
+
+    def begins_at(self, logs: Iterable[LogSplits]) -> bool:
+        """Return whether offsets ascend within each row group, because each run begins with a row group."""
+        return self.begins <= {(log.topic, log.partition, offset) for log in logs for offset in log.first_offsets}
+
+
+def _log_order(records: DataFrame, place: str, splits: InputSplits | None) -> _LogOrder:
+    """Read the coordinates of all rows. Raises SettingsError if only some rows have topic, partition, and offset."""
     frame, look = records.select(*COORDINATES), _offset_runs
     if splits is not None:
         columns = splits.columns
@@ -348,9 +361,11 @@ def _log_order(
         raise SettingsError([Problem(place, text)])
     bounds = tuple(PartitionBounds(*list(each.values())[:-1]) for each in whole)
     if not placed or any(each["runs"] is None for each in reports):
-        return placed > 0, False, bounds
+        return _LogOrder(placed > 0, bounds=bounds)
     runs = sorted(run for each in reports for run in each["runs"])
-    return True, all(before[:2] != after[:2] or before[3] < after[2] for before, after in pairwise(runs)), bounds
+    contiguous = all(before[:2] != after[:2] or before[3] < after[2] for before, after in pairwise(runs))
+    begins = frozenset((topic, partition, first) for topic, partition, first, _ in runs)
+    return _LogOrder(placed=True, contiguous=contiguous, bounds=bounds, begins=begins)
 
 
 def _united(parts: Sequence[pa.Table]) -> pa.Table:
@@ -450,9 +465,10 @@ def _input_splits(table: DataFrame) -> InputSplits | None:
                 return None
             for at in range(parquet.num_row_groups):
                 group = parquet.metadata.row_group(at)
-                rows.append((file, at))
-                places.append(_place_of(group, (file, at)))
-                total_bytes += group.total_byte_size
+                if group.num_rows:
+                    rows.append((file, at))
+                    places.append(_place_of(group, (file, at)))
+                    total_bytes += group.total_byte_size
     if not rows:
         return None
     spark = table.sparkSession
@@ -477,9 +493,13 @@ def _place_of(group: pq.RowGroupMetaData, name: tuple[str, int]) -> _GroupPlace 
     columns = [group.column(at) for at in range(group.num_columns)]
     found = {column.path_in_schema: column.statistics for column in columns if column.path_in_schema in COORDINATES}
     known = [each for each in found.values() if each is not None and each.has_min_max and each.null_count == 0]
-    if len(known) < len(COORDINATES) or any(found[at].min != found[at].max for at in ("topic", "partition")):
+    if len(known) < len(COORDINATES):
         return None
-    return _GroupPlace(found["topic"].min, found["partition"].min, found["offset"].min, name, group.num_rows)
+    try:
+        (topic, partition, offset), greatest = zip(*((found[at].min, found[at].max) for at in COORDINATES), strict=True)
+    except UnicodeDecodeError:
+        return None
+    return _GroupPlace(topic, partition, offset, name, group.num_rows) if (topic, partition) == greatest[:2] else None
 
 
 def _logs_of(places: Sequence[_GroupPlace | None]) -> tuple[LogSplits, ...]:
@@ -489,7 +509,13 @@ def _logs_of(places: Sequence[_GroupPlace | None]) -> tuple[LogSplits, ...]:
     logs = groupby(placed, key=lambda place: (place.topic, place.partition))
     gathered = ((*where, list(groups)) for where, groups in logs)
     return tuple(
-        LogSplits(topic, partition, [each.group for each in groups], sum(each.rows for each in groups))
+        LogSplits(
+            topic,
+            partition,
+            [each.group for each in groups],
+            sum(each.rows for each in groups),
+            [each.first_offset for each in groups],
+        )
         for topic, partition, groups in gathered
     )
 

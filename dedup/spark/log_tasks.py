@@ -31,7 +31,7 @@ from dedup.spark.map_side import (
     write_notice,
 )
 from dedup.spark.reduce_side import ReducePlan, Reducer, sightings_after
-from dedup.spark.sightings import SIGHTINGS, current
+from dedup.spark.sightings import SIGHTINGS, current, live
 
 _MOST_LOG_ROWS: Final = 1 << 22
 """A task may have to keep the sightings of this many records: less than 500 MB unless the IDs are longer than UUIDs."""
@@ -136,11 +136,23 @@ class _LogJudge:
         yield from reducer.judged(folded)
         self._ends = ends_after(self._ends, ends_of(runs.all))
         left = sightings_after(folded, reduce.topology)
-        self._known = current([*self._known.to_batches(), *left.to_batches()], reduce.topology, self._ends)
+        self._known = self._kept(left)
+
+    def _kept(self, left: pa.Table) -> pa.Table:
+        """Return the unexpired sightings after a part that has left these."""
+        topology, outdated = self._reduce.topology, self._known.slice(0, 0)
+        known = self._known
+        if topology.window.extend:
+            # Only sightings of the part's IDs may be outdated; merging all sightings would cost more with each part.
+            moved = pc.is_in(known.column("id"), value_set=left.column("id").combine_chunks())
+            known, outdated = known.filter(pc.invert(moved)), known.filter(moved)
+        kept = [live(batch, topology, self._ends) for batch in known.to_batches()]
+        latest = current([*outdated.to_batches(), *left.to_batches()], topology, self._ends)
+        return pa.concat_tables([pa.Table.from_batches(kept, SIGHTINGS), latest])
 
     def _refuse_misplaced(self, run: OffsetRun) -> None:
         topic, partition = self._reduce.topology.source.topics[run.topic], run.partition
-        end = self._ends.get((run.topic, partition), NOTHING_JUDGED)
+        end = next(iter(self._ends.values()), NOTHING_JUDGED)
         if (topic, partition) == (self._log["topic"], self._log["partition"]) and run.first_offset >= end.next_offset:
             return
         raise StateIncompatible(

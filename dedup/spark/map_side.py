@@ -317,6 +317,8 @@ class Packer:
 
     def add(self, batch: pa.RecordBatch, reducers: npt.NDArray[np.uint16]) -> Batches:
         """Add rows, and yield packed rows once enough are held; ``reducers`` maps rows to indexes in ``targets``."""
+        if not batch.num_rows:
+            return
         self._held.append((batch, reducers))
         self._rows += batch.num_rows
         self._bytes += batch.nbytes

@@ -36,6 +36,7 @@ _LOADED: Final = (
     "dedup.spark.reduce_side",
     "dedup.spark.backfill",
     "dedup.spark.files",
+    "dedup.spark.log_tasks",
     "dedup.spark.map_side",
 )
 

@@ -103,7 +103,7 @@ def supervise(plan: FleetPlan) -> int:
         drained = _drain(children)
         for number, handler in before.items():
             signal.signal(number, handler)
-    return max(code, drained)
+    return code or drained
 
 
 def _look_after(child: Child, line: list[str], now_s: float) -> int:
@@ -135,10 +135,11 @@ def _drain(children: Sequence[Child]) -> int:
     """Stop all workers that are still running, and return the highest of their exit codes, or 0.
 
     A worker that a signal kills while it stops counts as 128 plus the number of the signal, as in a shell. SIGTERM does
-    not count, because it kills only a worker that has not begun to judge.
+    not count, because it ends a worker at once only before or after the worker judges.
     """
     living = [child.process for child in children if child.process.poll() is None]
     for process in living:
         process.send_signal(signal.SIGTERM)
     codes = [process.wait() for process in living]
-    return max((128 - code if code < 0 else code for code in codes if code != -signal.SIGTERM), default=0)
+    shown = {128 - code if code < 0 else code for code in codes} - {128 + signal.SIGTERM}
+    return max(shown, default=0)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dedup.core.window import Feed
 from dedup.errors import StateIncompatible
 from dedup.spark.columns import content_digests
 from dedup.spark.map_side import BATCH_BYTES, TARGET, MapPlan, Mode, map_rows
@@ -22,6 +23,7 @@ from dedup.spark.reduce_side import ReducePlan, reduce_rows
 from dedup.spark.rows import RECORDS
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
+from dedup.worker.record_collector import IDLE, TIMESTAMP
 from tests.integration.workload import Event
 from tests.spark.parity import NOW_MS, POLICIES, RULES, Row, by_model, document, stream
 
@@ -235,3 +237,15 @@ def test_a_topic_that_the_topology_does_not_read_is_refused():
 
     with pytest.raises(StateIncompatible, match=r"topic elsewhere; the topology reads parity-in"):
         list(screened())
+
+
+def test_a_map_task_that_reads_only_idle_markers_packs_nothing():
+    """It divided by the number of rows."""
+    made = document("idle", {}, TOPIC)
+    del made["source"]["partitioned_by"]
+    topology = parse(json.dumps(made), name="idle")
+    headers = [{"key": IDLE, "value": f"{TOPIC}/0".encode()}, {"key": TIMESTAMP, "value": b"1"}]
+    rows = [(None, None, headers, 1, topology.repartition_topic, 0, offset) for offset in range(3)]
+    columns = [pa.array(column, kind) for column, kind in zip(zip(*rows, strict=True), KINDS, strict=True)]
+    plan = MapPlan(topology, "log", NOW_MS, READERS, feeds=(Feed(0, 0), Feed(0, 1)))
+    assert list(map_rows(plan, [pa.RecordBatch.from_arrays(columns, RECORDS.names)])) == []

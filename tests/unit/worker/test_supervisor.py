@@ -111,7 +111,10 @@ def test_every_worker_is_told_that_an_existing_output_is_meant(given: bool):
     assert [("--onto-existing-output" in plan.command(number)) for number in (1, 2)] == [given, given]
 
 
-@pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137), ("sys.exit(128 + signal.SIGTERM)", 0)],
+)
 def test_a_worker_that_fails_or_is_killed_while_it_stops_decides_the_exit_code(end: str, code: int):
     """Was 0: what the worker had judged and could not commit went unnoticed."""
     worker = "import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: {}); {}; signal.pause()"
@@ -120,3 +123,14 @@ def test_a_worker_that_fails_or_is_killed_while_it_stops_decides_the_exit_code(e
     lines = {number: [sys.executable, "-c", worker.format(*way)] for number, way in ways.items()}
     plan = SimpleNamespace(workers=2, command=lines.__getitem__)
     assert supervise(cast("FleetPlan", plan)) == code
+
+
+def test_the_code_that_ends_a_fleet_is_not_hidden_by_how_the_others_end():
+    """systemd restarts a fleet unless the code is 2 or 3."""
+    others = (
+        "import os, signal; signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), 9)); "
+        "print(flush=True); signal.pause()"
+    )
+    lines = {1: [sys.executable, "-c", others], 2: [sys.executable, "-c", "import time; time.sleep(1); exit(3)"]}
+    plan = SimpleNamespace(workers=2, command=lines.__getitem__)
+    assert supervise(cast("FleetPlan", plan)) == 3
