@@ -116,7 +116,8 @@ def judging(history: History, topology: Topology, *, now_ms: int) -> Judging:
     refuse_other_shape(history.records)
     spark = history.records.sparkSession
     tasks = pieces.frame.rdd.getNumPartitions()
-    bins = assigned(pieces.logs, tasks=tasks, cores=spark.sparkContext.defaultParallelism)
+    cores = spark.sparkContext.defaultParallelism
+    bins = assigned(pieces.logs, tasks=tasks, cores=cores, extend=topology.window.extend)
     if not bins:
         return shuffled(history, topology, now_ms=now_ms).judging
     plan = MapPlan(topology, mode, now_ms + topology.max_clock_skew_ms)

@@ -45,14 +45,17 @@ _SCHEMA: Final = (
 )
 
 
-def assigned(logs: Sequence[LogSplits], *, tasks: int, cores: int) -> list[list[LogSplits]]:
+def assigned(logs: Sequence[LogSplits], *, tasks: int, cores: int, extend: bool = False) -> list[list[LogSplits]]:
     """Divide the logs among at most ``tasks`` tasks with similar numbers of records.
+
+    ``extend`` says whether duplicates extend sightings, which then need twice the memory while they are merged.
 
     Return an empty list if a shuffle would be better: if a log has too many records for the memory of a task, or if the
     largest logs would keep fewer than ``cores`` cores busy for so long that a shuffle would take less time.
     """
     rows = [log.rows for log in logs]
-    if not logs or max(rows) > _MOST_LOG_ROWS or max(rows) * cores > _SHUFFLE_FACTOR * sum(rows):
+    most_rows = _MOST_LOG_ROWS // (2 if extend else 1)
+    if not logs or max(rows) > most_rows or max(rows) * cores > _SHUFFLE_FACTOR * sum(rows):
         return []
     bins: list[list[LogSplits]] = [[] for _ in range(min(tasks, len(logs)))]
     sizes = [0] * len(bins)

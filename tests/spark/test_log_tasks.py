@@ -192,6 +192,8 @@ def logs(*rows: int) -> list[LogSplits]:
 )
 def test_logs_are_divided_among_tasks_unless_a_shuffle_is_better(sizes, cores, tasks):
     bins = assigned(logs(*sizes), tasks=8, cores=cores)
+    half = assigned(logs(*sizes), tasks=8, cores=cores, extend=True)
+    assert half == ([] if max(sizes, default=0) > log_tasks._MOST_LOG_ROWS // 2 else bins)
     assert len(bins) == tasks
     met = defaultdict(int)
     for log in (log for each in bins for log in each):
