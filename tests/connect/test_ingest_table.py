@@ -221,7 +221,7 @@ async def test_rows_of_a_query_of_postgresql_are_sent_once(stage, pg):
         ("SELECT id FROM rows", "", "the query: it has no column 'n'; it has id"),
         ("SELECT n, id, id FROM rows", "", "it has two columns 'id'; rename one with AS"),
         ("SELECT n / 20 AS n, id FROM rows", "", "two rows have n 0; name a second column with `unique`"),
-        ("SELECT n / 20 AS n, n % 5 AS m, id FROM rows", ", unique: m", "two rows have n and m 0/0. Nothing"),
+        ("SELECT n / 20 AS n, n % 5 AS m, id FROM rows", ", unique: m", "two rows have n and m 0/0. No later rows"),
         ("SELECT nullif(n, 7) AS n, id FROM rows", "", "n of 1 rows is null; exclude these rows with WHERE"),
         ("SELECT n, nullif(n, 7) AS m, id FROM rows", ", unique: m", "n or m of 1 rows is null"),
         ("SELECT id AS n, id FROM rows", "", "contains a value that is not an integer"),
