@@ -261,7 +261,7 @@ async def test_a_topic_made_anew_is_refused(stage, admin):
     admin.delete_topic(stage.topic)
     until(lambda: stage.topic not in admin.client.list_topics(timeout=10).topics, "it is gone")
     admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
-    with pytest.raises(StateIncompatible, match="it was deleted and created again"):
+    with pytest.raises(StateIncompatible, match="which was deleted and created again"):
         await stage.sink(topology)
 
 
