@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.cimpl import NewPartitions
 
 from dedup.errors import BrokerUnavailable, SettingsError, StateIncompatible
@@ -52,6 +52,20 @@ def put(kafka, job):
     """Sends committed records to the output topic, as a fleet would; ``last`` leaves their transaction open."""
     producer = Producer({"bootstrap.servers": kafka.bootstrap, "transactional.id": f"{job.name}-put"})
     producer.init_transactions()
+    ends = [
+        Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": "ends", "isolation.level": level})
+        for level in ("read_committed", "read_uncommitted")
+    ]
+
+    def settled():
+        places = [TopicPartition(job.output, partition) for partition in range(job.partitions)]
+        committed, written = ([each.get_watermark_offsets(place) for place in places] for each in ends)
+        return committed == written
+
+    def commit():
+        """The broker answers before it has written the markers: only then are the records committed for a reader."""
+        producer.commit_transaction()
+        until(settled, "the transaction's markers are written")
 
     def put(*names, leave_open=False):
         producer.begin_transaction()
@@ -59,11 +73,13 @@ def put(kafka, job):
             producer.produce(job.output, name.encode(), key=name, headers=[("name", name)])
         producer.flush()
         if leave_open:
-            return producer.commit_transaction
-        producer.commit_transaction()
+            return commit
+        commit()
         return None
 
-    return put
+    yield put
+    for each in ends:
+        each.close()
 
 
 @pytest.fixture
