@@ -225,7 +225,7 @@ def _marks(
 ) -> tuple[dict[int, SeedMark], dict[int, TaskRecord]]:
     """Return each task's seed mark, in the phase `seeding`, and each task's task record.
 
-    Raises StateIncompatible if an earlier run began a different seed.
+    Raises StateIncompatible if an earlier run began to write a different seed.
     """
     counted = rows.groupBy("dedup_partition").agg(fn.count("key"), fn.bit_xor("hash"))
     contents = dict.fromkeys(folded.progress, (0, f"{0:016x}"))

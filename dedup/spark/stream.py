@@ -391,7 +391,7 @@ def _failed_in_report(query: StreamingQuery) -> bool:
 
 
 class Running:
-    """A running stream, whose method `wait` returns when the stream has ended.
+    """A running stream; its method `wait` returns when the stream has ended.
 
     If ``in_turn`` is true, each query starts only after the previous query has read all its input.
     """
