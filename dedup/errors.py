@@ -98,6 +98,8 @@ class RecordRefused(DedupError):
 
     An offset of -1 stands for a record that dedup itself created.
     """
+    feeding: tuple[str, int] | None = None
+    """The feeding partition of these offsets, because the tasks of a group share a transaction; None without a task."""
     reasons: Mapping[int, str] = field(default_factory=dict)
     """The broker's message about each refused record, if the broker names the records (KIP-467)."""
     too_large: bool = False

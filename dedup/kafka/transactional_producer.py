@@ -63,10 +63,18 @@ LONGEST_PAUSE_MS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
+class Queued:
+    """A batch of the open transaction, with the feeding partition of its records if a task sends it."""
+
+    batch: RecordBatch
+    feeding: TopicPartition | None
+
+
+@dataclass(frozen=True, slots=True)
 class Unanswered:
     """A produce request that is still in flight."""
 
-    batches: tuple[RecordBatch, ...]
+    batches: tuple[Queued, ...]
     answer: asyncio.Future[dict[TopicPartition, Produced]]
 
 
@@ -95,7 +103,7 @@ class Session:
     def _forget_transaction(self) -> None:
         self._announced: set[TopicPartition] = set()
         self._group_announced = False
-        self._queue: list[RecordBatch] = []
+        self._queue: list[Queued] = []
         self._unanswered: list[Unanswered] = []
         self._sender: asyncio.Task[None] | None = None
         self._ends: dict[TopicPartition, int] = {}
@@ -122,11 +130,14 @@ class Session:
             self._identity = identity
         return code
 
-    def add(self, batches: Sequence[RecordBatch]) -> None:
-        """Add batches to the current transaction; `settle` and `prepare` raise any errors."""
+    def add(self, batches: Sequence[RecordBatch], feeding: TopicPartition | None = None) -> None:
+        """Add batches to the current transaction; `settle` and `prepare` raise any errors.
+
+        If a batch is refused, the error names ``feeding``, the partition to which the batch's row numbers refer.
+        """
         if self._identity.epoch < 0:
             raise InvariantBroken(f"{self.transactional_id}: batches were added before the session was opened.")
-        self._queue.extend(batches)
+        self._queue.extend(Queued(batch, feeding) for batch in batches)
         if self._sender is None or self._sender.done():
             if self._sender is not None and not self._sender.cancelled() and self._sender.exception() is not None:
                 return  # `settle` raises the failure
@@ -135,12 +146,15 @@ class Session:
     async def _send_queue(self) -> None:
         while self._queue:
             wave = self._next_wave()
-            new = [batch.target for batch in wave if batch.target not in self._announced]
+            targets = [each.batch.target for each in wave]
+            new = [target for target in targets if target not in self._announced]
             if new:
                 await self._announce(new)
+            if not self._ends.keys() >= set(targets):
+                await self._appended_everywhere()
             if len(self._unanswered) >= MOST_UNANSWERED:
                 await self._take_answer()
-            sealed = [(batch.target, self._seal(batch)) for batch in wave]
+            sealed = [(each.batch.target, self._seal(each.batch)) for each in wave]
             try:
                 answer = await self._wire.produce(self.transactional_id, sealed)
             except NoAnswer as error:
@@ -150,15 +164,15 @@ class Session:
             if not self._group_announced:
                 await self._announce_group()
 
-    def _next_wave(self) -> list[RecordBatch]:
+    def _next_wave(self) -> list[Queued]:
         """Take the next batches in order, at most one per partition, because a produce request cannot hold more."""
-        wave: dict[TopicPartition, RecordBatch] = {}
-        rest: list[RecordBatch] = []
-        for batch in self._queue:
-            if batch.target in wave:
-                rest.append(batch)
+        wave: dict[TopicPartition, Queued] = {}
+        rest: list[Queued] = []
+        for each in self._queue:
+            if each.batch.target in wave:
+                rest.append(each)
             else:
-                wave[batch.target] = batch
+                wave[each.batch.target] = each
         self._queue = rest
         return list(wave.values())
 
@@ -195,13 +209,14 @@ class Session:
             answers = await flight.answer
         except NoAnswer as error:
             raise self._unanswered_by("Produce", error) from error
-        for batch in flight.batches:
+        for each in flight.batches:
+            batch = each.batch
             produced = answers.get(batch.target, Produced(-1, -1))
             if produced.error_code == OK:
                 self._ends[batch.target] = produced.base_offset + len(batch.rows)
                 self.append_time_ms = max(self.append_time_ms, produced.append_time_ms)
             elif produced.error_code in REFUSED:
-                self._note_refused(_refused(self.transactional_id, batch, produced), batch.target)
+                self._note_refused(_refused(self.transactional_id, each, produced), batch.target)
             elif produced.error_code in OUT_OF_SEQUENCE and batch.target in self._refused_by:
                 pass  # an earlier batch is missing, so the transaction cannot be committed anyway
             else:
@@ -220,13 +235,20 @@ class Session:
 
         After RecordRefused, TaskMigrated, CommitUnknown, or BrokerUnavailable, the transaction cannot be committed.
         """
-        if self._sender is not None:
-            await self._sender
+        await self._sent()
         while self._unanswered:
             await self._take_answer()
         if self._refused is not None:
             raise self._refused
         return self._ends
+
+    async def _sent(self) -> None:
+        """Wait until all added batches are sent, or until another caller drops the session."""
+        sender = self._sender
+        if sender is not None:
+            await asyncio.wait({sender})
+            if not sender.cancelled():
+                sender.result()
 
     async def commit(self, offsets: Mapping[TopicPartition, Position]) -> Mapping[TopicPartition, int]:
         """Commit the offsets and all batches added since the last commit, and return the end offsets as `settle` does.
@@ -243,8 +265,7 @@ class Session:
         Raises the same errors as `settle`, such as TaskMigrated if another owner has fenced this session, and
         CommitUnknown if a response is missing.
         """
-        if self._sender is not None:
-            await self._sender
+        await self._sent()
         if not self._group_announced:
             await self._announce_group()  # the transaction contains only the offset
         await self._appended_everywhere()
@@ -273,14 +294,15 @@ class Session:
         self._forget_transaction()
 
     async def _appended_everywhere(self) -> None:
-        """Wait until every partition of the transaction has accepted a batch.
+        """Wait until every partition that was sent a batch has accepted one.
 
         Before a broker appends a transaction's first batch to a partition, the broker verifies with the transaction
         coordinator that the partition belongs to the transaction (KIP-890). A broker queues at most one verification
-        per transactional ID. TxnOffsetCommit also needs one, and if it replaces a queued verification of a batch, the
-        broker rejects the batch with NotEnoughReplicas (`AddPartitionsToTxnManager` of Kafka 4.1).
+        per transactional ID. The first batches of other partitions and TxnOffsetCommit also need one, and if they
+        replace a queued verification of a batch, the broker rejects that batch with NotEnoughReplicas
+        (`AddPartitionsToTxnManager` of Kafka 4.1).
         """
-        while any(batch.target not in self._ends for flight in self._unanswered for batch in flight.batches):
+        while any(each.batch.target not in self._ends for flight in self._unanswered for each in flight.batches):
             await self._take_answer()
 
     async def _commit_offsets(self, offsets: Mapping[TopicPartition, Position]) -> None:
@@ -355,7 +377,8 @@ class Session:
         )
 
 
-def _refused(transactional_id: str, batch: RecordBatch, produced: Produced) -> RecordRefused:
+def _refused(transactional_id: str, queued: Queued, produced: Produced) -> RecordRefused:
+    batch = queued.batch
     target, rows, why = batch.target, batch.rows, for_code(produced.error_code).__name__
     reasons = {rows[place]: f"{target}: {why}: {text}" for place, text in produced.refused if place < len(rows)}
     return RecordRefused(
@@ -363,6 +386,7 @@ def _refused(transactional_id: str, batch: RecordBatch, produced: Produced) -> R
         topic=target.topic,
         partition=target.partition,
         rows=tuple(reasons or rows),
+        feeding=queued.feeding,
         reasons=reasons,
         too_large=produced.error_code in TOO_LARGE,
     )

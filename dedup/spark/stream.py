@@ -44,8 +44,9 @@ from dedup.store.rocks import RocksMemory
 from dedup.topology.model import SubTopology, Topology
 from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import bounds_of, committed_offset, first_offset
-from dedup.worker.task import Task, TaskId
+from dedup.worker.task import TaskId
 from dedup.worker.task_factory import TaskFactory
+from dedup.worker.task_group import TaskGroup
 from dedup.worker.topics import Cluster, group_is_new, prepare, refuse_used_output
 
 log: Final = logging.getLogger(__name__)
@@ -129,8 +130,8 @@ class Prepared:
         if self.unpinned:
             async with connected(self.settings, f"dedup-{self.topology.name}-spark") as wire:
                 for place in self.unpinned:
-                    async with _short_task(self, wire, place) as task:
-                        await task.commit()
+                    async with _short_task(self, wire, place) as group:
+                        await group.commit()
 
 
 async def prepared(
@@ -177,16 +178,17 @@ async def _with_positions(topology: Topology, settings: Settings, cluster: Clust
 
 
 @asynccontextmanager
-async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition) -> AsyncIterator[Task]:
-    """Yield a started task for the partition, with empty local state."""
+async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition) -> AsyncIterator[TaskGroup]:
+    """Yield a group with a started task for the partition, with empty local state."""
     with tempfile.TemporaryDirectory(prefix="dedup-spark-") as empty:
         here = ready.settings.model_copy(update={"state_dir": Path(empty)})
-        task = TaskFactory(ready.topology, here, ready.cluster, wire, SteadyClock(), RocksMemory()).build(feeding)
+        group = TaskFactory(ready.topology, here, ready.cluster, wire, SteadyClock(), RocksMemory()).build((feeding,))
         try:
-            await task.start()
-            yield task
+            await group.open()
+            await group.tasks[feeding].start()
+            yield group
         finally:
-            await task.close(drain=False)
+            await group.close(drain=False)
 
 
 class _IdleMarks:
@@ -262,9 +264,9 @@ class _IdleMarks:
         try:
             if await self._caught_up_at(wire, feeding) != position:
                 return False
-            async with _short_task(self._ready, wire, feeding) as task:
-                written = task.say_idle()
-                await task.commit()
+            async with _short_task(self._ready, wire, feeding) as group:
+                written = group.tasks[feeding].say_idle()
+                await group.commit()
             log.info("%s/%d: no record for %d ms; marked idle", *feeding, self._ready.topology.idle_after_ms)
             return written
         finally:

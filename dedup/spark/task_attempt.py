@@ -160,7 +160,11 @@ class _Attempt:
         self._done: Final = TaskNumbers()
         """The counts of the records that earlier tasks of this attempt are known to have committed."""
         self._uncommitted: list[FeedBatch] = []
-        self._task = factory.build(feeding)
+        self._group = factory.build((feeding,))
+
+    @property
+    def _task(self) -> Task:
+        return self._group.tasks[self._feeding]
 
     async def run(self, first: FeedBatch, batches: Iterator[FeedBatch]) -> dict[str, Any]:
         try:
@@ -178,7 +182,7 @@ class _Attempt:
             # `_report` reads the store, so it must run before `close` releases the store.
             return self._report()
         finally:
-            await self._task.close(drain=False)
+            await self._group.close(drain=False)
 
     async def _next(self, batches: Iterator[FeedBatch]) -> FeedBatch | None:
         """Return the next batch, or None at the end; meanwhile, commit a transaction that has been open for too long.
@@ -195,18 +199,17 @@ class _Attempt:
 
     async def _start(self) -> None:
         """Start the task; if its local state is damaged, delete the local state and start the task again."""
+        await self._group.open()
         try:
             await self._task.start()
         except TaskCorrupted:
-            await self._task.close(drain=False)
             self._factory.wipe(self._feeding)
-            self._task = self._factory.build(self._feeding)
             await self._task.start()
 
     async def _commit(self) -> None:
         for renewals in range(_MOST_RENEWALS + 1):
             try:
-                await self._task.commit()
+                await self._group.commit()
             except CommitUnknown:
                 if renewals == _MOST_RENEWALS:
                     raise
@@ -219,8 +222,8 @@ class _Attempt:
     async def _renew(self) -> None:
         """Open a new epoch to find out whether the last commit succeeded, and judge the uncommitted records again."""
         self._done.add_counters(self._task.numbers)
-        await self._task.close(drain=False)
-        self._task = self._factory.build(self._feeding)
+        await self._group.close(drain=False)
+        self._group = self._factory.build((self._feeding,))
         await self._start()
         follows = self._task.next_offset
         for batch in self._uncommitted:

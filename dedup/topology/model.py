@@ -25,7 +25,7 @@ from dedup.core.tracking_id import (
     TrackingId,
 )
 from dedup.core.window import Window
-from dedup.topology.schema import ColumnType, Output, Start, StateSpec
+from dedup.topology.schema import ColumnType, Output, Start, StateSpec, TransactionsSpec
 
 _FINGERPRINT_BYTES: Final = 16
 _WINDOW_RULE: Final = 1
@@ -116,6 +116,7 @@ class Topology:
     """Members that are ignored when payloads are compared."""
     on_conflict: OnConflict = OnConflict.DUPLICATE
     state: StateSpec = field(default_factory=StateSpec)
+    transactions: TransactionsSpec = field(default_factory=TransactionsSpec)
     sink: SinkSpec | None = None
 
     @property
@@ -195,8 +196,10 @@ class Topology:
         )
 
     def transactional_id(self, sub_topology: SubTopology, partition: int, source_topic: str | None = None) -> str:
-        """Return the transactional ID of a task. Only repartition tasks have a ``source_topic``."""
-        parts = [self.name, sub_topology, source_topic, str(partition)]
+        """Return the transactional ID of a partition's task group. Only repartition tasks have a ``source_topic``."""
+        most = self.transactions.partitions
+        group = str(partition) if most == 1 else f"g{partition // most}"
+        parts = [self.name, sub_topology, source_topic, group]
         return ".".join(part for part in parts if part is not None)
 
     def state_fingerprint(self, partitions: Mapping[str, int]) -> bytes:

@@ -109,6 +109,7 @@ def _topology(file: TopologyFile) -> Topology:
         fingerprint_exclude=tuple(conflicts.exclude),
         on_conflict=OnConflict(file.on_conflict),
         state=file.state,
+        transactions=file.transactions,
         sink=None if file.sink is None else _sink(file.name, file.sink, output),
     )
 

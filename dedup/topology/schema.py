@@ -28,6 +28,8 @@ from dedup.yaml_document import Keys, accepting, matching, some, within
 
 _HEADER_CHARS: Final = 1_000
 _MOST_STANDBYS: Final = 10
+_MOST_PARTITIONS: Final = 256
+"""Limit for the partitions of a transaction, whose markers the coordinator writes one by one."""
 RULES: Final = ("key", "header", "field", "fields", "content")
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 _TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
@@ -284,6 +286,13 @@ class StateSpec(Keys):
     """Limit for a partition's state. The worker stops before the state exceeds this limit."""
 
 
+class TransactionsSpec(Keys):
+    """Settings for the transactions of a topology's tasks."""
+
+    partitions: Annotated[int, within(1, _MOST_PARTITIONS)] = 1
+    """Number of partitions whose tasks commit together, in one transaction."""
+
+
 class TopologyFile(Keys):
     """The content of a topology file, which describes one deduplication job."""
 
@@ -325,6 +334,8 @@ class TopologyFile(Keys):
     """Topic for dead letters. Default: <output topic>.dead-letter."""
     state: StateSpec = StateSpec()
     """Settings for the state of the tasks."""
+    transactions: TransactionsSpec = TransactionsSpec()
+    """Settings for the transactions of the tasks."""
     sink: SinkFile | None = None
     """The table that `dedup sink` fills from the output."""
 

@@ -6,9 +6,12 @@ own state, so Faust's recovery service never starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+from faust.assignor.client_assignment import ClientAssignment, ClientMetadata
+from faust.assignor.partition_assignor import PartitionAssignor
 from faust.stores import STORES
 from faust.stores.base import Store as FaustStore
 from faust.tables import TableManager as FaustTableManager
@@ -108,6 +111,66 @@ class TableManager(FaustTableManager):
         return False
 
 
+class GroupAssignor(PartitionAssignor):
+    """Faust's sticky assignor, which assigns whole task groups instead of single partitions.
+
+    Faust assigns the numbers of the groups, and this class converts them from and to partitions. Workers whose groups
+    have another size cannot join the same consumer group, because their assignor has another name.
+    """
+
+    app: DedupApp
+    _counts: Mapping[str, int]
+    """The partition count of each topic in the cluster."""
+
+    @property
+    def name(self) -> str:
+        """The name that Kafka compares; all members of a consumer group must have the same one."""
+        return "faust" if self._size == 1 else f"faust-groups-of-{self._size}"
+
+    @property
+    def _size(self) -> int:
+        return self.app.factory.topology.transactions.partitions
+
+    def _perform_assignment(self, cluster: Any, member_metadata: Any) -> Any:  # Faust's signature
+        topics = {topic for metadata in member_metadata.values() for topic in metadata.subscription}
+        self._counts = {topic: len(cluster.partitions_for_topic(topic) or ()) for topic in topics}
+        return super()._perform_assignment(cluster, member_metadata)
+
+    def _get_client_metadata(self, metadata: Any) -> ClientMetadata:  # type: ignore[override]  # Faust calls it on the instance
+        """Return what a member had before, in groups."""
+        found = super()._get_client_metadata(metadata)
+        before = found.assignment
+        found.assignment = ClientAssignment(
+            actives={topic: self._groups(partitions) for topic, partitions in before.actives.items()},
+            standbys={topic: self._groups(partitions) for topic, partitions in before.standbys.items()},
+        )
+        return found
+
+    def _get_copartitioned_groups(self, topics: Any, cluster: Any, subscriptions: Any) -> Any:  # type: ignore[override]  # as above
+        """Return the topics that are assigned alike, by their number of groups."""
+        found: defaultdict[int, list[set[str]]] = defaultdict(list)
+        for partitions, alike in super()._get_copartitioned_groups(topics, cluster, subscriptions).items():
+            found[-(-partitions // self._size)] += alike
+        return found
+
+    def _global_table_standby_assignments(self, assignments: Any, partitions_by_topic: Any) -> Any:  # Faust's signature
+        """Convert a finished assignment from groups to partitions; dedup has no global tables."""
+        return {
+            member: ClientAssignment(
+                actives={topic: self._partitions(topic, groups) for topic, groups in made.actives.items()},
+                standbys={topic: self._partitions(topic, groups) for topic, groups in made.standbys.items()},
+            )
+            for member, made in assignments.items()
+        }
+
+    def _groups(self, partitions: Iterable[int]) -> list[int]:
+        return sorted({partition // self._size for partition in partitions})
+
+    def _partitions(self, topic: str, groups: Iterable[int]) -> list[int]:
+        size, count = self._size, self._counts[topic]
+        return [number for group in groups for number in range(group * size, min((group + 1) * size, count))]
+
+
 TRANSPORTS.aliases["dedup"] = "dedup.worker.transport:Transport"
 STORES.aliases["dedup"] = "dedup.worker.app:SightingsStore"
 
@@ -124,6 +187,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         store="dedup://",
         cache="memory://",
         TableManager=TableManager,
+        PartitionAssignor=GroupAssignor,
         # This guarantee makes Faust read only committed records and use dedup's TransactionManager instead of its own.
         processing_guarantee="exactly_once",
         version=1,
@@ -146,7 +210,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
     app.settings, app.wire, app.factory = settings, wire, factory
     wire.pin(factory.check.topic_ids)
     interval_ms = settings.commit_interval_ms
-    app.tasks = TaskManager(factory.build, factory.wipe, lambda: app.member, commit_interval_ms=interval_ms)
+    app.tasks = TaskManager(factory, lambda: app.member, commit_interval_ms=interval_ms)
     app.standbys = Standbys(wire, topology.changelog_topic, topology.window, factory.fingerprint(), factory.keeping)
     app.sub_topologies = {"dedup": topology.feeding_topics}
     if not topology.direct:

@@ -1,11 +1,14 @@
-"""Implements a task, which has one feeding partition, transactional ID, store, and changelog partition.
+"""Implements a task, which has one feeding partition, one store, and one changelog partition.
 
-A task exists only for the duration of one assignment. Correctness depends on the order of the steps in `start`: fence
-the previous owner (InitProducerId), read the committed offset, restore the store to the end of the changelog, and only
-then return the offset to read from. After that, each batch is processed in the same way:
+A task exists only for the duration of one assignment. It judges the records of its feeding partition and keeps their
+sightings until they are committed; its `TaskGroup` sends the results and commits them. Correctness depends on the order
+of the steps: the group fences the previous owner (InitProducerId), and `start` then reads the committed offset,
+restores the store to the end of the changelog, and returns the offset to read from. After that, each batch is processed
+in the same way:
 
     process(batch)   judge it (pure), keep its sightings in the write buffer's open generation, send the results
-    commit()         freeze the generation, add the task record, await all sends, add offset, EndTxn, apply to the store
+    capture()        freeze the generation and return the task record, for the transaction that the group now commits
+    applied()        apply the generation to the store, after EndTxn
 
 While a commit is in flight, later batches are judged, but their results are sent only after the commit. The store never
 contains an uncommitted sighting. After a crash before EndTxn, the broker aborts the transaction. After a crash between
@@ -17,15 +20,14 @@ from __future__ import annotations
 import abc
 import asyncio
 import enum
-import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from dedup import crashpoints
-from dedup.errors import ClockBehind, InvariantBroken, RecordRefused, TaskMigrated
+from dedup.errors import InvariantBroken, RecordRefused, TaskCorrupted, TaskMigrated
 from dedup.kafka.record_batch import FeedBatch
-from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import Position, RecordBatch, TopicPartition, Wire
 from dedup.metrics import TaskNumbers
 from dedup.store.base import Store
@@ -34,7 +36,6 @@ from dedup.worker.offsets import committed_offset, committed_position, refuse_ot
 from dedup.worker.recent_outcomes import Recent
 from dedup.worker.record_collector import RecordCollector, Refusals
 
-log: Final = logging.getLogger(__name__)
 _MOST_WAITING: Final = 16_000
 """The number of records that a task may judge during a commit before it waits for the commit to end."""
 
@@ -142,24 +143,58 @@ class TaskWork(abc.ABC):
         """Release the store."""
 
 
+class SharedTransaction(Protocol):
+    """What a task needs from its `TaskGroup`, whose tasks share one transaction."""
+
+    dirty: asyncio.Event
+    """Set while there is something to commit."""
+    sendable: asyncio.Event
+    """Cleared while a commit is in flight, when records for the next transaction may not be sent yet."""
+    open_for_batches: asyncio.Event
+    """Cleared while records are judged again after a refusal, so that no batch is added until the next commit."""
+
+    @property
+    def epoch(self) -> int:
+        """The current producer epoch."""
+
+    def send(self, batches: Sequence[RecordBatch], feeding: TopicPartition) -> None:
+        """Add record batches, which were made from records of a feeding partition, to the transaction."""
+
+    def give_up(self) -> None:
+        """Close every task of the group at once, so that nothing more is committed in this assignment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What a task contributes to a transaction that is being committed."""
+
+    task: Task
+    position: Position
+    held: int
+    """The number of batches whose results are in the transaction."""
+    frozen: Frozen
+
+
 class Task:
-    """Processes one partition, from assignment to revocation."""
+    """Processes one partition, from assignment to revocation; a `TaskGroup` commits its results."""
 
     def __init__(
         self,
         task_id: TaskId,
         committing: Committing,
-        session: Session,
+        transaction: SharedTransaction,
         wire: Wire,
         make_work: Callable[[TaskNumbers], TaskWork],
     ) -> None:
         self.task_id: Final = task_id
         self.numbers: Final = TaskNumbers()
         self.state = TaskState.CREATED
-        self.dirty: Final = asyncio.Event()
-        """Set while there is something to commit."""
+        self.dirty = False
+        """True while there is something to commit."""
+        self.damage: TaskCorrupted | None = None
+        """The damage that was found in the task's store."""
         self._committing = committing
-        self._session: Final = session
+        self._transaction: Final = transaction
         self._wire: Final = wire
         self.work: Final = make_work(self.numbers)
         """The part of the task that depends on its kind."""
@@ -177,16 +212,16 @@ class Task:
         self._waiting: list[list[RecordBatch]] = []
         """For each batch that was judged while a commit is in flight, the record batches that wait to be sent."""
         self._waiting_records = 0
-        self._commit_lock: Final = asyncio.Lock()
-        self._sendable: Final = asyncio.Event()
-        self._open_for_batches: Final = asyncio.Event()
-        """Cleared while records are judged again after a refusal, so that no batch is added until the next commit."""
-        self._open_for_batches.set()
+        self._in_flight = False
+        """True while the task's results are in a transaction that is being committed."""
+        self._idle_said = False
+        """True if idle markers were sent since the task was last captured."""
+        self._idle_in_flight = False
 
     @property
-    def epoch(self) -> int:
-        """The current producer epoch."""
-        return self._session.epoch
+    def feeding(self) -> TopicPartition:
+        """The partition whose records the task judges."""
+        return self.task_id.feeding
 
     @property
     def position(self) -> Position:
@@ -195,13 +230,13 @@ class Task:
 
     @property
     def committing(self) -> bool:
-        """True while a commit is in flight."""
-        return self._commit_lock.locked()
+        """True while results of this task are being committed."""
+        return self._in_flight
 
     @property
     def all_committed(self) -> bool:
         """True if the task runs and everything that it has judged is committed."""
-        return self.state is TaskState.RUNNING and not self.dirty.is_set() and not self.committing
+        return self.state is TaskState.RUNNING and not self.dirty and not self._in_flight
 
     def _move(self, state: TaskState) -> None:
         if state not in MOVES[self.state]:
@@ -209,18 +244,39 @@ class Task:
         self.state = state
 
     async def start(self) -> int:
-        """Take over the partition, and return the offset to read from.
+        """Restore the state, and return the offset to read from; the group must have been opened.
 
-        Raises TaskMigrated, CommitUnknown, StateIncompatible, TaskCorrupted, or BrokerUnavailable.
+        May be called again after TaskCorrupted. The task does not run afterwards if its group was closed meanwhile.
+        Raises StateIncompatible, TaskCorrupted, CommitUnknown, or BrokerUnavailable.
         """
-        self._move(TaskState.RESTORING)
-        await self._session.open()
+        if self.state is TaskState.CREATED:
+            self._move(TaskState.RESTORING)
+        try:
+            while self.state is TaskState.RESTORING:
+                epoch = self._transaction.epoch
+                await self._restore()
+                if self._transaction.epoch == epoch:
+                    break
+                # The new epoch may have fenced another owner, whose commits this task must not miss.
+                self.work.close()
+        except BaseException:
+            self.work.close()
+            raise
+        if self.state is not TaskState.RESTORING:
+            self.work.close()
+            return self.next_offset
+        self._move(TaskState.RUNNING)
+        if self._committed is None and self._committing.pin_start:
+            self._soil()
+        return self.next_offset
+
+    async def _restore(self) -> None:
         # This process may have been frozen during a reset, so its disk may hold the state of another changelog.
         await self._committing.confirm()
         # The offset is not taken from aiokafka, which reads it before the previous owner is fenced.
-        found = await committed_position(self._wire, self._committing.group, self.task_id.feeding)
+        found = await committed_position(self._wire, self._committing.group, self.feeding)
         if found is not None:
-            refuse_other_topics(found.note, self._committing.note, self.task_id.feeding)
+            refuse_other_topics(found.note, self._committing.note, self.feeding)
         committed = self._committed = None if found is None else found.offset
         crashpoints.reached("after_committed_offset")
         self.next_offset = self._expected = await self.work.restore(committed)
@@ -228,14 +284,13 @@ class Task:
             self._leader_epoch = found.leader_epoch
         crashpoints.reached("after_restore")
         self.numbers.committed_offset = self.next_offset
-        self._move(TaskState.RUNNING)
-        self._sendable.set()
-        if committed is None and self._committing.pin_start:
-            self.dirty.set()
-        return self.next_offset
+
+    def _soil(self) -> None:
+        self.dirty = True
+        self._transaction.dirty.set()
 
     async def process(self, batch: FeedBatch) -> None:
-        """Judge a batch and add the resulting records to the task's transaction."""
+        """Judge a batch and add the resulting records to the group's transaction."""
         if self.state is not TaskState.RUNNING:
             return  # revoked in the meantime: the next owner of the partition reads these records again
         if batch.follows != self._expected:
@@ -246,20 +301,30 @@ class Task:
             )
         self._expected = batch.next_offset
         fresh = self._not_yet_judged(batch)
-        await self._open_for_batches.wait()
+        await self._transaction.open_for_batches.wait()
         if fresh is not None and self.state is TaskState.RUNNING:
             self._take(fresh)
             if self._waiting_records >= _MOST_WAITING:
-                await self._sendable.wait()
+                await self._transaction.sendable.wait()
 
     def _take(self, batch: FeedBatch) -> None:
         try:
-            self._judge(batch)
-            if self._sendable.is_set():
-                self._send_waiting()
+            with self.noting_damage():
+                self._judge(batch)
+            if self._transaction.sendable.is_set():
+                self.send_waiting()
         except BaseException:
             # The commit loop must not commit the part of the batch that may already be buffered or sent.
-            self._close_now()
+            self._transaction.give_up()
+            raise
+
+    @contextmanager
+    def noting_damage(self) -> Iterator[None]:
+        """Remember damage that is found in the task's store inside the ``with`` block, because it must be deleted."""
+        try:
+            yield
+        except TaskCorrupted as damage:
+            self.damage = damage
             raise
 
     def _not_yet_judged(self, batch: FeedBatch) -> FeedBatch | None:
@@ -278,162 +343,102 @@ class Task:
         self._waiting.append(self.work.judge(batch, self._refusals))
         self._waiting_records += len(batch.offsets)
         self.next_offset, self._leader_epoch = batch.next_offset, batch.leader_epoch
-        self.dirty.set()
+        self._soil()
 
     def say_idle(self) -> bool:
         """Write this feed's idle markers in a transaction and return True, or return False if a transaction is open."""
         if not self.all_committed:
             return False
-        self._session.add(self.work.idle())
-        self.dirty.set()
+        self._mark_idle()
+        if self._transaction.sendable.is_set():
+            self.send_waiting()
         return True
 
-    def _send_waiting(self) -> None:
+    def _mark_idle(self) -> None:
+        self._waiting.append(self.work.idle())
+        self._idle_said = True
+        self._soil()
+
+    def send_waiting(self) -> None:
+        """Send the results of all batches that were judged while a commit was in flight."""
         for batches in self._waiting:
-            self._session.add(batches)
+            self._transaction.send(batches, self.feeding)
         self._waiting.clear()
         self._waiting_records = 0
 
-    async def commit(self) -> None:
-        """Commit everything judged so far, and apply it to the store; do nothing if there is nothing to commit.
-
-        After TaskMigrated or CommitUnknown is raised, the task must be discarded.
-        """
-        async with self._commit_lock:
-            try:
-                while self.dirty.is_set() and self.state is TaskState.RUNNING:
-                    try:
-                        await self._commit_once()
-                    except RecordRefused as refusal:
-                        await self._judge_again((refusal, *refusal.also))
-                    except ClockBehind:
-                        await self._judge_again(())
-                    else:
-                        break
-            finally:
-                self._open_for_batches.set()
-
-    async def _commit_once(self) -> None:
-        # No await separates these lines, because the sent records, the applied state, and the offset must match.
+    def capture(self) -> Captured:
+        """Capture everything judged so far for the transaction that the group now commits."""
+        self.dirty, self._in_flight = False, True
+        self._idle_said, self._idle_in_flight = False, self._idle_said
         position = self.position
-        offset = position.offset
-        captured = len(self._held)
-        self.dirty.clear()
-        self._sendable.clear()
-        try:
-            frozen = self.work.freeze(offset)
-            self._session.add(frozen.batches)
-            ends = await self._commit_confirmed(position, frozen)
-            if not self._may_apply():
-                return  # the next owner of the store finds this commit in the changelog
-            frozen.apply(ends)
-            crashpoints.reached("after_apply")
-            for batch in self._held[:captured]:
-                self.numbers.settled(batch.timestamps_ms[0], batch.timestamps_ms[-1], len(batch.offsets))
-            del self._held[:captured]
-            self._refusals = Refusals()
-            self.numbers.committed(offset)
-            self._committed = offset
-            self._send_waiting()
-        except (RecordRefused, ClockBehind):
-            raise
-        except BaseException:
-            self._close_now()
-            raise
-        finally:
-            self._sendable.set()
+        with self.noting_damage():
+            return Captured(self, position, len(self._held), self.work.freeze(position.offset))
 
-    async def _commit_confirmed(self, position: Position, frozen: Frozen) -> Mapping[TopicPartition, int]:
-        """Write the results, confirm that the topics have not changed, and commit the transaction."""
-        written = asyncio.ensure_future(self._session.prepare({self.task_id.feeding: position}))
-        confirmed = asyncio.ensure_future(self._committing.confirm())
-        try:
-            ends = await written
-            await confirmed
-            frozen.confirm(self._session.append_time_ms)
-            if self.state is TaskState.RUNNING:
-                # If the task was closed in the meantime, the session has forgotten responses that may be refusals.
-                await self._session.end()
-        finally:
-            for each in (written, confirmed):
-                each.cancel()
-            await asyncio.gather(written, confirmed, return_exceptions=True)
-        return ends
+    def applied(self, captured: Captured, ends: Mapping[TopicPartition, int]) -> None:
+        """Apply captured results to the store, because their transaction is committed."""
+        with self.noting_damage():
+            captured.frozen.apply(ends)
+        crashpoints.reached("after_apply")
+        for batch in self._held[: captured.held]:
+            self.numbers.settled(batch.timestamps_ms[0], batch.timestamps_ms[-1], len(batch.offsets))
+        del self._held[: captured.held]
+        self._refusals = Refusals()
+        self.numbers.committed(captured.position.offset)
+        self._committed = captured.position.offset
+        self._in_flight = self._idle_in_flight = False
 
-    def _may_apply(self) -> bool:
-        """Return whether the task is running; the task may have been closed while its commit was in flight."""
-        return self.state is TaskState.RUNNING
+    def learn(self, refused: RecordRefused) -> None:
+        """Remember a refused batch of this task; raise RecordRefused if a record of it has no replacement left."""
+        offset = self._refusals.learn(refused, self.work.collector.side_topics)
+        if offset is not None:
+            raise RecordRefused(
+                f"{refused}. The record is offset {offset} of {self.feeding}. It was refused before, and now its dead "
+                f"letter is refused, so no topic accepts it. Nothing was committed past it; give {refused.topic!r} a "
+                "larger max.message.bytes, or name another dead_letter topic, and restart.",
+                topic=refused.topic,
+                partition=refused.partition,
+                rows=refused.rows,
+            )
 
-    async def _judge_again(self, refused: Sequence[RecordRefused]) -> None:
-        """Judge all records since the last commit again, and send replacements for refused records."""
-        self.numbers.aborted += 1
-        self._open_for_batches.clear()
-        self._sendable.clear()
-        try:
-            if refused:
-                self._learn(refused)
-            await self._session.open()
-            await self._refuse_if_overtaken()
-            for topic, partition in sorted({(each.topic, each.partition) for each in refused if each.too_large}):
-                await self.work.collector.limits.look_again(TopicPartition(topic, partition))
-            self._judge_held_again()
-        except BaseException:
-            # A waiting call to `close` must not commit an offset without the state that belongs to it.
-            self._close_now()
-            raise
-        finally:
-            self._sendable.set()
+    async def refuse_if_overtaken(self) -> None:
+        """Raise TaskMigrated if another owner has committed, because this task may be a zombie."""
+        committed = await committed_offset(self._wire, self._committing.group, self.feeding)
+        with self.noting_damage():
+            if committed == self._committed and not await self.work.overtaken():
+                return
+        raise TaskMigrated(
+            f"{self.task_id}: another owner has committed since our last commit; this task is discarded and the "
+            f"worker rejoins the group."
+        )
 
-    def _learn(self, refused: Sequence[RecordRefused]) -> None:
-        """Remember refused records; raise RecordRefused if nothing is left to send in place of one of them."""
-        more = f", and {len(refused) - 1} more batches" if len(refused) > 1 else ""
-        text = "%s: %s%s. Records from offset %s on are judged again, with replacements for refused records."
-        log.warning(text, self.task_id, refused[0], more, self._committed)
-        for each in refused:
-            offset = self._refusals.learn(each, self.work.collector.side_topics)
-            if offset is not None:
-                feeding = self.task_id.feeding
-                raise RecordRefused(
-                    f"{each}. The record is offset {offset} of {feeding}. It was refused before, and now its dead "
-                    f"letter is refused, so no topic accepts it. Nothing was committed past it; give {each.topic!r} a "
-                    "larger max.message.bytes, or name another dead_letter topic, and restart.",
-                    topic=each.topic,
-                    partition=each.partition,
-                    rows=each.rows,
-                )
-
-    def _judge_held_again(self) -> None:
+    def judge_again(self) -> None:
+        """Judge all records since the last commit again, and send the results in the group's new epoch."""
+        self.numbers.aborted += self._in_flight or self.dirty
         self.work.discard()
         self._waiting.clear()
         self._waiting_records = 0
+        # The transaction that is gone may have contained an offset or idle markers alone.
+        unfinished, idle = self._in_flight or self.dirty, self._idle_said or self._idle_in_flight
+        self._in_flight = self._idle_in_flight = False
         held, self._held = self._held, []
         if held:
             self.next_offset = held[0].offsets[0]
-        for batch in held:
-            self._judge(batch)
-        self._send_waiting()
+        with self.noting_damage():
+            for batch in held:
+                self._judge(batch)
+        if idle:
+            self._mark_idle()
+        if unfinished:
+            self._soil()
+        self.send_waiting()
 
-    async def _refuse_if_overtaken(self) -> None:
-        """Raise TaskMigrated if another owner has committed, because this task may be a zombie."""
-        committed = await committed_offset(self._wire, self._committing.group, self.task_id.feeding)
-        if committed != self._committed or await self.work.overtaken():
-            raise TaskMigrated(
-                f"{self.task_id}: another owner has committed since our last commit; this task is discarded and the "
-                f"worker rejoins the group."
-            )
-
-    def _close_now(self) -> None:
-        if self.state is not TaskState.CLOSED:
-            self._move(TaskState.CLOSED)
-            self.dirty.clear()
+    def close_now(self) -> None:
+        """Discard everything that is not committed, and release the store; `start` releases it if it is under way."""
+        if self.state is TaskState.CLOSED:
+            return
+        restoring = self.state is TaskState.RESTORING
+        self._move(TaskState.CLOSED)
+        self.dirty = False
+        if not restoring:
             self.work.discard()
             self.work.close()
-
-    async def close(self, *, drain: bool) -> None:
-        """Release the task's store and session. If ``drain`` is True, first commit everything judged so far."""
-        try:
-            if drain and self.state is TaskState.RUNNING:
-                await self.commit()
-        finally:
-            self._close_now()
-            await self._session.drop()

@@ -5,13 +5,14 @@ This module is independent of Faust, because the Spark stream also uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
 from dedup.core.extract import compile_extractor
 from dedup.core.window import Feed
+from dedup.errors import InvariantBroken
 from dedup.kafka.consumer import TopicCheck
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import TopicNow, TopicPartition, Wire
@@ -25,11 +26,12 @@ from dedup.topology.model import Topology, extractor_of
 from dedup.worker.bootstrap import Bootstrap, WantedCheckpoint
 from dedup.worker.clock import SteadyClock
 from dedup.worker.dedup_task import DedupPlan, DedupTask
-from dedup.worker.offsets import offset_note
+from dedup.worker.offsets import Start, offset_note
 from dedup.worker.record_collector import Limits, RecordCollector
 from dedup.worker.repartition_task import RepartitionPlan, RepartitionTask
 from dedup.worker.restore import LostOffsets
 from dedup.worker.task import Committing, Task, TaskId, TaskWork
+from dedup.worker.task_group import Members, TaskGroup
 from dedup.worker.topics import Cluster, routes_of
 
 DEADLINE_MS: Final = 20_000
@@ -109,29 +111,61 @@ class TaskFactory:
             waiting.close()
         delete_store(self.wanted(feeding.partition).directory)
 
-    def build(self, feeding: TopicPartition) -> Task:
-        """Return a new task for a feeding partition."""
+    def grouped(self, feeding: Iterable[TopicPartition]) -> list[Members]:
+        """Return the feeding partitions group by group. Raises InvariantBroken unless each group is complete."""
+        most, wanted = self.topology.transactions.partitions, set(feeding)
+        groups: list[Members] = []
+        for topic, partition in sorted(wanted):
+            if partition % most == 0:
+                end = min(partition + most, self.cluster.topics[topic].partitions)
+                groups.append(tuple(TopicPartition(topic, number) for number in range(partition, end)))
+        if wanted != {member for members in groups for member in members}:
+            raise InvariantBroken(
+                f"the consumer group has assigned parts of task groups: {sorted(wanted)}, with {most} partitions in a "
+                "group. The worker stops; nothing was judged."
+            )
+        return groups
+
+    def build(self, members: Members) -> TaskGroup:
+        """Return a new group with a task for each of these feeding partitions, as `grouped` returns them."""
         self.wire.pin(self.check.topic_ids)
-        topology, partition, topics = self.topology, feeding.partition, self.cluster.topics
-        collector = RecordCollector(routes_of(topology, self.cluster, self.settings), partition, self.limits)
-        plan: DedupPlan | RepartitionPlan
-        make: Callable[[TaskNumbers], TaskWork]
-        if topology.direct or feeding.topic not in topology.source.topics:
-            task_id, changelog_id = TaskId("dedup", feeding), topics[topology.changelog_topic].topic_id
-            transactional_id = topology.transactional_id("dedup", partition)
-            plan = self._dedup_plan(feeding)
-            make = partial(DedupTask, plan, self.wire, self.keeping(partition), collector, self.clock)
+        topology, first = self.topology, members[0]
+        dedup = topology.direct or first.topic not in topology.source.topics
+        if dedup:
+            transactional_id = topology.transactional_id("dedup", first.partition)
         else:
-            task_id, changelog_id = TaskId("repartition", feeding), None
-            transactional_id = topology.transactional_id("repartition", partition, feeding.topic)
-            plan = self._repartition_plan(feeding)
-            refuse = partial(self.lost_offsets.refuse, Feed(plan.topic, partition))
-            make = partial(RepartitionTask, plan, self.wire, collector, self.clock, refuse_lost=refuse)
+            transactional_id = topology.transactional_id("repartition", first.partition, first.topic)
         timeout_ms = self.settings.transaction_timeout_ms
         session = Session(self.wire, transactional_id, topology.name, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS)
-        note = offset_note(topics[feeding.topic].topic_id, changelog_id)
-        committing = Committing(topology.name, self.check.confirm, note, pin_start=plan.start != "earliest")
-        return Task(task_id, committing, session, self.wire, make)
+        group = TaskGroup(session, self.check.confirm)
+        for feeding in members:
+            group.add(self._task(feeding, group) if dedup else self._repartition_task(feeding, group))
+        return group
+
+    def _task(self, feeding: TopicPartition, group: TaskGroup) -> Task:
+        plan, topics = self._dedup_plan(feeding), self.cluster.topics
+        make = partial(
+            DedupTask, plan, self.wire, self.keeping(feeding.partition), self._collector(feeding), self.clock
+        )
+        note = offset_note(topics[feeding.topic].topic_id, topics[self.topology.changelog_topic].topic_id)
+        return self._built(TaskId("dedup", feeding), group, plan.start, note, make)
+
+    def _repartition_task(self, feeding: TopicPartition, group: TaskGroup) -> Task:
+        plan = self._repartition_plan(feeding)
+        refuse = partial(self.lost_offsets.refuse, Feed(plan.topic, feeding.partition))
+        make = partial(RepartitionTask, plan, self.wire, self._collector(feeding), self.clock, refuse_lost=refuse)
+        note = offset_note(self.cluster.topics[feeding.topic].topic_id)
+        return self._built(TaskId("repartition", feeding), group, plan.start, note, make)
+
+    def _built(
+        self, task_id: TaskId, group: TaskGroup, start: Start, note: str, make: Callable[[TaskNumbers], TaskWork]
+    ) -> Task:
+        committing = Committing(self.topology.name, self.check.confirm, note, pin_start=start != "earliest")
+        return Task(task_id, committing, group, self.wire, make)
+
+    def _collector(self, feeding: TopicPartition) -> RecordCollector:
+        routes = routes_of(self.topology, self.cluster, self.settings)
+        return RecordCollector(routes, feeding.partition, self.limits)
 
     def _dedup_plan(self, feeding: TopicPartition) -> DedupPlan:
         topology, topic = self.topology, self.cluster.topics[feeding.topic]

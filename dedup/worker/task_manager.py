@@ -1,4 +1,4 @@
-"""Manages the tasks of a worker, which are opened on assignment, committed at intervals, and closed on revocation."""
+"""Manages the task groups of a worker, which open on assignment, commit at intervals, and close on revocation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.wire import Position, TopicPartition
 from dedup.metrics import Place, TaskNumbers
 from dedup.worker.task import Task, TaskState
+from dedup.worker.task_group import Members, TaskGroup
 
 log: Final = logging.getLogger(__name__)
 CANCEL_AGAIN_S: Final = 0.5
-_TASK_INTERVAL_S: Final = 0.0075
-"""Commit interval per busy task. A transaction costs 0.7-1.5 ms of CPU, so commits take at most a fifth of a core."""
+_GROUP_INTERVAL_S: Final = 0.0075
+"""Commit interval per busy group. A transaction costs 0.7-1.5 ms of CPU, so commits take at most a fifth of a core."""
 _LONGEST_INTERVAL_S: Final = 1.0
 """The maximum commit interval. Readers wait while a transaction is open, and the broker aborts it after its timeout."""
 _LEAST_REST: Final = 0.5
@@ -29,7 +30,6 @@ _MOST_RESTORES: Final = 2
 FIRST_PAUSE_S: Final = 0.2
 """The pause before a task whose commit got no response is rebuilt; it doubles until a commit succeeds."""
 LONGEST_PAUSE_S: Final = 10.0
-Build = Callable[[TopicPartition], Task]
 
 
 async def ended(loops: Iterable[asyncio.Task[Any]]) -> None:
@@ -76,23 +76,30 @@ class Outage:
         return min(FIRST_PAUSE_S * (1 << min(self.tries - 1, 10)), LONGEST_PAUSE_S)
 
 
-class TaskManager:
-    """Maps feeding partitions to tasks, and runs the loops that start the tasks and make them commit."""
+class Factory(Protocol):
+    """Builds the task groups of a topology; see `TaskFactory`."""
 
-    def __init__(
-        self,
-        build: Build,
-        wipe: Callable[[TopicPartition], None],
-        member: Callable[[], Membership],
-        *,
-        commit_interval_ms: int,
-    ) -> None:
+    def grouped(self, feeding: Iterable[TopicPartition]) -> list[Members]:
+        """Return the feeding partitions group by group. Raises InvariantBroken unless each group is complete."""
+
+    def build(self, members: Members) -> TaskGroup:
+        """Return a new group with a task for each of these feeding partitions."""
+
+    def wipe(self, feeding: TopicPartition) -> None:
+        """Delete the local state of a feeding partition's task."""
+
+
+class TaskManager:
+    """Maps feeding partitions to tasks, and runs the loops that start task groups and make them commit."""
+
+    def __init__(self, factory: Factory, member: Callable[[], Membership], *, commit_interval_ms: int) -> None:
         """``member`` returns the group member that reads partitions on behalf of the tasks."""
-        self._build: Final = build
-        self._wipe: Final = wipe
+        self._factory: Final = factory
         self._commit_interval_s: Final = commit_interval_ms / 1000
+        self._groups: dict[Members, TaskGroup] = {}
         self._tasks: dict[TopicPartition, Task] = {}
-        self._loops: dict[TopicPartition, asyncio.Task[None]] = {}
+        self._group_of: dict[TopicPartition, TaskGroup] = {}
+        self._loops: dict[Members, asyncio.Task[None]] = {}
         self._lives: dict[TopicPartition, int] = {}
         """Maps each partition to the number from `Membership.begin`; batches with other numbers are dropped."""
         self._member: Final = member
@@ -112,13 +119,18 @@ class TaskManager:
         return self._tasks
 
     def open(self, feeding: Iterable[TopicPartition]) -> None:
-        """Build a task for each partition and start it in the background."""
-        if self._tasks:
+        """Build the groups of these partitions, and start them in the background."""
+        if self._groups:
             raise InvariantBroken(f"tasks of an older assignment are still open: {sorted(self._tasks)}.")
-        for partition in sorted(feeding):
-            self._tasks[partition] = self._build(partition)
-            self._loops[partition] = asyncio.create_task(self._live(partition), name=f"task {partition}")
+        for members in self._factory.grouped(feeding):
+            self._build(members)
+            self._loops[members] = asyncio.create_task(self._live(members), name=f"tasks of {members[0]}")
         self.opened.set()
+
+    def _build(self, members: Members) -> None:
+        group = self._groups[members] = self._factory.build(members)
+        self._tasks.update(group.tasks)
+        self._group_of.update(dict.fromkeys(members, group))
 
     async def process_all(self, batches: AsyncIterable[FeedBatch]) -> None:
         """Pass each batch to its task, in order; Faust runs `process_all` as the body of each agent."""
@@ -132,115 +144,130 @@ class TaskManager:
         task = self._tasks.get(batch.feeding)
         if task is None or batch.life != self._lives.get(batch.feeding):
             return
+        group = self._group_of[batch.feeding]
         try:
             await task.process(batch)
         except TaskCorrupted as error:
-            await self._heal(batch.feeding, task, error)
+            await self._heal(group, error)
         except Exception as error:
             self.fail(error)
             raise
 
-    async def _live(self, partition: TopicPartition) -> None:
-        """Run a partition's task; on an error, rebuild it, restore its state, rejoin the group, or stop the worker."""
+    async def _live(self, members: Members) -> None:
+        """Run a group; on an error, rebuild it, restore its state, rejoin the consumer group, or stop the worker."""
         outage = Outage()
         try:
             while True:
                 try:
-                    await self._start(partition, outage)
-                    await self._commit_by_the_clock(self._tasks[partition], outage)
+                    await self._run(members, outage)
                 except CommitUnknown as error:
-                    await self._build_again(partition, error, outage)
+                    await self._build_again(members, error, outage)
                 else:
                     return
         except TaskMigrated as error:
-            log.warning("%s: %s", partition, error)
+            log.warning("%s: %s", _named(members), error)
             self.fenced += 1
-            task = self._tasks.get(partition)
-            if task is not None:
-                await task.close(drain=False)
+            group = self._groups.get(members)
+            if group is not None:
+                await group.close(drain=False)
                 self._member().rejoin()
         except TaskCorrupted as error:
-            await self._heal(partition, self._tasks[partition], error)
+            await self._heal(self._groups[members], error)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001  # the worker must stop on any error
             self.fail(error)
 
-    async def _build_again(self, partition: TopicPartition, error: CommitUnknown, outage: Outage) -> None:
-        """Build a new task for the partition after a pause, while other tasks continue.
+    async def _run(self, members: Members, outage: Outage) -> None:
+        """Open a group, start its tasks, and commit until the group is closed."""
+        group = self._groups[members]
+        await group.open()
+        starts = [self._start(group, task, outage) for task in group.tasks.values()]
+        loops = [asyncio.create_task(part) for part in (*starts, self._commit_by_the_clock(group, outage))]
+        try:
+            await asyncio.wait(loops, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            await ended(loops)
+        errors = [error for loop in loops if not loop.cancelled() and (error := loop.exception()) is not None]
+        if errors:
+            raise errors[0]
 
-        Raises ``error`` if this worker has left the group, because a new task would fence the partition's new owner.
+    async def _build_again(self, members: Members, error: CommitUnknown, outage: Outage) -> None:
+        """Build a new group after a pause, while other groups continue.
+
+        Raises ``error`` if this worker has left the consumer group, because a new group would fence the new owner.
         """
-        member, task = self._member(), self._tasks.get(partition)
-        if task is None:
-            raise error  # the assignment has ended, so no new task is built
-        member.halt(partition)
-        await task.close(drain=False)
+        member, group = self._member(), self._groups.get(members)
+        if group is None:
+            raise error  # the assignment has ended, so no new group is built
+        for feeding in members:
+            member.halt(feeding)
+        await group.close(drain=False)
         if not outage.tries:
-            log.warning("%s: %s Only this partition waits; it is retried until it commits.", partition, error)
+            log.warning("%s: %s Only these partitions wait; they are retried until a commit.", _named(members), error)
         counted_in: bool | None = None
         while counted_in is None:
             await asyncio.sleep(outage.next_pause_s(time.monotonic()))
             counted_in = await member.is_member()
-        if not counted_in or self._loops.get(partition) is not asyncio.current_task():
+        if not counted_in or self._loops.get(members) is not asyncio.current_task():
             raise error
-        self._replace(partition, task)
+        self._keep_counters(group)
+        self._build(members)
 
-    def _replace(self, partition: TopicPartition, task: Task) -> None:
-        self._keep_counters(task, partition)
-        self._tasks[partition] = self._build(partition)
-
-    async def _start(self, partition: TopicPartition, outage: Outage) -> None:
+    async def _start(self, group: TaskGroup, task: Task, outage: Outage) -> None:
         for attempt in range(1, _MOST_RESTORES + 1):
-            task = self._tasks[partition]
             try:
-                offset = await task.start()
+                with task.noting_damage():
+                    offset = await task.start()
             except TaskCorrupted as error:
-                await task.close(drain=False)
                 if attempt == _MOST_RESTORES:
                     raise
                 log.warning("%s: %s", task.task_id, error)
                 self.corrupted += 1
-                self._wipe(partition)
-                self._replace(partition, task)
+                self._factory.wipe(task.feeding)
             else:
-                text = "%s: running from offset %d, epoch %d, after %d changelog records"
-                if not outage.tries:
-                    log.info(text, task.task_id, offset, task.epoch, task.numbers.restored)
-                self._lives[partition] = self._member().begin(partition, task.position)
-                return
+                break
+        if task.state is TaskState.RUNNING:
+            text = "%s: running from offset %d, epoch %d, after %d changelog records"
+            if not outage.tries:
+                log.info(text, task.task_id, offset, group.epoch, task.numbers.restored)
+            self._lives[task.feeding] = self._member().begin(task.feeding, task.position)
 
-    async def _heal(self, partition: TopicPartition, task: Task, error: TaskCorrupted) -> None:
+    async def _heal(self, group: TaskGroup, error: TaskCorrupted) -> None:
         """Delete damaged local state and rejoin the group to restore the state; repeated damage stops the worker."""
-        await task.close(drain=False)
+        await group.close(drain=False)
+        task = next((task for task in group.tasks.values() if task.damage is error), None)
+        if task is None:
+            self.fail(error)
+            return
+        feeding = task.feeding
         self.corrupted += 1
-        self._damaged[partition] += 1
-        if self._damaged[partition] >= _MOST_RESTORES:
+        self._damaged[feeding] += 1
+        if self._damaged[feeding] >= _MOST_RESTORES:
             self.fail(error)
             return
         log.warning("%s: %s", task.task_id, error)
-        if self._tasks.get(partition) is not task:
+        if self._tasks.get(feeding) is not task:
             return  # the next assignment's task has opened the directory by now, and finds the damage itself
-        self._wipe(partition)
+        self._factory.wipe(feeding)
         self._member().rejoin()
 
-    async def _commit_by_the_clock(self, task: Task, outage: Outage) -> None:
+    async def _commit_by_the_clock(self, group: TaskGroup, outage: Outage) -> None:
         begun = -math.inf
-        while task.state is TaskState.RUNNING:
-            await task.dirty.wait()
+        while not group.closed:
+            await group.dirty.wait()
             interval_s = self._interval_s()
             await asyncio.sleep(max(begun + interval_s - time.monotonic(), _LEAST_REST * interval_s))
             begun = time.monotonic()
-            await task.commit()
-            task.numbers.commits.add(time.monotonic() - begun)
+            await group.commit()
             if outage.tries:
-                log.info("%s: commits succeed again, after %.1f s", task.task_id, time.monotonic() - outage.since_s)
+                log.info("%s: commits succeed again, after %.1f s", group, time.monotonic() - outage.since_s)
                 outage.tries = 0
 
     def _interval_s(self) -> float:
-        """Return the commit interval, which is longer if many tasks are busy, so that commits do not use up the CPU."""
-        busy = sum(1 for task in self._tasks.values() if task.dirty.is_set())
-        return max(self._commit_interval_s, min(_TASK_INTERVAL_S * busy, _LONGEST_INTERVAL_S))
+        """Return the commit interval, which is longer if many groups are busy, so that time is left for judging."""
+        busy = sum(1 for group in self._groups.values() if group.dirty.is_set())
+        return max(self._commit_interval_s, min(_GROUP_INTERVAL_S * busy, _LONGEST_INTERVAL_S))
 
     def fail(self, error: BaseException) -> None:
         """Make the worker stop with this error; later errors are ignored."""
@@ -248,25 +275,32 @@ class TaskManager:
             self.failure.set_result(error)
 
     async def close_all(self, *, drain: bool) -> None:
-        """Close every task, even if its commit fails; ``drain`` says whether to commit the judged records first."""
+        """Close every group, even if its commit fails; ``drain`` says whether to commit the judged records first."""
         drain = drain and not self.failure.done()
         self.opened.clear()
         self._lives.clear()
         loops, self._loops = self._loops, {}
-        tasks, self._tasks = self._tasks, {}
-        for partition, loop in loops.items():
-            # A task that is not running has nothing to drain, and must not start after it was closed.
-            if tasks[partition].state is not TaskState.RUNNING:
+        groups, self._groups = self._groups, {}
+        self._tasks, self._group_of = {}, {}
+        for members, loop in loops.items():
+            # A group without a running task has nothing to drain, and must not start after it was closed.
+            if all(task.state is not TaskState.RUNNING for task in groups[members].tasks.values()):
                 loop.cancel()
-        results = await asyncio.gather(*[task.close(drain=drain) for task in tasks.values()], return_exceptions=True)
+        closing = [group.close(drain=drain) for group in groups.values()]
+        results = await asyncio.gather(*closing, return_exceptions=True)
         await ended(loops.values())
-        for (partition, task), result in zip(tasks.items(), results, strict=True):
-            self._keep_counters(task, partition)
+        for group, result in zip(groups.values(), results, strict=True):
+            self._keep_counters(group)
             if isinstance(result, TaskMigrated):
-                log.warning("%s: closed without its last commit: %s", task.task_id, result)
+                log.warning("%s: closed without its last commit: %s", group, result)
             elif isinstance(result, BaseException):
                 self.fail(result)
 
-    def _keep_counters(self, task: Task, partition: TopicPartition) -> None:
-        place = (task.task_id.sub_topology, partition.topic, partition.partition)
-        self.ended.setdefault(place, TaskNumbers()).add_counters(task.numbers)
+    def _keep_counters(self, group: TaskGroup) -> None:
+        for feeding, task in group.tasks.items():
+            place = (task.task_id.sub_topology, feeding.topic, feeding.partition)
+            self.ended.setdefault(place, TaskNumbers()).add_counters(task.numbers)
+
+
+def _named(members: Members) -> str:
+    return str(members[0]) + (f" and {len(members) - 1} more partitions" if len(members) > 1 else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from dedup.core.extract import Extractor
 from dedup.core.fold import Rules
@@ -14,6 +15,7 @@ from dedup.store.directory import Keeping
 from dedup.worker.dedup_task import DedupPlan, DedupTask
 from dedup.worker.record_collector import Limits, RecordCollector, Route, Routes
 from dedup.worker.task import Committing, Task, TaskId
+from dedup.worker.task_group import TaskGroup
 from tests.memory_store import MemoryStore
 from tests.simulation.cluster import Cluster
 from tests.simulation.scenario import CHANGELOG, EXTRACTOR, GROUP, StoppedClock
@@ -67,12 +69,14 @@ class KeptStore(MemoryStore):
         pass
 
 
-def plan_of(extractor: Extractor, rules: Rules, *, skew_ms=10**9, start="earliest", compression="none") -> DedupPlan:
-    """Return what a task judges the only partition of `in` by."""
+def plan_of(
+    extractor: Extractor, rules: Rules, *, skew_ms=10**9, start="earliest", compression="none", feeding=IN
+) -> DedupPlan:
+    """Return what a task judges a partition of `in` by."""
     return DedupPlan(
-        feeding=IN,
-        changelog=CHANGELOG,
-        feeds=(Feed(0, 0),),
+        feeding=feeding,
+        changelog=CHANGELOG._replace(partition=feeding.partition),
+        feeds=(Feed(0, feeding.partition),),
         source_topics=("in",),
         wrapped=False,
         extractor=extractor,
@@ -84,33 +88,58 @@ def plan_of(extractor: Extractor, rules: Rules, *, skew_ms=10**9, start="earlies
     )
 
 
-def task(wire: DirectWire, *, start="earliest", judge=DedupTask, kind=Task) -> Task:
-    """Return a task with a guard period of 10 ms on a store of its own."""
-    plan = plan_of(EXTRACTOR, Rules(Window(10, 10)), start=start)
+class Alone:
+    """The only task of a group, with what the task manager does to both."""
+
+    def __init__(self, group: TaskGroup) -> None:
+        self.group = group
+        (self.task,) = group.tasks.values()
+        self.process = self.task.process
+        self.commit = group.commit
+        self.close = group.close
+
+    async def start(self) -> int:
+        await self.group.open()
+        return await self.task.start()
+
+
+def group(wire, *partitions: int, start="earliest", judge=DedupTask, kind=TaskGroup, task=Task) -> TaskGroup:
+    """Return a group of tasks with a guard period of 10 ms, each on a store of its own."""
+    count = max(partitions) + 1
     routes = Routes(
         source_topics=("in",),
-        output=Route("out", 1),
-        dead_letter=Route("dead", 1),
-        late=Route("late", 1),
+        output=Route("out", count),
+        dead_letter=Route("dead", count),
+        late=Route("late", count),
         compression="none",
     )
-    session = Session(wire, "t.dedup.0", GROUP, timeout_ms=60_000, deadline_ms=20_000)
-
-    def work(numbers):
-        collector = RecordCollector(routes, 0, Limits({}, StoppedClock(), wire))
-        return judge(plan, wire, Keeping(KeptStore), collector, StoppedClock(), numbers)
 
     async def unchanged():
         pass
 
-    committing = Committing(GROUP, unchanged, pin_start=start != "earliest")
-    return kind(TaskId("dedup", IN), committing, session, wire, work)
+    made = kind(Session(wire, "t.dedup.g0", GROUP, timeout_ms=60_000, deadline_ms=20_000), unchanged)
+    for number in partitions:
+        feeding = IN._replace(partition=number)
+        plan = plan_of(EXTRACTOR, Rules(Window(10, 10)), start=start, feeding=feeding)
+        collector = RecordCollector(routes, number, Limits({}, StoppedClock(), wire))
+        work = partial(judge, plan, wire, Keeping(KeptStore), collector, StoppedClock())
+        made.add(
+            task(
+                TaskId("dedup", feeding), Committing(GROUP, unchanged, pin_start=start != "earliest"), made, wire, work
+            )
+        )
+    return made
 
 
-def batch(rows, first: int) -> FeedBatch:
+def task(wire: DirectWire, **options) -> Alone:
+    """Return the task of partition 0, which is a group of its own."""
+    return Alone(group(wire, 0, **options))
+
+
+def batch(rows, first: int, partition: int = 0) -> FeedBatch:
     """Return (key, time) pairs as the records from offset ``first`` on."""
     return FeedBatch(
-        IN,
+        IN._replace(partition=partition),
         [first + at for at in range(len(rows))],
         [time_ms for _, time_ms in rows],
         [key for key, _ in rows],

@@ -27,8 +27,7 @@ from dedup.kafka.wire import (
 )
 from dedup.store.base import TaskRecord, Writes
 from dedup.store.directory import StorePool
-from dedup.worker.task import Task
-from dedup.worker.task_manager import TaskManager
+from dedup.worker.task_manager import Factory, TaskManager
 from tests.memory_store import MemoryStore
 from tests.simulation.cluster import CONCURRENT, Cluster, Record
 from tests.simulation.loop import SimLoop
@@ -293,6 +292,8 @@ class Process:
         self._most_records = 1
         self._feeders: dict[TopicPartition, asyncio.Task[None]] = {}
         self._lives = 0
+        self.polls = 0
+        """How often records were read."""
         self.store_pool = StorePool()
         self.started_at: dict[TopicPartition, int] = {}
         """Feeding partition -> where its present task began to read."""
@@ -301,15 +302,13 @@ class Process:
     def dead(self) -> bool:
         return self.loop.dead
 
-    def assign(
-        self, feeding: Sequence[TopicPartition], build: Callable[[TopicPartition], Task], most_records: int
-    ) -> None:
+    def assign(self, feeding: Sequence[TopicPartition], factory: Factory, most_records: int) -> None:
         """Start the tasks of an assignment."""
         self._feeding, self._most_records = tuple(feeding), most_records
-        self.loop.within(lambda: self._begin(build))
+        self.loop.within(lambda: self._begin(factory))
 
-    def _begin(self, build: Callable[[TopicPartition], Task]) -> None:
-        self.tasks = TaskManager(build, self._wipe, lambda: self, commit_interval_ms=COMMIT_INTERVAL_MS)
+    def _begin(self, factory: Factory) -> None:
+        self.tasks = TaskManager(factory, lambda: self, commit_interval_ms=COMMIT_INTERVAL_MS)
         self.tasks.open(self._feeding)
 
     def _spawn(self, coroutine: Any) -> None:
@@ -337,7 +336,7 @@ class Process:
             return None
         return counted_in
 
-    def _wipe(self, feeding: TopicPartition) -> None:
+    def wipe(self, feeding: TopicPartition) -> None:
         waiting = self.store_pool.take(feeding.partition)
         if waiting is not None:
             waiting.close()

@@ -15,7 +15,17 @@ from tests.simulation.cluster import Record
 from tests.simulation.loop import Running
 from tests.simulation.oracle import Violation
 from tests.simulation.process import Disk, MemoryDisk, Parked, Process
-from tests.simulation.scenario import CHANGELOG, FINGERPRINT, GROWN, NOW_MS, Bounds, Builder, Scenario
+from tests.simulation.scenario import (
+    CHANGELOG,
+    FINGERPRINT,
+    GROWN,
+    NOW_MS,
+    REPARTITION,
+    Bounds,
+    Builder,
+    Scenario,
+    transactional_id,
+)
 from tests.simulation.variants import Variant
 from tests.simulation.watcher import Watcher
 from tests.simulation.ways import SETTLED_WAYS, ways
@@ -71,7 +81,7 @@ class Run:
         """The topics of the running workers are not what they began with: none of them may go on."""
 
     def _new_disks(self) -> dict[TopicPartition, Disk]:
-        return {self.scenario.judged_log: self.variant.disk()}
+        return {judged: self.variant.disk() for judged in self.scenario.judged_logs}
 
     def go(self) -> list[Violation]:
         """Run the schedule; return what must not be."""
@@ -105,7 +115,7 @@ class Run:
         process.fingerprint = GROWN if self._grown else FINGERPRINT
         self._old_offsets = dict(self.cluster.offsets)
         builder = Builder(self.scenario, self.variant, process)
-        process.assign(self.scenario.feeding, builder.build, self.scenario.most_records)
+        process.assign(self.scenario.feeding, builder, self.scenario.most_records)
         self._current = worker
 
     def _until_quiet(self) -> None:
@@ -180,6 +190,9 @@ class Run:
         calls = list(heads.values())
         if self.scenario.lazy_feed:
             calls.sort(key=lambda call: call.name == "Poll")
+        if self.scenario.group and process.polls % self.scenario.feeds:
+            # Every task of the group has judged something when it commits.
+            calls.sort(key=lambda call: call.name == "Timer")
         return calls
 
     def _step(self, worker: Worker, heads: list[Parked]) -> None:
@@ -232,6 +245,7 @@ class Run:
         assert worker.process is not None
         self._pauses = self._pauses + 1 if call.name == "pause" else self._pauses
         worker.process.parked.remove(call)
+        worker.process.polls += call.name == "Poll"
         worker.process.answer(call, call.effect())
 
     def _fault(self, worker: Worker, call: Parked, way: str) -> None:
@@ -255,7 +269,7 @@ class Run:
                 self._answer(worker, call)
                 self.cluster.late_markers = False
             case "transaction timed out":
-                self.cluster.expire("t.dedup.0")
+                self.cluster.expire(transactional_id(self.scenario, self.scenario.judged_logs[0]))
                 self._answer(worker, call)
             case "rebalance, old owner goes on" | "rebalance, old owner drains":
                 self._rebalance(worker, drain=way.endswith("drains"))
@@ -289,13 +303,12 @@ class Run:
     def _reset(self) -> None:
         """What `dedup reset` does to the cluster while no worker is a member."""
         for place in self.scenario.feeding:
-            name = "t.dedup.0" if place == self.scenario.judged_log else f"t.repartition.in.{place.partition}"
-            while self.cluster.init_producer_id(name)[0]:
+            while self.cluster.init_producer_id(transactional_id(self.scenario, place))[0]:
                 pass
         self.cluster.offsets.clear()
         self.cluster.make_again(CHANGELOG.topic)
         if self.scenario.two_hops:
-            self.cluster.make_again(self.scenario.judged_log.topic)
+            self.cluster.make_again(REPARTITION.topic)
         # What the fleet writes that starts anew: nothing of it may reach the old disk.
         sighting = encode_sighting(Sighting(0, 0, Source(0, 0, 0), b""))
         record = Record(0, NOW_MS, sighting_key(0, FOREIGN), sighting, ())

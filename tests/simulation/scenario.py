@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 from dedup.core.event_time import RecordTime
@@ -20,7 +21,8 @@ from dedup.worker.dedup_task import DedupPlan
 from dedup.worker.offsets import offset_note
 from dedup.worker.record_collector import Limits, RecordCollector, Route, Routes
 from dedup.worker.repartition_task import RepartitionPlan, RepartitionTask
-from dedup.worker.task import Committing, Task, TaskId, TaskWork
+from dedup.worker.task import Committing, TaskId, TaskWork
+from dedup.worker.task_group import Members, TaskGroup
 from tests.simulation.cluster import Cluster, Record
 from tests.simulation.oracle import Judged, new_model, too_large
 from tests.simulation.process import Process
@@ -44,6 +46,7 @@ Fault = Literal[
 ]
 GROUP = "t"
 CHANGELOG = TopicPartition("t.changelog", 0)
+"""Of the only task, or of the first one of a group."""
 REPARTITION = TopicPartition("t.repartition", 0)
 FINGERPRINT = b"f" * 16
 GROWN = b"g" * 16
@@ -101,7 +104,9 @@ class Scenario:
     lazy_feed: bool = False
     """Records are read only when nothing else is to be done, so that every batch is a transaction."""
     feeds: int = 1
-    """Source partitions; more than one are repartitioned."""
+    """Source partitions; more than one are repartitioned, if they are no group."""
+    group: bool = False
+    """The source partitions are judged directly, by tasks that share their transactions."""
     offsets: Literal["kept", "forgotten", "stale"] = "kept"
     """What becomes of the group's committed offsets whenever a process dies."""
     seeder: bool = False
@@ -117,7 +122,7 @@ class Scenario:
 
     @property
     def two_hops(self) -> bool:
-        return self.feeds > 1
+        return self.feeds > 1 and not self.group
 
     @cached_property
     def sources(self) -> tuple[TopicPartition, ...]:
@@ -128,9 +133,15 @@ class Scenario:
         return (*self.sources, REPARTITION) if self.two_hops else self.sources
 
     @property
-    def judged_log(self) -> TopicPartition:
-        """The log in whose order records are judged."""
-        return REPARTITION if self.two_hops else self.sources[0]
+    def judged_logs(self) -> tuple[TopicPartition, ...]:
+        """The logs in whose order records are judged, each by a task of its own."""
+        return (REPARTITION,) if self.two_hops else self.sources
+
+    def feeds_of(self, judged_log: TopicPartition) -> tuple[tuple[int, int], ...]:
+        """Return topic and partition of the feeds whose records are in this log."""
+        if self.two_hops:
+            return tuple((0, partition) for partition in range(self.feeds))
+        return ((0, judged_log.partition),)
 
     def records(self, rows: Input, number: int) -> dict[TopicPartition, list[Record]]:
         """Return input records per source partition; ``number`` tells equal rows apart."""
@@ -142,29 +153,41 @@ class Scenario:
             found[self.sources[at % self.feeds]].append(Record(0, time_ms, key, value, ()))
         return found
 
-    def new_judged(self) -> Judged:
+    def new_judged(self, judged_log: TopicPartition) -> Judged:
         rules = ModelRules(
             self.window.guard_ms, self.window.grace_ms, self.window.extend, self.window.extend_at_most_ms
         )
-        return new_model(rules, [(0, partition) for partition in range(self.feeds)], EXTRACTOR)
+        return new_model(rules, self.feeds_of(judged_log), EXTRACTOR)
 
     @cached_property
-    def expected(self) -> tuple[Judged, Judged]:
-        """What the model says of the input, without and with the probes; for a direct feed."""
-        return self._judged(self.input, ()), self._judged(self.input, self.probes)
+    def expected(self) -> Mapping[TopicPartition, tuple[Judged, Judged]]:
+        """What the model says of each source's input, without and with the probes; for direct feeds."""
+        return {
+            source: (self._judged(source, self.input, ()), self._judged(source, self.input, self.probes))
+            for source in self.sources
+        }
 
-    def _judged(self, rows: Input, more: Input) -> Judged:
-        judged = self.new_judged()
-        records = [*self.records(rows, 0)[self.sources[0]], *self.records(more, len(rows))[self.sources[0]]]
+    def _judged(self, source: TopicPartition, rows: Input, more: Input) -> Judged:
+        judged = self.new_judged(source)
+        records = [*self.records(rows, 0)[source], *self.records(more, len(rows))[source]]
         for offset, record in enumerate(records):
-            judged.feed(record, Source(0, 0, offset))
+            judged.feed(record, Source(0, source.partition, offset))
         return judged
 
     def new_cluster(self) -> Cluster:
         cluster = Cluster(fetch_entries=self.fetch_entries, refuses=too_large)
         for source, records in self.records(self.input, 0).items():
             cluster.append_plain(source, records)
+        for judged in self.judged_logs:
+            cluster.partition(CHANGELOG._replace(partition=judged.partition))
         return cluster
+
+
+def transactional_id(scenario: Scenario, feeding: TopicPartition) -> str:
+    """Return the id of a feeding partition's group."""
+    if scenario.group:
+        return "t.dedup.g0"
+    return "t.dedup.0" if feeding in scenario.judged_logs else f"t.repartition.in.{feeding.partition}"
 
 
 class Builder:
@@ -183,28 +206,35 @@ class Builder:
         self._ids = {name: now.topic_id for name, now in expected.items()}
         self._wire.pin(self._ids)
 
-    def build(self, feeding: TopicPartition) -> Task:
+    def grouped(self, feeding: Iterable[TopicPartition]) -> list[Members]:
+        parts = sorted(feeding)
+        return [tuple(parts)] if self._scenario.group else [(part,) for part in parts]
+
+    def build(self, members: Members) -> TaskGroup:
         scenario = self._scenario
-        dedup = feeding == scenario.judged_log
-        name = "t.dedup.0" if dedup else f"t.repartition.in.{feeding.partition}"
+        dedup = members[0] in scenario.judged_logs
+        name = transactional_id(scenario, members[0])
         if self._variant.id_per_process:
             name += f".w{self._process.worker}"
         session = self._variant.session(self._wire, name, GROUP, timeout_ms=60_000, deadline_ms=20_000)
-        task_id = TaskId("dedup" if dedup else "repartition", feeding)
-        make = (
-            (lambda numbers: self._judge(feeding, numbers))
-            if dedup
-            else (lambda numbers: self._repartition(feeding, numbers))
-        )
-        note = offset_note(self._ids[feeding.topic], self._ids[CHANGELOG.topic] if dedup else None)
-        return self._variant.task(task_id, Committing(GROUP, self._check.confirm, note), session, self._wire, make)
+        group = self._variant.group(session, self._check.confirm)
+        for feeding in members:
+            note = offset_note(self._ids[feeding.topic], self._ids[CHANGELOG.topic] if dedup else None)
+            committing = Committing(GROUP, self._check.confirm, note)
+            task_id = TaskId("dedup" if dedup else "repartition", feeding)
+            make = partial(self._judge if dedup else self._repartition, feeding)
+            group.add(self._variant.task(task_id, committing, group, self._wire, make))
+        return group
+
+    def wipe(self, feeding: TopicPartition) -> None:
+        self._process.wipe(feeding)
 
     def _judge(self, feeding: TopicPartition, numbers: TaskNumbers) -> TaskWork:
         scenario, process = self._scenario, self._process
         plan = DedupPlan(
             feeding=feeding,
-            changelog=CHANGELOG,
-            feeds=tuple(Feed(0, partition) for partition in range(scenario.feeds)),
+            changelog=CHANGELOG._replace(partition=feeding.partition),
+            feeds=tuple(Feed(*feed) for feed in scenario.feeds_of(feeding)),
             source_topics=("in",),
             wrapped=scenario.two_hops,
             extractor=EXTRACTOR,
@@ -216,7 +246,7 @@ class Builder:
             feeding_topic_id=self._ids[feeding.topic],
         )
         disk = process.disks[feeding]
-        publisher = self._publisher()
+        publisher = self._publisher(feeding.partition)
         clock = StoppedClock(process.now_ms)
         keeping = Keeping(
             lambda: process.store_pool.take(feeding.partition) or disk.open(process),
@@ -224,23 +254,24 @@ class Builder:
         )
         return self._variant.judge(plan, self._wire, keeping, publisher, clock, numbers)
 
-    def _publisher(self) -> RecordCollector:
+    def _publisher(self, partition: int) -> RecordCollector:
+        count = len(self._scenario.judged_logs)
         routes = Routes(
             source_topics=("in",),
-            output=Route("out", 1),
-            dead_letter=Route("dead", 1),
-            late=Route("late", 1),
-            duplicates=Route("duplicates", 1),
+            output=Route("out", count),
+            dead_letter=Route("dead", count),
+            late=Route("late", count),
+            duplicates=Route("duplicates", count),
             keep_partition=True,
             compression="none",
         )
-        return RecordCollector(routes, 0, Limits({}, StoppedClock(), self._wire))
+        return RecordCollector(routes, partition, Limits({}, StoppedClock(), self._wire))
 
     def _repartition(self, feeding: TopicPartition, numbers: TaskNumbers) -> TaskWork:
         plan = RepartitionPlan(
             feeding=feeding, target=REPARTITION.topic, partitions=1, extractor=EXTRACTOR, topic=0, start="earliest"
         )
-        return RepartitionTask(plan, self._wire, self._publisher(), StoppedClock(), numbers, _offsets_stay)
+        return RepartitionTask(plan, self._wire, self._publisher(0), StoppedClock(), numbers, _offsets_stay)
 
 
 async def _offsets_stay() -> None:

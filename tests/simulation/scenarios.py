@@ -83,6 +83,35 @@ TWO_HOPS_REFUSED = Scenario(
 )
 TWO_HOPS = Scenario("two hops", PLAIN[:3], Bounds(1, ("crash", "late", "rebalance")), probes=PROBES[:2], feeds=2)
 
+# Partition 0 reads the rows with even numbers, and partition 1 the others.
+GROUP_ROWS = (("a", 0), ("a", 1), ("b", 2), ("c", 3), ("a", 4), ("c", 5), ("b", 6), ("a", 7))
+GROUP_PROBES = (("a", 8), ("a", 8), ("b", 9), ("c", 9), ("d", 9), ("d", 9))
+IN_GROUP = Scenario(
+    "two partitions in a group",
+    GROUP_ROWS,
+    Bounds(1, ALL_FAULTS, deliveries=1),
+    probes=GROUP_PROBES,
+    feeds=2,
+    group=True,
+)
+GROUP_REORDERED = replace(IN_GROUP, name="a group's answers out of order", bounds=Bounds(1, ("crash",), reorders=2))
+GROUP_DAMAGED = replace(IN_GROUP, name="damage in a group", bounds=Bounds(1, ("damage",), reorders=1))
+GROUP_ZOMBIE = replace(
+    IN_GROUP, name="a group with two workers", bounds=Bounds(0, (), switches=2), new_disk_at_end=True
+)
+GROUP_REFUSED = replace(
+    IN_GROUP,
+    name="a group's refused records",
+    input=(("a", 0), ("B", 1), ("C", 2), ("c", 3), ("b", 4), ("D", 5), ("a", 6), ("b", 7)),
+    bounds=Bounds(1, ("crash", "lost")),
+)
+GROUP_ZOMBIE_REFUSED = replace(
+    IN_GROUP,
+    name="a group with two workers, a refused record",
+    input=(("a", 0), ("B", 1), ("c", 2), ("d", 3)),
+    bounds=Bounds(0, (), switches=1, reorders=1),
+)
+
 ENUMERATED = (
     CRASHES,
     DAMAGED,
@@ -108,6 +137,12 @@ ENUMERATED = (
     CHANGED_TWO_HOPS,
     DAMAGED_IN_COMMIT,
     TWO_HOPS_REFUSED,
+    IN_GROUP,
+    GROUP_REORDERED,
+    GROUP_DAMAGED,
+    GROUP_ZOMBIE,
+    GROUP_REFUSED,
+    GROUP_ZOMBIE_REFUSED,
 )
 
 _WIDER: Mapping[Scenario, Bounds] = {

@@ -11,9 +11,10 @@ from dedup.kafka.record_batch import Columns
 from dedup.kafka.wire import NoAnswer, TopicNow, TopicPartition
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.task import Task
+from dedup.worker.task_group import TaskGroup
 from tests.simulation.cluster import Cluster, Record
-from tests.simulation.direct import IN, DirectWire, batch, task
-from tests.simulation.variants import AppliedAfterClose
+from tests.simulation.direct import IN, DirectWire, batch, group, task
+from tests.simulation.variants import AppliedAfterClose, RestoredAcrossEpochs
 
 
 class FailsWhenJudgingAgain(DedupTask):
@@ -105,7 +106,7 @@ class HeldEnd(DirectWire):
         return code
 
 
-@pytest.mark.parametrize("kind", [Task, AppliedAfterClose])
+@pytest.mark.parametrize("kind", [TaskGroup, AppliedAfterClose])
 async def test_a_commit_that_comes_through_after_the_task_was_closed_is_not_applied(kind):
     """The store may be another task's by then; the changelog has it all."""
     cluster = Cluster()
@@ -113,13 +114,13 @@ async def test_a_commit_that_comes_through_after_the_task_was_closed_is_not_appl
     cluster.append_plain(IN, [Record(0, 1, b"a", b"v", ())])
     closing = task(wire, kind=kind)
     await closing.start()
-    store = closing.work.store
+    store = closing.task.work.store
     await closing.process(batch([(b"a", 1)], 0))
     commit = asyncio.create_task(closing.commit())
     await wire.asked.wait()
     await closing.close(drain=False)
     wire.answer.set()
-    with nullcontext() if kind is Task else pytest.raises(InvariantBroken):
+    with nullcontext() if kind is TaskGroup else pytest.raises(InvariantBroken):
         await commit
     assert store.task_record is None
 
@@ -161,6 +162,62 @@ async def test_a_record_that_no_topic_takes_is_no_dead_letter_where_it_turns_out
         for topic in ("out", "dead")
     }
     assert found == {"out": [57], "dead": [48]}
-    assert dict(owner.numbers.verdicts) == {"unique": 1, "duplicate": 1, "dead_letter": 1} | {
-        name: 0 for name in owner.numbers.verdicts if name not in {"unique", "duplicate", "dead_letter"}
+    assert dict(owner.task.numbers.verdicts) == {"unique": 1, "duplicate": 1, "dead_letter": 1} | {
+        name: 0 for name in owner.task.numbers.verdicts if name not in {"unique", "duplicate", "dead_letter"}
     }
+
+
+class HeldWire(DirectWire):
+    """A wire where InitProducerId, and what is asked of partition 1, wait once their gates are closed."""
+
+    def __init__(self, cluster):
+        super().__init__(cluster)
+        self.init, self.offsets = asyncio.Event(), asyncio.Event()
+        self.init.set()
+        self.offsets.set()
+        self.waiting = asyncio.Event()
+
+    async def init_producer_id(self, transactional_id, timeout_ms):
+        if not self.init.is_set():
+            self.waiting.set()
+        await self.init.wait()
+        return await super().init_producer_id(transactional_id, timeout_ms)
+
+    async def bounds(self, source):
+        found = self.cluster.bounds(source)
+        if source.partition == 1:
+            await self.offsets.wait()
+        return found
+
+
+@pytest.mark.parametrize("kind", [Task, RestoredAcrossEpochs])
+async def test_a_task_that_restores_while_its_group_begins_a_new_epoch_restores_again(kind):
+    """The epoch fences another owner, which may have committed since the task has read the changelog's end."""
+    cluster = Cluster(refuses=lambda target, record: record.key == b"big" and target == "out")
+    second = IN._replace(partition=1)
+    cluster.append_plain(IN, [Record(0, 1, b"big", b"value", ())])
+    cluster.append_plain(second, [Record(0, 1, b"a", b"value", ())])
+    wire = HeldWire(cluster)
+    zombie = group(wire, 0, 1, task=kind)
+    await zombie.open()
+    await zombie.tasks[IN].start()
+    wire.offsets.clear()
+    restoring = asyncio.create_task(zombie.tasks[second].start())
+    await zombie.tasks[IN].process(batch([(b"big", 1)], 0))
+    wire.init.clear()
+    commit = asyncio.create_task(zombie.commit())
+    await wire.waiting.wait()
+    owner = group(DirectWire(cluster), 0, 1)
+    await owner.open()
+    await owner.tasks[second].start()
+    await owner.tasks[second].process(batch([(b"a", 1)], 0, partition=1))
+    await owner.commit()
+    wire.init.set()
+    await commit
+    wire.offsets.set()
+    begins = await restoring
+    if begins == 0:
+        await zombie.tasks[second].process(batch([(b"a", 1)], 0, partition=1))
+        await zombie.commit()
+    out = cluster.partition(TopicPartition("out", 1))
+    assert len(out.committed(0, 99)) == (1 if kind is Task else 2)

@@ -34,6 +34,11 @@ SHOWN_BY = {
     "future by the wall clock alone": of.CLOCKS,
     "state of other partition counts taken over": of.GROWTH,
     "sequence numbers kept over an epoch": of.REFUSED,
+    "tasks of a group captured one by one": of.GROUP_REORDERED,
+    "the offset of a group's first task alone committed": of.IN_GROUP,
+    "a failed task closed while its group commits": of.GROUP_DAMAGED,
+    "a refused row looked for in the first task": of.GROUP_REFUSED,
+    "only the first task asked whether it was overtaken": of.GROUP_ZOMBIE_REFUSED,
 }
 
 

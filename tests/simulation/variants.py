@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,14 +12,24 @@ from dedup.core.window import BEFORE_ALL_TIME, StreamTime
 from dedup.errors import CommitUnknown, RecordRefused, TaskCorrupted, TaskMigrated
 from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.transactional_producer import Session
-from dedup.kafka.wire import LogBounds, NoAnswer, Produced, ProducerIdentity, RecordBatch, TopicPartition, Wire
+from dedup.kafka.wire import (
+    LogBounds,
+    NoAnswer,
+    Position,
+    Produced,
+    ProducerIdentity,
+    RecordBatch,
+    TopicPartition,
+    Wire,
+)
 from dedup.store.base import Store, TaskRecord, Writes
 from dedup.store.changelog import decode_sightings
 from dedup.store.write_buffer import WriteBuffer
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.offsets import committed_offset
 from dedup.worker.record_collector import Refusals
-from dedup.worker.task import Task, TaskState
+from dedup.worker.task import Captured, Task, TaskState
+from dedup.worker.task_group import TaskGroup
 from tests.simulation.cluster import OK, TOO_LARGE
 from tests.simulation.process import Disk, DiskStore, MemoryDisk, Process, SimWire
 
@@ -30,6 +41,7 @@ class Variant:
     name: str
     session: type[Session] = Session
     task: type[Task] = Task
+    group: type[TaskGroup] = TaskGroup
     judge: type[DedupTask] = DedupTask
     disk: Callable[[], Disk] = MemoryDisk
     wire: Callable[[SimWire], Wire] = lambda wire: wire
@@ -91,33 +103,45 @@ class OnePositionDisk(MemoryDisk):
         self.unflushed = {}
 
 
-class RestoreBeforeInit(Task):
-    """The changelog is read while the previous owner may still commit."""
+class RestoreBeforeInit(TaskGroup):
+    """The changelogs are read while the previous owner may still commit."""
+
+    async def open(self) -> None:
+        for task in self.tasks.values():
+            early = await committed_offset(task._wire, task._committing.group, task.feeding, stable=False)
+            task.next_offset = await task.work.restore(early)
+        await super().open()
+
+
+class RestoredBefore(Task):
+    """A task whose group has restored it already."""
 
     async def start(self) -> int:
         self._move(TaskState.RESTORING)
-        early = await committed_offset(self._wire, self._committing.group, self.task_id.feeding, stable=False)
-        restored = await self.work.restore(early)
-        await self._session.open()
-        committed = self._committed = await committed_offset(self._wire, self._committing.group, self.task_id.feeding)
-        self.next_offset = self._expected = max(restored, committed or 0)
+        committed = self._committed = await committed_offset(self._wire, self._committing.group, self.feeding)
+        self.next_offset = self._expected = max(self.next_offset, committed or 0)
         self._move(TaskState.RUNNING)
-        self._sendable.set()
         return self.next_offset
 
 
-class OffsetBeforeInit(Task):
+class OffsetBeforeInit(TaskGroup):
     """What aiokafka does: the committed offset is read before the previous owner is fenced; it alone counts."""
+
+    async def open(self) -> None:
+        for task in self.tasks.values():
+            group = task._committing.group
+            task._committed = await committed_offset(task._wire, group, task.feeding, stable=False)
+        await super().open()
+
+
+class StartsAtOffset(Task):
+    """A task whose group has read the committed offset already."""
 
     async def start(self) -> int:
         self._move(TaskState.RESTORING)
-        feeding = self.task_id.feeding
-        committed = self._committed = await committed_offset(self._wire, self._committing.group, feeding, stable=False)
-        await self._session.open()
-        await self.work.restore(committed)
-        self.next_offset = self._expected = committed or 0
+        await self.work.restore(self._committed)
+        self.next_offset = self._expected = self._committed or 0
         self._move(TaskState.RUNNING)
-        self._sendable.set()
         return self.next_offset
 
 
@@ -129,34 +153,35 @@ class CommittedOffsetAlone(DedupTask):
         return committed or 0
 
 
-class PastRefused(Task):
+class PastRefused(TaskGroup):
     """A refusal drops the batches in flight; the next transaction commits offsets past them."""
 
-    async def _judge_again(self, refusal: RecordRefused) -> None:
+    async def _judge_again(self, refused: Sequence[RecordRefused]) -> None:
         await self._session.open()
-        self.work.discard()
-        self._waiting.clear()
-        self._held.clear()
-        self.dirty.set()
+        for task in self.tasks.values():
+            task.work.discard()
+            task._waiting.clear()
+            task._held.clear()
+            task._soil()
 
 
 class BlindZombie(Task):
     """After a refusal a new epoch is begun, and nobody asks whether another owner has committed before it."""
 
-    async def _refuse_if_overtaken(self) -> None:
+    async def refuse_if_overtaken(self) -> None:
         pass
 
 
 class OwnOffsetAlone(Task):
     """After a refusal only one who has both another offset and other state is taken for overtaken."""
 
-    async def _refuse_if_overtaken(self) -> None:
-        committed = await committed_offset(self._wire, self._committing.group, self.task_id.feeding)
+    async def refuse_if_overtaken(self) -> None:
+        committed = await committed_offset(self._wire, self._committing.group, self.feeding)
         if committed != self._committed and await self.work.overtaken():
             raise TaskMigrated("overtaken")
 
 
-class AppliedAfterClose(Task):
+class AppliedAfterClose(TaskGroup):
     """A commit that comes through after the task was closed is applied to a store that may be another task's."""
 
     def _may_apply(self) -> bool:
@@ -164,20 +189,112 @@ class AppliedAfterClose(Task):
 
 
 class NeverConfirmed(Task):
-    """Topics are looked at when the process begins, and never again."""
+    """A task whose topics are looked at when the process begins."""
 
     async def start(self) -> int:
         self._committing = replace(self._committing, confirm=_nothing)
         return await super().start()
 
 
-class ConfirmedAtStart(Task):
+class ConfirmedAtStart(TaskGroup):
     """Topics are looked at when a task begins, and not before its commits."""
 
+    def __init__(self, session: Session, confirm: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(session, _nothing)
+
+
+class FrozenOneByOne(TaskGroup):
+    """Other things happen between the captures of two tasks."""
+
+    async def _commit_once(self) -> Sequence[Captured]:
+        first = next(iter(self.tasks.values()))
+        self.sendable.clear()
+        early = [first.capture()] if first.dirty else []
+        await asyncio.sleep(0.001)
+        capture = first.capture
+
+        def captured_before() -> Captured:
+            return early.pop() if early else capture()
+
+        if early:
+            first.dirty = True
+            first.capture = captured_before  # type: ignore[method-assign]
+        try:
+            return await super()._commit_once()
+        finally:
+            first.capture = capture  # type: ignore[method-assign]
+
+
+class OffsetLeftOut(TaskGroup):
+    """The transaction holds the offset of its first task alone."""
+
+    async def _commit_confirmed(self, captured: Sequence[Captured]) -> Mapping[TopicPartition, int]:
+        prepare = self._session.prepare
+
+        async def first_alone(offsets: Mapping[TopicPartition, Position]) -> Mapping[TopicPartition, int]:
+            return await prepare(dict(list(offsets.items())[:1]))
+
+        self._session.prepare = first_alone  # type: ignore[method-assign]
+        try:
+            return await super()._commit_confirmed(captured)
+        finally:
+            self._session.prepare = prepare  # type: ignore[method-assign]
+
+
+class ClosedAlone(Task):
+    """A task that fails is closed, but not its group."""
+
+    def _take(self, batch: FeedBatch) -> None:
+        try:
+            with self.noting_damage():
+                self._judge(batch)
+            if self._transaction.sendable.is_set():
+                self.send_waiting()
+        except BaseException:
+            self.close_now()
+            raise
+
+
+class CommitsTheRest(TaskGroup):
+    """When one task has failed, the others commit before the group is closed."""
+
+    async def close(self, *, drain: bool) -> None:
+        await super().close(drain=drain or any(task.damage for task in self.tasks.values()))
+
+
+class AnyTasksRow(TaskGroup):
+    """A refused row's feeding partition is forgotten: it is looked for in the first task."""
+
+    def send(self, batches: Sequence[RecordBatch], feeding: TopicPartition) -> None:
+        super().send(batches, next(iter(self.tasks)))
+
+
+class FirstOvertaken(TaskGroup):
+    """Only the first task of a group is asked whether another owner has committed."""
+
+    def _running(self) -> list[Task]:
+        return super()._running()[:1]
+
+    async def _judge_again(self, refused: Sequence[RecordRefused]) -> None:
+        self.open_for_batches.clear()
+        self.sendable.clear()
+        self._learn(refused)
+        await self._session.open()
+        for task in self._running():
+            await task.refuse_if_overtaken()
+        for task in super()._running():
+            task.judge_again()
+        self.sendable.set()
+
+
+class RestoredAcrossEpochs(Task):
+    """A task goes on with what it restored before its group began a new epoch."""
+
     async def start(self) -> int:
-        started = await super().start()
-        self._committing = replace(self._committing, confirm=_nothing)
-        return started
+        self._move(TaskState.RESTORING)
+        await self._restore()
+        self._move(TaskState.RUNNING)
+        return self.next_offset
 
 
 class Delegating:
@@ -345,16 +462,16 @@ MUTANTS = (
     Variant("position before keys", disk=PositionFirstDisk),
     Variant("one position for all segments", disk=OnePositionDisk),
     Variant("id per process", id_per_process=True),
-    Variant("restore before init", task=RestoreBeforeInit),
-    Variant("committed offset read before init", task=OffsetBeforeInit),
+    Variant("restore before init", group=RestoreBeforeInit, task=RestoredBefore),
+    Variant("committed offset read before init", group=OffsetBeforeInit, task=StartsAtOffset),
     Variant("start at the committed offset alone", judge=CommittedOffsetAlone),
     Variant("refused sends ignored", wire=_delegating(RefusedIgnored)),
     Variant("a refusal forgotten while others are waited for", session=RefusalForgotten),
-    Variant("offsets committed past a refused record", task=PastRefused),
+    Variant("offsets committed past a refused record", group=PastRefused),
     Variant("a zombie's refused batch judged again on old state", task=BlindZombie),
     Variant("a refused record of a stateless zombie judged again", task=OwnOffsetAlone),
-    Variant("topics never looked at again", task=NeverConfirmed),
-    Variant("topics looked at when a task starts alone", task=ConfirmedAtStart),
+    Variant("topics never looked at again", group=ConfirmedAtStart, task=NeverConfirmed),
+    Variant("topics looked at when a task starts alone", group=ConfirmedAtStart),
     Variant("the changelog read by its name", wire=_delegating(FetchedByName)),
     Variant("overlay removed at capture", judge=RemovedAtCapture),
     Variant("restore to the last stable offset", wire=_delegating(StableEnd)),
@@ -366,4 +483,9 @@ MUTANTS = (
     Variant("future by the wall clock alone", judge=WallClockAlone),
     Variant("state of other partition counts taken over", judge=AnyFingerprint),
     Variant("sequence numbers kept over an epoch", session=StaleSequences),
+    Variant("tasks of a group captured one by one", group=FrozenOneByOne),
+    Variant("the offset of a group's first task alone committed", group=OffsetLeftOut),
+    Variant("a failed task closed while its group commits", task=ClosedAlone, group=CommitsTheRest),
+    Variant("a refused row looked for in the first task", group=AnyTasksRow),
+    Variant("only the first task asked whether it was overtaken", group=FirstOvertaken),
 )
