@@ -61,20 +61,23 @@ class Candidate:
     """Whether it is measured on the small workload, because the whole one takes it many minutes."""
 
 
-def dedup(*, workers: int = 1, repartitioned: bool = False) -> Callable[[Job], Command]:
-    """Return how `topologies/simplest.yaml` is run, with the job's names in it; two hops where `repartitioned`."""
+def dedup(*, workers: int = 1, repartitioned: bool = False, group: int = 1) -> Callable[[Job], Command]:
+    """Return how `topologies/simplest.yaml` is run, with the job's names in it; two hops where `repartitioned`.
+
+    ``group`` is the number of partitions that share a transaction.
+    """
 
     def command(job: Job) -> Command:
-        return _dedup(job, workers, repartitioned=repartitioned)
+        topology = simplest_for(job, repartitioned=repartitioned)
+        return _dedup(job, workers, topology if group == 1 else {**topology, "transactions": {"partitions": group}})
 
     return command
 
 
-def _dedup(job: Job, workers: int, *, repartitioned: bool) -> Command:
+def _dedup(job: Job, workers: int, document: Mapping[str, Any]) -> Command:
     # JSON is YAML too.
     topology = job.directory / f"{job.group}.yaml"
-    text = json.dumps(simplest_for(job, repartitioned=repartitioned), indent=1)
-    topology.write_text(text, encoding="utf-8")
+    topology.write_text(json.dumps(document, indent=1), encoding="utf-8")
     config = job.directory / "config.yaml"
     config.write_text(json.dumps({"brokers": [job.bootstrap]}), encoding="utf-8")
     settings = {
@@ -144,12 +147,14 @@ def stock_faust(job: Job) -> Command:
 
 
 _BOTH: Final = ("snappy", "lz4")
+_GROUPS: Final = (4, 16, 32, 64, 256)
 CANDIDATES: Final[Mapping[str, Candidate]] = {
     each.name: each
     for each in (
         Candidate("dedup", dedup(), ("snappy",)),
         Candidate("dedup-2-workers", dedup(workers=2), ("snappy",)),
         Candidate("dedup-repartitioned", dedup(repartitioned=True), ("snappy",)),
+        *(Candidate(f"dedup-groups-of-{size}", dedup(group=size), ("snappy",)) for size in _GROUPS),
         Candidate("kafka-streams-window", kafka_streams("window", 1), _BOTH),
         Candidate("kafka-streams-keyvalue", kafka_streams("keyvalue", 1), _BOTH),
         Candidate("kafka-streams-keyvalue-2-threads", kafka_streams("keyvalue", 2), _BOTH),

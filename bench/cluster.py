@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
-from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
+from confluent_kafka import Consumer, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec  # type: ignore[attr-defined]
 
 _ANSWER_WITHIN_S: Final = 30
@@ -17,6 +18,7 @@ class Cluster:
     def __init__(self, bootstrap: str) -> None:
         self.bootstrap: Final = bootstrap
         self._admin: Final = AdminClient({"bootstrap.servers": bootstrap})
+        self._readers: Final[dict[str, Consumer]] = {}
 
     def create(self, topic: str, partitions: int) -> None:
         """The topic exists; its records are never deleted by age."""
@@ -31,15 +33,25 @@ class Cluster:
         answers = self._admin.list_offsets(wanted)
         return {asked.partition: answer.result(_ANSWER_WITHIN_S).offset for asked, answer in answers.items()}
 
-    def committed(self, group: str, topic: str) -> dict[int, int]:
-        """Return the group's committed offset for each partition of the topic that has one."""
-        asked = self._admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])
-        found = asked[group].result(_ANSWER_WITHIN_S).topic_partitions
-        return {each.partition: each.offset for each in found or () if each.topic == topic and each.offset >= 0}
+    def committed(self, group: str, topic: str, partitions: Iterable[int]) -> dict[int, int]:
+        """Return the group's committed offset for each of the partitions that has one; none while no one can tell."""
+        # Not the admin client: its request does not come back while the coordinator loads (librdkafka issue 5040).
+        reader = self._readers.get(group)
+        if reader is None:
+            isolation = {"isolation.level": "read_uncommitted", "log_level": 0}
+            reader = self._readers[group] = Consumer(
+                {"bootstrap.servers": self.bootstrap, "group.id": group, **isolation}
+            )
+        places = [TopicPartition(topic, partition) for partition in partitions]
+        try:
+            found = reader.committed(places, timeout=_ANSWER_WITHIN_S)
+        except KafkaException:
+            return {}
+        return {place.partition: place.offset for place in found if place.offset >= 0}
 
     def consumed(self, group: str, topic: str, ends: dict[int, int]) -> bool:
         """Return whether the group has committed up to `ends` on every partition."""
-        committed = self.committed(group, topic)
+        committed = self.committed(group, topic, ends)
         return all(committed.get(partition, 0) >= end for partition, end in ends.items())
 
     def delete_of(self, group: str) -> None:

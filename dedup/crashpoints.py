@@ -24,6 +24,8 @@ Point = Literal[
     "before_end",
     "after_end",
     "after_apply",
+    "after_changing",
+    "after_fence",
 ]
 POINTS: Final[tuple[Point, ...]] = get_args(Point)
 VARIABLE: Final = "DEDUP_CRASH_AT"

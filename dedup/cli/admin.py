@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
     from dedup.topology.schema import Start
     from dedup.worker.dead_letter_replay import Replayed
+    from dedup.worker.layout import Layout
     from dedup.worker.topics import TopicPlan
 
 _CLIENT: Final = "dedup-admin"
@@ -197,6 +198,41 @@ def reset(
         typer.echo("done; if workers on other machines have state, run `dedup reset --local` there")
 
     on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
+
+
+def layout(
+    topology: TopologyArgument,
+    *,
+    change: Annotated[
+        bool, typer.Option("--apply", help="Change the layout to the topology's transactions.partitions.")
+    ] = False,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Show how many partitions share a transaction, or change it with --apply.
+
+    A change needs all workers of the topology to be stopped. It keeps the state and the offsets. Workers that were
+    frozen during a change cannot commit afterwards. If a change is interrupted, no worker starts until it is run again.
+
+    Example: dedup layout topologies/orders.yaml --apply
+    """
+    from dedup.kafka.topic_admin import on_cluster
+    from dedup.worker.layout import change_layout, read_layout
+
+    parsed, settings = read_both(topology, config, overrides)
+    wanted = parsed.transactions.partitions
+
+    async def work(wire: KafkaWire, admin: Admin) -> Layout:
+        if change:
+            await change_layout(parsed, settings, wire, admin)
+        return await read_layout(wire, parsed)
+
+    found = on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
+    lines = [f"{parsed.name}: {found.partitions} partitions share a transaction; the topology says {wanted}"]
+    if found.changing_to is not None:
+        lines.append(f"a change to {found.changing_to} was interrupted; run `dedup layout --apply` to finish it")
+    say({**asdict(found), "topology": wanted}, lines, as_json=as_json)
 
 
 def replay(

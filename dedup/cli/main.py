@@ -28,6 +28,7 @@ COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
         "lookup": "admin.lookup",
         "replay": "admin.replay",
         "reset": "admin.reset",
+        "layout": "admin.layout",
         "checkpoint": "checkpoints.checkpoint",
     },
     "Connect": {"ingest": "connectors.ingest", "sink": "connectors.sink"},

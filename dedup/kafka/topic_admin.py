@@ -19,7 +19,7 @@ from aiokafka.protocol.admin import DeleteGroupsRequest, DescribeGroupsRequest
 from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.structs import TopicPartition as AiokafkaTopicPartition
 
-from dedup.errors import BrokerUnavailable
+from dedup.errors import BrokerUnavailable, DedupError
 from dedup.kafka.client import Codes, KafkaWire, grouped, metadata_request, sendable
 from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import Limit
@@ -236,6 +236,16 @@ class Group:
         answer = await self._insist("describing", request, lambda answer: [answer.groups[0][0]])
         members = answer.groups[0][5]
         return sorted((_member(*fields[:5]) for fields in members), key=lambda member: member.worker_id)
+
+    async def refuse_members(self) -> None:
+        """Raise DedupError if the group has members."""
+        members = await self.members()
+        if members:
+            names = ", ".join(f"{member.worker_id} at {member.host}" for member in members)
+            raise DedupError(
+                f"the group {self._name!r} has members: {names}. Nothing was changed; stop these workers. If one of "
+                "them was killed, wait for its session timeout."
+            )
 
     async def delete(self) -> None:
         """Delete the group and its offsets if the group exists. The group must have no members."""

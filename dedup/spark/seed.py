@@ -58,6 +58,7 @@ from dedup.store.changelog import (
 )
 from dedup.topology.model import SubTopology, Topology
 from dedup.verify.kafka_reader import KafkaReader
+from dedup.worker.layout import refuse_groups
 from dedup.worker.offsets import bounds_of, committed_offset, first_offset, first_record
 from dedup.worker.topics import Cluster, group_is_new, prepare
 
@@ -160,6 +161,7 @@ def seed(
     earlier run began a different seed.
     """
     began_s = time.monotonic()
+    refuse_groups(topology, "dedup spark seed")
     work = partial(on_cluster, settings, f"dedup-{topology.name}-seed")
     found = work(partial(_cluster_state, topology, settings, options))
     if history is None:

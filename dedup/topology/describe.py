@@ -204,6 +204,8 @@ def _topic_facts(topology: Topology) -> Iterator[tuple[str, str]]:
             yield topic, "written and read: equal IDs in the same partition"
         elif topic == topology.changelog_topic:
             yield topic, "written, read to restore state"
+        elif topic == topology.layout_topic:
+            yield topic, "read: how many partitions share a transaction; written by `dedup layout`"
         else:
             yield topic, f"written: {labels[topic]}"
 
@@ -257,7 +259,11 @@ def worker_permissions(topology: Topology) -> tuple[Permission, ...]:
     if not topology.direct:
         own[topology.repartition_topic] = "repartition topic: written, read, purged"
     found = [Permission(Resource.TOPIC, name, ("Read", "DescribeConfigs"), "source") for name in topology.source.topics]
+    layout = topology.layout_topic
+    found.append(Permission(Resource.TOPIC, layout, ("Read", "Write"), "layout: written for a new topology, read"))
     for name in topology.written_topics:
+        if name == layout:
+            continue
         operations = ("Read", "Write", "Delete", "DescribeConfigs") if name in own else ("Write", "DescribeConfigs")
         found.append(Permission(Resource.TOPIC, name, operations, own.get(name, "output or side topic")))
     mark = "the offsets of the last `dedup reset`, for a new fleet on an output with records"
@@ -266,5 +272,5 @@ def worker_permissions(topology: Topology) -> tuple[Permission, ...]:
         *found,
         Permission(Resource.GROUP, topology.name, ("Read",), "membership and offsets"),
         Permission(Resource.GROUP, topology.reset_group, ("Describe",), mark),
-        Permission(Resource.TRANSACTIONAL_ID, ids, ("Write", "Describe"), "one ID per partition", prefixed=True),
+        Permission(Resource.TRANSACTIONAL_ID, ids, ("Write", "Describe"), "one ID per task group", prefixed=True),
     )

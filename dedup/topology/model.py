@@ -150,6 +150,16 @@ class Topology:
         return f"{self.name}.repartition"
 
     @property
+    def layout_topic(self) -> str:
+        """The topic that holds the layout record, unless one partition in a transaction was always enough."""
+        return f"{self.name}.layout"
+
+    @property
+    def layout_id(self) -> str:
+        """The transactional ID that alone writes the layout record."""
+        return f"{self.name}.layout"
+
+    @property
     def feeding_topics(self) -> tuple[str, ...]:
         """The topics that the dedup tasks read."""
         return self.source.topics if self.direct else (self.repartition_topic,)
@@ -170,7 +180,8 @@ class Topology:
     def written_topics(self) -> tuple[str, ...]:
         """Every topic that tasks write to, in the order of the topology file."""
         repartition = () if self.direct else (self.repartition_topic,)
-        return (*repartition, *(topic for topic, _ in self.outlets), self.changelog_topic)
+        layout = () if self.transactions.partitions == 1 else (self.layout_topic,)
+        return (*repartition, *(topic for topic, _ in self.outlets), self.changelog_topic, *layout)
 
     @property
     def fingerprints_wanted(self) -> bool:
@@ -195,9 +206,19 @@ class Topology:
             self.window, self.missing, self.tombstones, self.future, self.on_conflict, self.fingerprints_wanted
         )
 
-    def transactional_id(self, sub_topology: SubTopology, partition: int, source_topic: str | None = None) -> str:
-        """Return the transactional ID of a partition's task group. Only repartition tasks have a ``source_topic``."""
-        most = self.transactions.partitions
+    def transactional_id(
+        self,
+        sub_topology: SubTopology,
+        partition: int,
+        source_topic: str | None = None,
+        *,
+        partitions: int | None = None,
+    ) -> str:
+        """Return the transactional ID of a partition's task group. Only repartition tasks have a ``source_topic``.
+
+        ``partitions`` is the number of partitions in a transaction, by default the topology's.
+        """
+        most = partitions or self.transactions.partitions
         group = str(partition) if most == 1 else f"g{partition // most}"
         parts = [self.name, sub_topology, source_topic, group]
         return ".".join(part for part in parts if part is not None)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from dedup.core.window import BEFORE_ALL_TIME
-from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError
+from dedup.errors import BrokerUnavailable, CommitUnknown
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.record_batch import OWN_ROW, Line, fill
 from dedup.kafka.topic_admin import Admin, Group, Topic
@@ -29,6 +29,7 @@ from dedup.topology.model import Topology
 from dedup.topology.schema import Start
 from dedup.worker.bootstrap import transfer
 from dedup.worker.clock import SteadyClock
+from dedup.worker.layout import LayoutChange, read_layout, transactional_ids
 from dedup.worker.offsets import RESETTING, ends_of, first_offset
 from dedup.worker.topics import Cluster, missing_topics, state_topics, topic_names
 
@@ -76,13 +77,7 @@ class Reset:
 
     async def look(self) -> Doomed:
         """Return what a reset would delete. Raises DedupError if the group still has members."""
-        members = await Group(self.wire, self.topology.name).members()
-        if members:
-            names = ", ".join(f"{member.worker_id} at {member.host}" for member in members)
-            raise DedupError(
-                f"the group {self.topology.name!r} has members: {names}. Nothing was changed; stop these workers. If "
-                f"one of them was killed, wait for its session timeout."
-            )
+        await Group(self.wire, self.topology.name).refuse_members()
         have = await self.admin.topics(state_topics(self.topology))
         places = tuple(storage.place(self.topology.name, each) for storage, each in await self._checkpoints())
         partitions = local_state(self.topology, self.settings.state_dir)
@@ -97,7 +92,7 @@ class Reset:
         wanted = missing_topics(topology, self.settings, left)
         sources = [place for name in topology.source.topics for place in have[name].places]
         offsets = {} if to is None else {feeding: await first_offset(self.wire, feeding, to) for feeding in sources}
-        await self._fence(sources, have)
+        await self._fence(have)
         # The note is written after all workers have been fenced, so none of them can overwrite it.
         group = Group(self.wire, topology.name)
         await group.delete()
@@ -112,6 +107,7 @@ class Reset:
         await self._leave_mark(left, offsets)
         made = await self.admin.create(wanted)
         await self._until(len(made), made, "not visible yet")
+        await self._renew_layout()
         if offsets and topology.direct:
             await self._begin_at(offsets)
         elif offsets:
@@ -137,16 +133,25 @@ class Reset:
         await mark.delete()
         await mark.set_offsets({**ends, **offsets}, for_ever=True)
 
-    async def _fence(self, sources: list[TopicPartition], have: Mapping[str, Topic]) -> None:
+    async def _fence(self, have: Mapping[str, Topic]) -> None:
         """Fence all workers and end their transactions, so that a suspended worker cannot write to the new topics."""
         topology = self.topology
-        feeding = have.get(topology.feeding_topics[0])
-        count = 0 if feeding is None else feeding.partitions
-        ids = [topology.transactional_id("dedup", partition) for partition in range(count)]
-        if not topology.direct:
-            ids += [topology.transactional_id("repartition", tp.partition, tp.topic) for tp in sources]
-        for transactional_id in ids:
-            await self._session(transactional_id).open()
+        layout = await read_layout(self.wire, topology)
+        sizes = {layout.partitions, layout.changing_to or layout.partitions}
+        known = Cluster(
+            {name: have[name] for name in (*topology.source.topics, *topology.feeding_topics) if name in have}
+        )
+        for size in sorted(sizes):
+            for transactional_id in transactional_ids(topology, known, size):
+                await self._session(transactional_id).open()
+
+    async def _renew_layout(self) -> None:
+        """Write the layout for the numbers of partitions that the topics have now."""
+        topology = self.topology
+        if topology.transactions.partitions > 1 or (await read_layout(self.wire, topology)).counts:
+            cluster = Cluster(await self.admin.topics(topic_names(topology)))
+            change = LayoutChange(topology, cluster, self.wire, self.settings.transaction_timeout_ms)
+            await change.run(topology.transactions.partitions)
 
     def _session(self, transactional_id: str) -> Session:
         timeout_ms = self.settings.transaction_timeout_ms

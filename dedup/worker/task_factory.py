@@ -26,6 +26,7 @@ from dedup.topology.model import Topology, extractor_of
 from dedup.worker.bootstrap import Bootstrap, WantedCheckpoint
 from dedup.worker.clock import SteadyClock
 from dedup.worker.dedup_task import DedupPlan, DedupTask
+from dedup.worker.layout import refuse_other_layout
 from dedup.worker.offsets import Start, offset_note
 from dedup.worker.record_collector import Limits, RecordCollector
 from dedup.worker.repartition_task import RepartitionPlan, RepartitionTask
@@ -137,7 +138,8 @@ class TaskFactory:
             transactional_id = topology.transactional_id("repartition", first.partition, first.topic)
         timeout_ms = self.settings.transaction_timeout_ms
         session = Session(self.wire, transactional_id, topology.name, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS)
-        group = TaskGroup(session, self.check.confirm)
+        refuse_layout = partial(refuse_other_layout, self.wire, topology, self.cluster)
+        group = TaskGroup(session, self.check.confirm, refuse_layout)
         for feeding in members:
             group.add(self._task(feeding, group) if dedup else self._repartition_task(feeding, group))
         return group

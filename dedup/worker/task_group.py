@@ -31,10 +31,16 @@ Members = tuple[TopicPartition, ...]
 class TaskGroup:
     """The tasks that share one transactional ID, from assignment to revocation."""
 
-    def __init__(self, session: Session, confirm: Callable[[], Awaitable[None]]) -> None:
-        """``confirm`` raises StateIncompatible if a topic has changed since the process started; see `TopicCheck`."""
+    def __init__(
+        self, session: Session, confirm: Callable[[], Awaitable[None]], refuse_layout: Callable[[], Awaitable[None]]
+    ) -> None:
+        """``confirm`` raises StateIncompatible if a topic has changed since the process started; see `TopicCheck`.
+
+        ``refuse_layout`` raises StateIncompatible if the partitions are grouped in another way on the cluster.
+        """
         self._session: Final = session
         self._confirm = confirm
+        self._refuse_layout: Final = refuse_layout
         self.tasks: Final[dict[TopicPartition, Task]] = {}
         """Maps each feeding partition to its task."""
         self.closed = False
@@ -60,9 +66,11 @@ class TaskGroup:
     async def open(self) -> None:
         """Fence the previous owner of the group, and end the transaction that it left open.
 
-        Raises CommitUnknown or BrokerUnavailable.
+        Raises CommitUnknown, BrokerUnavailable, or StateIncompatible.
         """
         await self._session.open()
+        # A change of the layout fences this ID from now on, or it has begun already and is found here.
+        await self._refuse_layout()
 
     def send(self, batches: Sequence[RecordBatch], feeding: TopicPartition) -> None:
         """Add record batches, which were made from records of a feeding partition, to the transaction."""

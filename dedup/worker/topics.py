@@ -181,6 +181,10 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
     output = None if topology.output is None else topology.output.topic
     configs: dict[str | None, tuple[int, dict[str, str]]] = {
         topology.changelog_topic: (changelog, kept),
+        None if topology.transactions.partitions == 1 else topology.layout_topic: (
+            1,
+            {**whole, "cleanup.policy": "compact"},
+        ),
         topology.dead_letter: (count, side),
         None if topology.direct else topology.repartition_topic: (changelog, {**side, **whole}),
         topology.late.topic if isinstance(topology.late, LateTo) else None: (count, side),

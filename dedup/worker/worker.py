@@ -29,6 +29,7 @@ from dedup.worker.app import create_app, identity
 from dedup.worker.clock import SteadyClock
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.introspection import Introspection
+from dedup.worker.layout import LayoutChange, refuse_other_layout
 from dedup.worker.offsets import bounds_of, committed_offset, committed_position, ends_of, refuse_half_reset
 from dedup.worker.restore import LostOffsets
 from dedup.worker.task import Task, TaskState
@@ -440,7 +441,11 @@ async def _cluster(topology: Topology, settings: Settings, wire: KafkaWire, opti
         fresh = await group_is_new(topology, wire, admin) and not (settings.state_dir / topology.name).exists()
         if fresh:
             await refuse_used_output(topology, wire, admin, meant=options.onto_existing_output)
-        return await prepare(topology, settings, admin, may_create_changelog=fresh)
+        cluster = await prepare(topology, settings, admin, may_create_changelog=fresh)
+        if fresh:
+            await LayoutChange(topology, cluster, wire, settings.transaction_timeout_ms).establish()
+        await refuse_other_layout(wire, topology, cluster)
+        return cluster
 
 
 async def _until_over(app: DedupApp, stop: asyncio.Event, options: RunOptions, ends: dict[TopicPartition, int]) -> None:

@@ -59,8 +59,8 @@ class ListTransactions(Request[ListTransactionsRequest_v0]):  # type: ignore[mis
         return request_struct_class([], [], {})
 
 
-def open_transactions(job: Job, states: frozenset[str] = OPEN) -> list[str]:
-    """Return the transactional ids of a job that have a transaction open, each as often as it has one."""
+def open_transactions(job: Job, states: frozenset[str] | None = OPEN) -> list[str]:
+    """Return the transactional ids of a job that have a transaction open, each as often as it has one; None: all ids."""
 
     async def ask() -> list[str]:
         client = AIOKafkaClient(bootstrap_servers=job.kafka.bootstrap)
@@ -70,7 +70,7 @@ def open_transactions(job: Job, states: frozenset[str] = OPEN) -> list[str]:
             for broker in client.cluster.brokers():
                 answer = await client.send(broker.nodeId, ListTransactions())
                 assert answer.error_code == 0, answer
-                found += [name for name, _, state, _ in answer.transactions if state in states]
+                found += [name for name, _, state, _ in answer.transactions if states is None or state in states]
             return sorted(name for name in found if name.startswith(f"{job.name}."))
         finally:
             await client.close()

@@ -199,8 +199,10 @@ class NeverConfirmed(Task):
 class ConfirmedAtStart(TaskGroup):
     """Topics are looked at when a task begins, and not before its commits."""
 
-    def __init__(self, session: Session, confirm: Callable[[], Awaitable[None]]) -> None:
-        super().__init__(session, _nothing)
+    def __init__(
+        self, session: Session, confirm: Callable[[], Awaitable[None]], refuse_layout: Callable[[], Awaitable[None]]
+    ) -> None:
+        super().__init__(session, _nothing, refuse_layout)
 
 
 class FrozenOneByOne(TaskGroup):

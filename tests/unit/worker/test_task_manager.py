@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,13 +34,16 @@ LIFE = 3
 
 
 class FakeTask:
-    """A task whose work fails when it is told to."""
+    """A task whose work fails when it is told to, and the group of which it is the only one."""
 
     def __init__(self, feeding: TopicPartition) -> None:
         self.task_id = TaskId("dedup", feeding)
+        self.feeding = feeding
+        self.tasks = {feeding: self}
         self.state = TaskState.CREATED
         self.dirty = asyncio.Event()
         self.committing = False
+        self.damage: TaskCorrupted | None = None
         self.epoch = 1
         self.numbers = TaskNumbers()
         self.position = Position(7)
@@ -48,10 +52,24 @@ class FakeTask:
 
     def _go(self, what: str) -> None:
         if what in self.fails_in:
-            raise self.fails_in[what]
+            found = self.fails_in[what]
+            self.damage = found if isinstance(found, TaskCorrupted) else None
+            raise found
+
+    @property
+    def closed(self) -> bool:
+        return self.state is TaskState.CLOSED
+
+    @contextmanager
+    def noting_damage(self) -> Iterator[None]:
+        yield
+
+    async def open(self) -> None:
+        pass
 
     async def start(self) -> int:
-        self._go("start")
+        if "start" in self.fails_in:
+            raise self.fails_in.pop("start")
         self.state = TaskState.RUNNING
         return 7
 
@@ -75,7 +93,7 @@ class Shop:
         self.ready: list[tuple[TopicPartition, int]] = []
         self.rejoined = asyncio.Event()
         self._damage = damage
-        self.tasks = TaskManager(self._build, self.wiped.append, lambda: self, commit_interval_ms=0)
+        self.tasks = TaskManager(self, lambda: self, commit_interval_ms=0)  # type: ignore[arg-type]  # fake groups
         self.counted_in = True
         self.halted: list[TopicPartition] = []
 
@@ -92,8 +110,14 @@ class Shop:
     async def is_member(self) -> bool:
         return self.counted_in
 
-    def _build(self, feeding: TopicPartition) -> Any:
-        task = FakeTask(feeding)
+    def grouped(self, feeding: Iterable[TopicPartition]) -> list[tuple[TopicPartition, ...]]:
+        return [(each,) for each in sorted(feeding)]
+
+    def wipe(self, feeding: TopicPartition) -> None:
+        self.wiped.append(feeding)
+
+    def build(self, members: tuple[TopicPartition, ...]) -> Any:
+        task = FakeTask(*members)
         self._damage(task)
         self.made.append(task)
         return task

@@ -1,0 +1,246 @@
+"""Keeps the layout of a topology: how many partitions share a transaction, and how many partitions its topics have.
+
+Workers with different layouts use different transactional IDs, which do not fence each other. Therefore, the layout is
+a record on the cluster, in the topic ``<name>.layout``, and only the transactional ID ``<name>.layout`` writes it. A
+topology without such a topic has the first layout: one partition in a transaction.
+
+A change writes `changing`, fences every transactional ID of the old and the new layout, and then writes the new layout.
+A task group reads the layout *after* its own InitProducerId. Either it finds the change and ends, or the change has not
+fenced its ID yet and will do so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Final
+
+from dedup import crashpoints
+from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, StateIncompatible, TaskMigrated
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.record_batch import OWN_ROW, Line, fill
+from dedup.kafka.requests import UNKNOWN_TOPIC
+from dedup.kafka.topic_admin import Admin, Group
+from dedup.kafka.transactional_producer import Session
+from dedup.kafka.wire import TopicNow, TopicPartition, Wire
+from dedup.settings import Settings
+from dedup.topology.model import Topology
+from dedup.worker.clock import SteadyClock
+from dedup.worker.offsets import PAUSE_MS, answered, bounds_of
+from dedup.worker.topics import Cluster, missing_topics, topic_names
+
+_KEY: Final = b"layout"
+_VERSION: Final = 1
+_FETCH_BYTES: Final = 1 << 16
+_UNAUTHORIZED: Final = 29
+_DEADLINE_MS: Final = 20_000
+_MOST_ATTEMPTS: Final = 50
+_LOOK_AGAIN_MS: Final = 200
+_PATIENCE_S: Final = 10.0
+"""How long a new worker waits for another one to write the layout before it does so itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the partitions of a topology are grouped."""
+
+    partitions: int = 1
+    """Number of partitions in a transaction."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """The number of partitions of each topic with tasks; empty if no layout was ever written."""
+    changing_to: int | None = None
+    """The next value of ``partitions`` while a change is under way."""
+
+
+def encode_layout(layout: Layout) -> bytes:
+    """Encode a layout as a record value."""
+    return json.dumps({"version": _VERSION, **asdict(layout)}, sort_keys=True, separators=(",", ":")).encode()
+
+
+def decode_layout(value: bytes, topic: str) -> Layout:
+    """Decode a record value. Raises StateIncompatible for a value that this release does not know."""
+    try:
+        fields = json.loads(value)
+        if fields.pop("version") != _VERSION:
+            raise ValueError(f"version is not {_VERSION}")
+        return Layout(**fields)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StateIncompatible(
+            f"topic {topic!r} holds a layout that this release cannot read ({error!r}). Nothing was judged. Run the "
+            "release that wrote it."
+        ) from error
+
+
+async def read_layout(wire: Wire, topology: Topology) -> Layout:
+    """Return the newest committed layout, or the first layout if none was written.
+
+    Raises StateIncompatible for a layout that this release cannot read, or BrokerUnavailable without permission.
+    """
+    topic = topology.layout_topic
+    while True:
+        now = (await answered(wire, lambda: wire.topics((topic,))))[topic]
+        if isinstance(now, TopicNow):
+            break
+        if now == UNKNOWN_TOPIC:
+            return Layout()
+        if now == _UNAUTHORIZED:
+            raise BrokerUnavailable(
+                f"this principal may not describe topic {topic!r}, which says how many partitions share a transaction. "
+                "Grant what `dedup apply --acls` lists."
+            )
+        await wire.pause(PAUSE_MS)
+    place = TopicPartition(topic, 0)
+    bounds = await bounds_of(wire, place)
+    position, found = bounds.start, Layout()
+    while position < bounds.end:
+        at = position
+        fetched = await answered(wire, lambda: wire.fetch(place, at, max_bytes=_FETCH_BYTES, wait_ms=PAUSE_MS))  # noqa: B023  # awaited here
+        for value in fetched.values:
+            found = decode_layout(value or b"", topic)
+        if fetched.next_offset <= position:
+            break  # the transaction of a change is open, so the change has not begun
+        position = fetched.next_offset
+    return found
+
+
+async def refuse_other_layout(wire: Wire, topology: Topology, cluster: Cluster) -> None:
+    """Raise StateIncompatible unless the layout is what this process believes; call it after InitProducerId."""
+    found, wanted = await read_layout(wire, topology), topology.transactions.partitions
+    if found.changing_to is not None:
+        raise StateIncompatible(
+            f"the layout of {topology.name!r} is being changed from {found.partitions} to {found.changing_to} "
+            "partitions in a transaction, or a change was interrupted. Nothing was judged. Wait for `dedup layout "
+            "--apply`, or run it again to finish the change."
+        )
+    if found.partitions != wanted:
+        raise StateIncompatible(
+            f"the tasks of {topology.name!r} commit {found.partitions} partitions in a transaction, but "
+            f"transactions.partitions is {wanted}. Nothing was judged. Set it to {found.partitions}, or stop all "
+            "workers and run `dedup layout --apply`."
+        )
+    ours = counts_of(topology, cluster)
+    if found.counts and found.counts != ours:
+        raise StateIncompatible(
+            f"the layout of {topology.name!r} was written for topics with these numbers of partitions: "
+            f"{dict(found.counts)}. They are {ours} now. Nothing was judged; `dedup reset` starts over."
+        )
+
+
+def refuse_groups(topology: Topology, command: str) -> None:
+    """Raise StateIncompatible if several partitions share a transaction, for a command that writes each one alone."""
+    if topology.transactions.partitions > 1:
+        raise StateIncompatible(
+            f"`{command}` commits each partition in a transaction of its own, but transactions.partitions is "
+            f"{topology.transactions.partitions}. Nothing was changed. Set it to 1; `dedup layout --apply` changes a "
+            "layout that is in use."
+        )
+
+
+def counts_of(topology: Topology, cluster: Cluster) -> dict[str, int]:
+    """Return the number of partitions of each topic with tasks."""
+    return cluster.source_partitions(topology)
+
+
+def transactional_ids(topology: Topology, cluster: Cluster, partitions: int) -> list[str]:
+    """Return every transactional ID of a topology's tasks, if ``partitions`` partitions share a transaction.
+
+    Topics that the cluster lacks are left out.
+    """
+    feeding = [name for name in topology.feeding_topics if name in cluster.topics]
+    ids = [
+        topology.transactional_id("dedup", place.partition, partitions=partitions) for place in cluster.places(feeding)
+    ]
+    if not topology.direct:
+        ids += [
+            topology.transactional_id("repartition", place.partition, place.topic, partitions=partitions)
+            for place in cluster.places(topology.source.topics)
+        ]
+    return list(dict.fromkeys(ids))
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutChange:
+    """Writes layouts. A change that was interrupted is finished by running it again."""
+
+    topology: Topology
+    cluster: Cluster
+    wire: Wire
+    timeout_ms: int
+
+    async def establish(self) -> None:
+        """Write the layout of a new topology, unless another worker of the new fleet does."""
+        wanted, waited_s = self.topology.transactions.partitions, 0.0
+        while wanted > 1:
+            found = await read_layout(self.wire, self.topology)
+            if found.counts and found.changing_to is None:
+                return
+            if not found.counts or waited_s >= _PATIENCE_S:
+                with contextlib.suppress(TaskMigrated, CommitUnknown):
+                    await self.run(wanted)
+                    return
+            await self.wire.pause(_LOOK_AGAIN_MS)
+            waited_s += _LOOK_AGAIN_MS / 1000
+
+    async def run(self, partitions: int) -> None:
+        """Make ``partitions`` partitions share a transaction; afterwards, no worker of the old layout can commit.
+
+        Raises TaskMigrated if another process changes the layout at the same time, or CommitUnknown.
+        """
+        session = self._session(self.topology.layout_id)
+        await session.open()
+        before = await read_layout(self.wire, self.topology)
+        counts = counts_of(self.topology, self.cluster)
+        await self._write(session, Layout(before.partitions, counts, partitions))
+        crashpoints.reached("after_changing")
+        sizes = {before.partitions, partitions, before.changing_to or partitions}
+        for size in sorted(sizes):
+            for transactional_id in transactional_ids(self.topology, self.cluster, size):
+                await self._session(transactional_id).open()
+                crashpoints.reached("after_fence")
+        await self._write(session, Layout(partitions, counts))
+
+    def _session(self, transactional_id: str) -> Session:
+        return Session(self.wire, transactional_id, None, timeout_ms=self.timeout_ms, deadline_ms=_DEADLINE_MS)
+
+    async def _write(self, session: Session, layout: Layout) -> None:
+        line: Line = (OWN_ROW, SteadyClock().now_ms(), _KEY, encode_layout(layout), [])
+        session.add(fill(TopicPartition(self.topology.layout_topic, 0), [line], compression="none"))
+        await session.commit({})
+
+
+async def change_layout(topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin) -> None:
+    """Make as many partitions share a transaction as the topology says, and keep state and offsets.
+
+    Raises DedupError if workers are running or another process changes the layout, or StateIncompatible if topics are
+    missing. A change that was interrupted is finished.
+    """
+    await Group(wire, topology.name).refuse_members()
+    names = [*topic_names(topology), topology.layout_topic]
+    have = await admin.topics(names)
+    if topology.layout_topic not in have:
+        if topology.transactions.partitions == 1:
+            return
+        wanted = [topic for topic in missing_topics(topology, settings, have) if topic.name == topology.layout_topic]
+        await admin.create(wanted)
+        have = await admin.settled(have.keys() | {topology.layout_topic})
+    if topology.changelog_topic not in have:
+        raise StateIncompatible(f"topic {topology.changelog_topic!r} does not exist, so there is no layout to change.")
+    change = LayoutChange(topology, Cluster(have), wire, settings.transaction_timeout_ms)
+    for attempt in range(_MOST_ATTEMPTS):
+        try:
+            await change.run(topology.transactions.partitions)
+        except CommitUnknown:
+            # The leader of a topic that was just created may not know it yet.
+            if attempt + 1 == _MOST_ATTEMPTS:
+                raise
+            await wire.refresh()
+            await wire.pause(_LOOK_AGAIN_MS)
+        except TaskMigrated as error:
+            raise DedupError(
+                f"another process changes the layout of {topology.name!r} at the same time. Run `dedup layout` to see "
+                "the result."
+            ) from error
+        else:
+            return

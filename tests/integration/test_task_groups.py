@@ -1,0 +1,152 @@
+"""Tasks that share a transaction, on a real broker: killed, changed from one layout to another, frozen through a change."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import Any
+
+import pytest
+
+from dedup.crashpoints import Point
+from tests.integration.conftest import MakeJob
+from tests.integration.fleet import Job, until
+from tests.integration.test_admin import dedup
+from tests.integration.test_crash_points import AT_START, dies_and_comes_back, passing
+from tests.integration.test_topics_change import members
+from tests.integration.transactions import open_transactions
+from tests.integration.watch import Watch
+from tests.integration.workload import Event, workload
+
+pytestmark = pytest.mark.broker
+
+EVENTS = 1_000
+PARTITIONS = 4
+QUICK: dict[str, Any] = {"commit_interval": "20ms"}
+
+
+def grouped(size: int, *, hops: str | None = None) -> dict[str, Any]:
+    """Return what differs in a topology whose groups have this size; ``hops`` names the source of one that repartitions."""
+    made: dict[str, Any] = {"transactions": {"partitions": size}}
+    return made if hops is None else made | {"source": {"topics": [hops]}}
+
+
+def regrouped(job: Job, size: int) -> None:
+    """The job's topology file says another size from now on."""
+    document = json.loads(job.topology_file.read_text(encoding="utf-8"))
+    document["transactions"] = {"partitions": size}
+    job.topology_file.write_text(json.dumps(document), encoding="utf-8")
+
+
+def events_of(seed: int, count: int = EVENTS, *, scattered: bool = False) -> list[Event]:
+    return workload(seed, count, partitions=PARTITIONS, scattered=scattered)
+
+
+@pytest.mark.parametrize(
+    "point", ["after_committed_offset", "after_output", "after_changelog", "before_end", "after_end", "after_apply"]
+)
+def test_a_worker_with_groups_dies_at_a_point(make_job: MakeJob, point: Point) -> None:
+    job = make_job(partitions=PARTITIONS, document=grouped(3), config=QUICK)
+    events = events_of(60)
+    if point in AT_START:
+        job.send(events[:400])
+        job.finish()
+        events = events[400:]
+    dies_and_comes_back(job, events, f"{point}:{passing(point)}")
+
+
+def test_a_repartitioning_worker_with_groups_dies(make_job: MakeJob) -> None:
+    job = make_job(partitions=PARTITIONS, document=grouped(2, hops="grouped-hops"), config=QUICK)
+    dies_and_comes_back(job, events_of(61, scattered=True), "after_offsets:9")
+
+
+def test_groups_share_their_transactions(make_job: MakeJob) -> None:
+    """Two groups of two partitions each: no partition has a transactional id of its own."""
+    job = make_job(partitions=PARTITIONS, document=grouped(2), config=QUICK)
+    job.send(events_of(62))
+    worker = job.finish()
+    job.judge()
+    ids = set(open_transactions(job, None))
+    assert ids == {f"{job.name}.dedup.g0", f"{job.name}.dedup.g1", f"{job.name}.layout"} | {
+        f"{job.name}.dedup.{number}" for number in range(PARTITIONS)
+    }, worker.log
+
+
+def test_the_layout_changes_and_state_and_offsets_stay(make_job: MakeJob) -> None:
+    job = make_job(partitions=PARTITIONS, config=QUICK)
+    pieces = [events_of(63)[at : at + 250] for at in range(0, EVENTS, 250)]
+    for size, piece in zip((1, 4, 2, 1), pieces, strict=True):
+        if size != 1 or job.sent:
+            regrouped(job, size)
+            before = job.committed()
+            job.refused(code=3, says=f"but transactions.partitions is {size}")
+            said = dedup(job, "layout", "--apply")
+            assert f"{size} partitions share a transaction" in said
+            assert job.committed() == before
+        job.send(piece)
+        job.finish()
+    job.judge()
+
+
+@pytest.mark.parametrize("at", ["after_changing:1", "after_fence:3"])
+def test_a_change_is_killed_and_run_again(make_job: MakeJob, at: str) -> None:
+    job = make_job(partitions=PARTITIONS, document=grouped(2), config=QUICK)
+    events = events_of(64)
+    job.send(events[:500])
+    job.finish()
+    regrouped(job, 4)
+    dedup(job, "layout", "--apply", code=-signal.SIGKILL, DEDUP_CRASH_AT=at)
+    job.send(events[500:])
+    job.refused(code=3, says="run it again to finish the change")
+    assert "a change to 4 was interrupted" in dedup(job, "layout")
+    dedup(job, "layout", "--apply")
+    job.finish()
+    job.judge()
+
+
+def test_a_change_is_refused_while_workers_run(make_job: MakeJob) -> None:
+    job = make_job(partitions=PARTITIONS, document=grouped(2), config=QUICK)
+    job.send(events_of(65))
+    job.start()
+    job.until_progress(100)
+    regrouped(job, 4)
+    assert "stop these workers" in dedup(job, "layout", "--apply", code=1)
+    job.workers[0].signal(signal.SIGTERM)
+    assert job.workers[0].wait() == 0
+    regrouped(job, 2)
+    job.finish()
+    job.judge()
+
+
+@pytest.mark.parametrize("hops", [None, "thawed-hops"])
+def test_a_worker_that_was_frozen_through_a_change_commits_nothing(make_job: MakeJob, hops: str | None) -> None:
+    """It stops right before it would end a transaction, and goes on when the new fleet has done its work."""
+    job = make_job(partitions=PARTITIONS, document=grouped(1, hops=hops), config=QUICK)
+    events = events_of(66, scattered=hops is not None)
+    job.send(events[:500])
+    with Watch(job):
+        zombie = job.start("zombie", "freeze_in_commit=3")
+        until(lambda: zombie.frozen, lambda: f"it is frozen: {zombie.log}")
+        until(lambda: members(job) == 0, "the group has given it up")
+        job.send(events[500:])
+        regrouped(job, 2)
+        dedup(job, "layout", "--apply")
+        job.finish("b")
+        zombie.signal(signal.SIGCONT)
+        assert zombie.wait() == 3, zombie.log
+        assert "commit 2 partitions in a transaction, but transactions.partitions is 1" in zombie.log
+    job.finish("c")
+    job.judge()
+
+
+def test_workers_of_two_layouts_can_not_be_in_one_group(make_job: MakeJob) -> None:
+    job = make_job(partitions=PARTITIONS, document=grouped(2), config=QUICK)
+    job.send(events_of(67))
+    job.start("a")
+    job.until_progress(100)
+    regrouped(job, 4)
+    other = job.start("b")
+    assert other.wait() == 3, other.log
+    assert "but transactions.partitions is 4" in other.log
+    job.until_done()
+    job.judge()
