@@ -64,7 +64,7 @@ def apply(
     spec = resolved_sink(parsed, topology) if table else None
 
     async def work(wire: KafkaWire, admin: Admin) -> TopicPlan:
-        plan = applying.plan_topics(parsed, settings, await admin.topics(applying.topic_names(parsed)))
+        plan = applying.plan_topics(parsed, settings, await admin.topics(applying.known_names(parsed)))
         if not as_json:
             _print_plan(plan, dry_run=dry_run)
         if not dry_run:
@@ -229,7 +229,8 @@ def layout(
         return await read_layout(wire, parsed)
 
     found = on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
-    lines = [f"{parsed.name}: {found.partitions} partitions share a transaction; the topology says {wanted}"]
+    shared = "each partition has" if found.partitions == 1 else f"{found.partitions} partitions share"
+    lines = [f"{parsed.name}: {shared} a transaction; transactions.partitions is {wanted}"]
     if found.changing_to is not None:
         lines.append(f"a change to {found.changing_to} was interrupted; run `dedup layout --apply` to finish it")
     say({**asdict(found), "topology": wanted}, lines, as_json=as_json)

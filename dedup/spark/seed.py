@@ -58,7 +58,7 @@ from dedup.store.changelog import (
 )
 from dedup.topology.model import SubTopology, Topology
 from dedup.verify.kafka_reader import KafkaReader
-from dedup.worker.layout import refuse_groups
+from dedup.worker.layout import alone
 from dedup.worker.offsets import bounds_of, committed_offset, first_offset, first_record
 from dedup.worker.topics import Cluster, group_is_new, prepare
 
@@ -161,9 +161,9 @@ def seed(
     earlier run began a different seed.
     """
     began_s = time.monotonic()
-    refuse_groups(topology, "dedup spark seed")
     work = partial(on_cluster, settings, f"dedup-{topology.name}-seed")
     found = work(partial(_cluster_state, topology, settings, options))
+    topology = topology.grouped_by(1)
     if history is None:
         whole = _of_topics(spark, settings, found)
     else:
@@ -294,6 +294,7 @@ async def _cluster_state(
         raise DedupError(f"the group {topology.name!r} has members: {names}. Nothing was changed. Stop these workers.")
     fresh = await group_is_new(topology, wire, admin)
     cluster = await prepare(topology, settings, admin, may_create_changelog=fresh)
+    await alone(topology, cluster, wire, "dedup spark seed")
     tasks = cluster.topics[topology.feeding_topics[0]].partitions
     marks = {task: mark for task in range(tasks) if (mark := await _mark(topology, wire, task)) is not None}
     if marks:

@@ -43,7 +43,7 @@ from dedup.spark.task_attempt import REPORT, AttemptPlan, BatchReport, deleted_u
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import SubTopology, Topology
 from dedup.worker.clock import SteadyClock
-from dedup.worker.layout import refuse_groups
+from dedup.worker.layout import alone
 from dedup.worker.offsets import bounds_of, committed_offset, first_offset
 from dedup.worker.task import TaskId
 from dedup.worker.task_factory import TaskFactory
@@ -145,7 +145,6 @@ async def prepared(
     ``onto_existing_output`` is false and the output topic of a new group already contains records. Raises
     BrokerUnavailable if no broker responds.
     """
-    refuse_groups(topology, "dedup spark run")
     async with connected(settings, f"dedup-{topology.name}-spark") as wire:
         try:
             async with asyncio.timeout(_PREPARE_WITHIN_S), Admin(wire.connection) as admin:
@@ -153,6 +152,7 @@ async def prepared(
                 if fresh and not begun:
                     await refuse_used_output(topology, wire, admin, meant=onto_existing_output)
                 cluster = await prepare(topology, settings, admin, may_create_changelog=fresh)
+                topology = await alone(topology, cluster, wire, "dedup spark run")
                 return await _with_positions(topology, settings, cluster, wire)
         except TimeoutError as error:
             raise BrokerUnavailable(

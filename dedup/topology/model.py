@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import Final, Literal, assert_never
+from typing import Final, Literal, Self, assert_never
 
 from dedup.core.event_time import EventTime, FieldTime, RecordTime
 from dedup.core.extract import Extractor, compile_extractor
@@ -25,11 +25,16 @@ from dedup.core.tracking_id import (
     TrackingId,
 )
 from dedup.core.window import Window
+from dedup.errors import InvariantBroken
 from dedup.topology.schema import ColumnType, Output, Start, StateSpec, TransactionsSpec
 
 _FINGERPRINT_BYTES: Final = 16
 _WINDOW_RULE: Final = 1
 """Version of the rule that says what stored sightings mean. State that has another version cannot be used."""
+
+_MOST_ALONE: Final = 16
+_AUTO_GROUPS: Final = 8
+_MOST_AUTO: Final = 64
 
 Format = Literal["json", "bytes"]
 SubTopology = Literal["dedup", "repartition"]
@@ -180,7 +185,7 @@ class Topology:
     def written_topics(self) -> tuple[str, ...]:
         """Every topic that tasks write to, in the order of the topology file."""
         repartition = () if self.direct else (self.repartition_topic,)
-        layout = () if self.transactions.partitions == 1 else (self.layout_topic,)
+        layout = () if self.transactions.partitions in {1, "auto"} else (self.layout_topic,)
         return (*repartition, *(topic for topic, _ in self.outlets), self.changelog_topic, *layout)
 
     @property
@@ -206,20 +211,27 @@ class Topology:
             self.window, self.missing, self.tombstones, self.future, self.on_conflict, self.fingerprints_wanted
         )
 
+    @property
+    def group_size(self) -> int:
+        """The number of partitions that share a transaction; `dedup.worker.layout` replaces auto by a number."""
+        size = self.transactions.partitions
+        if not isinstance(size, int):
+            raise InvariantBroken(f"{self.name}: the layout on the cluster was not read, so no transaction can begin.")
+        return size
+
+    def grouped_by(self, size: int) -> Self:
+        """Return the topology with so many partitions in a transaction."""
+        return replace(self, transactions=TransactionsSpec(partitions=size))
+
     def transactional_id(
-        self,
-        sub_topology: SubTopology,
-        partition: int,
-        source_topic: str | None = None,
-        *,
-        partitions: int | None = None,
+        self, sub_topology: SubTopology, partition: int, source_topic: str | None = None, *, size: int | None = None
     ) -> str:
         """Return the transactional ID of a partition's task group. Only repartition tasks have a ``source_topic``.
 
-        ``partitions`` is the number of partitions in a transaction, by default the topology's.
+        ``size`` is the number of partitions that share a transaction, by default the topology's.
         """
-        most = partitions or self.transactions.partitions
-        group = str(partition) if most == 1 else f"g{partition // most}"
+        size = size or self.group_size
+        group = str(partition) if size == 1 else f"g{partition // size}"
         parts = [self.name, sub_topology, source_topic, group]
         return ".".join(part for part in parts if part is not None)
 
@@ -250,6 +262,15 @@ class Topology:
             "payloads": [format_path(path) for path in self.fingerprint_exclude] if self.fingerprints_wanted else None,
         }
         return json.dumps(identity, sort_keys=True, separators=(",", ":"))
+
+
+def auto_group_size(partitions: int) -> int:
+    """Return the number of partitions that share a transaction in a new topology with this many partitions.
+
+    A transaction for each partition is cheap enough up to 16 partitions. Beyond, there are eight groups, so that eight
+    workers have work, or more groups if they would have more than 64 partitions.
+    """
+    return 1 if partitions <= _MOST_ALONE else min(-(-partitions // _AUTO_GROUPS), _MOST_AUTO)
 
 
 def rule_text(rule: Rule) -> str:

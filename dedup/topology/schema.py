@@ -289,8 +289,15 @@ class StateSpec(Keys):
 class TransactionsSpec(Keys):
     """Settings for the transactions of a topology's tasks."""
 
-    partitions: Annotated[int, within(1, _MOST_PARTITIONS)] = 1
-    """Number of partitions whose tasks commit together, in one transaction."""
+    partitions: Annotated[
+        Literal["auto"] | int,
+        accepting(
+            lambda size: size == "auto" or (type(size) is int and 1 <= size <= _MOST_PARTITIONS),
+            f'"{{}}" must be auto, or 1 to {_MOST_PARTITIONS}',
+            kind=BeforeValidator,
+        ),
+    ] = "auto"
+    """Number of partitions whose tasks commit together, in one transaction. auto chooses for a new topology only."""
 
 
 class TopologyFile(Keys):

@@ -129,7 +129,7 @@ class GroupAssignor(PartitionAssignor):
 
     @property
     def _size(self) -> int:
-        return self.app.factory.topology.transactions.partitions
+        return self.app.factory.topology.group_size
 
     def _perform_assignment(self, cluster: Any, member_metadata: Any) -> Any:  # Faust's signature
         topics = {topic for metadata in member_metadata.values() for topic in metadata.subscription}

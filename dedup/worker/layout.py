@@ -26,10 +26,10 @@ from dedup.kafka.topic_admin import Admin, Group
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import TopicNow, TopicPartition, Wire
 from dedup.settings import Settings
-from dedup.topology.model import Topology
+from dedup.topology.model import Topology, auto_group_size
 from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import PAUSE_MS, answered, bounds_of
-from dedup.worker.topics import Cluster, missing_topics, topic_names
+from dedup.worker.topics import Cluster, known_names, missing_topics
 
 _KEY: Final = b"layout"
 _VERSION: Final = 1
@@ -107,7 +107,7 @@ async def read_layout(wire: Wire, topology: Topology) -> Layout:
 
 async def refuse_other_layout(wire: Wire, topology: Topology, cluster: Cluster) -> None:
     """Raise StateIncompatible unless the layout is what this process believes; call it after InitProducerId."""
-    found, wanted = await read_layout(wire, topology), topology.transactions.partitions
+    found, wanted = await read_layout(wire, topology), topology.group_size
     if found.changing_to is not None:
         raise StateIncompatible(
             f"the layout of {topology.name!r} is being changed from {found.partitions} to {found.changing_to} "
@@ -128,14 +128,33 @@ async def refuse_other_layout(wire: Wire, topology: Topology, cluster: Cluster) 
         )
 
 
-def refuse_groups(topology: Topology, command: str) -> None:
-    """Raise StateIncompatible if several partitions share a transaction, for a command that writes each one alone."""
-    if topology.transactions.partitions > 1:
+async def with_layout(topology: Topology, cluster: Cluster, wire: Wire, *, fresh: bool) -> Topology:
+    """Return the topology with the number of partitions that share a transaction, in place of auto.
+
+    The layout on the cluster decides. Without one, auto chooses if the topology is new (``fresh``).
+    """
+    if topology.transactions.partitions != "auto":
+        return topology
+    found = await read_layout(wire, topology)
+    if found.counts or not fresh:
+        return topology.grouped_by(found.partitions)
+    return topology.grouped_by(auto_group_size(max(counts_of(topology, cluster).values())))
+
+
+async def alone(topology: Topology, cluster: Cluster, wire: Wire, command: str) -> Topology:
+    """Return the topology for a command that commits each partition in a transaction of its own.
+
+    Raises StateIncompatible if several partitions share a transaction.
+    """
+    found = await with_layout(topology, cluster, wire, fresh=False)
+    if found.group_size > 1:
         raise StateIncompatible(
-            f"`{command}` commits each partition in a transaction of its own, but transactions.partitions is "
-            f"{topology.transactions.partitions}. Nothing was changed. Set it to 1; `dedup layout --apply` changes a "
-            "layout that is in use."
+            f"`{command}` commits each partition in a transaction of its own, but {found.group_size} partitions of "
+            f"{topology.name!r} share one. Nothing was changed. Set transactions.partitions to 1, and run `dedup "
+            "layout --apply` if workers have run with another value."
         )
+    await refuse_other_layout(wire, found, cluster)
+    return found
 
 
 def counts_of(topology: Topology, cluster: Cluster) -> dict[str, int]:
@@ -143,18 +162,16 @@ def counts_of(topology: Topology, cluster: Cluster) -> dict[str, int]:
     return cluster.source_partitions(topology)
 
 
-def transactional_ids(topology: Topology, cluster: Cluster, partitions: int) -> list[str]:
-    """Return every transactional ID of a topology's tasks, if ``partitions`` partitions share a transaction.
+def transactional_ids(topology: Topology, cluster: Cluster, size: int) -> list[str]:
+    """Return every transactional ID of a topology's tasks, if ``size`` partitions share a transaction.
 
     Topics that the cluster lacks are left out.
     """
     feeding = [name for name in topology.feeding_topics if name in cluster.topics]
-    ids = [
-        topology.transactional_id("dedup", place.partition, partitions=partitions) for place in cluster.places(feeding)
-    ]
+    ids = [topology.transactional_id("dedup", place.partition, size=size) for place in cluster.places(feeding)]
     if not topology.direct:
         ids += [
-            topology.transactional_id("repartition", place.partition, place.topic, partitions=partitions)
+            topology.transactional_id("repartition", place.partition, place.topic, size=size)
             for place in cluster.places(topology.source.topics)
         ]
     return list(dict.fromkeys(ids))
@@ -171,7 +188,7 @@ class LayoutChange:
 
     async def establish(self) -> None:
         """Write the layout of a new topology, unless another worker of the new fleet does."""
-        wanted, waited_s = self.topology.transactions.partitions, 0.0
+        wanted, waited_s = self.topology.group_size, 0.0
         while wanted > 1:
             found = await read_layout(self.wire, self.topology)
             if found.counts and found.changing_to is None:
@@ -217,20 +234,22 @@ async def change_layout(topology: Topology, settings: Settings, wire: KafkaWire,
     missing. A change that was interrupted is finished.
     """
     await Group(wire, topology.name).refuse_members()
-    names = [*topic_names(topology), topology.layout_topic]
-    have = await admin.topics(names)
+    have = await admin.topics(known_names(topology))
+    if topology.changelog_topic not in have:
+        raise StateIncompatible(f"topic {topology.changelog_topic!r} does not exist, so there is no layout to change.")
+    if topology.transactions.partitions == "auto":
+        count = max(counts_of(topology, Cluster(have)).values())
+        topology = topology.grouped_by(auto_group_size(count))
     if topology.layout_topic not in have:
-        if topology.transactions.partitions == 1:
+        if topology.group_size == 1:
             return
         wanted = [topic for topic in missing_topics(topology, settings, have) if topic.name == topology.layout_topic]
         await admin.create(wanted)
-        have = await admin.settled(have.keys() | {topology.layout_topic})
-    if topology.changelog_topic not in have:
-        raise StateIncompatible(f"topic {topology.changelog_topic!r} does not exist, so there is no layout to change.")
+        await admin.settled([topology.layout_topic])
     change = LayoutChange(topology, Cluster(have), wire, settings.transaction_timeout_ms)
     for attempt in range(_MOST_ATTEMPTS):
         try:
-            await change.run(topology.transactions.partitions)
+            await change.run(topology.group_size)
         except CommitUnknown:
             # The leader of a topic that was just created may not know it yet.
             if attempt + 1 == _MOST_ATTEMPTS:

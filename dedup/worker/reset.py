@@ -29,9 +29,9 @@ from dedup.topology.model import Topology
 from dedup.topology.schema import Start
 from dedup.worker.bootstrap import transfer
 from dedup.worker.clock import SteadyClock
-from dedup.worker.layout import LayoutChange, read_layout, transactional_ids
+from dedup.worker.layout import LayoutChange, read_layout, transactional_ids, with_layout
 from dedup.worker.offsets import RESETTING, ends_of, first_offset
-from dedup.worker.topics import Cluster, missing_topics, state_topics, topic_names
+from dedup.worker.topics import Cluster, known_names, missing_topics, state_topics
 
 DEADLINE_MS: Final = 20_000
 MOST_ATTEMPTS: Final = 50
@@ -87,7 +87,7 @@ class Reset:
         """Delete the state, recreate the topics, and return the offsets that were set (none if ``to`` is None)."""
         topology = self.topology
         await self.look()  # a worker may have joined in the meantime
-        have = await self.admin.topics(topic_names(topology))
+        have = await self.admin.topics(known_names(topology))
         left = {name: topic for name, topic in have.items() if name not in doomed.topics}
         wanted = missing_topics(topology, self.settings, left)
         sources = [place for name in topology.source.topics for place in have[name].places]
@@ -148,10 +148,11 @@ class Reset:
     async def _renew_layout(self) -> None:
         """Write the layout for the numbers of partitions that the topics have now."""
         topology = self.topology
-        if topology.transactions.partitions > 1 or (await read_layout(self.wire, topology)).counts:
-            cluster = Cluster(await self.admin.topics(topic_names(topology)))
-            change = LayoutChange(topology, cluster, self.wire, self.settings.transaction_timeout_ms)
-            await change.run(topology.transactions.partitions)
+        cluster = Cluster(await self.admin.topics(known_names(topology)))
+        if topology.layout_topic in cluster.topics:
+            wanted = await with_layout(topology, cluster, self.wire, fresh=True)
+            change = LayoutChange(wanted, cluster, self.wire, self.settings.transaction_timeout_ms)
+            await change.run(wanted.group_size)
 
     def _session(self, transactional_id: str) -> Session:
         timeout_ms = self.settings.transaction_timeout_ms
@@ -167,8 +168,8 @@ class Reset:
 
     async def _begin_at(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Write each partition's offset with a task record, because workers refuse offsets without task records."""
-        topology = self.topology
-        cluster = Cluster(await self.admin.topics(topic_names(topology)))
+        cluster = Cluster(await self.admin.topics(known_names(self.topology)))
+        topology = await with_layout(self.topology, cluster, self.wire, fresh=True)
         fingerprint = topology.state_fingerprint(cluster.source_partitions(topology))
         # The first partition is written last, because a worker looks there for the note that a reset is in progress.
         for feeding, offset in sorted(offsets.items(), reverse=True):

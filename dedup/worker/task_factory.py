@@ -114,7 +114,7 @@ class TaskFactory:
 
     def grouped(self, feeding: Iterable[TopicPartition]) -> list[Members]:
         """Return the feeding partitions group by group. Raises InvariantBroken unless each group is complete."""
-        most, wanted = self.topology.transactions.partitions, set(feeding)
+        most, wanted = self.topology.group_size, set(feeding)
         groups: list[Members] = []
         for topic, partition in sorted(wanted):
             if partition % most == 0:

@@ -64,7 +64,7 @@ class TaskGroup:
         return self._session.epoch
 
     async def open(self) -> None:
-        """Fence the previous owner of the group, and end the transaction that it left open.
+        """Begin a new epoch, which fences another owner of the group and ends the transaction that was left open.
 
         Raises CommitUnknown, BrokerUnavailable, or StateIncompatible.
         """
@@ -168,7 +168,7 @@ class TaskGroup:
         self.sendable.clear()
         try:
             self._learn(refused)
-            await self._session.open()
+            await self.open()
             for task in self._running():
                 await task.refuse_if_overtaken()
             await self._look_at_limits(refused)

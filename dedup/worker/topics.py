@@ -23,7 +23,7 @@ from dedup.kafka.wire import TopicPartition, Wire
 from dedup.quantities import format_duration
 from dedup.settings import Settings
 from dedup.topology.lint import Finding
-from dedup.topology.model import LateForward, LateTo, Topology
+from dedup.topology.model import LateForward, LateTo, Topology, auto_group_size
 from dedup.worker.offsets import answered, bounds_of, committed_offset, ends_of, first_record
 from dedup.worker.record_collector import SLACK_BYTES, Route, Routes
 
@@ -154,6 +154,11 @@ def topic_names(topology: Topology) -> list[str]:
     return list(dict.fromkeys((*topology.source.topics, *topology.written_topics)))
 
 
+def known_names(topology: Topology) -> list[str]:
+    """Return every topic that the topology may have, whether or not it needs the layout topic."""
+    return list(dict.fromkeys((*topic_names(topology), topology.layout_topic)))
+
+
 def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -> list[WantedTopic]:
     """Return the topics to create. Raises StateIncompatible if a source topic is missing."""
     absent = [name for name in topology.source.topics if name not in have]
@@ -165,6 +170,8 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
     sources = [have[name] for name in topology.source.topics]
     count = max(topic.partitions for topic in sources)
     changelog = count if topology.direct else (settings.topics.partitions or count)
+    chosen = topology.transactions.partitions
+    size = auto_group_size(max(count, changelog)) if chosen == "auto" else chosen
     largest = max(topic.max_record_bytes for topic in sources)
     least = settings.topics.min_insync_replicas
     base = {} if least is None else {"min.insync.replicas": str(least)}
@@ -181,10 +188,7 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
     output = None if topology.output is None else topology.output.topic
     configs: dict[str | None, tuple[int, dict[str, str]]] = {
         topology.changelog_topic: (changelog, kept),
-        None if topology.transactions.partitions == 1 else topology.layout_topic: (
-            1,
-            {**whole, "cleanup.policy": "compact"},
-        ),
+        None if size == 1 else topology.layout_topic: (1, {**whole, "cleanup.policy": "compact"}),
         topology.dead_letter: (count, side),
         None if topology.direct else topology.repartition_topic: (changelog, {**side, **whole}),
         topology.late.topic if isinstance(topology.late, LateTo) else None: (count, side),
@@ -250,7 +254,7 @@ async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_c
 
     Raises StateIncompatible if a topic with state is missing although the group has offsets or there is local state.
     """
-    have = await admin.topics(topic_names(topology))
+    have = await admin.topics(known_names(topology))
     wanted = missing_topics(topology, settings, have)
     if not may_create_changelog:
         _refuse_deleted(topology, have)
@@ -259,7 +263,7 @@ async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_c
         raise StateIncompatible(f"missing topics {names}, and `topics.create` is false. Run `dedup apply` first.")
     if wanted:
         await admin.create(wanted)
-        have = await admin.settled(topic_names(topology))
+        have = await admin.settled(have.keys() | {topic.name for topic in wanted})
     refuse_misfits(topology, have)
     for _, sentence in losing(topology, have, ()):
         log.warning("%s", sentence)
@@ -329,7 +333,7 @@ async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) ->
 async def broker_findings(topology: Topology, settings: Settings) -> list[Finding]:
     """Return the findings of `dedup check --broker`. Raises BrokerUnavailable if the cluster does not respond."""
     async with Admin(Connection.of(settings)) as admin:
-        have = await admin.topics(topic_names(topology))
+        have = await admin.topics(known_names(topology))
     return compare(topology, settings, have)
 
 

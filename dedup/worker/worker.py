@@ -29,7 +29,7 @@ from dedup.worker.app import create_app, identity
 from dedup.worker.clock import SteadyClock
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.introspection import Introspection
-from dedup.worker.layout import LayoutChange, refuse_other_layout
+from dedup.worker.layout import LayoutChange, refuse_other_layout, with_layout
 from dedup.worker.offsets import bounds_of, committed_offset, committed_position, ends_of, refuse_half_reset
 from dedup.worker.restore import LostOffsets
 from dedup.worker.task import Task, TaskState
@@ -397,7 +397,7 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
     try:
         try:
             async with asyncio.timeout(patience_s):
-                cluster = await _cluster(topology, settings, wire, options)
+                topology, cluster = await _cluster(topology, settings, wire, options)
                 await LostOffsets(topology, cluster, wire).refuse_any()
                 ends = await ends_of(wire, cluster.places(topology.source.topics)) if options.exit_when_done else {}
         except TimeoutError as error:
@@ -432,7 +432,10 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
         await wire.stop()
 
 
-async def _cluster(topology: Topology, settings: Settings, wire: KafkaWire, options: RunOptions) -> Cluster:
+async def _cluster(
+    topology: Topology, settings: Settings, wire: KafkaWire, options: RunOptions
+) -> tuple[Topology, Cluster]:
+    """Return the topology with its layout, and the cluster with all of its topics."""
     async with Admin(wire.connection) as admin:
         marked = TopicPartition(topology.source.topics[0], 0)
         found = await committed_position(wire, topology.name, marked, stable=False)
@@ -442,10 +445,11 @@ async def _cluster(topology: Topology, settings: Settings, wire: KafkaWire, opti
         if fresh:
             await refuse_used_output(topology, wire, admin, meant=options.onto_existing_output)
         cluster = await prepare(topology, settings, admin, may_create_changelog=fresh)
+        topology = await with_layout(topology, cluster, wire, fresh=fresh)
         if fresh:
             await LayoutChange(topology, cluster, wire, settings.transaction_timeout_ms).establish()
         await refuse_other_layout(wire, topology, cluster)
-        return cluster
+        return topology, cluster
 
 
 async def _until_over(app: DedupApp, stop: asyncio.Event, options: RunOptions, ends: dict[TopicPartition, int]) -> None:

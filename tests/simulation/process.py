@@ -292,6 +292,8 @@ class Process:
         self._most_records = 1
         self._feeders: dict[TopicPartition, asyncio.Task[None]] = {}
         self._lives = 0
+        self.grouped = False
+        """Whether all its partitions are one group."""
         self.polls = 0
         """How often records were read."""
         self.store_pool = StorePool()

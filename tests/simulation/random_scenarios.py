@@ -20,9 +20,12 @@ def random_scenario(dice: random.Random) -> Scenario:
     time_ms, rows = _rows(dice, dice.randint(4, 14), 0)
     _, probes = _rows(dice, dice.randint(2, 5), time_ms)
     many = dice.random() < 0.3
+    feeds = dice.choice([1, 1, 1, 1, 2, 2, 2])
+    group = feeds > 1 and dice.random() < 0.6
+    kinds = dice.sample(KINDS, dice.randint(1, len(KINDS)))
     bounds = Bounds(
         faults=dice.choice([1, 2, 3, 5, 8]),
-        kinds=tuple(dice.sample(KINDS, dice.randint(1, len(KINDS)))),
+        kinds=tuple(kind for kind in kinds if group or kind != "regroup") or ("crash",),
         switches=dice.choice([2, 4, 8]) if many else 0,
         reorders=dice.choice([0, 3, 10]),
         deliveries=dice.choice([1, 3, 10]),
@@ -34,7 +37,8 @@ def random_scenario(dice: random.Random) -> Scenario:
         window=window,
         probes=probes,
         most_records=dice.randint(1, 4),
-        feeds=dice.choice([1, 1, 1, 1, 2]),
+        feeds=feeds,
+        group=group,
         offsets=dice.choice(["kept", "kept", "forgotten", "stale"]),
         seeder=dice.random() < 0.15,
         fetch_entries=dice.randint(1, 5),

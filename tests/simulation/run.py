@@ -10,6 +10,7 @@ from dedup.errors import StateIncompatible
 from dedup.kafka.record_batch import fill
 from dedup.kafka.wire import Position, TopicPartition
 from dedup.store.changelog import encode_sighting, sighting_key
+from dedup.worker.layout import Layout
 from tests.simulation.choice import Chooser, Healthy
 from tests.simulation.cluster import Record
 from tests.simulation.loop import Running
@@ -65,6 +66,7 @@ class Run:
         self.bounds: Bounds = scenario.bounds
         self._faults, self._switches, self._reorders = self.bounds.faults, self.bounds.switches, self.bounds.reorders
         self._deliveries = self.bounds.deliveries
+        self._together = self.bounds.together
         self._rebalances = MOST_REBALANCES
         self._workers = [Worker(number, self._new_disks()) for number in range(2)]
         self._owner = self._current = self._workers[0]
@@ -76,6 +78,8 @@ class Run:
         self._wall_ms = NOW_MS
         self._grown = False
         """The source has more partitions now, to which IDs may have moved: every later start must be refused."""
+        self._regrouped = False
+        """The layout is another one now than at the beginning."""
         self._refused = False
         self._changed = False
         """The topics of the running workers are not what they began with: none of them may go on."""
@@ -112,6 +116,7 @@ class Run:
         process.dies_at_write = self._dies_at_write
         process.finds_damage = self._damage_finder()
         process.now_ms = self._wall_ms
+        process.grouped = self.scenario.group != self._regrouped
         process.fingerprint = GROWN if self._grown else FINGERPRINT
         self._old_offsets = dict(self.cluster.offsets)
         builder = Builder(self.scenario, self.variant, process)
@@ -172,6 +177,10 @@ class Run:
             if call.writes:
                 self._network.append(call.effect)
         failure = process.failure
+        old = process.grouped != (self.scenario.group != self._regrouped)
+        if old and isinstance(failure, StateIncompatible):
+            self._end(worker)  # who has the old layout ends, and the other worker goes on
+            return
         if failure is not None:
             self._refused = (self._grown or self._changed) and isinstance(failure, StateIncompatible)
             if self._refused:
@@ -197,7 +206,9 @@ class Run:
 
     def _step(self, worker: Worker, heads: list[Parked]) -> None:
         call = heads[0]
-        if not (self._faults or self._switches or self._reorders or (self._network and self._deliveries)):
+        if not self._together or not (
+            self._faults or self._switches or self._reorders or (self._network and self._deliveries)
+        ):
             self._answer(worker, call)
             return
         options = [f"{call.name} go", *self._failing(call)]
@@ -211,6 +222,7 @@ class Run:
         way = options[choice]
         if choice:
             self.trace.append(f"{self.steps}: worker {worker.number}: {way}")
+            self._together -= 1
         if way.endswith(" first"):
             self._reorders -= 1
             call = heads[1:][choice - len(options)]
@@ -269,14 +281,36 @@ class Run:
                 self._answer(worker, call)
                 self.cluster.late_markers = False
             case "transaction timed out":
-                self.cluster.expire(transactional_id(self.scenario, self.scenario.judged_logs[0]))
+                self.cluster.expire(
+                    transactional_id(self.scenario, self.scenario.judged_logs[0], grouped=self.scenario.group)
+                )
                 self._answer(worker, call)
             case "rebalance, old owner goes on" | "rebalance, old owner drains":
                 self._rebalance(worker, drain=way.endswith("drains"))
+            case "the layout changes, and another worker starts":
+                self._regroup(worker)
             case "source made again" | "source gets a partition" | "frozen through a reset":
                 self._change(worker, way)
             case _:
                 self._crash(worker, call, way)
+
+    def _regroup(self, worker: Worker) -> None:
+        """What `dedup layout --apply` does while no worker is a member: the old owner is frozen, and goes on later."""
+        if self._regrouped or worker is not self._owner:
+            return
+        scenario, sizes = self.scenario, (self.scenario.feeds, 1)
+        old, new = sizes if scenario.group else sizes[::-1]
+        scenario.write_layout(self.cluster, Layout(old, scenario.counts, new))
+        if self.variant.fences_old_ids:
+            for place in scenario.judged_logs:
+                while self.cluster.init_producer_id(transactional_id(scenario, place, grouped=scenario.group))[0]:
+                    pass
+        scenario.write_layout(self.cluster, Layout(new, scenario.counts))
+        self._regrouped = True
+        other = self._workers[1 - worker.number]
+        if other.process is not None:
+            other.process.bury()
+        self._take_over(other)
 
     def _change(self, worker: Worker, way: str) -> None:
         """The topics change under a worker, and its source gets records that it must not judge."""
@@ -303,7 +337,7 @@ class Run:
     def _reset(self) -> None:
         """What `dedup reset` does to the cluster while no worker is a member."""
         for place in self.scenario.feeding:
-            while self.cluster.init_producer_id(transactional_id(self.scenario, place))[0]:
+            while self.cluster.init_producer_id(transactional_id(self.scenario, place, grouped=self.scenario.group))[0]:
                 pass
         self.cluster.offsets.clear()
         self.cluster.make_again(CHANGELOG.topic)
@@ -365,9 +399,10 @@ class Run:
         if "torn" in self.bounds.kinds and name == "apply":
             options.append(f"disk crash in {name}")
             fates.append("torn")
-        choice = self.chooser.pick(options) if self._faults and len(options) > 1 else 0
+        choice = self.chooser.pick(options) if self._faults and self._together and len(options) > 1 else 0
         if choice:
             self._faults -= 1
+            self._together -= 1
             self.trace.append(f"{self.steps}: {options[choice]}")
         return fates[choice]
 
@@ -377,10 +412,17 @@ class Run:
 
         def found(name: str) -> bool:
             options = ["disk go", f"disk damaged at {name}"]
-            if not left or not self._faults or "damage" not in self.bounds.kinds or not self.chooser.pick(options):
+            if (
+                not left
+                or not self._faults
+                or not self._together
+                or "damage" not in self.bounds.kinds
+                or not self.chooser.pick(options)
+            ):
                 return False
             left.pop()
             self._faults -= 1
+            self._together -= 1
             self.trace.append(f"{self.steps}: {options[1]}")
             return True
 

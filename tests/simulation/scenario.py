@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Literal
 
@@ -14,15 +14,20 @@ from dedup.core.reference_model import ModelRules
 from dedup.core.tracking_id import KeyRule, TrackingId
 from dedup.core.window import Feed, Source, Window
 from dedup.kafka.consumer import TopicCheck
+from dedup.kafka.topic_admin import Topic
 from dedup.kafka.wire import TopicPartition
 from dedup.metrics import TaskNumbers
 from dedup.store.directory import Keeping
+from dedup.topology.parse import parse
+from dedup.topology.schema import TransactionsSpec
 from dedup.worker.dedup_task import DedupPlan
+from dedup.worker.layout import Layout, encode_layout, refuse_other_layout
 from dedup.worker.offsets import offset_note
 from dedup.worker.record_collector import Limits, RecordCollector, Route, Routes
 from dedup.worker.repartition_task import RepartitionPlan, RepartitionTask
 from dedup.worker.task import Committing, TaskId, TaskWork
 from dedup.worker.task_group import Members, TaskGroup
+from dedup.worker.topics import Cluster as TopicsNow
 from tests.simulation.cluster import Cluster, Record
 from tests.simulation.oracle import Judged, new_model, too_large
 from tests.simulation.process import Process
@@ -43,10 +48,12 @@ Fault = Literal[
     "clock",
     "grow",
     "change",
+    "regroup",
 ]
 GROUP = "t"
 CHANGELOG = TopicPartition("t.changelog", 0)
 """Of the only task, or of the first one of a group."""
+LAYOUT = TopicPartition("t.layout", 0)
 REPARTITION = TopicPartition("t.repartition", 0)
 FINGERPRINT = b"f" * 16
 GROWN = b"g" * 16
@@ -81,6 +88,8 @@ class Bounds:
     """How often another worker goes on; the first switch starts it."""
     reorders: int = 0
     """How often another request than the oldest is answered first."""
+    together: int = 1 << 30
+    """How often any of these may happen, counted together."""
     deliveries: int = 0
     """How many requests, whose sender waits no longer, may arrive at any time; the others do at the end."""
 
@@ -180,14 +189,36 @@ class Scenario:
             cluster.append_plain(source, records)
         for judged in self.judged_logs:
             cluster.partition(CHANGELOG._replace(partition=judged.partition))
+        if self.group:
+            self.write_layout(cluster, Layout(self.feeds, self.counts))
         return cluster
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Partitions of the source topic."""
+        return {"in": self.feeds}
 
-def transactional_id(scenario: Scenario, feeding: TopicPartition) -> str:
+    @staticmethod
+    def write_layout(cluster: Cluster, layout: Layout) -> None:
+        """Write a layout record as `dedup layout` does."""
+        cluster.append_plain(LAYOUT, [Record(0, NOW_MS, b"layout", encode_layout(layout), ())])
+
+
+TOPOLOGY = parse(
+    "{dedup: 1, name: t, source: {topics: [in], partitioned_by: tracking_id}, tracking_id: {key: true}, "
+    "guard_period: 10ms, output: {topic: out}}",
+    name="t",
+)
+"""Of this topology, only what a layout is compared with is used."""
+
+
+def transactional_id(scenario: Scenario, feeding: TopicPartition, *, grouped: bool) -> str:
     """Return the id of a feeding partition's group."""
-    if scenario.group:
+    if grouped:
         return "t.dedup.g0"
-    return "t.dedup.0" if feeding in scenario.judged_logs else f"t.repartition.in.{feeding.partition}"
+    return (
+        f"t.dedup.{feeding.partition}" if feeding in scenario.judged_logs else f"t.repartition.in.{feeding.partition}"
+    )
 
 
 class Builder:
@@ -208,16 +239,16 @@ class Builder:
 
     def grouped(self, feeding: Iterable[TopicPartition]) -> list[Members]:
         parts = sorted(feeding)
-        return [tuple(parts)] if self._scenario.group else [(part,) for part in parts]
+        return [tuple(parts)] if self._process.grouped else [(part,) for part in parts]
 
     def build(self, members: Members) -> TaskGroup:
         scenario = self._scenario
         dedup = members[0] in scenario.judged_logs
-        name = transactional_id(scenario, members[0])
+        name = transactional_id(scenario, members[0], grouped=self._process.grouped)
         if self._variant.id_per_process:
             name += f".w{self._process.worker}"
         session = self._variant.session(self._wire, name, GROUP, timeout_ms=60_000, deadline_ms=20_000)
-        group = self._variant.group(session, self._check.confirm)
+        group = self._variant.group(session, self._check.confirm, self._refuse_layout)
         for feeding in members:
             note = offset_note(self._ids[feeding.topic], self._ids[CHANGELOG.topic] if dedup else None)
             committing = Committing(GROUP, self._check.confirm, note)
@@ -228,6 +259,14 @@ class Builder:
 
     def wipe(self, feeding: TopicPartition) -> None:
         self._process.wipe(feeding)
+
+    async def _refuse_layout(self) -> None:
+        if "regroup" not in self._scenario.bounds.kinds:
+            return  # no layout ever changes, and the schedules are fewer
+        size = self._scenario.feeds if self._process.grouped else 1
+        topology = replace(TOPOLOGY, transactions=TransactionsSpec(partitions=size))
+        topics = TopicsNow({"in": Topic("in", self._ids["in"], self._scenario.feeds, {})})
+        await refuse_other_layout(self._wire, topology, topics)
 
     def _judge(self, feeding: TopicPartition, numbers: TaskNumbers) -> TaskWork:
         scenario, process = self._scenario, self._process

@@ -14,7 +14,9 @@ from tests.simulation.scenario import Bounds, Fault, Scenario
 
 PLAIN = (("a", 0), ("b", 1), ("a", 2), ("c", 3), ("b", 4))
 PROBES = (("a", 3), ("b", 5), ("c", 6), ("d", 7))
-ALL_FAULTS: tuple[Fault, ...] = tuple(kind for kind in get_args(Fault) if kind not in {"rebalance", "change"})
+ALL_FAULTS: tuple[Fault, ...] = tuple(
+    kind for kind in get_args(Fault) if kind not in {"rebalance", "change", "regroup"}
+)
 
 CRASHES = Scenario("killed", PLAIN, Bounds(1, ("crash",)), probes=PROBES)
 DAMAGED = Scenario("a damaged disk", PLAIN, Bounds(2, ("torn", "damage", "stale")), probes=PROBES)
@@ -111,6 +113,20 @@ GROUP_ZOMBIE_REFUSED = replace(
     input=(("a", 0), ("B", 1), ("c", 2), ("d", 3)),
     bounds=Bounds(0, (), switches=1, reorders=1),
 )
+GROUP_SPLIT = replace(IN_GROUP, name="a group is split", bounds=Bounds(1, ("regroup",), switches=2))
+GROUP_SPLIT_REFUSED = replace(
+    GROUP_SPLIT, name="a group is split, a refused record", input=(("a", 0), ("B", 1), ("a", 2)), most_records=1
+)
+# Every schedule with at most two faults or preemptions is run (CHESS, Musuvathi and Qadeer 2007).
+SMALL = Scenario(
+    "all of a small group",
+    (("a", 0), ("B", 1), ("a", 2)),
+    Bounds(2, ("crash", "lost", "late", "damage", "regroup"), switches=2, reorders=2, together=2, deliveries=2),
+    probes=(("a", 3), ("c", 3)),
+    feeds=2,
+    group=True,
+    most_records=1,
+)
 
 ENUMERATED = (
     CRASHES,
@@ -143,6 +159,8 @@ ENUMERATED = (
     GROUP_ZOMBIE,
     GROUP_REFUSED,
     GROUP_ZOMBIE_REFUSED,
+    GROUP_SPLIT,
+    GROUP_SPLIT_REFUSED,
 )
 
 _WIDER: Mapping[Scenario, Bounds] = {

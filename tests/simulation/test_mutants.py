@@ -38,6 +38,10 @@ SHOWN_BY = {
     "the offset of a group's first task alone committed": of.IN_GROUP,
     "a failed task closed while its group commits": of.GROUP_DAMAGED,
     "a refused row looked for in the first task": of.GROUP_REFUSED,
+    "the layout read before the fence": of.GROUP_SPLIT,
+    "the layout read at a start alone": of.GROUP_SPLIT_REFUSED,
+    "the layout never read": of.GROUP_SPLIT,
+    "the old layout's ids not fenced by a change": of.GROUP_SPLIT,
     "only the first task asked whether it was overtaken": of.GROUP_ZOMBIE_REFUSED,
 }
 

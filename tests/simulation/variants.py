@@ -46,6 +46,8 @@ class Variant:
     disk: Callable[[], Disk] = MemoryDisk
     wire: Callable[[SimWire], Wire] = lambda wire: wire
     id_per_process: bool = False
+    fences_old_ids: bool = True
+    """Whether a change of the layout fences the ids of the old one."""
 
 
 class StoreBeforeCommit(DedupTask):
@@ -281,12 +283,39 @@ class FirstOvertaken(TaskGroup):
         self.open_for_batches.clear()
         self.sendable.clear()
         self._learn(refused)
-        await self._session.open()
+        await self.open()
         for task in self._running():
             await task.refuse_if_overtaken()
         for task in super()._running():
             task.judge_again()
         self.sendable.set()
+
+
+class LayoutBeforeInit(TaskGroup):
+    """The layout is read before the previous owner is fenced, so a change may come between."""
+
+    async def open(self) -> None:
+        await self._refuse_layout()
+        await self._session.open()
+
+
+class LayoutAtStart(TaskGroup):
+    """The layout is read when a group starts, and not when it begins a new epoch after a refusal."""
+
+    opened = False
+
+    async def open(self) -> None:
+        await self._session.open()
+        if not self.opened:
+            await self._refuse_layout()
+        self.opened = True
+
+
+class NoLayout(TaskGroup):
+    """Nobody looks at the layout."""
+
+    async def open(self) -> None:
+        await self._session.open()
 
 
 class RestoredAcrossEpochs(Task):
@@ -459,7 +488,7 @@ def _delegating(make: Callable[[SimWire], Any]) -> Callable[[SimWire], Wire]:
 
 
 CORRECT = Variant("correct")
-MUTANTS = (
+TASK_MUTANTS = (
     Variant("store before commit", judge=StoreBeforeCommit),
     Variant("position before keys", disk=PositionFirstDisk),
     Variant("one position for all segments", disk=OnePositionDisk),
@@ -485,9 +514,16 @@ MUTANTS = (
     Variant("future by the wall clock alone", judge=WallClockAlone),
     Variant("state of other partition counts taken over", judge=AnyFingerprint),
     Variant("sequence numbers kept over an epoch", session=StaleSequences),
+)
+GROUP_MUTANTS = (
     Variant("tasks of a group captured one by one", group=FrozenOneByOne),
     Variant("the offset of a group's first task alone committed", group=OffsetLeftOut),
     Variant("a failed task closed while its group commits", task=ClosedAlone, group=CommitsTheRest),
     Variant("a refused row looked for in the first task", group=AnyTasksRow),
+    Variant("the layout read before the fence", group=LayoutBeforeInit),
+    Variant("the layout read at a start alone", group=LayoutAtStart),
+    Variant("the layout never read", group=NoLayout),
+    Variant("the old layout's ids not fenced by a change", fences_old_ids=False),
     Variant("only the first task asked whether it was overtaken", group=FirstOvertaken),
 )
+MUTANTS = (*TASK_MUTANTS, *GROUP_MUTANTS)

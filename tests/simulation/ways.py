@@ -13,6 +13,7 @@ ENDS = frozenset({"EndTxn", "InitProducerId"})
 REBALANCES = ("rebalance, old owner goes on", "rebalance, old owner drains")
 CLOCKS = ("crash, clock a day ahead", "crash, clock a day back")
 GROWS = "source grows"
+REGROUPED = "the layout changes, and another worker starts"
 CHANGES = ("source made again", "source gets a partition", "frozen through a reset")
 """What may happen to the topics of a running worker, at any moment: it must commit nothing of what comes after."""
 
@@ -43,4 +44,6 @@ def ways(kinds: tuple[Fault, ...], name: str, *, writes: bool, again: bool) -> t
         found.append("markers late")
     if "change" in kinds:
         found += CHANGES
+    if "regroup" in kinds:
+        found.append(REGROUPED)
     return tuple(f"{name} {way}" for way in found)

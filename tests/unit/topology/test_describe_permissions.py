@@ -30,6 +30,7 @@ def test_a_direct_topology():
         (Resource.TOPIC, "out.late"): {"Write", "DescribeConfigs"},
         (Resource.TOPIC, "out.dead-letter"): {"Write", "DescribeConfigs"},
         (Resource.TOPIC, "orders.changelog"): {"Read", "Write", "Delete", "DescribeConfigs"},
+        (Resource.TOPIC, "orders.layout"): {"Read", "Write"},
         (Resource.GROUP, "orders"): {"Read"},
         (Resource.GROUP, "orders.reset"): {"Describe"},
         (Resource.TRANSACTIONAL_ID, "orders."): {"Write", "Describe"},

@@ -76,7 +76,7 @@ def test_orders_has_every_key():
     text = (DIRECTORY / "orders.yaml").read_text(encoding="utf-8")
     schema = json_schema()
     keys = set(schema["properties"]) | {
-        key for part in ("SourceFile", "StateSpec") for key in schema["$defs"][part]["properties"]
+        key for part in ("SourceFile", "StateSpec", "TransactionsSpec") for key in schema["$defs"][part]["properties"]
     }
     assert [key for key in sorted(keys) if f"{key}:" not in text] == []
 

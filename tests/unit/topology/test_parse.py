@@ -10,7 +10,8 @@ from dedup.core.event_time import FieldTime, RecordTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule, TrackingId
 from dedup.core.window import Window
-from dedup.topology.model import LateDrop, LateForward, LateTo, Topology
+from dedup.errors import InvariantBroken
+from dedup.topology.model import LateDrop, LateForward, LateTo, Topology, auto_group_size
 from dedup.topology.parse import parse
 from dedup.topology.schema import Output
 
@@ -152,9 +153,34 @@ def test_where_ids_meet(rule, source, direct):
 
 
 def test_transactional_ids():
-    made = topology()
+    made = topology(more="transactions: {partitions: 1}")
     assert made.transactional_id("dedup", 3) == "t.dedup.3"
     assert made.transactional_id("repartition", 3, "clicks") == "t.repartition.clicks.3"
+    assert made.transactional_id("dedup", 7, size=4) == "t.dedup.g1"
+
+
+def test_partitions_that_share_a_transaction_share_its_id():
+    made = topology(more="transactions: {partitions: 4}")
+    assert [made.transactional_id("dedup", number) for number in (0, 3, 4)] == [
+        "t.dedup.g0",
+        "t.dedup.g0",
+        "t.dedup.g1",
+    ]
+    assert made.transactional_id("repartition", 9, "clicks") == "t.repartition.clicks.g2"
+    assert "t.layout" in made.written_topics
+
+
+def test_auto_is_no_number_before_the_cluster_was_asked():
+    made = topology()
+    assert made.transactions.partitions == "auto"
+    with pytest.raises(InvariantBroken, match="was not read"):
+        made.transactional_id("dedup", 0)
+    assert made.grouped_by(2).group_size == 2
+
+
+@pytest.mark.parametrize(("partitions", "size"), [(1, 1), (16, 1), (17, 3), (64, 8), (256, 32), (512, 64), (1_024, 64)])
+def test_what_auto_chooses_for_a_new_topology(partitions, size):
+    assert auto_group_size(partitions) == size
 
 
 def test_the_rules_of_the_fold():

@@ -39,7 +39,7 @@ def test_the_least_file_has_none():
         ("grase: 24h", '8:1: unknown key "grase"; did you mean "grace"?'),
         (
             "zzz: 1",
-            '8:1: unknown key "zzz"; the valid names are conflicts, dead_letter, dedup, duplicates, event_time, extend, extend_at_most, future, grace, guard_period, idle_after, late, max_clock_skew, name, on_conflict, output, sink, source, state, tracking_id',
+            '8:1: unknown key "zzz"; the valid names are conflicts, dead_letter, dedup, duplicates, event_time, extend, extend_at_most, future, grace, guard_period, idle_after, late, max_clock_skew, name, on_conflict, output, sink, source, state, tracking_id, transactions',
         ),
         ("grace: 24", '8:8: grace: "24" has no unit; write "24h" or "24m"'),
         ("grace: 500", '8:8: grace: "500" has no unit; write "500ms" or "500s"'),
@@ -104,6 +104,9 @@ def test_the_least_file_has_none():
         ),
         ("late:", "8:1: late: has no value; write one, or leave the key out"),
         ("output: null", "8:1: output: has no value; write one, or leave the key out"),
+        ("transactions: {partitions: 0}", '8:28: transactions.partitions: "0" must be auto, or 1 to 256'),
+        ("transactions: {partitions: all}", '8:28: transactions.partitions: "all" must be auto, or 1 to 256'),
+        ("transactions: {partitions: true}", '8:28: transactions.partitions: "True" must be auto, or 1 to 256'),
         ("state: {standby_replicas: 11}", '8:27: state.standby_replicas: "11" must be 0 to 10'),
         ("state: {standby_replicas: two}", '8:27: state.standby_replicas: "two" must be a whole number'),
         (

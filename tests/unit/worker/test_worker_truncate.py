@@ -18,7 +18,7 @@ def test_no_more_than_the_last_task_record_allows(kept_from, below):
     store = MemoryStore()
     store.apply({}, record(0), 3)
     store.apply({0: {b"a": b"1"}}, record(kept_from), 4)
-    judge = task(DirectWire(Cluster())).work
+    judge = task(DirectWire(Cluster())).task.work
     judge.store = store
     assert judge.truncate_below == below
 
@@ -26,6 +26,6 @@ def test_no_more_than_the_last_task_record_allows(kept_from, below):
 def test_nothing_where_nothing_is_held():
     store = MemoryStore()
     store.apply({}, record(3), 4)
-    judge = task(DirectWire(Cluster())).work
+    judge = task(DirectWire(Cluster())).task.work
     judge.store = store
     assert judge.truncate_below is None
