@@ -86,22 +86,20 @@ class TableManager(FaustTableManager):
         self._recovery_started.set()
         await self._update_channels()
         # Faust may assign this worker a standby of a partition whose task also runs here.
-        ours = {feeding.partition for feeding in app.tasks.running if feeding.topic in app.sub_topologies["dedup"]}
+        ours = {tp.partition for tp in assigned if tp.topic in app.sub_topologies["dedup"]}
         standbys = {tp.partition for tp in app.assignor.assigned_standbys() if tp.topic in self.changelog_topics}
         app.standbys.assign(standbys - ours)
         app.pool.keep_only(standbys | ours)
-        app.flow_control.resume()
+        if not app.flow_control.is_active():
+            app.flow_control.resume()  # not again, because this empties the agents' queues
         app.consumer.resume_flow()
         await app._fetcher.maybe_start()  # noqa: SLF001  # as at the end of Faust's own recovery
         self.on_actives_ready()
         self.on_standbys_ready()
 
-    def on_partitions_revoked(self, revoked: set[TP]) -> None:
-        """Release the standbys' stores, because tasks of the next assignment may need them."""
-        self.app.standbys.release()
-
     async def on_stop(self) -> None:
-        """Stop Faust's fetcher and the tables."""
+        """Release the standbys' stores, and stop Faust's fetcher and the tables."""
+        self.app.standbys.assign(())
         await self.app._fetcher.stop()  # noqa: SLF001  # as Faust's own manager does
         for table in self.values():
             await table.stop()

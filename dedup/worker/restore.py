@@ -363,18 +363,22 @@ class Standbys:
     _loops: dict[int, asyncio.Task[None]] = field(init=False, default_factory=dict)
 
     def assign(self, partitions: Iterable[int]) -> None:
-        """Stop the previous standbys, and follow the changelogs of these partitions."""
-        self.release()
-        for partition in sorted(partitions):
+        """Follow the changelogs of these partitions, and stop all other standbys."""
+        wanted = set(partitions)
+        self.release(self._loops.keys() - wanted)
+        for partition in sorted(wanted - self._loops.keys()):
             self._loops[partition] = asyncio.create_task(self._follow(partition), name=f"standby {partition}")
 
-    def release(self) -> None:
-        """Release all standby stores immediately, because a task may be about to open one of them."""
-        for loop in self._loops.values():
-            loop.cancel()
-        stores, self._loops, self._stores, self.lag = self._stores, {}, {}, {}
-        for partition, store in stores.items():
-            self.keeping(partition).release(store)
+    def release(self, partitions: Iterable[int]) -> None:
+        """Stop the standbys of these partitions and release their stores, because tasks may be about to open them."""
+        for partition in list(partitions):
+            loop = self._loops.pop(partition, None)
+            if loop is not None:
+                loop.cancel()
+            store = self._stores.pop(partition, None)
+            if store is not None:
+                self.keeping(partition).release(store)
+            self.lag.pop(partition, None)
 
     async def _follow(self, partition: int) -> None:
         changelog = TopicPartition(self.changelog_topic, partition)

@@ -7,11 +7,11 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from dedup.errors import CommitUnknown, InvariantBroken, TaskCorrupted, TaskMigrated
+from dedup.errors import CommitUnknown, TaskCorrupted, TaskMigrated
 from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.wire import Position, TopicPartition
 from dedup.metrics import Place, TaskNumbers
@@ -98,7 +98,6 @@ class TaskManager:
         self._commit_interval_s: Final = commit_interval_ms / 1000
         self._groups: dict[Members, TaskGroup] = {}
         self._tasks: dict[TopicPartition, Task] = {}
-        self._group_of: dict[TopicPartition, TaskGroup] = {}
         self._loops: dict[Members, asyncio.Task[None]] = {}
         self._lives: dict[TopicPartition, int] = {}
         """Maps each partition to the number from `Membership.begin`; batches with other numbers are dropped."""
@@ -118,19 +117,22 @@ class TaskManager:
         """Maps each feeding partition to its open task, in any state."""
         return self._tasks
 
-    def open(self, feeding: Iterable[TopicPartition]) -> None:
-        """Build the groups of these partitions, and start them in the background."""
-        if self._groups:
-            raise InvariantBroken(f"tasks of an older assignment are still open: {sorted(self._tasks)}.")
-        for members in self._factory.grouped(feeding):
-            self._build(members)
-            self._loops[members] = asyncio.create_task(self._live(members), name=f"tasks of {members[0]}")
+    async def assign(self, feeding: Iterable[TopicPartition]) -> None:
+        """Close the groups of other partitions, and start those of these partitions that are not open yet.
+
+        Groups that stay assigned are not touched. A group that was fenced is not open, so it is started again.
+        """
+        wanted = self._factory.grouped(feeding)
+        await self._close(self._groups.keys() - set(wanted), drain=True)
+        for members in wanted:
+            if members not in self._groups:
+                self._build(members)
+                self._loops[members] = asyncio.create_task(self._live(members), name=f"tasks of {members[0]}")
         self.opened.set()
 
     def _build(self, members: Members) -> None:
         group = self._groups[members] = self._factory.build(members)
         self._tasks.update(group.tasks)
-        self._group_of.update(dict.fromkeys(members, group))
 
     async def process_all(self, batches: AsyncIterable[FeedBatch]) -> None:
         """Pass each batch to its task, in order; Faust runs `process_all` as the body of each agent."""
@@ -144,39 +146,45 @@ class TaskManager:
         task = self._tasks.get(batch.feeding)
         if task is None or batch.life != self._lives.get(batch.feeding):
             return
-        group = self._group_of[batch.feeding]
         try:
             await task.process(batch)
         except TaskCorrupted as error:
-            await self._heal(group, error)
+            members = next((each for each, group in self._groups.items() if task in group.tasks.values()), None)
+            if members is not None:  # otherwise, the next owner of the store finds the damage
+                await self._heal(members, error)
         except Exception as error:
             self.fail(error)
             raise
 
     async def _live(self, members: Members) -> None:
         """Run a group; on an error, rebuild it, restore its state, rejoin the consumer group, or stop the worker."""
-        outage = Outage()
         try:
-            while True:
-                try:
-                    await self._run(members, outage)
-                except CommitUnknown as error:
-                    await self._build_again(members, error, outage)
-                else:
-                    return
+            await self._run_again_and_again(members)
         except TaskMigrated as error:
             log.warning("%s: %s", _named(members), error)
             self.fenced += 1
-            group = self._groups.get(members)
-            if group is not None:
-                await group.close(drain=False)
-                self._member().rejoin()
+            if self._is_current(members):
+                await self._groups[members].close(drain=False)
+            if self._is_current(members):
+                self._give_back(members)
         except TaskCorrupted as error:
-            await self._heal(self._groups[members], error)
+            if self._is_current(members):
+                await self._heal(members, error)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001  # the worker must stop on any error
             self.fail(error)
+
+    async def _run_again_and_again(self, members: Members) -> None:
+        """Run a group until it is closed; build it again whenever the outcome of a commit is unknown."""
+        outage = Outage()
+        while True:
+            try:
+                await self._run(members, outage)
+            except CommitUnknown as error:
+                await self._build_again(members, error, outage)
+            else:
+                return
 
     async def _run(self, members: Members, outage: Outage) -> None:
         """Open a group, start its tasks, and commit until the group is closed."""
@@ -209,7 +217,7 @@ class TaskManager:
         while counted_in is None:
             await asyncio.sleep(outage.next_pause_s(time.monotonic()))
             counted_in = await member.is_member()
-        if not counted_in or self._loops.get(members) is not asyncio.current_task():
+        if not counted_in or not self._is_current(members):
             raise error
         self._keep_counters(group)
         self._build(members)
@@ -233,9 +241,12 @@ class TaskManager:
                 log.info(text, task.task_id, offset, group.epoch, task.numbers.restored)
             self._lives[task.feeding] = self._member().begin(task.feeding, task.position)
 
-    async def _heal(self, group: TaskGroup, error: TaskCorrupted) -> None:
+    async def _heal(self, members: Members, error: TaskCorrupted) -> None:
         """Delete damaged local state and rejoin the group to restore the state; repeated damage stops the worker."""
+        group, loop = self._groups[members], self._loops[members]
         await group.close(drain=False)
+        if loop is not asyncio.current_task():
+            await ended([loop])  # another task of the group may be about to open its store
         task = next((task for task in group.tasks.values() if task.damage is error), None)
         if task is None:
             self.fail(error)
@@ -250,7 +261,23 @@ class TaskManager:
         if self._tasks.get(feeding) is not task:
             return  # the next assignment's task has opened the directory by now, and finds the damage itself
         self._factory.wipe(feeding)
+        self._give_back(members)
+
+    def _is_current(self, members: Members) -> bool:
+        """Return whether the calling loop still runs the group of these partitions."""
+        return self._loops.get(members) is asyncio.current_task()
+
+    def _give_back(self, members: Members) -> None:
+        """Forget a closed group, which the next assignment opens again, and ask for that assignment."""
+        group, _ = self._forget(members)
+        self._keep_counters(group)
         self._member().rejoin()
+
+    def _forget(self, members: Members) -> tuple[TaskGroup, asyncio.Task[None]]:
+        for feeding in members:
+            self._tasks.pop(feeding, None)
+            self._lives.pop(feeding, None)
+        return self._groups.pop(members), self._loops.pop(members)
 
     async def _commit_by_the_clock(self, group: TaskGroup, outage: Outage) -> None:
         begun = -math.inf
@@ -276,20 +303,19 @@ class TaskManager:
 
     async def close_all(self, *, drain: bool) -> None:
         """Close every group, even if its commit fails; ``drain`` says whether to commit the judged records first."""
-        drain = drain and not self.failure.done()
         self.opened.clear()
-        self._lives.clear()
-        loops, self._loops = self._loops, {}
-        groups, self._groups = self._groups, {}
-        self._tasks, self._group_of = {}, {}
-        for members, loop in loops.items():
+        await self._close(set(self._groups), drain=drain)
+
+    async def _close(self, doomed: Collection[Members], *, drain: bool) -> None:
+        drain = drain and not self.failure.done()
+        closing = [self._forget(members) for members in sorted(doomed)]
+        for group, loop in closing:
             # A group without a running task has nothing to drain, and must not start after it was closed.
-            if all(task.state is not TaskState.RUNNING for task in groups[members].tasks.values()):
+            if all(task.state is not TaskState.RUNNING for task in group.tasks.values()):
                 loop.cancel()
-        closing = [group.close(drain=drain) for group in groups.values()]
-        results = await asyncio.gather(*closing, return_exceptions=True)
-        await ended(loops.values())
-        for group, result in zip(groups.values(), results, strict=True):
+        results = await asyncio.gather(*[group.close(drain=drain) for group, _ in closing], return_exceptions=True)
+        await ended(loop for _, loop in closing)
+        for (group, _), result in zip(closing, results, strict=True):
             self._keep_counters(group)
             if isinstance(result, TaskMigrated):
                 log.warning("%s: closed without its last commit: %s", group, result)

@@ -75,25 +75,26 @@ class BatchSchema(faust.Schema[Any, Any]):
 
 
 class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
-    """Passes aiokafka's rebalance events to Faust, which passes them to the tasks."""
+    """Passes new assignments from aiokafka to Faust, which passes them to the tasks.
+
+    Tasks go on while the consumer group rebalances, because an owner is fenced by its transactional ID and not by its
+    membership. Therefore, Faust never hears of revoked partitions, for which it would empty the queues of its agents.
+    """
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer: Final = consumer
 
     async def on_partitions_revoked(self, revoked: Iterable[Any]) -> None:
-        """Close every task, because a task exists only for the duration of one assignment."""
-        app = self._consumer.app
-        app.on_rebalance_start()
-        await self._consumer.on_partitions_revoked({TP(tp.topic, tp.partition) for tp in revoked})
+        """Note that the group rebalances; the next assignment says which partitions are lost."""
+        self._consumer.rebalancing = True
 
     async def on_partitions_assigned(self, assigned: Iterable[Any]) -> None:
-        """Pause all partitions, because each partition may be read only after its task has set the position."""
+        """Pause new partitions, because each partition may be read only after its task has set the position."""
         consumer = self._consumer
         consumer.client.pause(*assigned)
-        consumer.app.consumer_generation_id = consumer.client._coordinator.generation  # noqa: SLF001  # Faust's own driver reads it there
-        await consumer.on_partitions_assigned(
-            {TP(tp.topic, tp.partition) for tp in assigned}, consumer.app.consumer_generation_id
-        )
+        consumer.app.on_rebalance_start()
+        # Faust's generation stays the same, because streams drop messages of an older one.
+        await consumer.on_partitions_assigned({TP(tp.topic, tp.partition) for tp in assigned})
         consumer.app.on_rebalance_end()
 
 
@@ -134,6 +135,8 @@ class Consumer(FaustConsumer):
         super().__init__(*args, **kwargs)
         self._delivered: dict[TP, int] = {}
         """Maps each partition to the offset that its next batch must follow."""
+        self.rebalancing = False
+        """True from the start of a rebalance until its assignment has reached the tasks."""
         self._passed: dict[TP, int] = {}
         """Maps each partition to the offset below which everything except markers and aborted records was delivered."""
 
@@ -192,6 +195,10 @@ class Consumer(FaustConsumer):
         """Stop reading a partition until `begin` is called, because its task is being rebuilt."""
         self.fetcher.halt(feeding)
 
+    def pause_partitions(self, tps: Iterable[TP]) -> None:
+        """Pause partitions, except those whose tasks go on; Faust calls this with all partitions of an assignment."""
+        super().pause_partitions([tp for tp in tps if self.fetcher.position(TopicPartition(*tp)) is None])
+
     async def is_member(self) -> bool | None:
         """Return whether this worker is still a member of the group, or None if the coordinator does not respond.
 
@@ -225,8 +232,9 @@ class Consumer(FaustConsumer):
         )
 
     def rejoin(self) -> None:
-        """Ask the group for a new assignment, because a task was fenced or its local state was deleted."""
-        self.client._coordinator.request_rejoin()  # noqa: SLF001  # aiokafka has no public API for this
+        """Ask for a new assignment, because a group was fenced or lost its state, unless one is on its way anyway."""
+        if not self.rebalancing:
+            self.client._coordinator.request_rejoin()  # noqa: SLF001  # aiokafka has no public API for this
 
     async def getmany(self, timeout: float) -> AsyncIterator[tuple[TP, ConsumerMessage]]:
         """Yield batches of the partitions whose tasks are running."""
@@ -253,7 +261,7 @@ class Consumer(FaustConsumer):
             parts = -(-count // BATCH_RECORDS)
             for part in range(parts):
                 if not self.flow_active:
-                    return  # every task is rebuilt after a rebalance and sets its position
+                    return  # the worker stops
                 if answer.reading.over:
                     break  # its task was rebuilt and reads from another position, or a rebalance ended it
                 columns = answer.columns.cut(part * count // parts, (part + 1) * count // parts)
@@ -277,7 +285,7 @@ class Consumer(FaustConsumer):
         return ConsumerMessage(*fields, generation_id=generation)
 
     async def wait_empty(self) -> None:
-        """Commit and close every task; Faust calls this on revocation and on stop."""
+        """Commit and close every task; Faust calls this when the worker stops."""
         self.fetcher.forget()
         await self.app.tasks.close_all(drain=True)
 
@@ -309,14 +317,20 @@ class Producer(FaustProducer):
 
 
 class TransactionManager(FaustTransactionManager):
-    """Opens tasks when Faust reports a new assignment. The tasks' sessions handle all transactions."""
+    """Gives new assignments to the tasks. The tasks' sessions handle all transactions."""
 
     app: DedupApp
 
     async def on_rebalance(self, assigned: set[TP], revoked: set[TP], newly_assigned: set[TP]) -> None:
-        """Open a task for each assigned feeding partition; Faust has paused all of them."""
-        tasks, feeding = self.app.tasks, self.app.feeding_topics
-        tasks.open({TopicPartition(*tp) for tp in assigned if tp.topic in feeding})
+        """Close the tasks of lost partitions, and open those of new ones; Faust has paused the new partitions."""
+        app = self.app
+        feeding = {TopicPartition(*tp) for tp in assigned if tp.topic in app.feeding_topics}
+        for lost in app.tasks.running.keys() - feeding:
+            app.member.halt(lost)
+        # A task may need the store of a standby.
+        app.standbys.release(tp.partition for tp in feeding if tp.topic in app.sub_topologies["dedup"])
+        await app.tasks.assign(feeding)
+        app.member.rebalancing = False
 
     async def send(self, topic: str, *_: Any, **__: Any) -> NoReturn:
         """Raise InvariantBroken."""

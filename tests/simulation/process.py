@@ -311,7 +311,7 @@ class Process:
 
     def _begin(self, factory: Factory) -> None:
         self.tasks = TaskManager(factory, lambda: self, commit_interval_ms=COMMIT_INTERVAL_MS)
-        self.tasks.open(self._feeding)
+        self._spawn(self.tasks.assign(self._feeding))
 
     def _spawn(self, coroutine: Any) -> None:
         self.loop.create_task(coroutine)
@@ -345,10 +345,10 @@ class Process:
         self.disks[feeding].wipe()
 
     async def _rejoin(self) -> None:
-        """What the transport does on a rebalance: all tasks end, with what they can still commit."""
-        await self._stop()
-        if self.owner:
-            self.tasks.open(self._feeding)
+        """What the transport does on a rebalance: tasks of lost partitions end, with what they can still commit."""
+        if not self.owner:
+            await self._stop()
+        await self.tasks.assign(self._feeding if self.owner else ())
 
     async def _stop(self) -> None:
         feeders, self._feeders = list(self._feeders.values()), {}

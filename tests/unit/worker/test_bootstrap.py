@@ -303,7 +303,7 @@ async def test_a_standby_begins_with_it_too(log, tmp_path, place):
     async with asyncio.timeout(30):
         while standbys.lag.get(0) != 0:  # noqa: ASYNC110  # it tells nobody
             await asyncio.sleep(0.01)
-    standbys.release()
+    standbys.assign(())
     assert log.read - before == 11
 
 

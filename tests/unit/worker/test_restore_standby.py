@@ -26,6 +26,6 @@ async def test_a_standby_let_go_of_while_it_prepares_opens_no_store():
     standbys.assign([0])
     (loop,) = (task for task in asyncio.all_tasks() if task.get_name() == "standby 0")
     await preparing.wait()
-    standbys.release()
+    standbys.assign(())
     await asyncio.wait([loop])
     assert (opened, loop.exception()) == ([], None)

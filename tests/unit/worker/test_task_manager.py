@@ -13,7 +13,7 @@ from aiokafka.client import ConnectionGroup
 from aiokafka.conn import CloseReason
 from faust.types import TP
 
-from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, InvariantBroken, TaskCorrupted
+from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, InvariantBroken, TaskCorrupted, TaskMigrated
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import TopicPartition
@@ -124,9 +124,8 @@ class Shop:
 
     async def assigned(self, *feeding: TopicPartition) -> None:
         """A rebalance is over, and every task runs that can."""
-        await self.tasks.close_all(drain=True)
         self.rejoined.clear()
-        self.tasks.open(feeding)
+        await self.tasks.assign(feeding)
         for _ in range(20):
             await asyncio.sleep(0)
 
@@ -219,8 +218,13 @@ async def test_a_new_assignment_keeps_its_store_when_old_damage_is_dealt_with() 
     damaged.close = slow_close  # type: ignore[method-assign]
     processing = asyncio.create_task(shop.tasks.process(BATCH))
     await closing.wait()
-    rebalanced = asyncio.create_task(shop.assigned(FEED))
-    await reached(lambda: not shop.tasks.opened.is_set())
+
+    async def away_and_back() -> None:
+        await shop.assigned()
+        await shop.assigned(FEED)
+
+    rebalanced = asyncio.create_task(away_and_back())
+    await reached(lambda: FEED not in shop.tasks.running)
     go_on.set()
     await asyncio.gather(processing, rebalanced)
     assert len(shop.made) == 2
@@ -260,6 +264,34 @@ async def test_a_worker_that_the_group_does_not_count_in_joins_again_instead_of_
     await shop.tasks.close_all(drain=False)
 
 
+async def test_a_rebalance_leaves_alone_what_stays() -> None:
+    shop = Shop()
+    await shop.assigned(FEED, OTHER)
+    stays, leaves = shop.made
+    await shop.assigned(FEED)
+    assert (stays.state, stays.drained) == (TaskState.RUNNING, None)
+    assert (leaves.state, leaves.drained) == (TaskState.CLOSED, True)
+    assert list(shop.tasks.running) == [FEED]
+    await shop.assigned(FEED, OTHER)
+    assert len(shop.made) == 3
+    assert shop.ready == [(FEED, 7), (OTHER, 7), (OTHER, 7)]
+    await shop.tasks.close_all(drain=False)
+
+
+async def test_a_fenced_task_starts_again_with_the_next_assignment_that_names_it() -> None:
+    shop = Shop()
+    await shop.assigned(FEED, OTHER)
+    shop.made[0].fails_in["commit"] = TaskMigrated("another owner has it")
+    shop.made[0].dirty.set()
+    await asyncio.wait_for(shop.rejoined.wait(), 10)
+    assert list(shop.tasks.running) == [OTHER]
+    assert shop.made[1].state is TaskState.RUNNING
+    await shop.assigned(FEED, OTHER)
+    assert [task.feeding for task in shop.made] == [FEED, OTHER, FEED]
+    assert shop.tasks.fenced == 1
+    await shop.tasks.close_all(drain=False)
+
+
 async def test_the_pause_grows_until_a_commit_comes_through() -> None:
     outage = tasks.Outage()
     pauses = [outage.next_pause_s(float(at)) for at in range(8)]
@@ -293,6 +325,7 @@ async def test_what_was_counted_stays_when_a_task_is_closed_or_built_again():
     await shop.assigned(FEED, OTHER)
     for task in shop.made:
         task.numbers.transactions = 3
+    await shop.assigned()
     await shop.assigned(FEED)
     shop.made[-1].numbers.transactions = 4
     await shop.tasks.close_all(drain=True)
@@ -308,14 +341,13 @@ async def test_a_standby_never_opens_the_store_of_a_task_of_this_worker() -> Non
     async def nothing() -> None: ...
 
     app = SimpleNamespace(
-        tasks=SimpleNamespace(running={TopicPartition("t.repartition", 0): None, TopicPartition("in", 1): None}),
         sub_topologies={"repartition": ("in",), "dedup": ("t.repartition",)},
         assignor=SimpleNamespace(
             assigned_standbys=lambda: {TP("t.changelog", 0), TP("t.changelog", 1), TP("t.changelog", 2), TP("other", 3)}
         ),
         standbys=SimpleNamespace(assign=warm.append),
         pool=SimpleNamespace(keep_only=kept.append),
-        flow_control=SimpleNamespace(resume=lambda: None),
+        flow_control=SimpleNamespace(resume=lambda: None, is_active=lambda: False),
         consumer=SimpleNamespace(resume_flow=lambda: None),
         _fetcher=SimpleNamespace(maybe_start=nothing),
     )
@@ -327,7 +359,7 @@ async def test_a_standby_never_opens_the_store_of_a_task_of_this_worker() -> Non
         on_actives_ready=lambda: None,
         on_standbys_ready=lambda: None,
     )
-    await TableManager.on_rebalance(manager, set(), set(), set())
+    await TableManager.on_rebalance(manager, {TP("t.repartition", 0), TP("in", 1)}, set(), set())
     # Partition 1 of the source is a task here, too, but has no store.
     assert warm == [{1, 2}]
     assert kept == [{0, 1, 2}]
