@@ -74,7 +74,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric("dedup_last_stable_offset_lag", "gauge", "Offsets of the feeding partition that an open transaction hides."),
     Metric("dedup_seconds_since_commit", "gauge", "Seconds since the last commit."),
     Metric("dedup_standby_lag_records", "gauge", "Changelog offsets that a standby has not applied.", ("partition",)),
-    Metric("dedup_fenced_total", "counter", "Tasks that were discarded because another owner fenced them.", ()),
+    Metric("dedup_fenced_total", "counter", "Task groups that another owner has fenced outside a rebalance.", ()),
     Metric("dedup_corrupted_total", "counter", "Local stores that were corrupted, deleted, and restored.", ()),
     Metric(
         "dedup_checkpoints_unusable_total",

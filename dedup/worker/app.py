@@ -97,9 +97,12 @@ class TableManager(FaustTableManager):
         self.on_actives_ready()
         self.on_standbys_ready()
 
-    async def on_stop(self) -> None:
-        """Release the standbys' stores, and stop Faust's fetcher and the tables."""
+    def on_partitions_revoked(self, revoked: set[TP]) -> None:
+        """Stop the standbys; Faust calls this when the worker stops."""
         self.app.standbys.assign(())
+
+    async def on_stop(self) -> None:
+        """Stop Faust's fetcher and the tables."""
         await self.app._fetcher.stop()  # noqa: SLF001  # as Faust's own manager does
         for table in self.values():
             await table.stop()

@@ -47,6 +47,9 @@ async def ended(loops: Iterable[asyncio.Task[Any]]) -> None:
 class Membership(Protocol):
     """The consumer group member that reads partitions on behalf of the tasks."""
 
+    rebalancing: bool
+    """True while the group rebalances. The new owner of a partition may then fence its tasks before they are closed."""
+
     def begin(self, feeding: TopicPartition, position: Position) -> int:
         """Start to read a partition at a position, and return a number that identifies this reading."""
 
@@ -161,8 +164,7 @@ class TaskManager:
         try:
             await self._run_again_and_again(members)
         except TaskMigrated as error:
-            log.warning("%s: %s", _named(members), error)
-            self.fenced += 1
+            self._note_fenced(members, error)
             if self._is_current(members):
                 await self._groups[members].close(drain=False)
             if self._is_current(members):
@@ -212,7 +214,8 @@ class TaskManager:
             member.halt(feeding)
         await group.close(drain=False)
         if not outage.tries:
-            log.warning("%s: %s Only these partitions wait; they are retried until a commit.", _named(members), error)
+            what = "this partition waits; it is" if len(members) == 1 else "these partitions wait; they are"
+            log.warning("%s: %s Only %s retried until a commit succeeds.", _named(members), error, what)
         counted_in: bool | None = None
         while counted_in is None:
             await asyncio.sleep(outage.next_pause_s(time.monotonic()))
@@ -262,6 +265,13 @@ class TaskManager:
             return  # the next assignment's task has opened the directory by now, and finds the damage itself
         self._factory.wipe(feeding)
         self._give_back(members)
+
+    def _note_fenced(self, members: Members, error: TaskMigrated) -> None:
+        if self._member().rebalancing:
+            log.info("%s: the new owner has begun; what was not committed is judged there", _named(members))
+        else:
+            log.warning("%s: %s", _named(members), error)
+            self.fenced += 1
 
     def _is_current(self, members: Members) -> bool:
         """Return whether the calling loop still runs the group of these partitions."""
@@ -318,7 +328,7 @@ class TaskManager:
         for (group, _), result in zip(closing, results, strict=True):
             self._keep_counters(group)
             if isinstance(result, TaskMigrated):
-                log.warning("%s: closed without its last commit: %s", group, result)
+                log.info("%s: the new owner has begun; what was not committed is judged there", group)
             elif isinstance(result, BaseException):
                 self.fail(result)
 

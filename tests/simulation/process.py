@@ -281,6 +281,7 @@ class Process:
         self.loop = SimLoop(self._park_timer)  # type: ignore[abstract]  # what asyncio asks of it is there
         self.wire = SimWire(self, cluster)
         self.owner = True
+        self.rebalancing = False
         self.dies_at_write: Callable[[str], str] = lambda _name: ""
         """What the schedule does to a write: nothing, or the process dies before it, or in it."""
         self.finds_damage: Callable[[str], bool] = lambda _name: False

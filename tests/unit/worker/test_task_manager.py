@@ -95,6 +95,7 @@ class Shop:
         self._damage = damage
         self.tasks = TaskManager(self, lambda: self, commit_interval_ms=0)  # type: ignore[arg-type]  # fake groups
         self.counted_in = True
+        self.rebalancing = False
         self.halted: list[TopicPartition] = []
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
