@@ -28,6 +28,8 @@ Point = Literal[
     "after_fence",
 ]
 POINTS: Final[tuple[Point, ...]] = get_args(Point)
+OF_LAYOUT: Final[frozenset[Point]] = frozenset({"after_changing", "after_fence"})
+"""The points that only a change of the layout reaches, and no worker with a layout."""
 VARIABLE: Final = "DEDUP_CRASH_AT"
 
 

@@ -5,6 +5,7 @@ This module is independent of Faust, because the Spark stream also uses it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -113,19 +114,22 @@ class TaskFactory:
         delete_store(self.wanted(feeding.partition).directory)
 
     def grouped(self, feeding: Iterable[TopicPartition]) -> list[Members]:
-        """Return the feeding partitions group by group. Raises InvariantBroken unless each group is complete."""
-        most, wanted = self.topology.group_size, set(feeding)
-        groups: list[Members] = []
-        for topic, partition in sorted(wanted):
-            if partition % most == 0:
-                end = min(partition + most, self.cluster.topics[topic].partitions)
-                groups.append(tuple(TopicPartition(topic, number) for number in range(partition, end)))
-        if wanted != {member for members in groups for member in members}:
-            raise InvariantBroken(
-                f"the consumer group has assigned parts of task groups: {sorted(wanted)}, with {most} partitions in a "
-                "group. The worker stops; nothing was judged."
-            )
-        return groups
+        """Return the feeding partitions group by group. Raises InvariantBroken unless each group is complete.
+
+        Partitions that were added to a topic are grouped, too; their tasks refuse to start.
+        """
+        size = self.topology.group_size
+        by_group: defaultdict[tuple[str, int], list[TopicPartition]] = defaultdict(list)
+        for place in sorted(feeding):
+            by_group[place.topic, place.partition // size].append(place)
+        for (topic, number), members in by_group.items():
+            whole = range(number * size, min((number + 1) * size, self.cluster.topics[topic].partitions))
+            if not {place.partition for place in members}.issuperset(whole):
+                raise InvariantBroken(
+                    f"the consumer group has assigned a part of a task group: {', '.join(map(str, members))}, with "
+                    f"{size} partitions in a group. The worker stops; nothing was judged."
+                )
+        return [tuple(members) for members in by_group.values()]
 
     def build(self, members: Members) -> TaskGroup:
         """Return a new group with a task for each of these feeding partitions, as `grouped` returns them."""

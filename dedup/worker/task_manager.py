@@ -298,7 +298,8 @@ class TaskManager:
             begun = time.monotonic()
             await group.commit()
             if outage.tries:
-                log.info("%s: commits succeed again, after %.1f s", group, time.monotonic() - outage.since_s)
+                took_s = time.monotonic() - outage.since_s
+                log.info("%s: commits succeed again, after %.1f s", _named(tuple(group.tasks)), took_s)
                 outage.tries = 0
 
     def _interval_s(self) -> float:

@@ -331,6 +331,13 @@ class TransactionManager(FaustTransactionManager):
         app.standbys.release(tp.partition for tp in feeding if tp.topic in app.sub_topologies["dedup"])
         await app.tasks.assign(feeding)
         app.member.rebalancing = False
+        size = app.factory.topology.group_size
+        if not feeding and size > 1:
+            log.warning(
+                "there is no task group for this worker, because each one has %d partitions. To let more workers work, "
+                "set transactions.partitions to a smaller number, stop all workers, and run `dedup layout --apply`.",
+                size,
+            )
 
     async def send(self, topic: str, *_: Any, **__: Any) -> NoReturn:
         """Raise InvariantBroken."""

@@ -139,6 +139,16 @@ def test_a_worker_that_was_frozen_through_a_change_commits_nothing(make_job: Mak
     job.judge()
 
 
+def test_a_worker_without_a_group_says_what_to_set(make_job: MakeJob) -> None:
+    job = make_job(partitions=PARTITIONS, document=grouped(4), config=QUICK)
+    job.send(events_of(68))
+    job.start("a")
+    job.until_progress(100)
+    job.start("b").until_logged("there is no task group for this worker, because each one has 4 partitions")
+    job.until_done()
+    job.judge()
+
+
 def test_workers_of_two_layouts_can_not_be_in_one_group(make_job: MakeJob) -> None:
     job = make_job(partitions=PARTITIONS, document=grouped(2), config=QUICK)
     job.send(events_of(67))

@@ -313,7 +313,9 @@ def plan_of():
     def plan(job, state="state-a", **options):
         ready = asyncio.run(prepared(job.topology, job.settings))
         settings = job.settings.model_copy(update={"state_dir": job.directory / state})
-        return AttemptPlan(job.topology, PicklableSettings.of(settings), ready.cluster, options.get("commit_rows", 200))
+        return AttemptPlan(
+            ready.topology, PicklableSettings.of(settings), ready.cluster, options.get("commit_rows", 200)
+        )
 
     return plan
 
