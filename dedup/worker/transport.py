@@ -93,6 +93,7 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
         consumer = self._consumer
         consumer.client.pause(*assigned)
         consumer.app.on_rebalance_start()
+        await consumer.close_if_expelled()
         # Faust's generation stays the same, because streams drop messages of an older one.
         await consumer.on_partitions_assigned({TP(tp.topic, tp.partition) for tp in assigned})
         consumer.app.on_rebalance_end()
@@ -137,6 +138,8 @@ class Consumer(FaustConsumer):
         """Maps each partition to the offset that its next batch must follow."""
         self.rebalancing = False
         """True from the start of a rebalance until its assignment has reached the tasks."""
+        self._joined_as = ""
+        """The member ID that the group gave to this worker, which is a new one after the worker was expelled."""
         self._passed: dict[TP, int] = {}
         """Maps each partition to the offset below which everything except markers and aborted records was delivered."""
 
@@ -218,6 +221,17 @@ class Consumer(FaustConsumer):
         """Return whether all committed records below ``end`` were delivered and judged."""
         tp = TP(*feeding)
         return self._passed.get(tp, -1) >= end and self._delivered.get(tp) == judged
+
+    async def close_if_expelled(self) -> None:
+        """Close every task if this worker was no member for a while, because its partitions may have had other owners.
+
+        The tasks would be fenced at their next commit, but an idle task commits nothing.
+        """
+        member_id = self.client._coordinator.member_id  # noqa: SLF001  # aiokafka has no public API for this
+        if member_id != self._joined_as:
+            self.fetcher.forget()
+            await self.app.tasks.close_all(drain=True)
+        self._joined_as = member_id
 
     def lost_membership(self) -> DedupError | None:
         """Return an error if the group membership was lost permanently, or None otherwise."""
