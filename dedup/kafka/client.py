@@ -329,6 +329,17 @@ class KafkaWire:
             raise NoAnswer(f"broker {node} did not describe its topics within {_METADATA_WITHIN_S:g} s") from error
         return _topics_in(answer.body)
 
+    async def known_everywhere(self, topic: str) -> bool:
+        """Return whether each broker that responds knows a topic; a broker that returns knows it before it responds."""
+        for broker in self._client.cluster.brokers():
+            try:
+                answer = await self.send(broker.nodeId, metadata_request((topic,)), _METADATA_LANE)
+            except NoAnswer:
+                continue
+            if any(code for code, *_ in answer.topics):
+                return False
+        return True
+
     async def stable_end(self, source: TopicPartition) -> int:
         """Return a partition's last stable offset, below which every transaction has ended. May raise NoAnswer."""
         return await self._list_offset(source, _LATEST, READ_COMMITTED)

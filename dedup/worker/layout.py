@@ -183,7 +183,7 @@ class LayoutChange:
 
     topology: Topology
     cluster: Cluster
-    wire: Wire
+    wire: KafkaWire
     timeout_ms: int
 
     async def establish(self) -> None:
@@ -211,6 +211,9 @@ class LayoutChange:
         counts = counts_of(self.topology, self.cluster)
         await self._write(session, Layout(before.partitions, counts, partitions))
         crashpoints.reached("after_changing")
+        # A worker may ask any broker for the topic, and must not take a late one's answer for "no layout".
+        while not await self.wire.known_everywhere(self.topology.layout_topic):
+            await self.wire.pause(PAUSE_MS)
         sizes = {before.partitions, partitions, before.changing_to or partitions}
         for size in sorted(sizes):
             for transactional_id in transactional_ids(self.topology, self.cluster, size):

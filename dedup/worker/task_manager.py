@@ -123,10 +123,11 @@ class TaskManager:
     async def assign(self, feeding: Iterable[TopicPartition]) -> None:
         """Close the groups of other partitions, and start those of these partitions that are not open yet.
 
-        Groups that stay assigned are not touched. A group that was fenced is not open, so it is started again.
+        Groups that stay assigned are not touched. A group that was fenced is not open, so it is started again. What the
+        others have not committed is left to their new owners, which have begun by now and would reject the commit.
         """
         wanted = self._factory.grouped(feeding)
-        await self._close(self._groups.keys() - set(wanted), drain=True)
+        await self._close(self._groups.keys() - set(wanted), drain=False)
         for members in wanted:
             if members not in self._groups:
                 self._build(members)

@@ -230,7 +230,7 @@ class Consumer(FaustConsumer):
         member_id = self.client._coordinator.member_id  # noqa: SLF001  # aiokafka has no public API for this
         if member_id != self._joined_as:
             self.fetcher.forget()
-            await self.app.tasks.close_all(drain=True)
+            await self.app.tasks.close_all(drain=False)
         self._joined_as = member_id
 
     def lost_membership(self) -> DedupError | None:

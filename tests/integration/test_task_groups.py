@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+from functools import partial
 from typing import Any
 
 import pytest
 
 from dedup.crashpoints import Point
 from tests.integration.conftest import MakeJob
-from tests.integration.fleet import Job, until
+from tests.integration.fleet import Job, Worker, until
 from tests.integration.test_admin import dedup
 from tests.integration.test_crash_points import AT_START, dies_and_comes_back, passing
 from tests.integration.test_topics_change import members
@@ -160,3 +162,51 @@ def test_workers_of_two_layouts_can_not_be_in_one_group(make_job: MakeJob) -> No
     assert "but transactions.partitions is 4" in other.log
     job.until_done()
     job.judge()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2_400)
+def test_kills_and_zombies_while_the_layout_changes(make_job: MakeJob) -> None:
+    """1,000,000 events; the layout changes 1 -> 4 -> 2 -> 4; 20 SIGKILLs, and a zombie at the end of each of five fleets."""
+    sizes = (1, 4, 2, 4, 2)
+    count, kills = int(os.environ.get("DEDUP_TEST_EVENTS", "1000000")), 0
+    job = make_job(partitions=PARTITIONS, document=grouped(sizes[0]))
+    events = workload(69, count, partitions=PARTITIONS)
+    share = -(-count // len(sizes))
+    zombies: list[Worker] = []
+    with Watch(job):
+        for number, size in enumerate(sizes):
+            regrouped(job, size)
+            if number:
+                dedup(job, "layout", "--apply")
+            with job.stream(events[number * share : (number + 1) * share], per_s=8_000) as feeder:
+                fleet = [job.start(f"a-{number}"), job.start(f"b-{number}")]
+                for zombie in zombies:
+                    zombie.signal(signal.SIGCONT)
+                    assert zombie.wait() == 3, zombie.log
+                    assert "partitions in a transaction, but transactions.partitions is" in zombie.log
+                zombies.clear()
+                for turn in range(4):
+                    job.until_progress(share // 20)
+                    fleet[turn % 2].kill()
+                    kills += 1
+                    fleet[turn % 2] = job.start(f"{'ab'[turn % 2]}-{number}")
+                feeder.join()
+                job.until_done(within_s=300)
+                zombies.append(job.start(f"zombie-{number}", "freeze_in_commit=2"))
+                for worker in fleet:
+                    assert worker.stop() == 0, worker.log
+            while not zombies[0].frozen:
+                job.send(workload(1_000 + number, 200, partitions=PARTITIONS))
+                until(partial(_frozen_or_done, job, zombies[0]), "it froze or committed")
+            until(lambda: members(job) == 0, "the group has given it up")
+        for zombie in zombies:
+            zombie.kill()
+        job.finish("last")
+    assert kills == 20
+    report = job.judge()
+    print(report.closing_line())  # noqa: T201  # shown with -s
+
+
+def _frozen_or_done(job: Job, worker: Worker) -> bool:
+    return worker.frozen or job.all_committed()

@@ -271,7 +271,7 @@ async def test_a_rebalance_leaves_alone_what_stays() -> None:
     stays, leaves = shop.made
     await shop.assigned(FEED)
     assert (stays.state, stays.drained) == (TaskState.RUNNING, None)
-    assert (leaves.state, leaves.drained) == (TaskState.CLOSED, True)
+    assert (leaves.state, leaves.drained) == (TaskState.CLOSED, False)
     assert list(shop.tasks.running) == [FEED]
     await shop.assigned(FEED, OTHER)
     assert len(shop.made) == 3
