@@ -39,6 +39,8 @@ _AGAIN: Final = frozenset(
         KafkaError._WAIT_COORD,  # noqa: SLF001
     }
 )
+_LEADER_MOVED: Final = frozenset({KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE})
+"""The leader is being elected, or a new topic's leader does not know of it yet."""
 _NO_HEADERS: Final[Headers] = ()
 _ask_headers: Final = methodcaller("headers")
 
@@ -326,11 +328,15 @@ class KafkaReader:
         wanted = {TopicPartition(topic, partition): which for partition in partitions}
         if not wanted:
             return {}
-        asked = self._admin.list_offsets(wanted, isolation_level=isolation, request_timeout=_ANSWER_WITHIN_S)
-        try:
-            return {place.partition: answer.result().offset for place, answer in asked.items()}
-        except KafkaException as error:
-            raise self._unavailable("asking for offsets", error) from error
+        deadline = time.monotonic() + _ANSWER_WITHIN_S
+        while True:
+            asked = self._admin.list_offsets(wanted, isolation_level=isolation, request_timeout=_ANSWER_WITHIN_S)
+            try:
+                return {place.partition: answer.result().offset for place, answer in asked.items()}
+            except KafkaException as error:
+                if error.args[0].code() not in _LEADER_MOVED or time.monotonic() > deadline:
+                    raise self._unavailable("asking for offsets", error) from error
+                time.sleep(_POLL_S)
 
     def _unavailable(self, doing: str, error: KafkaException) -> BrokerUnavailable:
         return BrokerUnavailable(
