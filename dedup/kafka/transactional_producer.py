@@ -150,7 +150,6 @@ class Session:
             new = [target for target in targets if target not in self._announced]
             if new:
                 await self._announce(new)
-            if not self._ends.keys() >= set(targets):
                 await self._appended_everywhere()
             if len(self._unanswered) >= MOST_UNANSWERED:
                 await self._take_answer()
