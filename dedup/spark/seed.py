@@ -288,10 +288,7 @@ async def _cluster_state(
     Raises StateIncompatible if the group has offsets or the changelog has records that `dedup spark seed` did not
     write, and DedupError if the group has members.
     """
-    members = await Group(wire, topology.name).members()
-    if members:
-        names = ", ".join(f"{member.worker_id} at {member.host}" for member in members)
-        raise DedupError(f"the group {topology.name!r} has members: {names}. Nothing was changed. Stop these workers.")
+    await Group(wire, topology.name).refuse_members()
     fresh = await group_is_new(topology, wire, admin)
     cluster = await prepare(topology, settings, admin, may_create_changelog=fresh)
     await alone(topology, cluster, wire, "dedup spark seed")

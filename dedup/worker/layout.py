@@ -214,12 +214,15 @@ class LayoutChange:
         # A worker may ask any broker for the topic, and must not take a late one's answer for "no layout".
         while not await self.wire.known_everywhere(self.topology.layout_topic):
             await self.wire.pause(PAUSE_MS)
-        sizes = {before.partitions, partitions, before.changing_to or partitions}
-        for size in sorted(sizes):
+        await self.fence(before, partitions)
+        await self._write(session, Layout(partitions, counts))
+
+    async def fence(self, layout: Layout, *sizes: int) -> None:
+        """Fence all owners with this layout, or with groups of one of these sizes, and end their transactions."""
+        for size in sorted({layout.partitions, layout.changing_to or layout.partitions, *sizes}):
             for transactional_id in transactional_ids(self.topology, self.cluster, size):
                 await self._session(transactional_id).open()
                 crashpoints.reached("after_fence")
-        await self._write(session, Layout(partitions, counts))
 
     def _session(self, transactional_id: str) -> Session:
         return Session(self.wire, transactional_id, None, timeout_ms=self.timeout_ms, deadline_ms=_DEADLINE_MS)

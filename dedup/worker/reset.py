@@ -29,7 +29,7 @@ from dedup.topology.model import Topology
 from dedup.topology.schema import Start
 from dedup.worker.bootstrap import transfer
 from dedup.worker.clock import SteadyClock
-from dedup.worker.layout import LayoutChange, read_layout, transactional_ids, with_layout
+from dedup.worker.layout import LayoutChange, read_layout, with_layout
 from dedup.worker.offsets import RESETTING, ends_of, first_offset
 from dedup.worker.topics import Cluster, known_names, missing_topics, state_topics
 
@@ -136,14 +136,10 @@ class Reset:
     async def _fence(self, have: Mapping[str, Topic]) -> None:
         """Fence all workers and end their transactions, so that a suspended worker cannot write to the new topics."""
         topology = self.topology
-        layout = await read_layout(self.wire, topology)
-        sizes = {layout.partitions, layout.changing_to or layout.partitions}
-        known = Cluster(
-            {name: have[name] for name in (*topology.source.topics, *topology.feeding_topics) if name in have}
-        )
-        for size in sorted(sizes):
-            for transactional_id in transactional_ids(topology, known, size):
-                await self._session(transactional_id).open()
+        names = (*topology.source.topics, *topology.feeding_topics)
+        known = Cluster({name: have[name] for name in names if name in have})
+        change = LayoutChange(topology, known, self.wire, self.settings.transaction_timeout_ms)
+        await change.fence(await read_layout(self.wire, topology))
 
     async def _renew_layout(self) -> None:
         """Write the layout for the numbers of partitions that the topics have now."""
