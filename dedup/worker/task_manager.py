@@ -268,11 +268,9 @@ class TaskManager:
         self._give_back(members)
 
     def _note_fenced(self, members: Members, error: TaskMigrated) -> None:
-        if self._member().rebalancing:
-            log.info("%s: the new owner has begun; what was not committed is judged there", _named(members))
-        else:
-            log.warning("%s: %s", _named(members), error)
-            self.fenced += 1
+        expected = self._member().rebalancing
+        log.log(logging.INFO if expected else logging.WARNING, "%s: %s", _named(members), error)
+        self.fenced += not expected
 
     def _is_current(self, members: Members) -> bool:
         """Return whether the calling loop still runs the group of these partitions."""
@@ -330,7 +328,7 @@ class TaskManager:
         for (group, _), result in zip(closing, results, strict=True):
             self._keep_counters(group)
             if isinstance(result, TaskMigrated):
-                log.info("%s: the new owner has begun; what was not committed is judged there", group)
+                log.info("%s: %s", group, result)
             elif isinstance(result, BaseException):
                 self.fail(result)
 
