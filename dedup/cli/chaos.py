@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 _PARTITIONS: Final = 4
-"""Partition count of the source topics in the embedded Kafka."""
 _SESSION_S: Final = 6
 _OVERRIDES: Final = (f"session_timeout={_SESSION_S}s", "commit_interval=50ms", "log.format=text")
 
@@ -51,6 +50,8 @@ class ChaosOptions:
     per_s: int
     seed: int
     harder: float
+    partitions: int
+    """Partition count of the source topics in the embedded Kafka."""
     directory: Path
     """The directory of the run's logs and state."""
     console: Console
@@ -68,6 +69,10 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     harder: Annotated[
         float, typer.Option(min=0.1, max=20, help="Factor for the fault rate; above 1, more kinds of faults occur.")
     ] = 1.0,
+    partitions: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of partitions of each source topic in the embedded Kafka. Default: 4."),
+    ] = None,
     report: Annotated[Path, typer.Option(help="Path of the HTML report; a JSON report is written next to it.")] = Path(
         "chaos.html"
     ),
@@ -85,6 +90,8 @@ def chaos(  # noqa: PLR0917  # one parameter per option
 
     Examples: dedup chaos topologies/simplest.yaml --minutes 2
 
+    dedup chaos topologies/orders.yaml --partitions 24 --workers 3 --harder 3
+
     dedup chaos topologies/orders.yaml --config config/test.yaml --minutes 30 --seed 7
     """
     console = Console(highlight=False, soft_wrap=True)
@@ -92,9 +99,13 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     if parsed.output is None:
         text = "it forwards nothing, so there is nothing to prove; give it an `output` for the test"
         raise SettingsError([Problem(str(topology), text)])
+    if config is not None and partitions is not None:
+        text = "the source topics of a test environment exist already; leave this option out"
+        raise SettingsError([Problem("--partitions", text)])
     refuse_no_page(report)
     with kept_after_errors("dedup-chaos-", console) as directory:
-        options = ChaosOptions(parsed, topology, minutes, workers, per_s, seed, harder, directory, console)
+        count = partitions or _PARTITIONS
+        options = ChaosOptions(parsed, topology, minutes, workers, per_s, seed, harder, count, directory, console)
         found = _embedded(options) if config is None else _on_test_cluster(options, config)
         write_report(report, found.to_html(), found.to_json())
         _print(found, report, console)
@@ -113,7 +124,7 @@ def _embedded(options: ChaosOptions) -> ChaosReport:
     data_dir, config = options.directory / "kafka", options.directory / "config.yaml"
     with embedded_kafka(data_dir, proxied=True, properties=RETENTION_PROPERTIES) as kafka:
         for topic in options.topology.source.topics:
-            make_topic(kafka.bootstrap, topic, _PARTITIONS)
+            make_topic(kafka.bootstrap, topic, options.partitions)
         listener = kafka.proxied
         config.write_text(f"brokers: ['{listener.bootstrap}']\n", encoding="utf-8")
         with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
@@ -148,7 +159,7 @@ def _faults(options: ChaosOptions, settings: Settings, *, embedded: bool) -> tup
     faults = draw(seed=seed, seconds=options.minutes * 60, workers=options.workers, per_minute=per_minute)
     if not any(fault.kind is FaultType.RETENTION for fault in faults):
         return faults, []
-    partitions = dict.fromkeys(options.topology.source.topics, _PARTITIONS)
+    partitions = dict.fromkeys(options.topology.source.topics, options.partitions)
     past = write_past(options.topology, settings, partitions, run=f"past-{now_ms}", seed=seed, now_ms=now_ms)
     return faults, past
 

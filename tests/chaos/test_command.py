@@ -34,8 +34,10 @@ def chaos(report: Path, *options: str, environ: dict[str, str] | None = None) ->
 
 
 def test_a_short_run_holds_every_oracle(tmp_path: Path) -> None:
-    code, text, found = chaos(tmp_path / "chaos.html", "--minutes", "0.35", "--harder", "4", "--seed", "2")
+    options = ("--minutes", "0.35", "--harder", "4", "--seed", "2", "--partitions", "5")
+    code, text, found = chaos(tmp_path / "chaos.html", *options)
     assert code == 0, text
+    assert len(found["verified"]["books"]) == 5
     assert found["passed"]
     assert [(each["name"], each["held"]) for each in found["oracles"]] == [(f"O{n}", True) for n in range(1, 10)], text
     assert found["blows"]["SIGKILL"] > 5
