@@ -178,14 +178,14 @@ class Run:
                 self._network.append(call.effect)
         failure = process.failure
         old = process.grouped != (self.scenario.group != self._regrouped)
+        if isinstance(failure, StateIncompatible) and (self._grown or self._changed):
+            self._refused = True
+            self._end_all()
+            return
         if old and isinstance(failure, StateIncompatible):
             self._end(worker)  # who has the old layout ends, and the other worker goes on
             return
         if failure is not None:
-            self._refused = (self._grown or self._changed) and isinstance(failure, StateIncompatible)
-            if self._refused:
-                self._end_all()
-                return
             self.violations.append(Violation("stopped", repr(failure)))
         if process.loop.complaints:
             self.violations.append(Violation("stopped", "; ".join(process.loop.complaints)))
