@@ -96,6 +96,7 @@ async def _all(
     from dedup.store.rocks import RocksMemory
     from dedup.worker.checkpointing import make_checkpoint
     from dedup.worker.clock import SteadyClock
+    from dedup.worker.layout import begun
     from dedup.worker.task_factory import TaskFactory
     from dedup.worker.topics import Cluster, refuse_misfits, topic_names
 
@@ -113,7 +114,8 @@ async def _all(
     if unknown:
         text = f"{unknown[0]} does not exist; {topology.changelog_topic} has partitions 0 to {count - 1}"
         raise SettingsError([Problem("--partition", text)])
-    factory = TaskFactory(topology, settings, Cluster(have), wire, SteadyClock(), RocksMemory())
+    cluster = await begun(topology, Cluster(have), wire)
+    factory = TaskFactory(topology, settings, cluster, wire, SteadyClock(), RocksMemory())
     wire.pin(factory.check.topic_ids)
     made: list[MadeCheckpoint] = []
     console = Console(stderr=True)

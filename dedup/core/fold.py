@@ -195,7 +195,7 @@ def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceilin
     wanted = ids if not skipped else [key for row, key in enumerate(ids) if row not in skipped]
     judged = times_ms if not skipped else [t for row, t in enumerate(times_ms) if row not in skipped]
     known = lookup(wanted, min(judged)) if wanted else {}  # type: ignore[arg-type]  # no None is left
-    if wanted and not skipped and len(before.feeds) == 1 and _is_plain(rules):
+    if wanted and not skipped and _one_feed(rows, before) and _is_plain(rules):
         after = before.after_one_feed_at_once(max(judged))
         at_once = judged_at_once(ids, times_ms, known, rules.window, after.value_ms)  # type: ignore[arg-type]  # as above
         if at_once is not None:
@@ -207,6 +207,11 @@ def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceilin
     if wanted:
         judge(rows, rules, outcome, dict(known), stream_times, skipped)
     return outcome
+
+
+def _one_feed(rows: Rows, before: StreamTime) -> bool:
+    """Return whether stream time depends on a single feed, and all records come from it."""
+    return len(before.feeds) == 1 and before.feeds.keys() >= set(rows.feeds)
 
 
 def _is_plain(rules: Rules) -> bool:
@@ -281,7 +286,7 @@ def _accepted_times(rows: Rows, rules: Rules, skipped: set[int], outcome: Outcom
 def _stream_times(
     rows: Rows, times_ms: list[int], skipped: set[int], before: StreamTime
 ) -> tuple[list[int], StreamTime]:
-    if len(before.feeds) > 1 or rows.idle_rows:
+    if rows.idle_rows or not _one_feed(rows, before):
         feeds = rows.feeds if len(rows.feeds) == len(times_ms) else [rows.feeds[0]] * len(times_ms)
         return before.after(
             (feed, None if row in skipped else time_ms, row in rows.idle_rows)

@@ -73,6 +73,7 @@ class ReferenceModel:
     """Judges the records of one task in log order, and keeps the task's sightings and stream time."""
 
     def __init__(self, rules: ModelRules, feeds: Iterable[Feed] = _ONE_FEED) -> None:
+        """``feeds`` are the source partitions that existed when the task began; others are idle until a record."""
         self.rules: Final = rules
         self.stream_time_ms = BEFORE_ALL_TIME
         self.greatest: Final[dict[Feed, int]] = dict.fromkeys(feeds, BEFORE_ALL_TIME)
@@ -80,10 +81,10 @@ class ReferenceModel:
         self.sightings: Final[dict[bytes, list[Sighting]]] = {}
 
     def judge(self, record: ModelRecord) -> ModelVerdict:
-        """Return the verdict on the next record, and update the state. Raises ValueError for an undeclared feed."""
+        """Return the verdict on the next record, and update the state."""
         feed = (record.source.topic, record.source.partition)
-        if feed not in self.greatest:
-            raise ValueError(f"feed {feed} is not one of {sorted(self.greatest)}; declare every source partition")
+        self.greatest.setdefault(feed, BEFORE_ALL_TIME)
+        self.idle.setdefault(feed, True)
         self.idle[feed] = record.idle
         if record.idle:
             self._advance()

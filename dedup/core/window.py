@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from dedup.errors import InvariantBroken
-
 BEFORE_ALL_TIME: Final = -(1 << 62)
 """Stream time before the first judged record. It is far below every event time but does not overflow 64-bit sums."""
 
@@ -129,7 +127,8 @@ class Window:
 # With one feed, stream time is the greatest judged event time. A repartition topic has many source partitions as feeds,
 # and stream time is then the smallest of the feeds' greatest event times, like a watermark. Otherwise, all records of
 # slower partitions would be late while a backlog is processed. A feed without a judged record keeps stream time at
-# BEFORE_ALL_TIME. A feed that is marked idle is ignored until its next record.
+# BEFORE_ALL_TIME. A feed that is marked idle is ignored until its next record. A partition that was added to a source
+# topic is ignored until its first record, so it cannot hold up stream time where none of its records arrive.
 
 
 class Feed(NamedTuple):
@@ -146,6 +145,9 @@ class FeedProgress:
 
     max_ms: int = BEFORE_ALL_TIME
     idle: bool = False
+
+
+_NOT_BEGUN: Final = FeedProgress(idle=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,18 +179,13 @@ class StreamTime:
         """Return the stream time at each record, and the stream time after all records.
 
         Each record is a tuple of its feed, its event time (None if the record is not judged), and whether the record is
-        an idle marker. Raises InvariantBroken for a record of a feed that did not exist when the task started.
+        an idle marker. A feed that is not known yet, because its partition was added later, was idle until now.
         """
         progress = dict(self.feeds)
         value_ms = self.value_ms
         column: list[int] = []
         for feed, time_ms, idle in records:
-            now = progress.get(feed)
-            if now is None:
-                raise InvariantBroken(
-                    f"a record arrived from source topic {feed.topic}, partition {feed.partition}, which did not exist "
-                    f"when this task started. Restart the worker; if partitions were added, run `dedup reset`."
-                )
+            now = progress.get(feed, _NOT_BEGUN)
             max_ms = now.max_ms if time_ms is None else max(now.max_ms, time_ms)
             if max_ms != now.max_ms or idle != now.idle:
                 progress[feed] = FeedProgress(max_ms, idle)

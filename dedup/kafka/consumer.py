@@ -52,9 +52,11 @@ class TopicCheck:
     have just been added.
     """
 
-    def __init__(self, wire: Wire, expected: Mapping[str, TopicNow]) -> None:
+    def __init__(self, wire: Wire, expected: Mapping[str, TopicNow], may_grow: Collection[str] = ()) -> None:
+        """Partitions may be added to the topics in ``may_grow``."""
         self._wire: Final = wire
         self._expected: Final = dict(expected)
+        self._may_grow: Final = frozenset(may_grow)
         self._names: Final = tuple(sorted(expected))
         """The topic names in the order in which they are always requested, so that equal responses have equal bytes."""
         self._asking: asyncio.Task[None] | None = None
@@ -148,7 +150,7 @@ class TopicCheck:
                     f"{expected.topic_id} and has id {topic_id} now. Earlier commits are kept; no record of the new "
                     f"topic was judged. Start over with `dedup reset`."
                 )
-            case TopicNow(_, partitions) if partitions > expected.partitions:
+            case TopicNow(_, partitions) if partitions > expected.partitions and name not in self._may_grow:
                 raise StateIncompatible(
                     f"topic {name!r} has {partitions} partitions now, and had {expected.partitions} when the worker "
                     f"started: from now on, producers may send an ID to a partition where it is unknown. Nothing read "

@@ -205,7 +205,7 @@ def _topic_facts(topology: Topology) -> Iterator[tuple[str, str]]:
         elif topic == topology.changelog_topic:
             yield topic, "written, read to restore state"
         elif topic == topology.layout_topic:
-            yield topic, "read: how many partitions share a transaction; written by `dedup layout`"
+            yield topic, "read: partition counts, and how many partitions share a transaction"
         else:
             yield topic, f"written: {labels[topic]}"
 

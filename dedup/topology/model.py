@@ -156,8 +156,12 @@ class Topology:
 
     @property
     def layout_topic(self) -> str:
-        """The topic that holds the layout record, unless one partition in a transaction was always enough."""
+        """The topic that holds the layout record, if `has_layout` is true."""
         return f"{self.name}.layout"
+
+    def has_layout(self, size: int) -> bool:
+        """Return whether the layout is written: several partitions share a transaction, or the source may grow."""
+        return size > 1 or not self.direct
 
     @property
     def layout_id(self) -> str:
@@ -185,7 +189,8 @@ class Topology:
     def written_topics(self) -> tuple[str, ...]:
         """Every topic that tasks write to, in the order of the topology file."""
         repartition = () if self.direct else (self.repartition_topic,)
-        layout = () if self.transactions.partitions in {1, "auto"} else (self.layout_topic,)
+        chosen = self.transactions.partitions
+        layout = (self.layout_topic,) if self.has_layout(1 if chosen == "auto" else chosen) else ()
         return (*repartition, *(topic for topic, _ in self.outlets), self.changelog_topic, *layout)
 
     @property

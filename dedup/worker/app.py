@@ -34,6 +34,8 @@ from dedup.worker.task_manager import TaskManager
 from dedup.worker.topics import Cluster
 from dedup.worker.transport import BatchSchema, DedupApp, refused
 
+_METADATA_MAX_AGE_MS: Final = 10_000
+"""A partition that is added to a source topic is assigned after this time at the latest."""
 NOWHERE: Final = "no-pages.invalid"
 """The host name that a worker without web pages announces; such a host can never exist (RFC 2606)."""
 
@@ -205,6 +207,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         stream_publish_on_commit=False,
         broker_session_timeout=settings.session_timeout_ms / 1000,
         broker_commit_interval=1.0,
+        consumer_metadata_max_age_ms=_METADATA_MAX_AGE_MS,
     )
     app.pool = StorePool()
     factory = TaskFactory(topology, settings, cluster, wire, SteadyClock(), RocksMemory(), app.pool)

@@ -209,7 +209,9 @@ class DedupPlan:
     feeding: TopicPartition
     changelog: TopicPartition
     feeds: tuple[Feed, ...]
-    """All source partitions whose records can reach this task; just one if the task reads the source topic directly."""
+    """The source partitions whose records can reach this task, except partitions that were added later; just one if the
+    task reads the source topic directly.
+    """
     source_topics: tuple[str, ...]
     wrapped: bool
     """True if the feeding topic is the repartition topic; see `unwrap`."""
@@ -307,7 +309,7 @@ class DedupTask(TaskWork):
                 f"deleted or emptied. Nothing was changed. Bring it back, or start over with `dedup reset`."
             )
         known = {Feed(feed.topic, feed.partition): FeedProgress(feed.max_ms, feed.idle) for feed in record.feeds}
-        feeds = {feed: known.get(feed, FeedProgress()) for feed in plan.feeds}
+        feeds = dict.fromkeys(plan.feeds, FeedProgress()) | known
         self._applied = self._stream_time = StreamTime(record.stream_time_ms, feeds)
         self._numbers.reached(record.stream_time_ms)
         # Segments expire by the applied stream time, because the open transaction may still be aborted.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
 from dedup import crashpoints
@@ -49,7 +49,7 @@ class Layout:
     partitions: int = 1
     """Number of partitions in a transaction."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """The number of partitions of each topic with tasks; empty if no layout was ever written."""
+    """The number of partitions of each topic with tasks when the state began; empty if no layout was ever written."""
     changing_to: int | None = None
     """The next value of ``partitions`` while a change is under way."""
 
@@ -105,8 +105,11 @@ async def read_layout(wire: Wire, topology: Topology) -> Layout:
     return found
 
 
-async def refuse_other_layout(wire: Wire, topology: Topology, cluster: Cluster) -> None:
-    """Raise StateIncompatible unless the layout is what this process believes; call it after InitProducerId."""
+async def refuse_other_layout(wire: Wire, topology: Topology, cluster: Cluster) -> Layout:
+    """Return the layout. Raise StateIncompatible unless it is what this process believes.
+
+    Call this function after InitProducerId.
+    """
     found, wanted = await read_layout(wire, topology), topology.group_size
     if found.changing_to is not None:
         raise StateIncompatible(
@@ -120,12 +123,27 @@ async def refuse_other_layout(wire: Wire, topology: Topology, cluster: Cluster) 
             f"transactions.partitions is {wanted}. Nothing was judged. Set it to {found.partitions}, or stop all "
             "workers and run `dedup layout --apply`."
         )
-    ours = counts_of(topology, cluster)
-    if found.counts and found.counts != ours:
+    ours = {name: cluster.topics[name].partitions for name in counts_of(topology, cluster)}
+    if found.counts and not _fits(found.counts, ours, topology, cluster):
         raise StateIncompatible(
             f"the layout of {topology.name!r} was written for topics with these numbers of partitions: "
             f"{dict(found.counts)}. They are {ours} now. Nothing was judged; `dedup reset` starts over."
         )
+    return found
+
+
+def _fits(counts: Mapping[str, int], ours: Mapping[str, int], topology: Topology, cluster: Cluster) -> bool:
+    """Return whether topics with our partition counts can belong to a layout with these counts."""
+    if cluster.begun_with and cluster.begun_with != counts:
+        return False  # the layout was written anew since this process started
+    grown = () if topology.direct else topology.source.topics
+    same = all(count == ours.get(name) or (name in grown and count < ours[name]) for name, count in counts.items())
+    return same and counts.keys() == ours.keys()
+
+
+async def begun(topology: Topology, cluster: Cluster, wire: Wire) -> Cluster:
+    """Return the cluster with the partition counts in the layout, with which the state began."""
+    return replace(cluster, begun_with=(await read_layout(wire, topology)).counts)
 
 
 async def with_layout(topology: Topology, cluster: Cluster, wire: Wire, *, fresh: bool) -> Topology:
@@ -144,7 +162,8 @@ async def with_layout(topology: Topology, cluster: Cluster, wire: Wire, *, fresh
 async def alone(topology: Topology, cluster: Cluster, wire: Wire, command: str) -> Topology:
     """Return the topology for a command that commits each partition in a transaction of its own.
 
-    Raises StateIncompatible if several partitions share a transaction.
+    Raises StateIncompatible if several partitions share a transaction, or if partitions were added to a source topic,
+    because only workers follow that.
     """
     found = await with_layout(topology, cluster, wire, fresh=False)
     if found.group_size > 1:
@@ -153,7 +172,14 @@ async def alone(topology: Topology, cluster: Cluster, wire: Wire, command: str) 
             f"{topology.name!r} share one. Nothing was changed. Set transactions.partitions to 1, and run `dedup "
             "layout --apply` if workers have run with another value."
         )
-    await refuse_other_layout(wire, found, cluster)
+    layout = await refuse_other_layout(wire, found, cluster)
+    begun_with = replace(cluster, begun_with=layout.counts)
+    added = [place for place in cluster.places(topology.source.topics) if begun_with.is_new(place)]
+    if added:
+        raise StateIncompatible(
+            f"{', '.join(map(str, added))} did not exist when the state of {topology.name!r} began. Nothing was "
+            f"changed. `{command}` does not read partitions that were added later; `dedup run` does."
+        )
     return found
 
 
@@ -187,9 +213,12 @@ class LayoutChange:
     timeout_ms: int
 
     async def establish(self) -> None:
-        """Write the layout of a new topology, unless another worker of the new fleet does."""
+        """Write the layout of a topology without one, unless another worker of the fleet does.
+
+        A layout with another number of partitions in a transaction is left as it is.
+        """
         wanted, waited_s = self.topology.group_size, 0.0
-        while wanted > 1:
+        while self.topology.has_layout(wanted):
             found = await read_layout(self.wire, self.topology)
             if found.counts and found.changing_to is None:
                 return
@@ -200,15 +229,16 @@ class LayoutChange:
             await self.wire.pause(_LOOK_AGAIN_MS)
             waited_s += _LOOK_AGAIN_MS / 1000
 
-    async def run(self, partitions: int) -> None:
+    async def run(self, partitions: int, *, anew: bool = False) -> None:
         """Make ``partitions`` partitions share a transaction; afterwards, no worker of the old layout can commit.
 
-        Raises TaskMigrated if another process changes the layout at the same time, or CommitUnknown.
+        If ``anew`` is True, the state begins anew with the partitions that the topics have now. Raises TaskMigrated if
+        another process changes the layout at the same time, or CommitUnknown.
         """
         session = self._session(self.topology.layout_id)
         await session.open()
         before = await read_layout(self.wire, self.topology)
-        counts = counts_of(self.topology, self.cluster)
+        counts = counts_of(self.topology, self.cluster) if anew or not before.counts else before.counts
         await self._write(session, Layout(before.partitions, counts, partitions))
         crashpoints.reached("after_changing")
         # A worker may ask any broker for the topic, and must not take a late one's answer for "no layout".
@@ -247,7 +277,7 @@ async def change_layout(topology: Topology, settings: Settings, wire: KafkaWire,
         count = max(counts_of(topology, Cluster(have)).values())
         topology = topology.grouped_by(auto_group_size(count))
     if topology.layout_topic not in have:
-        if topology.group_size == 1:
+        if not topology.has_layout(topology.group_size):
             return
         wanted = [topic for topic in missing_topics(topology, settings, have) if topic.name == topology.layout_topic]
         await admin.create(wanted)

@@ -148,7 +148,7 @@ class Reset:
         if topology.layout_topic in cluster.topics:
             wanted = await with_layout(topology, cluster, self.wire, fresh=True)
             change = LayoutChange(wanted, cluster, self.wire, self.settings.transaction_timeout_ms)
-            await change.run(wanted.group_size)
+            await change.run(wanted.group_size, anew=True)
 
     def _session(self, transactional_id: str) -> Session:
         timeout_ms = self.settings.transaction_timeout_ms

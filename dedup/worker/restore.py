@@ -298,7 +298,9 @@ class LostOffsets:
         """Raise StateIncompatible if any source partition was read but the group no longer has an offset for it."""
         if self.topology.direct:
             return
-        missing = [feed for feed in self.cluster.feeds(self.topology) if await self._has_none(feed)]
+        topics = self.topology.source.topics
+        feeds = [Feed(topics.index(place.topic), place.partition) for place in self.cluster.places(topics)]
+        missing = [feed for feed in feeds if await self._has_none(feed)]
         read = await self._read_feeds() if missing else set()
         # Meanwhile, another worker may have read the first record of a partition that was empty until now.
         lost = [feed for feed in missing if feed in read and await self._has_none(feed)]

@@ -64,7 +64,7 @@ class TaskFactory:
         names = {*self.topology.source.topics, *self.topology.feeding_topics, self.topology.changelog_topic}
         topics = {name: self.cluster.topics[name] for name in names}
         expected = {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()}
-        self.check = TopicCheck(self.wire, expected)
+        self.check = TopicCheck(self.wire, expected, self.cluster.may_grow(self.topology))
         self.lost_offsets = LostOffsets(self.topology, self.cluster, self.wire)
         self.limits = Limits(self.cluster.limits, self.clock, self.wire)
         if self.settings.state.checkpoint is not None:
@@ -116,14 +116,15 @@ class TaskFactory:
     def grouped(self, feeding: Iterable[TopicPartition]) -> list[Members]:
         """Return the feeding partitions group by group. Raises InvariantBroken unless each group is complete.
 
-        Partitions that were added to a topic are grouped, too; their tasks refuse to start.
+        Partitions that were added to a topic are grouped, too. The leader of the consumer group may know of them before
+        or after this worker, so the last group may lack them. If the topic may not grow, their tasks refuse to start.
         """
-        size = self.topology.group_size
+        size, counts = self.topology.group_size, self.cluster.source_partitions(self.topology)
         by_group: defaultdict[tuple[str, int], list[TopicPartition]] = defaultdict(list)
         for place in sorted(feeding):
             by_group[place.topic, place.partition // size].append(place)
         for (topic, number), members in by_group.items():
-            whole = range(number * size, min((number + 1) * size, self.cluster.topics[topic].partitions))
+            whole = range(number * size, min((number + 1) * size, counts[topic]))
             if not {place.partition for place in members}.issuperset(whole):
                 raise InvariantBroken(
                     f"the consumer group has assigned a part of a task group: {', '.join(map(str, members))}, with "
@@ -203,5 +204,6 @@ class TaskFactory:
                 topology.tracking_id, topology.event_time, fmt=source.format, fingerprint=False
             ),
             topic=source.topics.index(feeding.topic),
-            start=source.start,
+            # `latest` would skip what producers sent to a new partition before a worker noticed it.
+            start="earliest" if self.cluster.is_new(feeding) else source.start,
         )

@@ -32,7 +32,7 @@ class TaskGroup:
     """The tasks that share one transactional ID, from assignment to revocation."""
 
     def __init__(
-        self, session: Session, confirm: Callable[[], Awaitable[None]], refuse_layout: Callable[[], Awaitable[None]]
+        self, session: Session, confirm: Callable[[], Awaitable[None]], refuse_layout: Callable[[], Awaitable[object]]
     ) -> None:
         """``confirm`` raises StateIncompatible if a topic has changed since the process started; see `TopicCheck`.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from dedup.core.event_time import RecordTime
@@ -103,20 +103,33 @@ class Cluster:
     """The existing topics that a topology reads and writes."""
 
     topics: Mapping[str, Topic]
+    begun_with: Mapping[str, int] = field(default_factory=dict)
+    """The partition counts in the layout, with which the state began; empty if no layout was ever written."""
 
     def feeds(self, topology: Topology) -> tuple[Feed, ...]:
-        """Return every source partition."""
-        topics = topology.source.topics
-        return tuple(Feed(topics.index(place.topic), place.partition) for place in self.places(topics))
+        """Return every source partition that existed when the state began."""
+        topics, counts = topology.source.topics, self.source_partitions(topology)
+        return tuple(Feed(at, number) for at, topic in enumerate(topics) for number in range(counts[topic]))
+
+    def may_grow(self, topology: Topology) -> tuple[str, ...]:
+        """Return the topics to which partitions may be added while workers run.
+
+        Behind a repartition topic, every ID stays in its partition. The layout says which partitions are new.
+        """
+        return () if topology.direct or not self.begun_with else topology.source.topics
+
+    def is_new(self, place: TopicPartition) -> bool:
+        """Return whether a partition was added after the state began."""
+        return place.partition >= self.begun_with.get(place.topic, place.partition + 1)
 
     def places(self, names: Iterable[str]) -> list[TopicPartition]:
         """Return every partition of the named topics."""
         return [place for name in names for place in self.topics[name].places]
 
     def source_partitions(self, topology: Topology) -> dict[str, int]:
-        """Return the partition count of each source topic and, if there is one, of the repartition topic."""
+        """Return the partition count of each source topic and of the repartition topic, when the state began."""
         names = (*topology.source.topics, *topology.feeding_topics)
-        return {name: self.topics[name].partitions for name in names}
+        return {name: self.begun_with.get(name, self.topics[name].partitions) for name in names}
 
     @property
     def limits(self) -> dict[str, Limit]:
@@ -188,7 +201,7 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
     output = None if topology.output is None else topology.output.topic
     configs: dict[str | None, tuple[int, dict[str, str]]] = {
         topology.changelog_topic: (changelog, kept),
-        None if size == 1 else topology.layout_topic: (1, {**whole, "cleanup.policy": "compact"}),
+        topology.layout_topic if topology.has_layout(size) else None: (1, {**whole, "cleanup.policy": "compact"}),
         topology.dead_letter: (count, side),
         None if topology.direct else topology.repartition_topic: (changelog, {**side, **whole}),
         topology.late.topic if isinstance(topology.late, LateTo) else None: (count, side),

@@ -9,7 +9,7 @@ import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import uvloop
@@ -446,10 +446,10 @@ async def _cluster(
             await refuse_used_output(topology, wire, admin, meant=options.onto_existing_output)
         cluster = await prepare(topology, settings, admin, may_create_changelog=fresh)
         topology = await with_layout(topology, cluster, wire, fresh=fresh)
-        if fresh:
+        if fresh or not topology.direct:
             await LayoutChange(topology, cluster, wire, settings.transaction_timeout_ms).establish()
-        await refuse_other_layout(wire, topology, cluster)
-        return topology, cluster
+        layout = await refuse_other_layout(wire, topology, cluster)
+        return topology, replace(cluster, begun_with=layout.counts)
 
 
 async def _until_over(app: DedupApp, stop: asyncio.Event, options: RunOptions, ends: dict[TopicPartition, int]) -> None:

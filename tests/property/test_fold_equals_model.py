@@ -79,6 +79,7 @@ class Case:
     rules: ModelRules
     fingerprints: bool
     feeds: tuple[Feed, ...]
+    """The feeds of the beginning; records of others come, too, as if partitions had been added."""
     batches: tuple[tuple[ModelRecord, ...], ...]
     ceilings_ms: tuple[int, ...]
 
@@ -99,6 +100,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
     fingerprints = rules.on_conflict != "duplicate" or draw(st.booleans())
     feeds = draw(st.sampled_from([(Feed(0, 0),), (Feed(0, 0), Feed(0, 1)), (Feed(0, 0), Feed(1, 0), Feed(1, 3))]))
+    added = draw(st.sampled_from([(), (), (Feed(0, 5),), (Feed(0, 5), Feed(1, 6))]))
     batches, ceilings_ms = [], []
     offset = 0
     base_ms = 0
@@ -106,7 +108,7 @@ def cases(draw: st.DrawFn) -> Case:
         ceiling_ms = base_ms + draw(st.integers(15, 60))
         batch = []
         for _ in range(draw(st.integers(1, 12))):
-            feed = draw(st.sampled_from(feeds))
+            feed = draw(st.sampled_from(feeds + added))
             batch.append(
                 draw(records(feed, offset, base_ms, fingerprints=fingerprints))._replace(ceiling_ms=ceiling_ms)
             )
@@ -180,8 +182,8 @@ def columns_of(batch: Sequence[ModelRecord], case: Case) -> Rows:
     )
     idle_rows = frozenset(row for row, record in enumerate(batch) if record.idle)
     feeds = [Feed(record.source.topic, record.source.partition) for record in batch]
-    if len(case.feeds) == 1 and not idle_rows:
-        feeds = [case.feeds[0]]
+    if len(set(feeds)) == 1 and not idle_rows:
+        feeds = feeds[:1]
     return Rows(extracted, [record.source.offset for record in batch], feeds, idle_rows)
 
 

@@ -204,6 +204,17 @@ def test_forgetting_changes_no_verdict() -> None:
     assert len(forgetful.sightings) <= len(kept.sightings)
 
 
-def test_an_undeclared_feed_is_refused() -> None:
-    with pytest.raises(ValueError, match="declare every source partition"):
-        model([ModelRecord(b"a", 1, Source(3, 0, 0))], RULES)
+def test_a_feed_that_was_added_later_counts_from_its_first_record_on() -> None:
+    records = [
+        ModelRecord(b"a", 100, Source(0, 0, 0)),
+        ModelRecord(b"", 0, Source(0, 7, -1), idle=True),  # no record of it has come: it holds nothing up
+        ModelRecord(b"b", 120, Source(0, 0, 1)),
+        ModelRecord(b"c", 105, Source(0, 7, 0)),  # late, and from now on the slowest
+        ModelRecord(b"d", 150, Source(0, 0, 2)),
+        ModelRecord(b"e", 140, Source(0, 7, 1)),
+        ModelRecord(None, 0, Source(0, 8, 0), fault="unreadable"),  # a record, though not a judged one
+        ModelRecord(b"f", 160, Source(0, 0, 3)),
+    ]
+    verdicts = model(records, RULES)
+    assert [each.stream_time_ms for each in verdicts] == [100, 100, 120, 120, 120, 140, 140, 140]
+    assert [each.kind for each in verdicts][3] == "late"

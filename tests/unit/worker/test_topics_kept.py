@@ -66,6 +66,7 @@ def test_no_topic_is_bounded_by_size_or_compacted_by_a_default_of_the_brokers():
     assert {configs["retention.bytes"] for configs in found.values()} == {"-1"}
     policies = {name: configs["cleanup.policy"] for name, configs in found.items()}
     assert policies.pop("t.changelog") == "compact,delete"
+    assert policies.pop("t.layout") == "compact"
     assert set(policies.values()) == {"delete"}
     assert found["t.repartition"]["retention.ms"] == found["t.changelog"]["retention.ms"] == "-1"
 
