@@ -22,7 +22,7 @@ from dedup.spark.seed_history import OUTSIDE_KAFKA, placed, seed_marks
 from dedup.spark.session import RECORD_BYTES
 from dedup.topology.model import LateForward, LateTo, Topology
 from dedup.verify import evidence
-from dedup.verify.cut import offsets_of
+from dedup.verify.cut import begun_with, offsets_of
 from dedup.verify.kafka_reader import KafkaReader
 from dedup.verify.replay import FUTURE, REFUSED_BY_THE_BROKER
 from dedup.verify.report import Report
@@ -58,6 +58,8 @@ class AuditCut:
         with KafkaReader(settings) as reader:
             # As in `verify.cut.Cut`, the bounds of all topics but the source topics begin at the last `dedup reset`.
             self.partitions, self.committed, self.bounds, resets = offsets_of(topology, reader, report)
+            self.begun_with: Final = begun_with(topology, reader)
+            """Maps each topic with tasks to its number of partitions when the state began, if that was recorded."""
             has_state = reader.partitions([topology.changelog_topic])[topology.changelog_topic] > 0
             marks = seed_marks(spark, topology, settings) if has_state else {}
             self._mark: Final = next(iter(marks.values()), None)
@@ -87,13 +89,27 @@ class AuditCut:
     def _starts(
         self, reader: KafkaReader, resets: Mapping[str, Mapping[int, int]], given: Mapping[TopicPartition, int] | None
     ) -> dict[str, dict[int, int]]:
+        topology, counts = self.topology, self.partitions | self.begun_with
+        every = {topic: self.lows(topic) for topic in topology.source.topics}
+        # A partition that was added later is read from its beginning.
+        added = {topic: {at: low for at, low in lows.items() if at >= counts[topic]} for topic, lows in every.items()}
+        lows = {topic: {at: low for at, low in every[topic].items() if at < counts[topic]} for topic in every}
+        begun = self._begun_at(lows, reader, resets, given)
+        return {topic: begun[topic] | added[topic] for topic in every}
+
+    def _begun_at(
+        self,
+        lows: Mapping[str, dict[int, int]],
+        reader: KafkaReader,
+        resets: Mapping[str, Mapping[int, int]],
+        given: Mapping[TopicPartition, int] | None,
+    ) -> dict[str, dict[int, int]]:
         topology = self.topology
-        lows = {topic: self.lows(topic) for topic in topology.source.topics}
         if given is not None:
             starts = {
                 topic: {at.partition: begin for at, begin in given.items() if at.topic == topic} for topic in lows
             }
-            wrong = [topic for topic in lows if starts[topic].keys() != lows[topic].keys()]
+            wrong = [at for at in lows if not lows[at].keys() <= starts[at].keys() <= self.lows(at).keys()]
             if wrong:
                 raise SettingsError([Problem("--from", f"give an offset for every partition of {', '.join(wrong)}")])
             return {
@@ -105,7 +121,7 @@ class AuditCut:
             return {topic: {at: max(resets[topic][at], low) for at, low in lows[topic].items()} for topic in lows}
         match topology.source.start:
             case "earliest":
-                return lows
+                return dict(lows)
             case int() as time_ms:
                 return {topic: offsets_at(reader, topic, self.bounds[topic], time_ms) for topic in lows}
             case _:
@@ -306,7 +322,7 @@ def expected(cut: AuditCut, sides: Sides) -> DataFrame:
         refused, is_refused = fn.broadcast(refused) if few else refused, path() == fn.col("refused_source")
         contiguous = contiguous and few
         others, records = records.join(refused, is_refused), records.join(refused, is_refused, "left_anti")
-    feeds = () if topology.direct else feeds_of(topology, cut.partitions)
+    feeds = () if topology.direct else feeds_of(topology, cut.partitions | cut.begun_with)
     rows = judged(records, topology, now_ms=_NO_CEILING_MS, order="offsets", contiguous=contiguous, feeds=feeds)
     names = {"time_ms": "dedup_time_ms", "stream_ms": "stream_time_ms", "id": "dedup_id"}
     names |= {"task": "dedup_partition", "at": "dedup_offset"}

@@ -17,6 +17,7 @@ from dedup.spark.files import History
 from dedup.spark.rows import as_records
 from dedup.spark.session import RECORD_BYTES
 from dedup.topology.model import Topology
+from dedup.verify.cut import begun_with
 from dedup.verify.kafka_reader import Bounds, KafkaReader
 
 Start = Literal["whole", "earliest"] | int
@@ -116,6 +117,7 @@ def read_kafka(
     deleted: list[str] = []
     with KafkaReader(settings) as reader:
         counts = reader.partitions([*topics, *topology.source.topics])
+        begun = counts | begun_with(topology, reader)
         missing = [topic for topic in topics if not counts[topic]]
         if missing:
             raise BrokerUnavailable(f"{', '.join(missing)} does not exist on {', '.join(settings.brokers)}.")
@@ -139,12 +141,12 @@ def read_kafka(
             f"retention deleted the first records: {'; '.join(deleted[:_SHOWN])}{more}. Nothing was written. Without "
             f"them, later verdicts could be wrong. Judge what is left with --start earliest, or read an archive."
         )
-    feeds = feeds_of(topology, counts) if repartitioned else ()
+    feeds = feeds_of(topology, begun) if repartitioned else ()
     return replace(history_of_range(spark, settings, ranges), feeds=feeds)
 
 
 def feeds_of(topology: Topology, counts: Mapping[str, int]) -> tuple[Feed, ...]:
-    """Return a feed for every source partition; ``counts`` maps each topic to its number of partitions."""
+    """Return a feed for every source partition that existed when the state began, according to ``counts``."""
     return tuple(
         Feed(position, partition)
         for position, topic in enumerate(topology.source.topics)

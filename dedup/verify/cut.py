@@ -5,8 +5,9 @@ Records are sorted into buckets by tracking ID (`spill`), and the order of the r
 
 from __future__ import annotations
 
+import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -156,6 +157,8 @@ class Cut:
     """Directory for data that does not fit into memory."""
     sample: int = 1
     """One tracking ID out of this many is judged."""
+    begun_with: dict[str, int] = field(default_factory=dict)
+    """Maps each topic with tasks to its number of partitions when the state began; empty if that was not recorded."""
     total: int = 0
     done: int = 0
     starts: dict[int, int] = field(default_factory=dict)
@@ -179,8 +182,19 @@ class Cut:
     @property
     def feeds(self) -> list[Feed]:
         """All source partitions, each with the index of its topic in `source.topics`."""
+        return self._feeds(self.partitions)
+
+    @property
+    def begun_feeds(self) -> list[Feed]:
+        """The source partitions that existed when the state began, so that they count for stream time from the start.
+
+        Without a layout, these are all source partitions.
+        """
+        return self._feeds(self.partitions | self.begun_with)
+
+    def _feeds(self, partitions: Mapping[str, int]) -> list[Feed]:
         topics = enumerate(self.topology.source.topics)
-        return [(at, partition) for at, topic in topics for partition in range(self.partitions[topic])]
+        return [(at, partition) for at, topic in topics for partition in range(partitions[topic])]
 
     def whole(self, topic: str) -> bool:
         """Return whether every partition of a topic still contains its first record."""
@@ -260,6 +274,8 @@ class Cut:
         bounds, begin = self.bounds[topic][partition], self.begins[topic].get(partition)
         if begin is not None:
             return max(begin, bounds.low)
+        if partition >= self.begun_with.get(topic, partition + 1):
+            return bounds.low  # it was added later
         match self.topology.source.start:
             case "earliest":
                 return bounds.low
@@ -312,6 +328,21 @@ def offsets_of(topology: Topology, reader: KafkaReader, report: Report) -> Topic
     return TopicOffsets(partitions, committed, bounds, begins)
 
 
+def begun_with(topology: Topology, reader: KafkaReader) -> dict[str, int]:
+    """Return the partition counts in the newest layout record, with which the state began.
+
+    The result is empty if there is no such record, or if partitions cannot be added.
+    """
+    topic = topology.layout_topic
+    if topology.direct or not reader.partitions([topic])[topic]:
+        return {}
+    counts: dict[str, int] = {}
+    for partition, each in reader.bounds(topic).items():
+        for columns in reader.read(topic, partition, each.low, each.high):
+            counts = json.loads(columns.values[-1] or b"{}").get("counts", counts)
+    return counts
+
+
 def take_cut(
     topology: Topology, reader: KafkaReader, report: Report, progress: OnProgress, scratch: str, sample: int
 ) -> Cut:
@@ -330,6 +361,7 @@ def take_cut(
     late = side(topology.late.topic, LATE_TAIL) if isinstance(topology.late, LateTo) else None
     plan = Plan(topology, _model_rules(topology), extractor_of(topology), late, side(topology.dead_letter, DEAD_TAIL))
     cut = Cut(topology, reader, report, progress, *found, compacted, plan, scratch, sample)
+    cut.begun_with = begun_with(topology, reader)
     cut.total = sum(each.high - each.low for of_topic in bounds.values() for each in of_topic.values())
     cut.done = sum(each.high - each.low for side in plan.sides for each in bounds[side.name].values())
     return cut

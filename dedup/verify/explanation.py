@@ -166,7 +166,7 @@ def _logs(cut: Cut) -> Iterator[tuple[str, Iterator[Row]]]:
 
 def _judge(search: _Search, name: str, rows: Iterator[Row]) -> None:
     cut = search.cut
-    model, doubt = ReferenceModel(cut.plan.rules, cut.feeds), Doubt(cut.plan.rules)
+    model, doubt = ReferenceModel(cut.plan.rules, cut.begun_feeds), Doubt(cut.plan.rules)
     for row in rows:
         if row.id not in search.keys:
             continue

@@ -144,7 +144,7 @@ def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
     log = cut.topology.repartition_topic
     bounds = cut.bounds[log][partition]
     committed = cut.committed[log].get(partition, bounds.low)
-    scan = LogScan(cut.plan, cut.feeds, from_start=not bounds.start_deleted)
+    scan = LogScan(cut.plan, cut.begun_feeds, from_start=not bounds.start_deleted)
     high = cut.reader.bounds(log, [partition])[partition].high
     for begin, end, pending in ((bounds.low, committed, False), (committed, high, True)):
         for columns in cut.read(log, partition, begin, end):
@@ -254,7 +254,7 @@ def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copie
     tasks: list[TaskReplay] = []
     owners: dict[bytes, int] = {}
     for books, spill in (*step.logs, step.without_id):
-        task = TaskReplay(cut.plan, books, cut.report, step.feeds)
+        task = TaskReplay(cut.plan, books, cut.report, cut.begun_feeds)
         task.take(_checked_owner(cut, books, map(Row.of, spill.bucket(number)), owners))
         tasks.append(task)
     copies.judge(number, tasks[: len(step.logs)], cut.report)
