@@ -231,6 +231,7 @@ def layout(
     found = on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
     shared = "each partition has" if found.partitions == 1 else f"{found.partitions} partitions share"
     lines = [f"{parsed.name}: {shared} a transaction; transactions.partitions is {wanted}"]
+    lines += [f"{topic} had {count} partitions when the state began" for topic, count in found.counts.items()]
     if found.changing_to is not None:
         lines.append(f"a change to {found.changing_to} was interrupted; run `dedup layout --apply` to finish it")
     say({**asdict(found), "topology": wanted}, lines, as_json=as_json)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
 from dedup.core.event_time import RecordTime
@@ -307,6 +307,15 @@ def plan_topics(topology: Topology, settings: Settings, have: Mapping[str, Topic
     """Return what `dedup apply` will do. Raises StateIncompatible if a source topic is missing."""
     sources = {name: topic for name, topic in have.items() if name in topology.source.topics}
     wanted = missing_topics(topology, settings, sources)
+    log_topic = None if topology.direct else have.get(topology.repartition_topic)
+    if log_topic is not None:
+        # Partitions may have been added to the sources since; only the changelog has to fit.
+        counts = {topology.changelog_topic: log_topic.partitions}
+        found = {name: topic.partitions for name, topic in have.items()}
+        wanted = [
+            replace(topic, partitions=counts.get(topic.name, found.get(topic.name, topic.partitions)))
+            for topic in wanted
+        ]
     differences = [each for topic in wanted if topic.name in have for each in _differences(have[topic.name], topic)]
     differing = {each.topic for each in differences}
     return TopicPlan(

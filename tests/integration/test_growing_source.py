@@ -68,7 +68,7 @@ def test_a_source_grows_under_load(make_job: MakeJob, size: int) -> None:
 
 def test_stream_time_does_not_wait_for_a_new_partition_and_then_counts_it(make_job: MakeJob) -> None:
     """What waited longer in the new partition than the grace period is late; the verifier agrees on every verdict."""
-    late = {"topic": "grow-late-late"}
+    late = "grow-late-late"
     job = hopping(make_job, "grow-late", 1, guard_period="5s", grace="2s", late=late)
     job.send(events_of(72, 2_000, 1))
     worker = job.start()

@@ -22,6 +22,7 @@ def random_scenario(dice: random.Random) -> Scenario:
     many = dice.random() < 0.3
     feeds = dice.choice([1, 1, 1, 1, 2, 2, 2])
     group = feeds > 1 and dice.random() < 0.6
+    added = feeds > 1 and not group and dice.random() < 0.5
     kinds = dice.sample(KINDS, dice.randint(1, len(KINDS)))
     bounds = Bounds(
         faults=dice.choice([1, 2, 3, 5, 8]),
@@ -38,6 +39,7 @@ def random_scenario(dice: random.Random) -> Scenario:
         probes=probes,
         most_records=dice.randint(1, 4),
         feeds=feeds,
+        begun_with=1 if added else None,
         group=group,
         offsets=dice.choice(["kept", "kept", "forgotten", "stale"]),
         seeder=dice.random() < 0.15,

@@ -114,6 +114,8 @@ class Scenario:
     """Records are read only when nothing else is to be done, so that every batch is a transaction."""
     feeds: int = 1
     """Source partitions; more than one are repartitioned, if they are no group."""
+    begun_with: int | None = None
+    """How many source partitions there were when the state began, if others were added later."""
     group: bool = False
     """The source partitions are judged directly, by tasks that share their transactions."""
     offsets: Literal["kept", "forgotten", "stale"] = "kept"
@@ -149,7 +151,7 @@ class Scenario:
     def feeds_of(self, judged_log: TopicPartition) -> tuple[tuple[int, int], ...]:
         """Return topic and partition of the feeds whose records are in this log."""
         if self.two_hops:
-            return tuple((0, partition) for partition in range(self.feeds))
+            return tuple((0, partition) for partition in range(self.begun_with or self.feeds))
         return ((0, judged_log.partition),)
 
     def records(self, rows: Input, number: int) -> dict[TopicPartition, list[Record]]:

@@ -83,6 +83,17 @@ TWO_HOPS_REFUSED = Scenario(
     feeds=2,
     last_incarnation=False,
 )
+# Partition 1 was added later. Its first record is late, and then it is the slowest.
+ADDED = Scenario(
+    "a source partition that was added",
+    (("a", 20), ("b", 2), ("a", 40), ("c", 35), ("d", 50), ("c", 36)),
+    Bounds(1, ("crash", "wipe", "rebalance")),
+    window=Window(guard_ms=10, grace_ms=5),
+    probes=(("e", 60), ("f", 37), ("e", 28)),
+    feeds=2,
+    begun_with=1,
+    lazy_feed=True,
+)
 TWO_HOPS = Scenario("two hops", PLAIN[:3], Bounds(1, ("crash", "late", "rebalance")), probes=PROBES[:2], feeds=2)
 
 # Partition 0 reads the rows with even numbers, and partition 1 the others.
@@ -149,6 +160,7 @@ ENUMERATED = (
     SEEDER,
     DELAYED,
     TWO_HOPS,
+    ADDED,
     CHANGED,
     CHANGED_TWO_HOPS,
     DAMAGED_IN_COMMIT,

@@ -27,6 +27,8 @@ SHOWN_BY = {
     "overlay removed at capture": of.REORDERED,
     "restore to the last stable offset": of.SEEDER,
     "stream time kept outside the changelog": of.STREAM_TIME,
+    "feeds that were added forgotten by a restart": of.ADDED,
+    "feeds that were added wait for their first record": of.ADDED,
     "expiry by an unapplied stream time": of.EXPIRY,
     "EndTxn sent twice in an epoch": of.DELAYED,
     "no answer to EndTxn is a success": of.ANSWERS,

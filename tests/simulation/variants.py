@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dedup.core.fold import Outcome, Rows
-from dedup.core.window import BEFORE_ALL_TIME, StreamTime
+from dedup.core.window import BEFORE_ALL_TIME, Feed, FeedProgress, StreamTime
 from dedup.errors import CommitUnknown, RecordRefused, TaskCorrupted, TaskMigrated
 from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.transactional_producer import Session
@@ -383,6 +383,26 @@ class StreamTimeApart(DedupTask):
         return start
 
 
+class AddedForgotten(DedupTask):
+    """A restart knows the feeds of the beginning alone: one that was added later is idle until its next record."""
+
+    async def restore(self, committed: int | None) -> int:
+        start = await super().restore(committed)
+        feeds = {feed: self._applied.feeds[feed] for feed in self.plan.feeds}
+        self._applied = self._stream_time = StreamTime(self._applied.value_ms, feeds)
+        return start
+
+
+class AddedHoldsUp(DedupTask):
+    """A feed that was added later holds up stream time from the start, where none of its records ever came, too."""
+
+    async def restore(self, committed: int | None) -> int:
+        start = await super().restore(committed)
+        feeds = {Feed(0, partition): FeedProgress() for partition in range(2)} | dict(self._applied.feeds)
+        self._applied = self._stream_time = StreamTime(self._applied.value_ms, feeds)
+        return start
+
+
 class WallClockAlone(DedupTask):
     """A time is in the future by the wall clock alone, whatever stream time has come to."""
 
@@ -507,6 +527,8 @@ TASK_MUTANTS = (
     Variant("overlay removed at capture", judge=RemovedAtCapture),
     Variant("restore to the last stable offset", wire=_delegating(StableEnd)),
     Variant("stream time kept outside the changelog", judge=StreamTimeApart),
+    Variant("feeds that were added forgotten by a restart", judge=AddedForgotten),
+    Variant("feeds that were added wait for their first record", judge=AddedHoldsUp),
     Variant("expiry by an unapplied stream time", judge=UnappliedExpiry),
     Variant("EndTxn sent twice in an epoch", wire=_delegating(EndTwice)),
     Variant("no answer to EndTxn is a success", session=HopefulCommit),

@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -22,7 +23,7 @@ from dedup.kafka.topic_admin import Topic
 from dedup.settings import Secret, Settings, TopicDefaults, Web
 from dedup.topology.parse import parse
 from dedup.worker.introspection import state_keys
-from dedup.worker.topics import plan_topics
+from dedup.worker.topics import TopicPlan, plan_topics
 
 ROOT = Path(__file__).parents[3]
 SIMPLEST = str(ROOT / "topologies" / "simplest.yaml")
@@ -97,6 +98,17 @@ class TestPlan:
         assert configs["out.late"]["message.timestamp.type"] == "LogAppendTime"
         assert all(each["min.insync.replicas"] == "2" for each in configs.values())
         assert plan.differences == plan.as_wanted == ()
+
+    def test_after_the_source_has_grown_only_the_changelog_has_to_fit(self):
+        have = {each.name: Topic(each.name, "2", each.partitions, each.configs) for each in self.plan().make}
+        grown = {"c": Topic("c", "1", 9, {"max.message.bytes": "1000", "retention.ms": "5"})}
+        assert self.plan(have | grown).differences == ()
+        other = {"t.changelog": replace(have["t.changelog"], partitions=5)}
+        differences = self.plan(have | grown | other).differences
+        assert [(each.topic, each.found, each.wanted) for each in differences] == [("t.changelog", "5", "4")]
+
+    def plan(self, changed: Mapping[str, Topic] | None = None) -> TopicPlan:
+        return plan_topics(topology(), SETTINGS, self.have() | dict(changed or {}))
 
     def test_a_missing_source_is_not_made(self):
         with pytest.raises(StateIncompatible, match="source topic 'c' does not exist"):
