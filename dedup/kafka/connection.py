@@ -159,7 +159,7 @@ def most_telling(findings: Sequence[Diagnosis]) -> Diagnosis | None:
 
 @contextlib.asynccontextmanager
 async def probing(connection: Connection, host: str, port: int) -> AsyncIterator[AIOKafkaConnection]:
-    """Connect to one broker and read its API versions. Raises the exceptions of aiokafka and of the socket."""
+    """Connect to one broker and read its API versions. Exceptions from aiokafka and the socket are not caught."""
     made = await create_conn(
         host,
         port,

@@ -42,6 +42,12 @@ _FLOW_BYTES: Final = 512 << 10
 """While records arrive, a broker waits briefly for this many bytes, because small batches are inefficient."""
 
 
+_GROWN: Final = (
+    "From now on, producers may send an ID to a partition where it is unknown: `dedup reset` starts over with the new "
+    "number of partitions."
+)
+
+
 class TopicCheck:
     """Checks that topics were not deleted, recreated, or given more partitions since the process started.
 
@@ -52,11 +58,14 @@ class TopicCheck:
     have just been added.
     """
 
-    def __init__(self, wire: Wire, expected: Mapping[str, TopicNow], may_grow: Collection[str] = ()) -> None:
-        """Partitions may be added to the topics in ``may_grow``."""
+    def __init__(
+        self, wire: Wire, expected: Mapping[str, TopicNow], may_grow: Collection[str] = (), after_growth: str = _GROWN
+    ) -> None:
+        """Partitions may be added to the topics in ``may_grow``; for others, the error says ``after_growth``."""
         self._wire: Final = wire
         self._expected: Final = dict(expected)
         self._may_grow: Final = frozenset(may_grow)
+        self._after_growth: Final = after_growth
         self._names: Final = tuple(sorted(expected))
         """The topic names in the order in which they are always requested, so that equal responses have equal bytes."""
         self._asking: asyncio.Task[None] | None = None
@@ -153,8 +162,7 @@ class TopicCheck:
             case TopicNow(_, partitions) if partitions > expected.partitions and name not in self._may_grow:
                 raise StateIncompatible(
                     f"topic {name!r} has {partitions} partitions now, and had {expected.partitions} when the worker "
-                    f"started: from now on, producers may send an ID to a partition where it is unknown. Nothing read "
-                    f"since the change was committed. `dedup reset` starts over with {partitions} partitions."
+                    f"started. Nothing read since the change was committed. {self._after_growth}"
                 )
             case TopicNow():
                 return True

@@ -239,7 +239,7 @@ def _last_header(name: str) -> Column:
 
 
 def _filed(records: DataFrame, topics: Sequence[str], side: str) -> DataFrame:
-    """Return the records of a side topic, each with its source record, its reason, and a digest of the original record.
+    """Return the records of a side topic, each with its reason, and the position and a digest of its source record.
 
     If a record's headers do not name a record of the source topics, `topic` is null, and `source` is the record's own
     position. If a record contains a digest instead of the original value, `stand_in` is that digest.

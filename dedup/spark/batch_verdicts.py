@@ -109,7 +109,7 @@ def judged(
 
 
 def judging(history: History, topology: Topology, *, now_ms: int) -> Judging:
-    """Return the job that judges a history: without a shuffle if that is possible and faster (`log_tasks`)."""
+    """Return the job that judges a history. It needs no shuffle if that is possible and faster (see `log_tasks`)."""
     pieces, mode = history.pieces, mode_of(topology, history)
     if pieces is None or mode != "direct" or not history.contiguous:
         return shuffled(history, topology, now_ms=now_ms).judging

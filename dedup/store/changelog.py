@@ -440,9 +440,9 @@ def decode_task_record(value: bytes) -> TaskRecord:
 def rebucket(entries: Iterable[tuple[bytes, bytes]], segment_ms: int) -> dict[int, dict[bytes, bytes]]:
     """Return the writes that move (state key, encoded sightings) pairs into segments with the width ``segment_ms``.
 
-    The segment width changes with the guard period and the grace of the topology. ``entries`` must include the values
-    that the new segments already contain for the same IDs. Sightings of one ID that differ only in their last time are
-    merged into one with the latest of these times.
+    The segment width changes with the guard period and the grace of the topology. The writes replace what a segment
+    holds for an ID, so ``entries`` must include the values of these IDs that are already in new segments. Sightings of
+    one ID that differ only in their last time are merged into one with the latest of these times.
     """
     intervals: dict[bytes, dict[tuple[int, Source, bytes], int]] = {}
     for state_key, value in entries:

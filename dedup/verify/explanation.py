@@ -1,4 +1,4 @@
-"""Finds everything about one tracking ID in Kafka: its records, their verdicts with reasons, and what workers wrote.
+"""Finds the records of one tracking ID in all topics, with the verdict on each record and the reason for it.
 
 The exact model computes the verdicts, so a contradiction between a verdict and the topics is visible. All topics are
 read from the beginning, but only records with the ID are kept in memory.

@@ -117,7 +117,7 @@ class TableManager(FaustTableManager):
 class GroupAssignor(PartitionAssignor):
     """Faust's sticky assignor, which assigns whole task groups instead of single partitions.
 
-    Faust assigns the numbers of the groups, and this class converts them from and to partitions. Workers whose groups
+    To Faust, a group is a partition: this class converts partitions to group numbers, and back. Workers whose groups
     have another size cannot join the same consumer group, because their assignor has another name.
     """
 

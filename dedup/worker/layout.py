@@ -76,7 +76,7 @@ def decode_layout(value: bytes, topic: str) -> Layout:
 async def read_layout(wire: Wire, topology: Topology) -> Layout:
     """Return the newest committed layout, or the first layout if none was written.
 
-    Raises StateIncompatible for a layout that this release cannot read, or BrokerUnavailable without permission.
+    Raises StateIncompatible if this release cannot read the layout, or BrokerUnavailable if the broker denies access.
     """
     topic = topology.layout_topic
     while True:

@@ -59,7 +59,7 @@ MOVES: Final[Mapping[TaskState, frozenset[TaskState]]] = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class TaskId:
-    """The identity of a task: its sub-topology and its feeding partition."""
+    """The identity of a task: its sub-topology and the partition that it reads."""
 
     sub_topology: str
     feeding: TopicPartition

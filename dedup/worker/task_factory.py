@@ -37,6 +37,7 @@ from dedup.worker.task_group import Members, TaskGroup
 from dedup.worker.topics import Cluster, routes_of
 
 DEADLINE_MS: Final = 20_000
+_ONLY_WORKERS_FOLLOW: Final = "Only `dedup run` reads partitions that are added while it runs; continue with it."
 
 
 @dataclass(slots=True)
@@ -64,7 +65,8 @@ class TaskFactory:
         names = {*self.topology.source.topics, *self.topology.feeding_topics, self.topology.changelog_topic}
         topics = {name: self.cluster.topics[name] for name in names}
         expected = {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()}
-        self.check = TopicCheck(self.wire, expected, self.cluster.may_grow(self.topology))
+        grown = () if self.topology.direct else (_ONLY_WORKERS_FOLLOW,)
+        self.check = TopicCheck(self.wire, expected, self.cluster.may_grow(self.topology), *grown)
         self.lost_offsets = LostOffsets(self.topology, self.cluster, self.wire)
         self.limits = Limits(self.cluster.limits, self.clock, self.wire)
         if self.settings.state.checkpoint is not None:
