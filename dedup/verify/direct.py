@@ -5,7 +5,7 @@ A compacted source cannot be replayed, so only the checks that do not depend on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -97,14 +97,23 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
 
 
 def source_rows(
-    cut: Cut, plan: Plan, partition: int, spans: Iterable[tuple[int, int, bool]], *, known: bool
+    cut: Cut,
+    plan: Plan,
+    partition: int,
+    spans: Iterable[tuple[int, int, bool]],
+    *,
+    known: bool,
+    only: Collection[bytes] | None = None,
 ) -> Iterator[Row]:
-    """Yield a source partition's records in the given ranges of offsets; each range is (first, end, pending)."""
+    """Yield a source partition's records in the given ranges of offsets; each range is (first, end, pending).
+
+    ``only`` are the IDs of the records to return, by default all records.
+    """
     scan = LogScan(plan, ((0, partition),), from_start=known)
     for begin, end, pending in spans:
         for columns in cut.read(cut.topology.source.topics[0], partition, begin, end):
             sources = [Source(0, partition, offset) for offset in columns.offsets]
-            yield from scan.rows(columns, sources, pending=pending)
+            yield from scan.rows(columns, sources, pending=pending, only=only)
 
 
 def keep(cut: Cut, log: Spill, row: Row) -> bool:

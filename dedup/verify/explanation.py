@@ -136,7 +136,7 @@ def explain_id(
         search = _Search(cut, keys, found)
         logs = (*topology.source.topics, *topology.feeding_topics)
         found.whole = not cut.compacted.intersection(logs) and all(map(cut.whole, logs))
-        for name, rows in _logs(cut):
+        for name, rows in _logs(cut, keys):
             _judge(search, name, rows)
         found.whole = found.whole and not cut.starts
         if not topology.direct:
@@ -147,11 +147,14 @@ def explain_id(
     return found
 
 
-def _logs(cut: Cut) -> Iterator[tuple[str, Iterator[Row]]]:
-    """Yield the name and the records of each log that workers judge; the name of a source partition is empty."""
+def _logs(cut: Cut, keys: Collection[bytes]) -> Iterator[tuple[str, Iterator[Row]]]:
+    """Yield the name of each log that workers judge, and its records with one of the IDs.
+
+    The name of a source partition is empty.
+    """
     if not cut.topology.direct:
         for partition in range(cut.partitions[cut.topology.repartition_topic]):
-            yield f"{cut.topology.repartition_topic}/{partition}", log_rows(cut, partition)
+            yield f"{cut.topology.repartition_topic}/{partition}", log_rows(cut, partition, keys)
         return
     source = cut.topology.source.topics[0]
     for partition, bounds in cut.bounds[source].items():
@@ -161,7 +164,7 @@ def _logs(cut: Cut) -> Iterator[tuple[str, Iterator[Row]]]:
         begin, known = start_of(cut, bounds, partition, output)
         judged = begin if committed is None else committed
         spans = ((min(begin, judged), judged, False), (judged, bounds.high, True))
-        yield "", source_rows(cut, cut.plan, partition, spans, known=known)
+        yield "", source_rows(cut, cut.plan, partition, spans, known=known, only=keys)
 
 
 def _judge(search: _Search, name: str, rows: Iterator[Row]) -> None:

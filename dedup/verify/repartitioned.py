@@ -7,7 +7,7 @@ that do not depend on order are made (`findings.OrderFree`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -139,8 +139,11 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
             step.carried.add(hash(row.source), (*row.source, content))
 
 
-def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
-    """Yield the records of a partition of the repartition topic up to its end, as they were in the source topic."""
+def log_rows(cut: Cut, partition: int, only: Collection[bytes] | None = None) -> Iterator[Row]:
+    """Yield the records of a partition of the repartition topic up to its end, as they were in the source topic.
+
+    ``only`` are the IDs of the records to return, by default all records.
+    """
     log = cut.topology.repartition_topic
     bounds = cut.bounds[log][partition]
     committed = cut.committed[log].get(partition, bounds.low)
@@ -149,7 +152,7 @@ def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
     for begin, end, pending in ((bounds.low, committed, False), (committed, high, True)):
         for columns in cut.read(log, partition, begin, end):
             sources, idle_rows = _unwrap(cut, columns, partition)
-            yield from scan.rows(columns, sources, idle_rows=idle_rows, pending=pending)
+            yield from scan.rows(columns, sources, idle_rows=idle_rows, pending=pending, only=only)
 
 
 def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Source], set[int]]:

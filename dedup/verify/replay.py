@@ -10,7 +10,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Self
 
-from dedup.core.extract import Extractor
+import numpy as np
+import numpy.typing as npt
+
+from dedup.core.extract import Extracted, Extractor
 from dedup.core.reference_model import Feed, ModelFault, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
 from dedup.topology.model import LateForward, Topology
@@ -45,6 +48,7 @@ WHY_CLOCK: Final = "dead letters for a future event time, which only the worker'
 WHY_CLAMPED: Final = "a time may have been clamped to the worker's wall clock, and stream time with it"
 WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or a transaction there stays open"
 _ANY: Final = b"any"
+_AFTER_ALL_TIME: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,85 @@ class Row(NamedTuple):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Consecutive records of a log, and what was found out about them."""
+
+    columns: RecordColumns
+    sources: Sequence[Source]
+    extracted: Extracted
+    late: Mapping[Source, Filed]
+    letters: Mapping[Source, Filed]
+    pending: bool
+
+    def row(self, plan: Plan, at: int, stream_ms: tuple[int, int], doubt_ms: int | None, *, clamped: bool) -> Row:
+        """Return the row of a record; ``stream_ms`` is stream time before and after it."""
+        source, extracted, topics = self.sources[at], self.extracted, plan.topology.source.topics
+        fault, original = extracted.faults.get(at), Original.of(self.columns, at, source)
+        return Row(
+            self.columns.offsets[at],
+            *original,
+            None if fault is not None else extracted.ids[at],
+            extracted.times_ms[at],
+            b"" if extracted.fingerprints is None else extracted.fingerprints[at],
+            None if fault is None else fault.kind.value,
+            "" if fault is None else fault.code,
+            self.pending,
+            bool(original.headers) and parse_source(header(original.headers, REPLAYED_HEADER), topics) is not None,
+            *stream_ms,
+            doubt_ms,
+            clamped,
+            self.late.get(source),
+            self.letters.get(source),
+        )
+
+
+def stream_times(
+    model: ReferenceModel,
+    feeds: Sequence[Feed],
+    times_ms: npt.NDArray[np.int64],
+    *,
+    idle_rows: Sequence[int],
+    unjudged: Sequence[int],
+    letters: Sequence[int],
+) -> list[int]:
+    """Return stream time after each record, as `ReferenceModel.judge` calculates it, and advance the model to the end.
+
+    The records at ``unjudged`` have a fault or no ID. Those at ``letters`` are dead letters by evidence, so they leave
+    stream time and their feed as they are, unless their event time is negative.
+    """
+    count = len(feeds)
+    marker, judged, skipped = np.zeros(count, bool), times_ms >= 0, np.zeros(count, bool)
+    marker[list(idle_rows)] = True
+    skipped[list(letters)] = True
+    skipped &= judged
+    judged[list(unjudged)] = False
+    judged &= ~(marker | skipped)
+    for feed in dict.fromkeys(feeds):
+        model.greatest.setdefault(feed, BEFORE_ALL_TIME)
+        model.idle.setdefault(feed, True)
+    numbers = {feed: number for number, feed in enumerate(model.greatest)}
+    owner = np.fromiter(map(numbers.__getitem__, feeds), np.int64, count)
+    least, greatest = np.full(count, _AFTER_ALL_TIME), np.full(count, BEFORE_ALL_TIME)
+    for feed, number in numbers.items():
+        mine = owner == number
+        own = np.maximum.accumulate(np.where(mine & judged, times_ms, BEFORE_ALL_TIME))
+        np.maximum(own, model.greatest[feed], out=own)
+        # The last record of the feed at or before each row says whether the feed is idle there.
+        last = np.maximum.accumulate(np.where(mine & ~skipped, np.arange(count), -1))
+        idle = np.where(last < 0, model.idle[feed], marker[last])
+        np.minimum(least, own, out=least, where=~idle)
+        np.maximum(greatest, own, out=greatest)
+        if count:
+            model.greatest[feed], model.idle[feed] = int(own[-1]), bool(idle[-1])
+    candidate = np.where(least == _AFTER_ALL_TIME, greatest, least)
+    candidate[~(judged | marker)] = BEFORE_ALL_TIME
+    after = np.maximum(np.maximum.accumulate(candidate), model.stream_time_ms)
+    model.stream_time_ms = int(after[-1]) if count else model.stream_time_ms
+    found: list[int] = after.tolist()
+    return found
+
+
 class LogScan:
     """Reads one task's log in order, and tracks stream time and the event time up to which sightings may be unknown."""
 
@@ -152,50 +235,65 @@ class LogScan:
         *,
         idle_rows: Collection[int] = (),
         pending: bool = False,
+        only: Collection[bytes] | None = None,
     ) -> Iterator[Row]:
-        """Convert consecutive records of the log to rows; an idle marker yields no row but advances stream time."""
-        plan, topics = self._plan, self._plan.topology.source.topics
+        """Convert consecutive records of the log to rows; an idle marker yields no row but advances stream time.
+
+        ``only`` are the IDs of the records to return, by default all records.
+        """
+        plan = self._plan
         extracted = extracted_of(plan.extract, columns)
-        fingerprints = extracted.fingerprints or [b""] * len(columns.keys)
         late = plan.late.take(sources) if plan.late is not None else {}
-        letters = plan.dead_letters.take(sources)
+        batch = _Batch(columns, sources, extracted, late, plan.dead_letters.take(sources), pending)
+        if self._from_start and plan.rules.future != "clamp":
+            yield from self._rows_at_once(batch, idle_rows, only)
+            return
         for at, source in enumerate(sources):
             if at in idle_rows:
                 self._model.judge(ModelRecord(None, 0, source, idle=True))
                 continue
-            fault, letter, original = extracted.faults.get(at), letters.get(source), Original.of(columns, at, source)
-            model_fault: ModelFault | None = None if fault is None else fault.kind.value
-            record = ModelRecord(extracted.ids[at] if fault is None else None, extracted.times_ms[at], source)
             before_ms = self._model.stream_time_ms
-            self._pass(record._replace(fault=model_fault), letter, pending=pending)
-            judged = record.id is not None and record.time_ms >= 0 and letter is None
-            # Stream time before a judged record is unknown if the log's beginning was deleted.
-            begins_in_doubt = judged and not self._from_start and self._anchor_ms is None
-            if begins_in_doubt and not self._perhaps_late(original, late):
-                # The record was unique, or a duplicate of a sighting that was still kept, whatever the record's age.
-                rules = plan.rules
-                longest_ms = rules.extend_at_most_ms if rules.extend else 0
-                self._doubt_from(record.time_ms + 2 * rules.guard_ms + rules.grace_ms + longest_ms)
-            doubt_ms = self._anchor_ms
-            if doubt_ms is None and not self._from_start:
-                doubt_ms = max(record.time_ms, self._model.stream_time_ms) + plan.rules.grace_ms
-            yield Row(
-                columns.offsets[at],
-                *original,
-                record.id,
-                record.time_ms,
-                fingerprints[at],
-                model_fault,
-                "" if fault is None else fault.code,
-                pending,
-                bool(original.headers) and parse_source(header(original.headers, REPLAYED_HEADER), topics) is not None,
-                before_ms,
-                self._model.stream_time_ms,
-                doubt_ms,
-                self._clamped,
-                late.get(source),
-                letter,
-            )
+            doubt_ms = self._doubt_after(batch, at)
+            if only is None or extracted.ids[at] in only:
+                yield batch.row(plan, at, (before_ms, self._model.stream_time_ms), doubt_ms, clamped=self._clamped)
+
+    def _doubt_after(self, batch: _Batch, at: int) -> int | None:
+        """Advance stream time by one record, and return the event time up to which sightings may be unknown."""
+        source, extracted, plan = batch.sources[at], batch.extracted, self._plan
+        fault, letter = extracted.faults.get(at), batch.letters.get(source)
+        model_fault: ModelFault | None = None if fault is None else fault.kind.value
+        record = ModelRecord(extracted.ids[at] if fault is None else None, extracted.times_ms[at], source)
+        self._pass(record._replace(fault=model_fault), letter, pending=batch.pending)
+        judged = record.id is not None and record.time_ms >= 0 and letter is None
+        # Stream time before a judged record is unknown if the log's beginning was deleted.
+        begins_in_doubt = judged and not self._from_start and self._anchor_ms is None
+        if begins_in_doubt and not self._perhaps_late(Original.of(batch.columns, at, source), batch.late):
+            # The record was unique, or a duplicate of a sighting that was still kept, whatever the record's age.
+            rules = plan.rules
+            longest_ms = rules.extend_at_most_ms if rules.extend else 0
+            self._doubt_from(record.time_ms + 2 * rules.guard_ms + rules.grace_ms + longest_ms)
+        if self._anchor_ms is None and not self._from_start:
+            return max(record.time_ms, self._model.stream_time_ms) + plan.rules.grace_ms
+        return self._anchor_ms
+
+    def _rows_at_once(self, batch: _Batch, idle_rows: Collection[int], only: Collection[bytes] | None) -> Iterator[Row]:
+        """Return the rows of a log whose beginning is there, with stream time calculated for all of them at once."""
+        ids, faults = batch.extracted.ids, batch.extracted.faults
+        letters = [at for at, source in enumerate(batch.sources) if source in batch.letters] if batch.letters else []
+        before_ms = self._model.stream_time_ms
+        after_ms = stream_times(
+            self._model,
+            [source[:2] for source in batch.sources],
+            np.array(batch.extracted.times_ms, np.int64),
+            idle_rows=sorted(idle_rows),
+            unjudged=[at for at, own in enumerate(ids) if own is None or at in faults],
+            letters=[at for at in letters if ids[at] is not None and at not in faults],
+        )
+        wanted = range(len(ids)) if only is None else [at for at, own in enumerate(ids) if own in only]
+        for at in wanted:
+            if at not in idle_rows:
+                before = before_ms if at == 0 else after_ms[at - 1]
+                yield batch.row(self._plan, at, (before, after_ms[at]), None, clamped=False)
 
     def _pass(self, record: ModelRecord, letter: Filed | None, *, pending: bool) -> None:
         """Judge a record only to advance stream time."""
