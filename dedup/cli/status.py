@@ -8,7 +8,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +23,7 @@ from dedup.kafka.client import KafkaWire
 from dedup.kafka.topic_admin import Admin, Group
 from dedup.kafka.wire import NoAnswer, TopicPartition
 from dedup.quantities import instant
+from dedup.worker.layout import read_layout
 from dedup.worker.offsets import bounds_of, committed_offset
 from dedup.worker.topics import topic_names
 
@@ -82,8 +83,15 @@ async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str,
         known = await _progress(topology, wire, feeding)
         known |= {"changelog_begin": begin, "changelog_end": end}
         tasks.append({"task": kind, **feeding._asdict(), "owner": owners.get(feeding), **known})
+    size = (await read_layout(wire, topology)).partitions
     return {
         "topology": topology.name,
+        "partitions_in_a_transaction": size,
+        "attention": idle_workers(
+            {each.worker_id: len(each.partitions) for each in members},
+            size,
+            max((have[topic].partitions for topic in topology.feeding_topics if topic in have), default=0),
+        ),
         "members": [
             {"worker": each.worker_id, "host": each.host, "partitions": [f"{t}/{p}" for t, p in each.partitions]}
             for each in members
@@ -91,6 +99,22 @@ async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str,
         "missing_topics": [name for name in names if name not in have],
         "tasks": tasks,
     }
+
+
+def idle_workers(held: Mapping[str, int], size: int, partitions: int) -> list[str]:
+    """Return a sentence if workers have nothing to do although others have; ``held`` counts each worker's partitions.
+
+    ``size`` partitions share a transaction, and the topic that is judged has ``partitions``.
+    """
+    idle = sorted(worker for worker, count in held.items() if not count)
+    if not idle or len(idle) == len(held):
+        return []  # with no assignment at all, the group is rebalancing
+    who = f"{len(idle)} of {len(held)} workers have no partition ({', '.join(idle)})"
+    wanted = max(1, partitions // len(held))
+    if wanted < size:
+        remedy = f"set it to {wanted} or less, stop all workers, and run `dedup layout --apply`"
+        return [f"{who}, because transactions.partitions is {size}: {remedy}"]
+    return [f"{who}: there are {partitions} partitions in groups of {size}, so fewer workers are enough"]
 
 
 async def _progress(topology: Topology, wire: KafkaWire, feeding: TopicPartition) -> dict[str, int | None]:
@@ -230,7 +254,10 @@ def looked(surveyed: dict[str, Any], pages: Sequence[dict[str, Any]]) -> dict[st
         "lag": sum(task["lag"] for task in tasks),
         "dead_letters": _summed(pages, "dead_letters"),
         "other_formats": _summed(pages, "other_formats"),
-        "alerts": [f"{page['worker']}: {page['alert']}" for page in pages if page.get("alert")],
+        "alerts": [
+            *surveyed.get("attention", ()),
+            *(f"{page['worker']}: {page['alert']}" for page in pages if page.get("alert")),
+        ],
         "workers_that_answered": [page["worker"] for page in pages],
         "tasks": tasks,
     }

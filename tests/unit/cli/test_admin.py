@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
-from dedup.cli.status import NotReached, ask, looked, showing, table
+from dedup.cli.status import NotReached, ask, idle_workers, looked, showing, table
 from dedup.errors import SettingsError, StateIncompatible
 from dedup.kafka.topic_admin import Topic
 from dedup.settings import Secret, Settings, TopicDefaults, Web
@@ -159,6 +159,22 @@ class TestStateKeys:
     def test_what_can_be_no_id_is_refused_with_the_reason(self):
         with pytest.raises(SettingsError, match="cannot be an ID of 't'"):
             state_keys(topology("field: id"), "")
+
+
+@pytest.mark.parametrize(
+    ("held", "size", "says"),
+    [
+        ({"a": 4, "b": 4}, 4, []),
+        ({"a": 0, "b": 0}, 4, []),
+        ({"a": 8, "b": 0, "c": 0}, 8, ["set it to 2 or less, stop all workers, and run `dedup layout --apply`"]),
+        ({**dict.fromkeys("abcdefgh", 1), "i": 0}, 1, ["1 of 9 workers have no partition (i): there are 8 partitions"]),
+        ({**dict.fromkeys("abcd", 2), "e": 0}, 2, ["because transactions.partitions is 2: set it to 1 or less"]),
+    ],
+)
+def test_workers_without_partitions_are_told_what_to_set(held, size, says):
+    found = idle_workers(held, size, 8)
+    assert len(found) == len(says)
+    assert all(text in sentence for text, sentence in zip(says, found, strict=True))
 
 
 def survey(*, owner: str | None = "a") -> dict[str, Any]:
