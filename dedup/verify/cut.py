@@ -238,7 +238,7 @@ class Cut:
         for at, offset in enumerate(columns.offsets):
             tracking_id = None if at in extracted.faults else extracted.ids[at]
             key, value, headers = columns.keys[at], condensed(columns.values[at]), columns.headers[at]
-            exempt = any(name == VERDICT_HEADER for name, _ in headers)
+            exempt = bool(headers) and any(name == VERDICT_HEADER for name, _ in headers)
             content = digest(key, value, headers, columns.timestamps_ms[at] if stamped else 0)
             yield place_of(tracking_id, key, value), Seen(offset, content, tracking_id, extracted.times_ms[at], exempt)
 

@@ -122,7 +122,9 @@ def keep(cut: Cut, log: Spill, row: Row) -> bool:
     if not cut.sampled(place):
         cut.report.unsampled += 1
         return False
-    size_bytes = len(row.key or b"") + sum(len(content or b"") for _, content in row.headers)
+    size_bytes = len(row.key or b"")
+    if row.headers:
+        size_bytes += sum(len(content or b"") for _, content in row.headers)
     log.add(place, row, size_bytes)
     return True
 

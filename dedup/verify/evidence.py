@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
@@ -164,13 +165,20 @@ def parse_source(content: bytes | None, topics: Sequence[str]) -> Source | None:
     """Parse ``topic/partition/offset``; return None for any other content, or if the topic is not in ``topics``."""
     if content is None:
         return None
-    topic, _, position = content.decode("utf-8", "replace").partition("/")
-    partition, _, offset = position.partition("/")
-    if topic not in topics or not partition.isdecimal() or not offset.isdecimal():
+    feed, _, offset = content.rpartition(b"/")
+    found = _feed_of(feed, tuple(topics))
+    if found is None or not offset.isdigit() or len(offset) > _MOST_DIGITS:
         return None
-    if len(partition) + len(offset) > _MOST_DIGITS:
+    return Source(*found, int(offset))
+
+
+@lru_cache(maxsize=100_000)
+def _feed_of(content: bytes, topics: tuple[str, ...]) -> tuple[int, int] | None:
+    """Parse ``topic/partition``."""
+    topic, _, partition = content.decode("utf-8", "replace").partition("/")
+    if topic not in topics or not (partition.isascii() and partition.isdecimal()) or len(partition) > _MOST_DIGITS:
         return None
-    return Source(topics.index(topic), int(partition), int(offset))
+    return topics.index(topic), int(partition)
 
 
 def forwarded_by_replay(headers: Headers, topics: Sequence[str]) -> bool:

@@ -159,12 +159,13 @@ def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Sour
     """Restore the source records, and return their source positions and the rows of idle markers."""
     sources: list[Source] = []
     idle_rows: set[int] = set()
+    topics = cut.topology.source.topics
     for row, headers in enumerate(columns.headers):
         # Only the last two headers count. An upstream topology may have added headers with the same names before.
         appended = headers[-_APPENDED:]
         marker = header(appended, IDLE_HEADER)
         position = header(appended, SOURCE_HEADER) if marker is None else marker + b"/0"
-        source = parse_source(position, cut.topology.source.topics)
+        source = parse_source(position, topics)
         if source is None:
             where = f"{cut.topology.repartition_topic}/{partition} offset {columns.offsets[row]}"
             cut.report.violation("phantom", where, "names no source record, so no repartition task wrote it")
@@ -208,11 +209,12 @@ def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan
     for at, offset in enumerate(columns.offsets):
         own = None if at in extracted.faults else extracted.ids[at]
         value = condensed(columns.values[at])
-        if not cut.sampled(place_of(own, columns.keys[at], value)):
+        if cut.sample > 1 and not cut.sampled(place_of(own, columns.keys[at], value)):
             continue
         content = digest(columns.keys[at], value, columns.headers[at], columns.timestamps_ms[at])
         source = (*feed, offset)
-        line = (*source, content, own, extracted.times_ms[at], faulty.get(offset))
+        # Only a record that the repartition topic may have lost is looked up by its ID.
+        line = (*source, content, own if step.purged else None, extracted.times_ms[at], faulty.get(offset))
         step.judged.add(hash(source), line)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final, Literal
 
@@ -106,6 +108,12 @@ class Timeline:
             for start, counts in finer.items():
                 wider = self.counts.setdefault(start - start % self.step_ms, [0] * len(VERDICTS))
                 wider[:] = map(sum, zip(wider, counts, strict=True))
+
+    def add_all(self, verdict: str, times_ms: Sequence[int]) -> None:
+        """Count records with these event times."""
+        step_ms = self.step_ms
+        for start, number in Counter(time_ms - time_ms % step_ms for time_ms in times_ms).items():
+            self.add(verdict, start, number)
 
 
 @dataclass(slots=True)
