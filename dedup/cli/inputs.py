@@ -63,8 +63,10 @@ def read_ingest(path: Path) -> Ingest:
     return parse_ingest(text_of(path), name=str(path))
 
 
-def refuse_no_page(page: Path) -> None:
-    """Create the directory for a report. Raises SettingsError if a report file cannot be written."""
+def refuse_no_page(page: Path | None) -> None:
+    """Create the directory for a report, if there is one. Raises SettingsError if it cannot be written."""
+    if page is None:
+        return
     if page.suffix == ".json":
         text = f"{page} is where the JSON report goes, next to the HTML report; name the HTML report, such as "
         raise SettingsError([Problem("--report", text + str(page.with_suffix(".html")))])
@@ -77,22 +79,29 @@ def refuse_no_page(page: Path) -> None:
             raise SettingsError([Problem("--report", f"{file} cannot be written")])
 
 
+def where_named(page: Path | None) -> str:
+    """Return a sentence that says where to find the records that violate the guarantee."""
+    return "Run it again with --report to get up to 100 of each kind." if page is None else f"{page} names the records."
+
+
 def write_report(page: Path, html: str, data: str) -> None:
     """Write the HTML report to ``page``, and the JSON report next to it."""
     page.write_text(html, encoding="utf-8")
     page.with_suffix(".json").write_text(data, encoding="utf-8")
 
 
-def publish(found: Report, page: Path, command: str, *, as_json: bool) -> None:
-    """Write the HTML and JSON reports of a verification, and print the result as JSON or as a table."""
+def publish(found: Report, page: Path | None, command: str, *, as_json: bool) -> None:
+    """Write the HTML and JSON reports of a verification, if asked for, and print the result as JSON or as a table."""
     from dedup.verify.render import print_report, to_html
 
-    write_report(page, to_html(found, command), found.to_json())
+    if page is not None:
+        write_report(page, to_html(found, command), found.to_json())
     if as_json:
         typer.echo(found.to_json(), nl=False)
         return
     console = Console()
-    console.print(f"report: {page} and {page.with_suffix('.json').name}", highlight=False)
+    if page is not None:
+        console.print(f"report: {page} and {page.with_suffix('.json').name}", highlight=False)
     print_report(found, console)
 
 

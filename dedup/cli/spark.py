@@ -32,6 +32,7 @@ from dedup.cli.inputs import (
     refuse_no_page,
     say,
     time_of,
+    where_named,
 )
 from dedup.cli.run import VerdictProgress
 from dedup.errors import Problem, SettingsError, VerificationFailed
@@ -427,7 +428,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     config: ConfigOption = None,
     overrides: SetOption = None,
     report: Annotated[
-        Path | None, typer.Option(help="HTML report; a JSON report is written next to it. Default: audit-NAME.html.")
+        Path | None, typer.Option(help="Path of an HTML report; a JSON report is written next to it.")
     ] = None,
     as_json: JsonOption = False,
     master: _Master = None,
@@ -444,8 +445,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     """
     parsed, settings = read_both(topology, config, overrides)
     offsets = None if begins is None else _parse_offsets(begins, "--from")
-    page = report or Path(f"audit-{parsed.name}.html")
-    refuse_no_page(page)
+    refuse_no_page(report)
     # Importing Spark takes seconds, so errors that can be found without Spark are reported first.
     from dedup.spark.audit import audit
     from dedup.spark.files import read_files
@@ -454,11 +454,11 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     with _job("audit", parsed, master, conf, packages, quiet=quiet) as spark:
         files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
         found = audit(spark, parsed, settings, history=files, begins=offsets)
-    publish(found, page, "dedup spark audit", as_json=as_json)
+    publish(found, report, "dedup spark audit", as_json=as_json)
     if not found.passed:
         raise VerificationFailed(
-            f"{parsed.name}: {found.closing_line()}. The records are named in {page}. Keep the topics as they are: "
-            f"they are the evidence."
+            f"{parsed.name}: {found.closing_line()}. {where_named(report)} Keep the topics as they are: they are the "
+            f"evidence."
         )
 
 

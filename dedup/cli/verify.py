@@ -20,6 +20,7 @@ from dedup.cli.inputs import (
     reading_bar,
     refuse_no_page,
     say,
+    where_named,
 )
 from dedup.errors import Problem, SettingsError, VerificationFailed
 from dedup.quantities import format_duration, instant
@@ -130,8 +131,7 @@ def verify_topology(
     overrides: SetOption = None,
     as_json: JsonOption = False,
     report: Annotated[
-        Path | None,
-        typer.Option(help="Path of the HTML report; a JSON report is written next to it. Default: verify-NAME.html."),
+        Path | None, typer.Option(help="Path of an HTML report; a JSON report is written next to it.")
     ] = None,
     sample: Annotated[
         str,
@@ -165,15 +165,14 @@ def verify_topology(
 
     one_in = _one_in(sample)
     parsed, settings = read_both(topology, config, overrides)
-    page = report or Path(f"verify-{parsed.name}.html")
-    refuse_no_page(page)
+    refuse_no_page(report)
     with reading_bar(Console(stderr=as_json)) as show:
         found = verify(parsed, settings, progress=show, sample=one_in, scratch=scratch)
-    publish(found, page, "dedup verify", as_json=as_json)
+    publish(found, report, "dedup verify", as_json=as_json)
     if not found.passed:
         raise VerificationFailed(
-            f"{parsed.name}: {found.closing_line()}. {page} names the records. Keep the topics as they are: they are "
-            f"the evidence. `dedup explain` says what happened to one ID."
+            f"{parsed.name}: {found.closing_line()}. {where_named(report)} Keep the topics as they are: they are the "
+            f"evidence. `dedup explain` says what happened to one ID."
         )
 
 

@@ -62,7 +62,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print(f"{sample.kind}: {sample.place}: {sample.text}", style="red", markup=False, highlight=False)
     hidden = sum(report.counts.values()) - min(len(report.samples), _SHOWN_ON_THE_TERMINAL)
     if hidden > 0:
-        console.print(f"… and {hidden:,} more; the report file has up to 100 of each kind")
+        console.print(f"… and {hidden:,} more; a report file (--report) has up to 100 of each kind")
     for reason, number in report.not_provable.items():
         console.print(f"not provable, {number:,} records: {reason}", style="yellow", markup=False, highlight=False)
     console.print(report.closing_line(), style="bold" if report.passed else "bold red", highlight=False)

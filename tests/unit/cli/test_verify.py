@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from dedup.cli import chaos, spark
 from dedup.cli.main import create_app
-from dedup.errors import SettingsError
+from dedup.errors import SettingsError, VerificationFailed
+from dedup.verify.report import Report
 
 TOPOLOGY = """
 dedup: 1
@@ -44,6 +45,23 @@ def test_a_report_that_can_not_be_written_is_refused_before_anything_is_read(
     result = typed(tmp_path, command, "--report", str(tmp_path / report), more="output: {topic: out}\n")
     assert isinstance(result.exception, SettingsError), result.exception
     assert "--report" in str(result.exception)
+
+
+@pytest.mark.parametrize("report", [None, "reports/x.html"])
+def test_a_report_is_written_where_it_is_told_and_nowhere_else(
+    tmp_path: Path, report: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = Report("t", "", "replay", 0)
+    bad.violation("lost", "in/0 offset 1", "it is gone")
+    monkeypatch.setattr("dedup.verify.verifier.verify", lambda *_, **__: bad)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    options = () if report is None else ("--report", report)
+    result = typed(tmp_path, "verify", *options, more="output: {topic: out}\n")
+    assert isinstance(result.exception, VerificationFailed)
+    assert ("--report" if report is None else f"{report} names the records") in str(result.exception)
+    files = {str(path.relative_to(Path.cwd())) for path in Path.cwd().rglob("*") if path.is_file()}
+    assert files == (set() if report is None else {"reports/x.html", "reports/x.json"})
 
 
 def test_the_demo_refuses_a_report_that_can_not_be_written_before_it_begins(
