@@ -199,7 +199,8 @@ class TaskManager:
             await asyncio.wait(loops, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             await ended(loops)
-        errors = [error for loop in loops if not loop.cancelled() and (error := loop.exception()) is not None]
+            # They are also read if this loop is cancelled, because asyncio logs errors that nobody has read.
+            errors = [error for loop in loops if not loop.cancelled() and (error := loop.exception()) is not None]
         if errors:
             raise errors[0]
 

@@ -14,7 +14,8 @@ import pytest
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(600)]
 
 RETENTION = "source retention shortened"
-OF_AN_AGE = 200
+PARTITIONS = 5
+OF_AN_AGE = 50 * PARTITIONS
 """Records of one age of the past, over four partitions."""
 ROOT = Path(__file__).parents[2]
 VIOLATED = 4
@@ -34,10 +35,10 @@ def chaos(report: Path, *options: str, environ: dict[str, str] | None = None) ->
 
 
 def test_a_short_run_holds_every_oracle(tmp_path: Path) -> None:
-    options = ("--minutes", "0.35", "--harder", "4", "--seed", "2", "--partitions", "5")
+    options = ("--minutes", "0.35", "--harder", "4", "--seed", "2", "--partitions", str(PARTITIONS))
     code, text, found = chaos(tmp_path / "chaos.html", *options)
     assert code == 0, text
-    assert len(found["verified"]["books"]) == 5
+    assert len(found["verified"]["books"]) == PARTITIONS
     assert found["passed"]
     assert [(each["name"], each["held"]) for each in found["oracles"]] == [(f"O{n}", True) for n in range(1, 10)], text
     assert found["blows"]["SIGKILL"] > 5

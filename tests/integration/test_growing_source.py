@@ -62,6 +62,7 @@ def test_a_source_grows_under_load(make_job: MakeJob, size: int) -> None:
             job.until_progress(1_000)
         job.until_done()
         assert [one.stop(), back.stop()] == [0, 0], job.logs()
+    assert not any("Traceback" in each.log for each in job.workers), job.logs()
     job.judge()
     assert {message.partition() for message in read_all(job.kafka.bootstrap, f"grow-by-{size}")} == set(range(13))
 
@@ -143,7 +144,8 @@ def test_a_reset_begins_with_all_partitions(make_job: MakeJob) -> None:
 def begun(job: Job) -> set[int]:
     """Return the source partitions of which a task has started."""
     (topic,) = job.topology.source.topics
-    return {int(number) for number in re.findall(rf"{topic}/(\d+): running from offset", job.logs())}
+    logs = "".join(each.log for each in job.workers)
+    return {int(number) for number in re.findall(rf"{topic}/(\d+): running from offset", logs)}
 
 
 def counts(job: Job) -> dict[str, int]:
