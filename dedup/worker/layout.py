@@ -224,20 +224,24 @@ class LayoutChange:
                 return
             if not found.counts or waited_s >= _PATIENCE_S:
                 with contextlib.suppress(TaskMigrated, CommitUnknown):
-                    await self.run(wanted)
+                    await self.run(wanted, unless_there=True)
                     return
             await self.wire.pause(_LOOK_AGAIN_MS)
             waited_s += _LOOK_AGAIN_MS / 1000
 
-    async def run(self, partitions: int, *, anew: bool = False) -> None:
+    async def run(self, partitions: int, *, anew: bool = False, unless_there: bool = False) -> None:
         """Make ``partitions`` partitions share a transaction; afterwards, no worker of the old layout can commit.
 
-        If ``anew`` is True, the state begins anew with the partitions that the topics have now. Raises TaskMigrated if
-        another process changes the layout at the same time, or CommitUnknown.
+        If ``anew`` is True, the state begins anew with the partitions that the topics have now. If ``unless_there`` is
+        True and another process has written a layout, nothing is changed. Raises TaskMigrated if another process
+        changes the layout at the same time, or CommitUnknown.
         """
         session = self._session(self.topology.layout_id)
         await session.open()
+        # Now that other writers are fenced, this is the newest layout until the next one opens its session.
         before = await read_layout(self.wire, self.topology)
+        if unless_there and before.counts and before.changing_to is None:
+            return
         counts = counts_of(self.topology, self.cluster) if anew or not before.counts else before.counts
         await self._write(session, Layout(before.partitions, counts, partitions))
         crashpoints.reached("after_changing")

@@ -210,3 +210,18 @@ def test_kills_and_zombies_while_the_layout_changes(make_job: MakeJob) -> None:
 
 def _frozen_or_done(job: Job, worker: Worker) -> bool:
     return worker.frozen or job.all_committed()
+
+
+@pytest.mark.parametrize("hops", [None, "together-hops"])
+def test_a_new_fleet_starts_all_at_once(make_job: MakeJob, hops: str | None) -> None:
+    """Was: one of three workers ended, since another one wrote the layout again that a third had just written."""
+    workers = 6
+    job = make_job(partitions=workers * 2, document=grouped(2, hops=hops), config=QUICK)
+    fleet = [job.start(f"w{number}") for number in range(workers)]
+    job.send(workload(68, EVENTS, partitions=workers * 2, scattered=hops is not None))
+    job.until_done()
+    assert [worker.stop() for worker in fleet] == [0] * workers, job.logs()
+    states = [json.loads(record.value() or b"{}")["changing_to"] for record in job.read(job.topology.layout_topic)]
+    assert states[-1] is None
+    assert states.count(None) == 1, states
+    job.judge()
