@@ -262,9 +262,19 @@ class LayoutChange:
         return Session(self.wire, transactional_id, None, timeout_ms=self.timeout_ms, deadline_ms=_DEADLINE_MS)
 
     async def _write(self, session: Session, layout: Layout) -> None:
+        """Write a layout; afterwards, everybody reads it or a newer one.
+
+        A broker answers EndTxn before it writes the markers, and until then readers get the previous layout. A worker
+        that reads the previous layout after its ID was fenced would go on.
+        """
         line: Line = (OWN_ROW, SteadyClock().now_ms(), _KEY, encode_layout(layout), [])
         session.add(fill(TopicPartition(self.topology.layout_topic, 0), [line], compression="none"))
         await session.commit({})
+        for _ in range(_MOST_ATTEMPTS):
+            if await read_layout(self.wire, self.topology) == layout:
+                return
+            await self.wire.pause(PAUSE_MS)
+        raise CommitUnknown(f"topic {self.topology.layout_topic!r} does not show the layout that was written to it.")
 
 
 async def change_layout(topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin) -> None:
