@@ -155,7 +155,8 @@ async def with_layout(topology: Topology, cluster: Cluster, wire: Wire, *, fresh
         return topology
     found = await read_layout(wire, topology)
     if found.counts or not fresh:
-        return topology.grouped_by(found.partitions)
+        # If another worker of a new fleet is writing the layout, `establish` waits for it.
+        return topology.grouped_by(found.changing_to or found.partitions)
     return topology.grouped_by(auto_group_size(max(counts_of(topology, cluster).values())))
 
 

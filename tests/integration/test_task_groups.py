@@ -27,7 +27,7 @@ PARTITIONS = 4
 QUICK: dict[str, Any] = {"commit_interval": "20ms"}
 
 
-def grouped(size: int, *, hops: str | None = None) -> dict[str, Any]:
+def grouped(size: int | str, *, hops: str | None = None) -> dict[str, Any]:
     """Return what differs in a topology whose groups have this size; ``hops`` names the source of one that repartitions."""
     made: dict[str, Any] = {"transactions": {"partitions": size}}
     return made if hops is None else made | {"source": {"topics": [hops]}}
@@ -213,12 +213,14 @@ def _frozen_or_done(job: Job, worker: Worker) -> bool:
 
 
 @pytest.mark.parametrize("hops", [None, "together-hops"])
-def test_a_new_fleet_starts_all_at_once(make_job: MakeJob, hops: str | None) -> None:
-    """Was: one of three workers ended, since another one wrote the layout again that a third had just written."""
-    workers = 6
-    job = make_job(partitions=workers * 2, document=grouped(2, hops=hops), config=QUICK)
+@pytest.mark.parametrize("size", [3, "auto"])
+def test_a_new_fleet_starts_all_at_once(make_job: MakeJob, hops: str | None, size: int | str) -> None:
+    """Was: workers ended, since others wrote the layout again, or were about to write the first one."""
+    workers = 4
+    hops = None if hops is None else f"{hops}-{size}"
+    job = make_job(partitions=24, document=grouped(size, hops=hops), config=QUICK)
     fleet = [job.start(f"w{number}") for number in range(workers)]
-    job.send(workload(68, EVENTS, partitions=workers * 2, scattered=hops is not None))
+    job.send(workload(68, EVENTS, partitions=24, scattered=hops is not None))
     job.until_done()
     assert [worker.stop() for worker in fleet] == [0] * workers, job.logs()
     states = [json.loads(record.value() or b"{}")["changing_to"] for record in job.read(job.topology.layout_topic)]
