@@ -42,7 +42,7 @@ tracking_id: {field: event_id}
 guard_period: 1h
 output: {topic: traced.unique}
 """
-BEGIN, END = ("record_batch.py", "columns_of"), ("task.py", "_commit_once")
+BEGIN, END = ("record_batch.py", "columns_of"), ("task_group.py", "_commit_once")
 JUDGED = ("dedup_task.py", "judge")
 RECORDS = 500
 
