@@ -336,8 +336,9 @@ class Run:
 
     def _reset(self) -> None:
         """What `dedup reset` does to the cluster while no worker is a member."""
+        grouped = self.scenario.group != self._regrouped  # it fences the owners of the layout that it reads
         for place in self.scenario.feeding:
-            while self.cluster.init_producer_id(transactional_id(self.scenario, place, grouped=self.scenario.group))[0]:
+            while self.cluster.init_producer_id(transactional_id(self.scenario, place, grouped=grouped))[0]:
                 pass
         self.cluster.offsets.clear()
         self.cluster.make_again(CHANGELOG.topic)
