@@ -117,7 +117,7 @@ def read_kafka(
     deleted: list[str] = []
     with KafkaReader(settings) as reader:
         counts = reader.partitions([*topics, *topology.source.topics])
-        begun = counts | begun_with(topology, reader)
+        begun = counts | begun_with(topology, reader) if repartitioned else counts
         missing = [topic for topic in topics if not counts[topic]]
         if missing:
             raise BrokerUnavailable(f"{', '.join(missing)} does not exist on {', '.join(settings.brokers)}.")

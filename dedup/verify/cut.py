@@ -360,8 +360,8 @@ def take_cut(
 
     late = side(topology.late.topic, LATE_TAIL) if isinstance(topology.late, LateTo) else None
     plan = Plan(topology, _model_rules(topology), extractor_of(topology), late, side(topology.dead_letter, DEAD_TAIL))
-    cut = Cut(topology, reader, report, progress, *found, compacted, plan, scratch, sample)
-    cut.begun_with = begun_with(topology, reader)
+    begun = begun_with(topology, reader)
+    cut = Cut(topology, reader, report, progress, *found, compacted, plan, scratch, sample, begun)
     cut.total = sum(each.high - each.low for of_topic in bounds.values() for each in of_topic.values())
     cut.done = sum(each.high - each.low for side in plan.sides for each in bounds[side.name].values())
     return cut

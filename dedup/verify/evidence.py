@@ -167,7 +167,9 @@ def parse_source(content: bytes | None, topics: Sequence[str]) -> Source | None:
         return None
     feed, _, offset = content.rpartition(b"/")
     found = _feed_of(feed, tuple(topics))
-    if found is None or not offset.isdigit() or len(offset) > _MOST_DIGITS:
+    if found is None or not offset.isdigit():
+        return None
+    if len(content) - content.index(b"/") - len("//") > _MOST_DIGITS:
         return None
     return Source(*found, int(offset))
 
@@ -176,7 +178,7 @@ def parse_source(content: bytes | None, topics: Sequence[str]) -> Source | None:
 def _feed_of(content: bytes, topics: tuple[str, ...]) -> tuple[int, int] | None:
     """Parse ``topic/partition``."""
     topic, _, partition = content.decode("utf-8", "replace").partition("/")
-    if topic not in topics or not (partition.isascii() and partition.isdecimal()) or len(partition) > _MOST_DIGITS:
+    if topic not in topics or not (partition.isascii() and partition.isdecimal()):
         return None
     return topics.index(topic), int(partition)
 

@@ -174,8 +174,8 @@ async def alone(topology: Topology, cluster: Cluster, wire: Wire, command: str) 
             "layout --apply` if workers have run with another value."
         )
     layout = await refuse_other_layout(wire, found, cluster)
-    begun_with = replace(cluster, begun_with=layout.counts)
-    added = [place for place in cluster.places(topology.source.topics) if begun_with.is_new(place)]
+    cluster = replace(cluster, begun_with=layout.counts)
+    added = [place for place in cluster.places(topology.source.topics) if cluster.is_new(place)]
     if added:
         raise StateIncompatible(
             f"{', '.join(map(str, added))} did not exist when the state of {topology.name!r} began. Nothing was "

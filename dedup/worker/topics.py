@@ -310,12 +310,9 @@ def plan_topics(topology: Topology, settings: Settings, have: Mapping[str, Topic
     log_topic = None if topology.direct else have.get(topology.repartition_topic)
     if log_topic is not None:
         # Partitions may have been added to the sources since; only the changelog has to fit.
-        counts = {topology.changelog_topic: log_topic.partitions}
-        found = {name: topic.partitions for name, topic in have.items()}
-        wanted = [
-            replace(topic, partitions=counts.get(topic.name, found.get(topic.name, topic.partitions)))
-            for topic in wanted
-        ]
+        fitting = {name: topic.partitions for name, topic in have.items()}
+        fitting[topology.changelog_topic] = log_topic.partitions
+        wanted = [replace(topic, partitions=fitting.get(topic.name, topic.partitions)) for topic in wanted]
     differences = [each for topic in wanted if topic.name in have for each in _differences(have[topic.name], topic)]
     differing = {each.topic for each in differences}
     return TopicPlan(

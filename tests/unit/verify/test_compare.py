@@ -9,12 +9,14 @@ from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dedup.core.window import Source
 from dedup.verify.compare import Seen, Wanted, digest, matched, out_of_order
 from dedup.verify.cut import disorder
+from dedup.verify.evidence import parse_source
 
 
 def rows(text: str) -> list[bytes]:
@@ -138,3 +140,19 @@ def test_a_long_stretch_out_of_order_is_sorted_out_in_flat_arrays() -> None:
         assert tracemalloc.get_traced_memory()[1] < 100 * len(rows_out)
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"in/123456789/123456789", Source(0, 123456789, 123456789)),
+        (b"in/123456789/1234567890", None),
+        (b"in/0/1/2", None),
+        (b"other/0/1", None),
+        ("in/0/\u0661".encode(), None),
+        (b"in/0", None),
+        (b"", None),
+    ],
+)
+def test_a_source_position_is_parsed_strictly(content: bytes, expected: Source | None) -> None:
+    assert parse_source(content, ("in",)) == expected
