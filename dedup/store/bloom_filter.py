@@ -1,20 +1,25 @@
 """Implements a Bloom filter over the IDs of one segment, so that most lookups of unknown IDs do not read from RocksDB.
 
 The filter is a blocked Bloom filter (Putze, Sanders, Singler 2007) with about 16 bits per ID and a false-positive rate
-of 0.5%. The filter grows in layers, each at least as large as all earlier layers together. The filter uses Python's
-own hash of an ID, because dict lookups compute this hash anyway. The hash has a random key in each process, so nobody
-can choose IDs that collide, but a filter cannot be stored for another process.
+of 0.5%. The filter grows in layers, each at least as large as all earlier layers together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import hashlib
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-_Words = npt.NDArray[np.uint64]
+Hashes = npt.NDArray[np.uint64]
+"""One hash of 64 bits per ID."""
+
+_WORD_BYTES: Final = 4
+_KEY_WORDS: Final = 16
+_SPREAD: Final = np.uint64(0x9E3779B97F4A7C15)
+_HALF: Final = np.uint64(32)
 
 _IDS_PER_WORD: Final = 4
 _FIRST_WORDS: Final = 1 << 11
@@ -32,13 +37,43 @@ _PAIRS: Final = (np.uint64(1) << (_PAIR & np.uint64(63))) | (np.uint64(1) << (_P
 """Maps 12 bits of a hash, which select two bits of a 64-bit word, to a word that has only these two bits set."""
 
 
+class HashKey:
+    """Hashes IDs with a secret, so that nobody who does not know the secret can choose IDs that collide.
+
+    The hash is MULTILINEAR (Lemire, Kaser 2014, "Strongly universal string hashing is fast") over words of 32 bits: the
+    sum of the words, each multiplied by a random number of 64 bits. The last steps spread the result over all bits. An
+    ID and the same ID with zero bytes at its end have the same hash, which a Bloom filter allows.
+    """
+
+    __slots__ = ("_key", "_secret")
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret: Final = secret
+        self._key = self._of_words(_KEY_WORDS)
+
+    def hashes(self, ids: Sequence[bytes]) -> Hashes:
+        """Return the hash of each ID; the same secret gives the same hashes in every process."""
+        words = max(1, -(-max(map(len, ids), default=0) // _WORD_BYTES))
+        if words > len(self._key):
+            self._key = self._of_words(words)
+        padded = np.array(ids, dtype=f"S{words * _WORD_BYTES}").view(np.uint32).reshape(len(ids), words)
+        found: Hashes = padded.astype(np.uint64) @ self._key[:words]
+        found *= _SPREAD
+        found ^= found >> _HALF
+        found *= _SPREAD
+        return found
+
+    def _of_words(self, words: int) -> Hashes:
+        return np.frombuffer(hashlib.shake_256(self._secret).digest(8 * words), np.uint64)
+
+
 class Hashed:
-    """The hashes of a batch of IDs, which can be used for several segments."""
+    """The hashes of a batch of IDs, in the form in which they can be used for several segments."""
 
-    __slots__ = ("bits", "words")
+    __slots__ = ("bits", "hashes", "words")
 
-    def __init__(self, ids: Collection[bytes]) -> None:
-        hashes = np.fromiter(map(hash, ids), np.int64, len(ids)).view(np.uint64)
+    def __init__(self, hashes: Hashes) -> None:
+        self.hashes: Final = hashes
         self.words: Final = hashes >> _WORD_AT
         self.bits: Final = _PAIRS[hashes & _PAIR_MASK] | _PAIRS[hashes >> np.uint64(_PAIR_BITS) & _PAIR_MASK]
 
@@ -52,12 +87,14 @@ class BloomFilter:
 
     __slots__ = ("_capacity", "_layers", "_total_words", "added")
 
-    def __init__(self) -> None:
-        self._layers: list[_Words] = []
+    def __init__(self, expected_ids: int = 0) -> None:
+        self._layers: list[Hashes] = []
         self._total_words = 0
         self._capacity = 0
         self.added = 0
         """Number of IDs that were added, counting repetitions."""
+        if expected_ids:
+            self._grow(expected_ids)
 
     @property
     def size_bytes(self) -> int:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.tracking_id import ContentRule, KeyRule, RawContentRule
 from dedup.quantities import format_duration
 from dedup.topology.model import LateDrop, LateForward, Topology
+from dedup.topology.state_size import UUID_KEY_BYTES, format_bytes, predict
 
 LARGEST_CHANGELOG_RECORD_BYTES: Final = 900_000
 """A size below the broker's default `max.message.bytes`, so that space remains for the record batch's header."""
+_LONG_GUARD_MS: Final = 2 * 86_400_000
+"""From this guard period on, a grace period of the same length is worth a warning."""
+_HOUR_MS: Final = 3_600_000
+_IDS_PER_S: Final = 1_000
 _SIGHTING_BYTES: Final = 24
 _FINGERPRINT_BYTES: Final = 8
 
@@ -100,6 +105,19 @@ def _window(topology: Topology) -> Iterator[Finding]:
     if window.grace_ms == 0:
         text = "grace: 0s: a record that is out of order by 1 ms is late, unless its ID is known."
         yield warning("no_grace", text)
+    elif window.guard_ms >= _LONG_GUARD_MS and window.grace_ms == window.guard_ms:
+        shorter = replace(window, grace_ms=_HOUR_MS)
+        now, then = (
+            format_bytes(predict(each, _IDS_PER_S, UUID_KEY_BYTES, fingerprints=False)["disk_most_bytes"])
+            for each in (window, shorter)
+        )
+        guard = format_duration(window.guard_ms)
+        text = (
+            f"grace is {guard}, as long as guard_period (the default), so the state keeps each ID for twice as long. "
+            f"At {_IDS_PER_S:,} new UUIDs per second, it takes up to {now} of disk, and {then} with grace: 1h, which "
+            "suffices if records are at most 1 hour out of order. `dedup size` predicts it for your records."
+        )
+        yield warning("grace_doubles_state", text)
     if window.extend and window.extend_at_most_ms < window.guard_ms:
         text = (
             f"extend_at_most {format_duration(window.extend_at_most_ms)} is shorter than guard_period "

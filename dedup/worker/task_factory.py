@@ -101,7 +101,13 @@ class TaskFactory:
         if waiting is not None:
             return waiting
         wanted = self.wanted(partition)
-        opening = partial(RocksStore.open, wanted.directory, identity=wanted.identity, memory=self.memory)
+        opening = partial(
+            RocksStore.open,
+            wanted.directory,
+            identity=wanted.identity,
+            memory=self.memory,
+            log_filters=not self.topology.window.extend,
+        )
         return self.bootstrap.opened(wanted.directory, opening)
 
     def fingerprint(self) -> bytes:

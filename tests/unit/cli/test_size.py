@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
-from dedup.cli.size import bytes_an_id, key_bytes, predict
 from dedup.core.tracking_id import encode_integer, encode_text, state_key
 from dedup.core.window import Window
 from dedup.store.base import StoreIdentity, TaskRecord
 from dedup.store.changelog import encode_single_column
 from dedup.store.rocks import RocksStore
+from dedup.topology.state_size import bytes_an_id, key_bytes, predict
 
 ROOT = Path(__file__).parents[3]
 IDS = 60_000
@@ -30,6 +30,10 @@ KINDS = {
     "text:31": lambda: DICE.randbytes(16).hex()[:31],
     "text:90": lambda: DICE.randbytes(45).hex(),
 }
+
+
+def sst_bytes(family) -> int:
+    return int(family.property_int_value("rocksdb.live-sst-files-size"))
 
 
 def files_bytes(directory: Path, keys: list[bytes], *, fingerprints: bool) -> int:
@@ -46,7 +50,8 @@ def files_bytes(directory: Path, keys: list[bytes], *, fingerprints: bool) -> in
             store.apply({0: dict(zip(part, values, strict=True))}, record, at + len(part))
         (family,) = (held.family for held in store._segments.values())
         family.flush()
-        return int(family.property_int_value("rocksdb.live-sst-files-size"))
+        logs = sum(path.stat().st_size for path in directory.glob("filter-log-*"))
+        return sst_bytes(family) + logs
     finally:
         store.close()
 
@@ -84,7 +89,8 @@ def test_a_steady_flow_takes_between_the_least_and_the_most_that_are_predicted(t
         for family in families:
             family.flush()
         ids[which].append(store.count_ids())
-        disk[which].append(sum(family.property_int_value("rocksdb.live-sst-files-size") for family in families))
+        logs = sum(held.filter.log_bytes for held in store._segments.values())
+        disk[which].append(logs + sum(map(sst_bytes, families)))
 
     try:
         for second in range(4 * window.retention_ms // 1000):
@@ -130,9 +136,9 @@ def test_a_topology_says_the_window_and_its_bound(tmp_path):
     )
     code, text = size(str(path), "--rate", "10", "--partitions", "2")
     assert code == 0
-    assert "IDs: 54,000 to 81,000, 34 bytes each" in text
-    assert "state.max_bytes_per_partition: 131% of 1.0 MiB; a worker would stop" in text
-    assert "; fits" in size(str(path), "--rate", "10", "--partitions", "4")[1]
+    assert "IDs: 54,000 to 81,000, 42 bytes each" in text
+    assert "state.max_bytes_per_partition: 162% of 1.0 MiB; a worker would stop" in text
+    assert "; fits" in size(str(path), "--rate", "10", "--partitions", "6")[1]
     half = json.loads(size(str(path), "--rate", "10", "--duplicates", "0.5", "--json")[1])
     assert half["ids_most"] == 40_500
 

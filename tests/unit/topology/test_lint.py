@@ -26,6 +26,13 @@ def test_a_quiet_topology_has_no_findings():
     assert codes(topology(more="output: {topic: o}")) == []
 
 
+def test_a_long_default_grace_is_a_warning_with_the_figures_of_size():
+    (found,) = lint(topology(guard="7d", more="output: {topic: o}"))
+    assert "takes up to 70.72 GiB of disk, and 35.57 GiB with grace: 1h" in found.text
+    assert codes(topology(guard="7d", more="output: {topic: o}\ngrace: 1h")) == []
+    assert codes(topology(guard="47h", more="output: {topic: o}")) == []
+
+
 @pytest.mark.parametrize(
     ("made", "code"),
     [
@@ -36,6 +43,7 @@ def test_a_quiet_topology_has_no_findings():
         (topology("fields: [a, b]"), "tombstones_forwarded"),
         (topology(more="on_conflict: forward"), "conflicts_forwarded"),
         (topology(more="grace: 0s"), "no_grace"),
+        (topology(guard="2d"), "grace_doubles_state"),
         (topology(more="extend: true\nextend_at_most: 5m"), "cap_below_guard"),
         (topology(more="future: clamp"), "times_clamped"),
         (topology(more="max_clock_skew: 0s"), "no_clock_skew"),

@@ -1,0 +1,86 @@
+"""Predicts the size of a topology's state from the number and the length of its IDs.
+
+The constants were measured on RocksDB with IDs that do not compress, such as UUIDs and hashes.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypedDict
+
+from dedup.core.tracking_id import KEPT_BYTES
+from dedup.core.window import Window
+from dedup.errors import Problem, SettingsError
+
+UUID_KEY_BYTES: Final = 17
+"""Length of the state key of a UUID."""
+KINDS: Final = "uuid, integer or text:LENGTH"
+_INTEGER_KEY_BYTES: Final = 6
+"""Length of the state key of an integer ID up to a trillion."""
+_TAG_BYTES: Final = 1
+_PER_KEY_BYTE: Final = 1.05
+"""Bytes on disk per byte of a key. Keys share few prefixes, and each key also takes part of the block index."""
+_PER_SIGHTING_BYTES: Final = 16.0
+"""Bytes on disk per sighting besides its key: value, sequence number, lengths, and 10 bits of Bloom filter."""
+_FINGERPRINT_BYTES: Final = 8
+_LOGGED_HASH_BYTES: Final = 8
+"""Bytes on disk per ID in the log from which the in-memory Bloom filter is loaded after a restart."""
+_FILTER_BYTES: Final = 2.7
+"""Memory per ID in the Bloom filter: 16 bits, plus a share of the empty part of the newest layer."""
+
+
+class StateSize(TypedDict):
+    """The predicted size of the state in all partitions together."""
+
+    ids_least: int
+    """Number of IDs right after a segment is dropped."""
+    ids_most: int
+    """Number of IDs right before a segment is dropped."""
+    bytes_an_id: float
+    disk_least_bytes: int
+    disk_most_bytes: int
+    filter_most_bytes: int
+    """Memory of the Bloom filters. Besides, each worker uses 128 MiB of memory for buffers and cache."""
+
+
+def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: bool) -> StateSize:
+    """Return the predicted size of the state for ``ids_per_s`` new IDs per second with keys of ``key_length`` bytes."""
+    each = bytes_an_id(key_length, fingerprints=fingerprints, logged=not window.extend)
+    least = ids_per_s * window.retention_ms / 1000
+    # Each segment covers half a retention period and is dropped as a whole.
+    most = least + ids_per_s * window.segment_ms / 1000
+    return {
+        "ids_least": round(least),
+        "ids_most": round(most),
+        "bytes_an_id": each,
+        "disk_least_bytes": round(least * each),
+        "disk_most_bytes": round(most * each),
+        "filter_most_bytes": round(most * _FILTER_BYTES),
+    }
+
+
+def bytes_an_id(key_length: int, *, fingerprints: bool, logged: bool = True) -> float:
+    """Return the number of bytes that one sighting takes on disk, with the log of its Bloom filter if ``logged``."""
+    each = _PER_KEY_BYTE * key_length + _PER_SIGHTING_BYTES
+    return each + (_FINGERPRINT_BYTES if fingerprints else 0) + (_LOGGED_HASH_BYTES if logged else 0)
+
+
+def key_bytes(kind: str) -> int:
+    """Return the length of the state key for a kind of ID. Long IDs are stored as digests.
+
+    Raises SettingsError for an unknown kind.
+    """
+    name, _, length = kind.partition(":")
+    match name, length:
+        case "uuid", "":
+            return UUID_KEY_BYTES
+        case "integer", "":
+            return _INTEGER_KEY_BYTES
+        case "text", digits if digits.isdecimal() and int(digits):
+            return min(int(digits) + _TAG_BYTES, KEPT_BYTES + 1)
+        case _:
+            raise SettingsError([Problem("--id", f'"{kind}" is unknown; write {KINDS}, for example text:20')])
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Return a size in words, in MiB or GiB."""
+    return f"{size_bytes / (1 << 30):,.2f} GiB" if size_bytes >= 1 << 28 else f"{size_bytes / (1 << 20):,.1f} MiB"

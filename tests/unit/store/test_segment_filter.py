@@ -1,0 +1,344 @@
+"""The log of a Bloom filter: it is trusted only if it is complete, because a filter that lacks an ID lets it pass."""
+
+import errno
+import os
+import shutil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dedup.errors import DedupError
+from dedup.store import rocks, segment_filter
+from dedup.store.base import StoreIdentity, TaskRecord
+from dedup.store.bloom_filter import BloomFilter, Hashed, HashKey
+from dedup.store.rocks import RocksMemory, RocksStore
+from dedup.store.segment_filter import SegmentFilter
+
+IDENTITY = StoreIdentity("orders", 3, "q7BvLZ1nQ8i")
+RECORD = TaskRecord(b"f" * 16, 5_000, (), 42, 100)
+MEMORY = RocksMemory(cache_bytes=1 << 20, write_buffer_bytes=1 << 20)
+LOG = "filter-log-0"
+
+
+@pytest.fixture(autouse=True)
+def lazily(monkeypatch):
+    """Nothing is loaded on open, and in small pieces afterward."""
+    monkeypatch.setattr(rocks, "_FILTERED_ON_OPEN_IDS", -1)
+    monkeypatch.setattr(segment_filter, "PIECE_IDS", 50)
+
+
+def opened(directory, **options):
+    return RocksStore.open(directory, identity=IDENTITY, memory=MEMORY, **options)
+
+
+def keys(first, last):
+    return [b"k%07d" % number for number in range(first, last)]
+
+
+def put(store, ids, segment=0):
+    store.apply({segment: dict.fromkeys(ids, b"v")}, RECORD, store.position + len(ids))
+
+
+def missing(store, ids, segments=(0,)):
+    found = store.get_each(segments, ids)
+    return [each for each in ids if not any(each in part for part in found.values())]
+
+
+def filtered(store, segment=0):
+    return store._segments[segment].filter
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How many keys were read from stores."""
+    counted = []
+    real = rocks._keys_after
+
+    def counting(*args):
+        found = real(*args)
+        counted.extend(found)
+        return found
+
+    monkeypatch.setattr(rocks, "_keys_after", counting)
+    return counted
+
+
+@pytest.fixture
+def filled(tmp_path):
+    """The directory of a closed store with 1,000 IDs in ten batches."""
+    store = opened(tmp_path / "3")
+    for first in range(0, 1_000, 100):
+        put(store, keys(first, first + 100))
+    store.close()
+    return tmp_path / "3"
+
+
+def test_a_filter_is_loaded_from_its_log_without_reading_keys(filled, reads):
+    store = opened(filled)
+    assert not filtered(store).complete
+    assert store.warm(1_000)
+    assert reads == []
+    assert missing(store, keys(0, 1_000)) == []
+    unknown = keys(5_000, 6_000)
+    assert sum(filtered(store).may_hold(Hashed(store._key.hashes(unknown)))) < 50
+    store.close()
+
+
+def test_ids_that_are_written_while_the_log_is_loaded_are_in_the_filter_and_in_the_next_one(filled, reads):
+    store = opened(filled)
+    assert not store.warm(10)
+    put(store, keys(1_000, 1_100))
+    assert not store.warm(10)
+    put(store, keys(1_100, 1_200))
+    assert store.warm(1_000)
+    assert missing(store, keys(0, 1_200)) == []
+    store.close()
+    again = opened(filled)
+    assert again.warm(1_000)
+    assert missing(again, keys(0, 1_200)) == []
+    assert reads == []
+    again.close()
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size - 8)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def zero_end(path):
+    """What a power failure can leave: the length, but not the content."""
+    data = path.read_bytes()
+    path.write_bytes(data[:-80] + bytes(80))
+
+
+def of_another_store(path):
+    other = opened(path.parent.parent / "other")
+    put(other, keys(0, 1_000))
+    other.close()
+    shutil.copy(path.parent.parent / "other" / LOG, path)
+
+
+@pytest.mark.parametrize("damage", [cut, flip, zero_end, of_another_store, os.remove])
+def test_a_damaged_log_is_not_trusted_and_is_written_again(filled, reads, damage):
+    damage(filled / LOG)
+    store = opened(filled)
+    assert not store.warm(10)
+    put(store, keys(1_000, 1_100))
+    assert store.warm(10_000)
+    assert len(reads) >= 1_000
+    assert missing(store, keys(0, 1_100)) == []
+    store.close()
+    reads.clear()
+    again = opened(filled)
+    assert again.warm(10_000)
+    assert reads == []
+    assert missing(again, keys(0, 1_100)) == []
+    again.close()
+
+
+def test_a_log_that_was_being_written_again_when_the_process_ended_is_not_trusted(filled, reads):
+    (filled / LOG).unlink()
+    store = opened(filled)
+    assert not store.warm(100)
+    put(store, keys(1_000, 1_100))
+    store.close()
+    again = opened(filled)
+    assert again.warm(10_000)
+    assert missing(again, keys(0, 1_100)) == []
+    assert len(reads) > 1_000
+    again.close()
+
+
+def test_a_log_from_before_the_last_writes_is_not_trusted(filled, reads):
+    """Somebody copies a directory, and copies only the logs back."""
+    kept = (filled / LOG).read_bytes()
+    store = opened(filled)
+    put(store, keys(1_000, 1_100))
+    store.close()
+    (filled / LOG).write_bytes(kept)
+    again = opened(filled)
+    assert again.warm(10_000)
+    assert reads
+    assert missing(again, keys(0, 1_100)) == []
+    again.close()
+
+
+def test_a_store_that_wrote_without_logs_makes_the_older_log_worthless(filled, reads):
+    store = opened(filled, log_filters=False)
+    put(store, keys(1_000, 1_100))
+    assert store.warm(10_000)
+    store.close()
+    reads.clear()
+    again = opened(filled)
+    assert again.warm(10_000)
+    assert len(reads) == 1_100
+    assert missing(again, keys(0, 1_100)) == []
+    again.close()
+
+
+def test_without_logs_no_file_is_written_and_nothing_is_missed(tmp_path):
+    store = opened(tmp_path / "3", log_filters=False)
+    put(store, keys(0, 500))
+    store.close()
+    assert not list((tmp_path / "3").glob("filter-log-*"))
+    again = opened(tmp_path / "3", log_filters=False)
+    assert again.warm(10_000)
+    assert missing(again, keys(0, 500)) == []
+    again.close()
+
+
+def test_hashes_of_a_batch_that_the_store_never_got_are_overwritten(filled, monkeypatch):
+    store = opened(filled)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "_db", type("Db", (), {"write": killed, "close": store._db.close})())
+    with pytest.raises(KeyboardInterrupt):
+        put(store, keys(2_000, 2_100))
+    store.close()
+    monkeypatch.undo()
+    assert (filled / LOG).stat().st_size == 8 * 1_100
+    again = opened(filled)
+    assert again.warm(10_000)
+    assert missing(again, keys(0, 1_000)) == []
+    put(again, keys(1_000, 1_050))
+    assert (filled / LOG).stat().st_size == 8 * 1_100
+    again.close()
+    last = opened(filled)
+    assert last.warm(10_000)
+    assert missing(last, keys(0, 1_050)) == []
+    last.close()
+
+
+def test_a_full_disk_is_said_and_changes_nothing(filled, monkeypatch):
+    store = opened(filled)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    position = store.position
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(DedupError, match=r"No space left on device.*Nothing is lost"):
+            put(store, keys(1_000, 1_100))
+        patched.setattr(os, "pwrite", lambda _, data, __: len(data) - 1)
+        with pytest.raises(DedupError, match="the disk is full"):
+            put(store, keys(1_000, 1_100))
+    assert store.position == position
+    put(store, keys(1_000, 1_100))
+    assert store.warm(10_000)
+    assert missing(store, keys(0, 1_100)) == []
+    store.close()
+
+
+def test_logs_go_with_their_segments(filled):
+    store = opened(filled)
+    put(store, keys(0, 10), segment=1_000)
+    store.drop_below(1_000, 100)
+    assert [path.name for path in filled.glob("filter-log-*")] == ["filter-log-1000"]
+    store.clear()
+    assert not list(filled.glob("filter-log-*"))
+    put(store, keys(0, 10), segment=-500)
+    store.close()
+    (filled / "filter-log-77").write_bytes(b"left by a process that was killed while it dropped segment 77")
+    again = opened(filled)
+    assert [path.name for path in filled.glob("filter-log-*")] == ["filter-log--500"]
+    again.wipe()
+    assert not filled.exists()
+
+
+def test_the_same_secret_gives_the_same_hashes_whatever_the_batch():
+    ids = [b"a", b"order-0815", b"x" * 33, b"y" * 200, b""]
+    together = HashKey(b"secret").hashes(ids)
+    assert [HashKey(b"secret").hashes([each])[0] for each in ids] == list(together)
+    assert not set(together) & set(HashKey(b"other").hashes(ids[:-1]))
+    assert len(HashKey(b"secret").hashes([])) == 0
+
+
+@pytest.mark.parametrize("shape", [b"%012d", b"order-%08x", b"\x80\x00\x00\x00\x00\x00\x00%d\x80"])
+def test_ids_that_resemble_each_other_do_not_collide(shape):
+    ids = [shape % number for number in range(200_000)]
+    key = HashKey(b"secret")
+    assert len(set(key.hashes(ids).tolist())) == len(ids)
+    held = BloomFilter(len(ids) // 2)
+    held.add(Hashed(key.hashes(ids[::2])))
+    assert held.may_hold(Hashed(key.hashes(ids[::2]))).all()
+    assert held.may_hold(Hashed(key.hashes(ids[1::2]))).mean() < 0.01
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(0, 2), st.integers(1, 60)),
+        st.tuples(st.just("warm"), st.integers(1, 20)),
+        st.tuples(st.sampled_from(["reopen", "kill", "cut", "flip", "remove", "unlogged"])),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+def play(directory, steps):
+    """Whatever was written is found, after every step."""
+    store, known, count = opened(directory), {0: [], 1_000: [], 2_000: []}, 0
+    for number, (step, *arguments) in enumerate(steps):
+        log = directory / f"filter-log-{1_000 * (number % 3)}"
+        if step == "put":
+            segment, ids = 1_000 * arguments[0], keys(count, count + arguments[1])
+            count += len(ids)
+            put(store, ids, segment)
+            known[segment] += ids
+        elif step == "warm":
+            store.warm(arguments[0])
+        else:
+            store.close()
+            if log.exists() and step in {"cut", "flip", "remove"}:
+                {"cut": cut, "flip": flip, "remove": os.remove}[step](log)
+            if log.exists() and step == "kill":
+                with log.open("ab") as file:
+                    file.write(os.urandom(80))  # of a batch that the store did not get
+            store = opened(directory, log_filters=step != "unlogged")
+        for segment, ids in known.items():
+            if len(ids) >= 16:
+                assert missing(store, ids, [segment]) == [], (number, step)
+    store.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS)
+def test_no_id_is_missed_whatever_happens_to_the_logs(tmp_path_factory, steps):
+    play(tmp_path_factory.mktemp("store") / "3", steps)
+
+
+def no_mark(self, mark, *, first_key, ids, position):
+    self._load = self._log = mark
+    self._filter = BloomFilter(mark.hashes)
+
+
+def no_crc(self, mark, keys, first_key):
+    count = min(keys * 8, 50, mark.hashes - self._loaded)
+    self._loaded += count
+    self._filter.add(Hashed(segment_filter._read(self._path, self._loaded - count, count)))
+    if self._loaded == mark.hashes:
+        self._load = None
+    return -(-count // 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "steps"),
+    [
+        ("load", no_mark, [("put", 0, 40), ("unlogged",), ("put", 0, 40), ("reopen",), ("warm", 90)]),
+        ("_read_log", no_crc, [("put", 0, 40), ("warm", 1), ("warm", 1), ("flip",), ("warm", 90)]),
+    ],
+)
+def test_a_store_that_trusts_any_log_is_found_out(tmp_path, monkeypatch, name, wrong, steps):
+    play(tmp_path / "right", steps)
+    monkeypatch.setattr(SegmentFilter, name, wrong)
+    with pytest.raises(AssertionError):
+        play(tmp_path / "wrong", steps)
