@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dedup.worker.checkpointing import MadeCheckpoint
 
 KEPT: Final = ".checkpoint"
-_SHOWN: Final = ("position", "ids", "archive", "archive_bytes", "sha256")
+_SHOWN: Final = ("position", "ids", "size_bytes")
 
 
 def checkpoint(
@@ -80,13 +80,18 @@ def checkpoint(
 
 def _told(made: MadeCheckpoint) -> tuple[dict[str, Any], str]:
     found = made.checkpoint
-    data = {"partition": made.partition, "written": made.written, "records_read": made.records}
+    data = {
+        "partition": made.partition,
+        "written": made.written,
+        "written_bytes": made.written_bytes,
+        "records_read": made.records,
+    }
     if found is None:
         return data, f"partition {made.partition}: no state yet, nothing to write"
-    return data | {name: getattr(found, name) for name in _SHOWN}, (
-        f"partition {made.partition}: {'written' if made.written else 'nothing new'}; {found.ids:,} IDs up to "
-        f"changelog position {found.position:,}, {found.archive_bytes / (1 << 20):,.1f} MiB, "
-        f"{made.records:,} changelog records read"
+    new = f"{made.written_bytes / (1 << 20):,.1f} MiB written" if made.written else "nothing new"
+    return data | {name: getattr(found, name) for name in _SHOWN} | {"files": len(found.files)}, (
+        f"partition {made.partition}: {new}; {found.ids:,} IDs up to changelog position {found.position:,}, "
+        f"{found.size_bytes / (1 << 20):,.1f} MiB, {made.records:,} changelog records read"
     )
 
 

@@ -1,29 +1,31 @@
 """Stores checkpoints in a directory or an object store, through fsspec.
 
-``URL/TOPOLOGY/PARTITION/`` contains archives with unique names and `manifest.json`, the description of the current
-archive. No archive is ever overwritten, so a reader can finish while a newer archive is written. `manifest.json` is
-written last and in one atomic step. Calls to this module may block for minutes, so do not make them in an event loop.
+``URL/TOPOLOGY/PARTITION/`` contains `manifest.json`, which describes the current checkpoint, and the files that it
+names, each under its SHA-256. RocksDB never changes a data file, so a new checkpoint writes only the files that are not
+there yet. `manifest.json` is written last and in one atomic step. A file is deleted when neither the current nor the
+previous checkpoint names it, so a reader can finish while a newer checkpoint is written. Calls to this module may block
+for minutes, so do not make them in an event loop.
 """
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import fsspec
 
 from dedup.errors import CheckpointUnusable, DedupError, Problem, SettingsError
 from dedup.store.base import StoreIdentity, TaskRecord
-from dedup.store.checkpoint import MOST_BYTES, Checkpoint, Moved, pack
+from dedup.store.checkpoint import MOST_BYTES, Checkpoint, Moved, StoreFile, files_of, pieces, write_file
 
 _MANIFEST: Final = "manifest.json"
-_ARCHIVE: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{8}\.tar", re.ASCII)
+_OUR_FILE: Final = re.compile(r"(manifest\.json|[0-9a-f]{64})(\.new)?", re.ASCII)
 _DIRECTORIES: Final = frozenset({"file", "ftp", "hdfs", "memory", "sftp", "smb", "webhdfs"})
 """Protocols that need a directory before a file. For others, none is created: s3fs could create a misnamed bucket."""
 
@@ -59,12 +61,22 @@ class CheckpointStorage:
             raise CheckpointUnusable(f"{place}: is damaged: it has more than {MOST_BYTES:,} bytes.")
         return Checkpoint.decode(data, place)
 
-    @contextmanager
-    def reading(self, checkpoint: Checkpoint) -> Iterator[IO[bytes]]:
-        """Open the archive of a checkpoint for reading. Raises CheckpointUnusable if the storage fails."""
-        place = f"{self.place(checkpoint.topology, checkpoint.partition)}/{checkpoint.archive}"
-        with _answers(place), self._files.open(self._path(place), "rb") as file:
-            yield file
+    def read(self, checkpoint: Checkpoint, directory: Path, moved: Moved) -> None:
+        """Write the files of a checkpoint into an existing, empty directory, and sync them to disk.
+
+        Raises CheckpointUnusable if the storage fails or a file is not as described. Some files may then be in the
+        directory.
+        """
+        place = self.place(checkpoint.topology, checkpoint.partition)
+        for wanted in checkpoint.files:
+            at = f"{place}/{wanted.sha256}"
+            with _answers(at), self._files.open(self._path(at), "rb") as source:
+                write_file(wanted, source, directory, moved)
+        file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
 
     def write(
         self,
@@ -75,63 +87,59 @@ class CheckpointStorage:
         position: int,
         ids: int,
         moved: Moved = lambda _: None,
-    ) -> Checkpoint:
-        """Pack the closed store in ``directory`` as the partition's current checkpoint, and return its description.
+    ) -> tuple[Checkpoint, int]:
+        """Store the closed store in ``directory`` as the partition's current checkpoint.
 
-        The previous checkpoint stays readable, and older ones are deleted. Raises CheckpointUnusable if the storage
-        fails.
+        Returns the checkpoint and how many bytes had to be written. The previous checkpoint stays readable, and files
+        that only older ones named are deleted. Raises CheckpointUnusable if the storage fails.
         """
         place = self.place(identity.topology, identity.partition)
         before = None
         with suppress(CheckpointUnusable):  # a damaged description is replaced
             before = self.find(identity.topology, identity.partition)
-        name = f"{position}-{secrets.token_hex(4)}.tar"
-        with _answers(f"{place}/{name}"):
-            files, path = self._files, self._path(f"{place}/{name}")
-            if _DIRECTORIES & set(_protocols(files)):
-                files.makedirs(self._path(place), exist_ok=True)
-            with files.open(path, "wb") as target:
-                size_bytes, sha256 = pack(directory, target, moved)
-            there = files.info(path)["size"]
-        if there != size_bytes:
-            raise CheckpointUnusable(f"{place}/{name}: has {there:,} bytes, but {size_bytes:,} were written.")
+        with _answers(place):
+            if _DIRECTORIES & set(_protocols(self._files)):
+                self._files.makedirs(self._path(place), exist_ok=True)
+            there = self._sizes(self._path(place))
+        stored, written_bytes = [], 0
+        for path in files_of(directory):
+            file = StoreFile.of(path)
+            stored.append(file)
+            if there.get(file.sha256) == file.size_bytes:
+                moved(file.size_bytes)
+                continue
+            there[file.sha256] = file.size_bytes
+            written_bytes += file.size_bytes
+            with _answers(f"{place}/{file.sha256}"), path.open("rb") as source:
+                self._put(f"{place}/{file.sha256}", pieces(source, moved))
         made = Checkpoint(
             **asdict(identity),
             fingerprint_hex=record.fingerprint.hex(),
             segment_ms=record.segment_ms,
             position=position,
             ids=ids,
-            archive=name,
-            archive_bytes=size_bytes,
-            sha256=sha256,
+            files=tuple(stored),
         )
+        if not self.holds(made):
+            raise CheckpointUnusable(f"{place}: lacks files that were just written: another process deletes them.")
         with _answers(f"{place}/{_MANIFEST}"):
-            manifest = self._path(f"{place}/{_MANIFEST}")
-            if "file" in _protocols(files):
-                files.pipe_file(f"{manifest}.new", made.encode())
-                files.mv(f"{manifest}.new", manifest)
-            else:
-                files.pipe_file(manifest, made.encode())  # in an object store, every write is atomic
+            self._put(f"{place}/{_MANIFEST}", [made.encode()])
             self._delete_old(self._path(place), made, before)
-        return made
+        return made, written_bytes
 
     def holds(self, checkpoint: Checkpoint) -> bool:
-        """Return whether the checkpoint's archive exists and has the correct length."""
-        place = f"{self.place(checkpoint.topology, checkpoint.partition)}/{checkpoint.archive}"
+        """Return whether all files of the checkpoint exist and have the described lengths."""
+        place = self.place(checkpoint.topology, checkpoint.partition)
         with _answers(place):
-            files = self._files
-            files.invalidate_cache()
-            try:
-                return bool(files.info(self._path(place))["size"] == checkpoint.archive_bytes)
-            except FileNotFoundError:
-                return False
+            there = self._sizes(self._path(place))
+        return all(there.get(file.sha256) == file.size_bytes for file in checkpoint.files)
 
     def partitions(self, topology: str) -> list[int]:
         """Return the partitions of a topology that have a checkpoint or leftover files, in ascending order."""
         place = f"{self._url}/{topology}"
         with _answers(place):
             path = self._path(place)
-            named = sorted(int(name) for name in self._names(path) if name.isdecimal())
+            named = sorted(int(name) for name in self._sizes(path) if name.isdecimal())
             return [partition for partition in named if self._ours(f"{path}/{partition}")]
 
     def delete(self, topology: str, partition: int) -> None:
@@ -139,30 +147,39 @@ class CheckpointStorage:
         place = self.place(topology, partition)
         with _answers(place):
             path = self._path(place)
-            # The description is deleted first, because an archive without a description does not count as a checkpoint.
-            for name in sorted(self._ours(path), reverse=True):
+            # The description is deleted first, because files without a description are no checkpoint.
+            for name in sorted(self._ours(path), key=lambda name: name != _MANIFEST):
                 self._files.rm_file(f"{path}/{name}")
 
+    def _put(self, place: str, content: Iterable[bytes]) -> None:
+        """Write a file so that it has either its old content or all of the new one."""
+        path = self._path(place)
+        # In an object store, every write is atomic.
+        target = f"{path}.new" if "file" in _protocols(self._files) else path
+        with self._files.open(target, "wb") as file:
+            for piece in content:
+                file.write(piece)
+        if target != path:
+            self._files.mv(target, path)
+
     def _delete_old(self, path: str, made: Checkpoint, before: Checkpoint | None) -> None:
-        oldest = made.position if before is None else min(before.position, made.position)
-        kept = {made.archive, *(() if before is None else (before.archive,))}
-        for name in self._names(path):
-            found = _ARCHIVE.fullmatch(name)
-            # An archive at this or a later position may belong to a run that has not written its description yet.
-            if found is not None and name not in kept and int(found[1]) < oldest:
+        recent = (made,) if before is None else (made, before)
+        kept = {_MANIFEST, *(file.sha256 for checkpoint in recent for file in checkpoint.files)}
+        for name in self._ours(path):
+            if name not in kept:
                 self._files.rm_file(f"{path}/{name}")
 
     def _ours(self, path: str) -> list[str]:
-        return [name for name in self._names(path) if name == _MANIFEST or _ARCHIVE.fullmatch(name)]
+        return [name for name in self._sizes(path) if _OUR_FILE.fullmatch(name)]
 
-    def _names(self, path: str) -> list[str]:
+    def _sizes(self, path: str) -> dict[str, int]:
         files = self._files
         files.invalidate_cache()
         try:
-            found = files.ls(path, detail=False)
+            found = files.ls(path, detail=True)
         except FileNotFoundError:
-            return []
-        return [each.rstrip("/").rpartition("/")[2] for each in found]
+            return {}
+        return {each["name"].rstrip("/").rpartition("/")[2]: each["size"] for each in found}
 
     @cached_property
     def _files(self) -> Any:  # noqa: ANN401  # untyped

@@ -4,8 +4,8 @@ A checkpoint is never required, because the changelog contains all state. If a c
 the worker logs a warning and restores the state from the changelog alone. If a checkpoint does not match the changelog
 or the topology, the worker raises StateIncompatible.
 
-The archive is unpacked into a temporary directory, which is renamed only after the archive's digest was checked. The
-event loop renames the directory, so an abandoned transfer thread cannot disturb a later owner of the partition.
+The files are written into a temporary directory, which is renamed only after their digests were checked. The event loop
+renames the directory, so an abandoned transfer thread cannot disturb a later owner of the partition.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Final, TypeVar
 from dedup.errors import CheckpointUnusable, StateIncompatible, TaskCorrupted
 from dedup.kafka.wire import LogBounds, TopicPartition, Wire
 from dedup.store.base import Store, StoreIdentity
-from dedup.store.checkpoint import Checkpoint, Moved, unpack
+from dedup.store.checkpoint import Checkpoint, Moved
 from dedup.store.checkpoint_storage import CheckpointStorage
 from dedup.store.directory import delete_store, prepare_directory
 from dedup.worker.offsets import bounds_of
@@ -95,7 +95,7 @@ class WantedCheckpoint:
 
     @property
     def scratch_home(self) -> Path:
-        """The temporary directory in which archives of the topology are unpacked."""
+        """The directory for temporary directories, in which checkpoints of the topology arrive."""
         # This is not below the topology's own directory, whose existence means that there is state.
         return self.directory.parents[1] / SCRATCH / self.identity.topology
 
@@ -107,10 +107,10 @@ class Bootstrap:
         self.unusable = 0
         """The number of failed attempts to use a checkpoint that existed or may have existed."""
         self._slots: Final = asyncio.Semaphore(_MOST_AT_ONCE)
-        self._tried: Final[set[str]] = set()
-        """Digests of used archives. None is used twice: a second attempt means that its store was lost or damaged."""
+        self._tried: Final[set[Checkpoint]] = set()
+        """The used checkpoints. None is used twice: a second attempt means that its store was lost or damaged."""
         self._fresh: Final[dict[Path, Checkpoint]] = {}
-        """Maps each directory to the checkpoint that was unpacked into it, until the store is opened."""
+        """Maps each directory to the checkpoint that was written into it, until the store is opened."""
         self._swept: Final[set[Path]] = set()
 
     async def prepare(self, url: str, wire: Wire, wanted: WantedCheckpoint) -> None:
@@ -119,7 +119,7 @@ class Bootstrap:
         Raises StateIncompatible and changes nothing if the checkpoint belongs to another changelog or topology.
         """
         if wanted.scratch_home not in self._swept:
-            # This deletes archives that earlier processes have only partly unpacked.
+            # This deletes what earlier processes have only partly written.
             self._swept.add(wanted.scratch_home)
             shutil.rmtree(wanted.scratch_home, ignore_errors=True)
         if _has_state(wanted.directory):
@@ -165,16 +165,16 @@ class Bootstrap:
         if useless:
             log.warning("%s: the checkpoint at %s was not used: %s", identity, place, useless)
             return
-        self._tried.add(found.sha256)
+        self._tried.add(found)
         began_s = time.monotonic()
         await self._take(storage, found, wanted)
         text = "%s: taken over from the checkpoint at %s: %d IDs up to changelog position %d, %d bytes in %.1f s"
         took_s = time.monotonic() - began_s
-        log.info(text, identity, place, found.ids, found.position, found.archive_bytes, took_s)
+        log.info(text, identity, place, found.ids, found.position, found.size_bytes, took_s)
 
     def _useless(self, found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBounds) -> str:
         """Return the reason not to use the checkpoint, or an empty string if using it would save time."""
-        if found.sha256 in self._tried:
+        if found in self._tried:
             return f"it was used before, and its state was lost or damaged. {_INSTEAD}"
         if found.segment_ms != wanted.segment_ms:
             return "it was made with another guard period or grace, so sightings now belong to different segments."
@@ -192,8 +192,7 @@ class Bootstrap:
 
         def fetch(moved: Moved) -> None:
             try:
-                with storage.reading(found) as file:
-                    unpack(file, scratch, size_bytes=found.archive_bytes, sha256=found.sha256, moved=moved)
+                storage.read(found, scratch, moved)
             except OSError as error:
                 raise CheckpointUnusable(f"{scratch}: {error}.") from error
 

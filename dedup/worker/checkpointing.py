@@ -1,4 +1,4 @@
-"""Makes a checkpoint: restores a changelog partition into a separate store, packs the store, and uploads the archive.
+"""Makes a checkpoint: restores a changelog partition into a separate store, and stores its files.
 
 A checkpoint is built from the changelog, so no worker has to pause, and data that exists only on a worker's disk never
 becomes part of a checkpoint (docs/decisions/0014-checkpoints.md). The separate store is kept, so the next checkpoint
@@ -15,7 +15,7 @@ from typing import Final
 from dedup.errors import CheckpointUnusable, TaskCorrupted
 from dedup.kafka.wire import TopicPartition
 from dedup.store.base import TaskRecord
-from dedup.store.checkpoint import Checkpoint, Moved
+from dedup.store.checkpoint import Checkpoint, Moved, files_of
 from dedup.store.checkpoint_storage import CheckpointStorage
 from dedup.worker.bootstrap import refuse_anothers, transfer
 from dedup.worker.offsets import bounds_of
@@ -36,6 +36,8 @@ class MadeCheckpoint:
     """The current checkpoint, or None if the partition has no state yet."""
     written: bool
     """True if a new checkpoint was made; none is made if nothing has changed since the last one."""
+    written_bytes: int = 0
+    """The size of the files that the previous checkpoint did not have."""
 
 
 async def make_checkpoint(
@@ -69,20 +71,21 @@ async def make_checkpoint(
         return MadeCheckpoint(partition, read, None, written=False)
     if before is not None and before.position == position and await transfer(lambda _: storage.holds(before), place):
         return MadeCheckpoint(partition, read, before, written=False)
-    total = sum(path.stat().st_size for path in wanted.directory.iterdir())
+    total = sum(path.stat().st_size for path in files_of(wanted.directory))
 
-    def write(moved: Moved) -> Checkpoint:
+    def write(moved: Moved) -> tuple[Checkpoint, int]:
         done = 0
 
         def packed(size_bytes: int) -> None:
             nonlocal done
             done += size_bytes
-            packing(done, max(total, done))
+            packing(done, total)
             moved(size_bytes)
 
         return storage.write(wanted.directory, wanted.identity, record, position=position, ids=ids, moved=packed)
 
-    return MadeCheckpoint(partition, read, await transfer(write, place), written=True)
+    made, written_bytes = await transfer(write, place)
+    return MadeCheckpoint(partition, read, made, written=True, written_bytes=written_bytes)
 
 
 def _in_force(storage: CheckpointStorage, topology: str, partition: int) -> Checkpoint | None:

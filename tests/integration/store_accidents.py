@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any
+from collections.abc import Iterator
+from typing import IO, Any
 
-from dedup.store import checkpoint as archive
+from dedup.store import checkpoint, checkpoint_storage
 from dedup.store.rocks import RocksStore
 
 
@@ -27,12 +28,13 @@ def one_segment_flushed(number: int) -> None:
 
 
 def die_in_transfer(number: int) -> None:
-    """SIGKILL when so many bytes of an archive were written, or read."""
-    saw = archive._Counted.saw
+    """SIGKILL when so many bytes of a file were written, or read."""
+    pieces = checkpoint.pieces
 
-    def deadly(self: archive._Counted, piece: bytes) -> None:
-        saw(self, piece)
-        if self.count >= number:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def deadly(source: IO[bytes], moved: checkpoint.Moved) -> Iterator[bytes]:
+        for piece in pieces(source, moved):
+            yield piece
+            if source.tell() >= number:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-    archive._Counted.saw = deadly  # type: ignore[method-assign]
+    checkpoint.pieces = checkpoint_storage.pieces = deadly

@@ -1,7 +1,9 @@
-"""Checkpoints: what is packed comes back, and nothing else; what lies somewhere is whole, or is not taken."""
+"""Checkpoints: what is stored comes back, and nothing else; what lies somewhere is whole, or is not taken."""
 
+import hashlib
 import io
-import tarfile
+import os
+import sys
 from dataclasses import astuple
 
 import fsspec
@@ -12,16 +14,35 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
+from dedup.embedded.child_process import ChildProcess
+from dedup.embedded.kafka_node import free_ports
 from dedup.errors import CheckpointUnusable, SettingsError
 from dedup.settings import load_settings
 from dedup.store.base import StoreIdentity, TaskRecord
-from dedup.store.checkpoint import Checkpoint, pack, unpack
+from dedup.store.checkpoint import Checkpoint, StoreFile, files_of, write_file
 from dedup.store.checkpoint_storage import CheckpointStorage
 from dedup.store.rocks import RocksStore
+from tests.waiting import until
 
 IDENTITY = StoreIdentity("orders", 3, "0123456789abcdef")
 RECORD = TaskRecord(b"f" * 16, 5_000, (), 42, 100)
-MADE = Checkpoint(*astuple(IDENTITY), "66" * 16, 100, 7, 2, "7-0a1b2c3d.tar", 10_240, "0" * 64)
+FILES = (StoreFile("CURRENT", 16, "0" * 64), StoreFile("000007.sst", 10_240, "1" * 64))
+MADE = Checkpoint(*astuple(IDENTITY), "66" * 16, 100, 7, 2, FILES)
+
+
+FOREIGN_NAMES = [
+    b"../escaped.sst",
+    b"/etc/passwd",
+    b"a/1.sst",
+    b"rocksdict-config.json",
+    b"OPTIONS-000007",
+    b"LOG",
+    b"filter-log-0",
+    b".bashrc",
+    b"1.sst\\u0000.sh",
+    b"1.sst\\n",
+    b"",
+]
 
 
 def still(_size_bytes):
@@ -36,19 +57,6 @@ def store_at(directory, *, ids=50, position=7):
     return directory
 
 
-def packed(directory):
-    target = io.BytesIO()
-    size_bytes, sha256 = pack(directory, target, still)
-    assert size_bytes == len(target.getvalue())
-    return target.getvalue(), sha256
-
-
-def unpacked(data, sha256, directory, size_bytes=None):
-    directory.mkdir()
-    unpack(io.BytesIO(data), directory, size_bytes=size_bytes or len(data), sha256=sha256, moved=still)
-    return directory
-
-
 @given(
     made=some.builds(
         Checkpoint,
@@ -59,9 +67,15 @@ def unpacked(data, sha256, directory, size_bytes=None):
         segment_ms=some.integers(1, 1 << 50),
         position=some.integers(0, (1 << 63) - 1),
         ids=some.integers(0, 1 << 50),
-        archive=some.from_regex(r"[0-9]{1,20}-[0-9a-f]{8}\.tar", fullmatch=True),
-        archive_bytes=some.integers(0, 1 << 50),
-        sha256=some.text("0123456789abcdef", min_size=64, max_size=64),
+        files=some.lists(
+            some.builds(
+                StoreFile,
+                name=some.from_regex(r"CURRENT|IDENTITY|MANIFEST-[0-9]{6}|[0-9]{1,20}\.(sst|log)", fullmatch=True),
+                size_bytes=some.integers(0, 1 << 50),
+                sha256=some.text("0123456789abcdef", min_size=64, max_size=64),
+            ),
+            max_size=5,
+        ).map(tuple),
     )
 )
 def test_a_description_says_what_was_written(made):
@@ -83,13 +97,14 @@ def test_any_bytes_are_a_description_or_refused(data):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (b'"7-0a1b2c3d.tar"', b'"../../orders/4/7-0a1b2c3d.tar"'),
-        (b'"7-0a1b2c3d.tar"', b'"7-0a1b2c3d.tar\\n"'),
+        *((b'"000007.sst"', b'"%b"' % name) for name in FOREIGN_NAMES),
+        (b'"bytes": 16', b'"bytes": -1'),
         (b'"position": 7', b'"position": -7'),
         (b'"position": 7', b'"position": "7"'),
         (b'"partition": 3', b'"partition": 3.5'),
         (b'"' + b"66" * 16 + b'"', b'"abc"'),
         (b'"' + b"0" * 64 + b'"', b'"0"'),
+        (b'"' + b"0" * 64 + b'"', b'"../' + b"0" * 61 + b'"'),
     ],
 )
 def test_a_description_with_an_odd_value_is_refused(old, new):
@@ -100,98 +115,95 @@ def test_a_description_with_an_odd_value_is_refused(old, new):
 
 
 def test_a_description_of_a_later_format_says_so():
-    data = MADE.encode().replace(b'"format": 1', b'"format": 2')
-    with pytest.raises(CheckpointUnusable, match="of format 2, but this release reads format 1"):
+    data = MADE.encode().replace(b'"format": 2', b'"format": 3')
+    with pytest.raises(CheckpointUnusable, match="of format 3, but this release reads format 2"):
         Checkpoint.decode(data, "here")
 
 
-def test_a_store_comes_back_from_its_archive(tmp_path):
-    data, sha256 = packed(store_at(tmp_path / "store"))
-    store = RocksStore.open(unpacked(data, sha256, tmp_path / "copy"), identity=IDENTITY)
-    assert (store.position, store.task_record, store.count_ids()) == (7, RECORD, 50)
-    assert [key for _, key, _ in store.sightings()] == sorted(b"id-%d" % number for number in range(50))
-    store.close()
-
-
-def test_only_what_makes_the_store_is_packed(tmp_path):
-    data, _ = packed(store_at(tmp_path / "store"))
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        names = set(archive.getnames())
+def test_only_what_makes_the_store_is_kept(tmp_path):
+    directory = store_at(tmp_path / "store")
+    assert (directory / "filter-log-0").exists()
+    names = {path.name for path in files_of(directory)}
     assert "CURRENT" in names
     # Events name the machine; settings and options would be believed when the store is opened.
-    assert not any(name.startswith(("LOG", "LOCK", "OPTIONS", "rocksdict")) for name in names)
+    assert not any(name.startswith(("LOG", "LOCK", "OPTIONS", "rocksdict", "filter")) for name in names)
+    assert all(StoreFile.of(path).size_bytes == path.stat().st_size for path in files_of(directory))
+
+
+CONTENT = bytes(range(256)) * 40
+WANTED = StoreFile("000007.sst", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
+
+
+def test_a_file_arrives_as_it_is_described(tmp_path):
+    moved = []
+    write_file(WANTED, io.BytesIO(CONTENT), tmp_path, moved.append)
+    assert (tmp_path / "000007.sst").read_bytes() == CONTENT
+    assert sum(moved) == len(CONTENT)
 
 
 @pytest.mark.parametrize("number", range(40))
-def test_a_damaged_or_cut_archive_is_refused(tmp_path, number):
-    data, sha256 = packed(store_at(tmp_path / "store"))
-    at = number * len(data) // 40
-    broken = data[:at] if number % 2 else data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :]
-    with pytest.raises(CheckpointUnusable):
-        unpacked(broken, sha256, tmp_path / "copy", len(data))
+def test_a_damaged_or_cut_file_is_refused(tmp_path, number):
+    at = number * len(CONTENT) // 40
+    broken = CONTENT[:at] if number % 2 else CONTENT[:at] + bytes([CONTENT[at] ^ 0xFF]) + CONTENT[at + 1 :]
+    with pytest.raises(CheckpointUnusable, match=r"is damaged.*Delete this file"):
+        write_file(WANTED, io.BytesIO(broken), tmp_path, still)
 
 
-def test_an_archive_with_more_behind_it_is_refused(tmp_path):
-    data, sha256 = packed(store_at(tmp_path / "store"))
-    with pytest.raises(CheckpointUnusable, match="more than"):
-        unpacked(data + b"x", sha256, tmp_path / "copy", len(data))
+def test_no_more_is_written_than_is_described(tmp_path, monkeypatch):
+    monkeypatch.setattr("dedup.store.checkpoint._PIECE_BYTES", 1_000)
+
+    class Endless:
+        def read(self, size):
+            return bytes(size)
+
+    with pytest.raises(CheckpointUnusable, match="is damaged"):
+        write_file(WANTED, Endless(), tmp_path, still)
+    assert (tmp_path / "000007.sst").stat().st_size <= len(CONTENT)
 
 
-def member(name, *, kind=tarfile.REGTYPE, link="", content=b"x"):
-    entry = tarfile.TarInfo(name)
-    entry.type, entry.linkname, entry.size = kind, link, len(content) if kind == tarfile.REGTYPE else 0
-    return entry, content
+def test_a_name_that_is_there_is_not_written_over(tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"kept")
+    for make in (lambda path: path.symlink_to(outside), lambda path: path.write_bytes(b"kept")):
+        make(tmp_path / "000007.sst")
+        with pytest.raises(CheckpointUnusable, match="twice"):
+            write_file(WANTED, io.BytesIO(CONTENT), tmp_path, still)
+        assert (tmp_path / "000007.sst").read_bytes() == outside.read_bytes() == b"kept"
+        (tmp_path / "000007.sst").unlink()
 
 
-@pytest.mark.parametrize(
-    "members",
-    [
-        [member("../escaped.sst")],
-        [member("/etc/passwd")],
-        [member("a/1.sst")],
-        [member("CURRENT", kind=tarfile.SYMTYPE, link="/etc/passwd")],
-        [member("1.sst", kind=tarfile.LNKTYPE, link="/etc/passwd")],
-        [member("1.sst", kind=tarfile.SYMTYPE, link="..")],
-        [member("1.sst", kind=tarfile.DIRTYPE)],
-        [member("1.sst", kind=tarfile.FIFOTYPE)],
-        [member("1.sst", kind=tarfile.CHRTYPE)],
-        [member("1.sst"), member("1.sst")],
-        [member("rocksdict-config.json", content=b'{"raw_mode":false}')],
-        [member("OPTIONS-000007")],
-        [member(".bashrc")],
-        [member("1.sst\x00.sh")] * 2,
-        [member("1.sst\n")],
-    ],
-)
-def test_an_archive_of_somebody_else_changes_nothing_outside(tmp_path, members):
-    target = io.BytesIO()
-    with tarfile.open(fileobj=target, mode="w") as archive:
-        for entry, content in members:
-            archive.addfile(entry, io.BytesIO(content))
-    data = target.getvalue()
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointUnusable):
-        unpacked(data, "0" * 64, tmp_path / "copy")
-    inside = [path for path in (tmp_path / "copy").rglob("*") if not path.is_file() or path.is_symlink()]
-    assert inside == []
-    assert [path for path in sorted(tmp_path.rglob("*")) if (tmp_path / "copy") not in (path, path.parent)] == before
+BUCKET = "dedup-checkpoints"
 
 
-def test_a_sparse_file_is_refused(tmp_path):
-    """Some kilobytes that would become a terabyte on the disk."""
-    entry = tarfile.TarInfo("1.sst")
-    entry.size = 512
-    entry.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": str(1 << 40)}
-    target = io.BytesIO()
-    with tarfile.open(fileobj=target, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        archive.addfile(entry, io.BytesIO(b"0\n".ljust(512, b"\0")))
-    with pytest.raises(CheckpointUnusable):
-        unpacked(target.getvalue(), "0" * 64, tmp_path / "copy")
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory):
+    """A server with the interface of S3 has an empty bucket, and s3fs finds the server."""
+    pytest.importorskip("moto", reason="no S3: pip install s3fs 'moto[server]'")
+    s3fs = pytest.importorskip("s3fs", reason="no S3: pip install s3fs 'moto[server]'")
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = ChildProcess(command, tmp_path_factory.mktemp("s3") / "moto.log")
+    try:
+        until(lambda: "Running on" in server.log or not server.running, "an S3 server")
+        assert server.running, server.log
+        with pytest.MonkeyPatch.context() as patched:
+            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+                patched.setenv(name, "testing")
+            patched.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+            patched.setenv("AWS_DEFAULT_REGION", "us-east-1")
+            s3fs.S3FileSystem().mkdir(BUCKET)
+            yield
+    finally:
+        server.stop()
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(params=["file", "memory", pytest.param("s3", marks=pytest.mark.long)])
 def depot(request, tmp_path):
-    """A directory, and fsspec's store in memory as an object store."""
+    """A directory, fsspec's store in memory as an object store, and an object store behind the interface of S3."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        yield CheckpointStorage(f"s3://{BUCKET}/{tmp_path.name}")
+        return
     url = str(tmp_path / "kept") if request.param == "file" else f"memory://{tmp_path.name}"
     yield CheckpointStorage(url)
     files = fsspec.filesystem("memory")
@@ -199,12 +211,26 @@ def depot(request, tmp_path):
         files.rm(f"/{tmp_path.name}", recursive=True)
 
 
-def put(depot, directory, position):
-    return depot.write(directory, IDENTITY, RECORD, position=position, ids=50)
+def put(depot, directory, position, **others):
+    made, _ = depot.write(directory, IDENTITY, RECORD, position=position, ids=50, **others)
+    return made
 
 
-def archives(depot):
-    return sorted(name for name in depot._ours(depot._path(depot.place("orders", 3))) if name != "manifest.json")
+def grown(directory, first, *, position):
+    """A closed store with 2,000 more IDs, in a data file of their own."""
+    store = RocksStore.open(directory, identity=IDENTITY)
+    store.apply({0: {b"id-%07d" % (first + number): os.urandom(15) for number in range(2_000)}}, RECORD, position)
+    store._segments[0].family.flush()
+    store.close()
+    return directory
+
+
+def contents(depot):
+    return set(depot._ours(depot._path(depot.place("orders", 3)))) - {"manifest.json"}
+
+
+def named(*checkpoints):
+    return {file.sha256 for checkpoint in checkpoints for file in checkpoint.files}
 
 
 def test_where_nothing_lies_nothing_is_found(depot):
@@ -217,41 +243,86 @@ def test_what_was_put_is_found_and_read(depot, tmp_path):
     assert depot.find("orders", 3) == made
     assert depot.find("orders", 4) is None
     assert depot.holds(made)
-    assert not depot.holds(replace(made, archive_bytes=made.archive_bytes + 1))
-    assert not depot.holds(replace(made, archive="8-00000000.tar"))
+    assert not depot.holds(replace(made, files=(*made.files, FILES[0])))
     (tmp_path / "copy").mkdir()
-    with depot.reading(made) as file:
-        unpack(file, tmp_path / "copy", size_bytes=made.archive_bytes, sha256=made.sha256, moved=still)
-    RocksStore.open(tmp_path / "copy", identity=IDENTITY).close()
+    depot.read(made, tmp_path / "copy", still)
+    store = RocksStore.open(tmp_path / "copy", identity=IDENTITY)
+    assert (store.position, store.task_record, store.count_ids()) == (7, RECORD, 50)
+    assert [key for _, key, _ in store.sightings()] == sorted(b"id-%d" % number for number in range(50))
+    assert store.warm(1_000)
+    store.close()
+
+
+def test_only_files_that_are_new_are_written(depot, tmp_path):
+    directory = tmp_path / "store"
+    first, first_bytes = depot.write(grown(directory, 0, position=7), IDENTITY, RECORD, position=7, ids=1)
+    grown(directory, 2_000, position=8)
+    moved = []
+    second, second_bytes = depot.write(directory, IDENTITY, RECORD, position=8, ids=1, moved=moved.append)
+    assert first_bytes == first.size_bytes
+    assert sum(moved) == second.size_bytes
+    shared = [file for file in second.files if file in first.files]
+    assert any(file.name.endswith(".sst") and file.size_bytes > 50_000 for file in shared)
+    assert second_bytes == second.size_bytes - sum(file.size_bytes for file in shared)
+    assert contents(depot) == named(first, second)
+    assert depot.write(directory, IDENTITY, RECORD, position=8, ids=1) == (second, 0)
 
 
 def test_a_reader_of_the_one_before_reads_it_to_its_end_and_older_ones_go(depot, tmp_path):
-    store = store_at(tmp_path / "store")
-    first, second = put(depot, store, 7), put(depot, store, 9)
-    assert archives(depot) == sorted([first.archive, second.archive])
-    third = put(depot, store, 12)
-    assert archives(depot) == sorted([second.archive, third.archive])
-    assert depot.find("orders", 3) == third
-    with depot.reading(second) as file:
-        assert len(file.read()) == second.archive_bytes
+    directory = tmp_path / "store"
+    made = [put(depot, grown(directory, 2_000 * number, position=7 + number), 7 + number) for number in range(3)]
+    assert contents(depot) == named(*made[1:])
+    assert not depot.holds(made[0])
+    assert depot.find("orders", 3) == made[2]
+    (tmp_path / "copy").mkdir()
+    depot.read(made[1], tmp_path / "copy", still)
+    with pytest.raises(CheckpointUnusable):
+        depot.read(made[0], tmp_path / "copy", still)
 
 
-def test_what_a_killed_upload_left_goes_when_it_is_old(depot, tmp_path):
-    store = store_at(tmp_path / "store")
+@pytest.mark.parametrize("dies_after", range(6))
+def test_an_upload_that_is_killed_leaves_the_one_before_and_goes_with_the_next(depot, tmp_path, dies_after):
+    directory = tmp_path / "store"
+    first, moves = put(depot, grown(directory, 0, position=7), 7), []
 
-    def dies(_size_bytes):
-        raise KeyboardInterrupt
+    def dies(size_bytes):
+        moves.append(size_bytes)
+        if len(moves) > dies_after:
+            raise KeyboardInterrupt
 
-    put(depot, store, 7)
+    grown(directory, 2_000, position=8)
     with pytest.raises(KeyboardInterrupt):
-        depot.write(store, IDENTITY, RECORD, position=8, ids=50, moved=dies)
-    assert depot.find("orders", 3).position == 7
-    # As far as any of it is there, it may belong to a run that is only slower than the next one.
-    second = put(depot, store, 9)
-    third, fourth = put(depot, store, 10), put(depot, store, 11)
-    assert depot.find("orders", 3) == fourth
-    assert second.archive not in archives(depot)
-    assert archives(depot) == sorted([third.archive, fourth.archive])
+        put(depot, directory, 8, moved=dies)
+    assert depot.find("orders", 3) == first
+    assert depot.holds(first)
+    last = put(depot, grown(directory, 4_000, position=9), 9)
+    assert contents(depot) == named(first, last)
+    (tmp_path / "copy").mkdir()
+    depot.read(last, tmp_path / "copy", still)
+
+
+def test_a_file_of_another_length_is_written_again(depot, tmp_path):
+    """An upload to a storage that does not write atomically was killed."""
+    directory = grown(tmp_path / "store", 0, position=7)
+    made = put(depot, directory, 7)
+    largest = max(made.files, key=lambda file: file.size_bytes)
+    depot._files.pipe_file(depot._path(f"{depot.place('orders', 3)}/{largest.sha256}"), b"half")
+    assert not depot.holds(made)
+    again, written_bytes = depot.write(directory, IDENTITY, RECORD, position=7, ids=50)
+    assert (again, written_bytes, depot.holds(made)) == (made, largest.size_bytes, True)
+
+
+def test_another_process_that_deletes_is_noticed(depot, tmp_path):
+    first = put(depot, grown(tmp_path / "store", 0, position=7), 7)
+    path = depot._path(depot.place("orders", 3))
+
+    def deletes(_size_bytes):
+        for name in [each for each in contents(depot) - named(first) if not each.endswith(".new")]:
+            depot._files.rm_file(f"{path}/{name}")
+
+    with pytest.raises(CheckpointUnusable, match="another process deletes them"):
+        put(depot, grown(tmp_path / "store", 2_000, position=8), 8, moved=deletes)
+    assert depot.find("orders", 3) == first
 
 
 def test_a_damaged_description_is_replaced(depot, tmp_path):
@@ -266,8 +337,8 @@ def test_a_damaged_description_is_replaced(depot, tmp_path):
 
 def test_a_description_of_any_length_is_not_read_whole(depot, tmp_path):
     put(depot, store_at(tmp_path / "store"), 7)
-    depot._files.pipe_file(depot._path(f"{depot.place('orders', 3)}/manifest.json"), b" " * 100_000)
-    with pytest.raises(CheckpointUnusable, match="more than 65,536 bytes"):
+    depot._files.pipe_file(depot._path(f"{depot.place('orders', 3)}/manifest.json"), b" " * 5_000_000)
+    with pytest.raises(CheckpointUnusable, match="more than 4,194,304 bytes"):
         depot.find("orders", 3)
 
 
@@ -292,7 +363,7 @@ def test_a_store_that_fails_is_told_with_its_place(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("url", "says"), [("s3://bucket/dedup", "s3fs"), ("nonsense://bucket", 'no storage is known for "nonsense://"')]
+    ("url", "says"), [("gs://bucket/dedup", "gcsfs"), ("nonsense://bucket", 'no storage is known for "nonsense://"')]
 )
 def test_a_url_that_nothing_here_can_read_ends_with_2(url, says, tmp_path):
     with pytest.raises(SettingsError, match=says) as caught:
