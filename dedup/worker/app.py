@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from faust.assignor.client_assignment import ClientAssignment, ClientMetadata
 from faust.assignor.partition_assignor import PartitionAssignor
@@ -133,6 +133,22 @@ class GroupAssignor(PartitionAssignor):
     @property
     def _size(self) -> int:
         return self.app.factory.topology.group_size
+
+    def on_assignment(self, assignment: Any) -> None:  # Faust's signature
+        """Accept an assignment that names this worker by an address that it no longer has.
+
+        A static member that restarts within the session timeout gets its old assignment back (KIP-345).
+        """
+        found = cast("ClientMetadata", ClientMetadata.loads(self._decompress(assignment.user_data)))
+        old, own = found.url, str(self._url)
+        if old != own:
+            for spread in (found.changelog_distribution, found.external_topic_distribution):
+                if old in spread:
+                    spread[own] = spread.pop(old)
+            found.url = own
+            user_data = self._compress(found.dumps())
+            assignment = type(assignment)(assignment.version, assignment.assignment, user_data)
+        super().on_assignment(assignment)
 
     def _perform_assignment(self, cluster: Any, member_metadata: Any) -> Any:  # Faust's signature
         topics = {topic for metadata in member_metadata.values() for topic in metadata.subscription}

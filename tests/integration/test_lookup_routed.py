@@ -93,3 +93,22 @@ def explain_says_the_same(job: Job, found: dict[str, Any]) -> None:
 
 def asked_of(worker: Worker, number: int) -> bool:
     return bool(asked(worker, f"/api/ids/i-{number}")["unreached"])
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_worker_comes_back_at_once_with_another_address(make_job: MakeJob, killed: int) -> None:
+    """A container that restarts has another port or host name, but the broker gives it its old assignment (KIP-345)."""
+    job = make_job(config=CONFIG, document={"state": {"standby_replicas": 0}}, partitions=4)
+    both = two_of(job)
+    job.send([Event(n % 4, b'{"id":"i-%d","n":%d}' % (n, n), BASE_MS + n) for n in range(IDS)])
+    job.until_done()
+    worker_id, held = both[killed].id, owned(both[killed])
+    both[killed].kill()
+    job.send([Event(n % 4, b'{"id":"i-%d","n":%d}' % (n, IDS + n), BASE_MS + n) for n in range(2 * IDS)])
+    again = job.start(worker_id)
+    until(lambda: owned(again) == held, job.logs)
+    job.until_done()
+    for number in range(2 * IDS):
+        found = asked(again, f"/api/ids/i-{number}")
+        assert (len(found["sightings"]), found["unreached"]) == (1, [])
+    job.judge()
