@@ -11,7 +11,6 @@ disk with a checkpoint; and at last on events that are all known. Every output i
 from __future__ import annotations
 
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import typer
+from confluent_kafka import Consumer, TopicPartition
 from rich.table import Table
 
 from bench import report, stage
@@ -95,7 +95,17 @@ class _Bench:
         self._jobs = {}
         for name in ("large", "empty"):
             (directory / name).mkdir()
-            job = Job(bootstrap, _SOURCE, f"{name}.output", name, _PARTITIONS, directory / name, "snappy", 100, True)
+            job = Job(
+                bootstrap,
+                _SOURCE,
+                f"{name}.output",
+                name,
+                _PARTITIONS,
+                directory / name,
+                "snappy",
+                100,
+                until_done=True,
+            )
             self._jobs[name] = job
             cluster.create(job.output, _PARTITIONS)
         cluster.create(_SOURCE, _PARTITIONS)
@@ -147,7 +157,7 @@ class _Bench:
 
     def _load_known(self, ids: int) -> Mapping[bytes, int]:
         """Send events of the history's first file, and as few new ones behind them."""
-        sender, time_ms = producer(self._cluster.bootstrap), self._start_ms + GUARD_MS // 2
+        sender, time_ms = producer(self._cluster.bootstrap), self._start_ms + GUARD_MS // 4
         known = _uuids(0, min(ids, _ROWS_A_FILE))[:_KNOWN].reshape(-1, 36)
         for each in known:
             send(sender, _SOURCE, event(each.tobytes().decode(), 0, time_ms, ""))
@@ -214,8 +224,6 @@ class _Bench:
         self._rest: Mapping[bytes, int] = expected
 
     def _stable_ends(self, topic: str) -> dict[int, int]:
-        from confluent_kafka import Consumer, TopicPartition
-
         reader = Consumer({"bootstrap.servers": self._cluster.bootstrap, "group.id": "ends"})
         try:
             places = [TopicPartition(topic, partition) for partition in range(_PARTITIONS)]
@@ -246,10 +254,10 @@ def _uuids(number: int, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 def _history(number: int, count: int, start_ms: int) -> pa.Table:
     """Return records as a source topic would hold them, all from the half hour before the workload begins."""
     ids = _uuids(number, count)
-    values = np.empty((count, 53), np.uint8)
-    values[:] = np.frombuffer(b'{"event_id":"' + b"-" * 36 + b'"}  ', np.uint8)[:53]
-    values[:, 13:49], values[:, 49:51] = ids, np.frombuffer(b'"}', np.uint8)
     times_ms = start_ms - GUARD_MS // 2 + np.arange(count, dtype=np.int64) * (GUARD_MS // 2) // count
+    template = b'{"event_id":"' + b"-" * 36 + b'","ts":' + b"0" * 13 + b"}"
+    values = np.tile(np.frombuffer(template, np.uint8), (count, 1))
+    values[:, 13:49], values[:, 56:69] = ids, times_ms.astype("S13").view(np.uint8).reshape(count, 13)
     return pa.table(
         {
             "key": _column(ids),

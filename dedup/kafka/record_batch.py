@@ -32,6 +32,10 @@ COMPRESSION: Final[Mapping[str, int]] = {"none": 0, "gzip": 1, "snappy": 2, "lz4
 MAGIC: Final = 2
 NO_EPOCH: Final = -1
 """The value that stands for an unknown leader epoch (KIP-320)."""
+GC_THRESHOLD: Final = 100_000
+"""Allocations between two collections of the youngest generation (`gc.set_threshold`). A process that reads many
+batches sets it, because batches allocate many objects, but no cycles.
+"""
 _NO_LIMIT: Final = 1 << 62
 OWN_ROW: Final = -1
 """The feeding offset of a record that dedup itself created without an input record."""

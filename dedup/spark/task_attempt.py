@@ -33,7 +33,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from dedup.errors import CommitUnknown, DedupError, StateIncompatible, TaskCorrupted, TaskMigrated
 from dedup.kafka.client import KafkaWire
-from dedup.kafka.record_batch import FeedBatch
+from dedup.kafka.record_batch import GC_THRESHOLD, FeedBatch
 from dedup.kafka.wire import TopicPartition
 from dedup.metrics import TaskNumbers
 from dedup.spark.columns import feed_batches
@@ -47,8 +47,6 @@ from dedup.worker.task import Task, TaskId
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.topics import Cluster
 
-_GC_THRESHOLD: Final = 100_000
-"""Same threshold as in a worker: a batch creates tens of thousands of objects but no reference cycles."""
 _MOST_RENEWALS: Final = 3
 """Maximum number of new epochs in which a commit is retried; then the attempt fails, and Spark starts a new attempt."""
 _MARGIN: Final = 4
@@ -107,7 +105,7 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
     An error that a new attempt may avoid is raised, so that Spark starts a new attempt. An error that every attempt
     would meet becomes part of the report, and the driver raises the error.
     """
-    gc.set_threshold(_GC_THRESHOLD)
+    gc.set_threshold(GC_THRESHOLD)
     batches = feed_batches(arrow)
     first = next(batches, None)
     if first is None:

@@ -218,14 +218,24 @@ def _decode_entry(value: bytes, at: int) -> tuple[Sighting, int]:
 
 def all_within(values: Collection[bytes], begin_ms: int, end_ms: int) -> bool:
     """Tell whether all sightings end in [``begin_ms``, ``end_ms``). Raises the same errors as `decode_sightings`."""
-    joined = b"".join(values)
-    if len(joined) == len(values) * _PLAIN_BYTES and set(map(len, values)) == {_PLAIN_BYTES}:
-        rows = np.frombuffer(joined, np.uint8).reshape(len(values), _PLAIN_BYTES)
-        heads = np.ascontiguousarray(rows[:, :8]).view(">u8")
-        # The header is the top byte of the first field, so only entries without flags are within these bounds.
-        if _PLAIN_BASE + begin_ms <= heads.min() and heads.max() < _PLAIN_BASE + end_ms:
-            return True
-    return all(begin_ms <= seen.last_ms < end_ms for value in values for seen in decode_sightings(value))
+    lengths = set(map(len, values))
+    for length in lengths:
+        same = values if len(lengths) == 1 else [value for value in values if len(value) == length]
+        if not _ends_within(same, length, begin_ms, end_ms) and not all(
+            begin_ms <= seen.last_ms < end_ms for value in same for seen in decode_sightings(value)
+        ):
+            return False
+    return True
+
+
+def _ends_within(values: Collection[bytes], length: int, begin_ms: int, end_ms: int) -> bool:
+    """Tell whether values of one length are single sightings that never grew and are within bounds."""
+    rows = np.frombuffer(b"".join(values), np.uint8).reshape(len(values), length)
+    headers = {header for header, entry in _ENTRIES.items() if entry.size == length and not header & _EXTENDED}
+    if not headers or not headers.issuperset(np.unique(rows[:, :1]).tolist()):
+        return False
+    firsts = np.ascontiguousarray(rows[:, :8]).view(">u8") & np.uint64((1 << 56) - 1)
+    return bool(begin_ms <= firsts.min() and firsts.max() < end_ms)
 
 
 def encode_single_column(

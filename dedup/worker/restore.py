@@ -35,7 +35,10 @@ from dedup.worker.topics import Cluster
 log: Final = logging.getLogger(__name__)
 _WIDTHS: Final = 2
 """The sum of guard period and grace, as a number of segment widths."""
-FETCH_BYTES: Final = 8 << 20
+FETCH_BYTES: Final = 1 << 20
+"""The most compressed bytes of a step. Larger steps are slower, because the objects of a step do not fit into the
+processor's cache, and other tasks wait during a step.
+"""
 WAIT_MS: Final = 500
 _LOOK_BACK: Final = 256
 """The number of offsets at the changelog's end that are searched first for a task record; the range then grows."""

@@ -18,6 +18,7 @@ from yarl import URL
 from dedup.errors import BrokerUnavailable, DedupError, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
+from dedup.kafka.record_batch import GC_THRESHOLD
 from dedup.kafka.topic_admin import Admin
 from dedup.kafka.wire import NoAnswer, TopicPartition, Wire
 from dedup.metrics import DeadShare
@@ -43,8 +44,6 @@ LOOK_S: Final = 0.25
 _ASK_WITHIN_S: Final = 5.0
 FETCH_BYTES: Final = 1 << 16
 _LONGEST_LOOK_S: Final = 1.0
-GC_THRESHOLD: Final = 100_000
-"""Allocations between two collections of the youngest generation; batches allocate many objects, but no cycles."""
 _END_LOOK_S: Final = 0.05
 MAINTENANCE_EVERY_S: Final = 30.0
 KEEP_MS: Final = 86_400_000
