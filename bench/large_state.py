@@ -1,11 +1,12 @@
 """Large state: one worker with 100,000,000 known IDs in 4 partitions, compared with the same worker without any.
 
-    python -m bench.large_state                      100,000,000 IDs, 3 rounds of 2,000,000 events; 25 GB of disk
+    python -m bench.large_state                      100,000,000 IDs, 2 rounds of 2,000,000 events; 20 GB of disk
 
-The IDs come from a history in Parquet, as they would where dedup is introduced beside years of data: `dedup spark seed`
-writes their sightings to the changelog. Then the worker is started on an empty disk (restore from the changelog), in
-turn with a worker of another name that knows nothing, on the same events; after a SIGTERM, after a SIGKILL; on an empty
-disk with a checkpoint; and at last on events that are all known. Every output is counted and compared.
+The sightings are written to the changelog as a worker writes them: the same bytes, in transactions with the same IDs.
+(`dedup spark seed` would do it too, at some 70,000 IDs/s on 2 cores.) Then the worker is started on an empty disk
+(restore from the changelog), in turn with a worker of another name that knows nothing, on the same events; after a
+SIGTERM, after a SIGKILL; on an empty disk with a checkpoint; and at last on events that are all known. Every output is
+counted and compared.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
+from uuid import UUID
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import typer
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer
+from confluent_kafka import TopicPartition as Place
 from rich.table import Table
 
 from bench import report, stage
@@ -34,16 +36,25 @@ from bench.cluster import Cluster
 from bench.process import MeasuredProcess
 from bench.reader import Exactness, OutputReader, check
 from bench.workload import GUARD_MS, Workload, event, finish, load, producer, send
+from dedup.core.tracking_id import encode_text, state_key
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.record_batch import OWN_ROW, Line, fill
+from dedup.kafka.topic_admin import on_cluster
+from dedup.kafka.transactional_producer import Session
+from dedup.kafka.wire import TopicPartition
+from dedup.settings import load_settings
+from dedup.store.changelog import TASK_RECORD_KEY, encode_single_column, encode_task_record
+from dedup.topology.model import Topology
+from dedup.topology.parse import parse
+from dedup.worker.dedup_task import sighting_batches
+from dedup.worker.restore import last_task_record
 
-_ROWS_A_FILE: Final = 2_000_000
+_IDS_A_COMMIT: Final = 50_000
 _SOURCE: Final = "large.source"
 _PARTITIONS: Final = 4
-_KNOWN: Final = 200_000
 _NEW: Final = 1_000
 _WITHIN_S: Final = 1800.0
 _LOOK_EVERY_S: Final = 0.02
-_HEX: Final = np.frombuffer(b"0123456789abcdef", np.uint8)
-_DIGITS: Final = np.array([at for at in range(36) if at not in {8, 13, 18, 23}])
 _PROGRAM: Final = str(Path(sys.executable).parent / "dedup")
 
 
@@ -66,10 +77,10 @@ def main(
     *,
     ids: Annotated[int, typer.Option(help="Known IDs.")] = 100_000_000,
     events: Annotated[int, typer.Option(help="Events in a round.")] = 2_000_000,
-    rounds: Annotated[int, typer.Option(help="Rounds with a SIGTERM between them.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Rounds with a restart between them.")] = 2,
     bootstrap: Annotated[str, typer.Option(help="A running broker; without it an embedded one is started.")] = "",
 ) -> None:
-    """Seed the state, run the worker on it in every way, print a table, and write the result file."""
+    """Fill the state, run the worker on it in every way, print a table, and write the result file."""
     console = stage.console()
     with stage.broker(bootstrap) as address, tempfile.TemporaryDirectory(prefix="dedup-bench-") as name:
         bench = _Bench(Path(name), address, Cluster(address), stage.past_start_ms(), events)
@@ -111,10 +122,10 @@ class _Bench:
         cluster.create(_SOURCE, _PARTITIONS)
 
     def all(self, ids: int, rounds: int) -> Iterator[Run]:
-        self._seed(ids)
+        self._fill(ids)
         expected = self._load(1)
         yield self._run("large", "empty disk, changelog", expected)
-        yield self._run("empty", "new", expected)
+        yield self._run("empty", "new", {**self._firsts, **expected})
         for number in range(rounds):
             expected = self._load(2 + number)
             for name in ("empty", "large") if number % 2 else ("large", "empty"):
@@ -127,45 +138,79 @@ class _Bench:
         shutil.rmtree(self._state())
         expected = self._load(2 + rounds)
         yield self._run("large", "empty disk, checkpoint", expected, checkpoint=True)
-        yield self._run("large", "known events", self._load_known(ids))
+        yield self._run("large", "known events", self._load_known())
 
     def _state(self) -> Path:
         return self._jobs["large"].state_dir / "large"
 
-    def _seed(self, ids: int) -> None:
-        history, job = self._directory / "history", self._jobs["large"]
-        history.mkdir()
+    def _fill(self, ids: int) -> None:
+        """The changelog has the sightings of these IDs, and the disk has none of them."""
+        self._firsts = self._load_new(_NEW)
+        self._run("large", "topics made", self._firsts)
+        job = self._jobs["large"]
+        topology = parse((job.directory / "large.yaml").read_text(encoding="utf-8"), name="large.yaml")
+        settings = load_settings(job.directory / "config.yaml", [], {})
         began = time.monotonic()
-        for number, first in enumerate(range(0, ids, _ROWS_A_FILE)):
-            count = min(_ROWS_A_FILE, ids - first)
-            pq.write_table(_history(number, count, self._start_ms), history / f"{number:04}.parquet", compression="lz4")
-        CANDIDATES[report.OURS].command(job)  # writes the topology file
-        self.noted["history made s"] = round(time.monotonic() - began, 1)
-        began = time.monotonic()
-        line = [_PROGRAM, "spark", "seed", str(job.directory / "large.yaml"), "--history", str(history)]
-        line += ["--until", "latest", "--config", str(job.directory / "config.yaml"), "--quiet"]
-        line += ["--set", "topics.replication_factor=1", "--set", "topics.min_insync_replicas=1"]
-        subprocess.run(line, check=True, cwd=self._directory)
+        on_cluster(settings, "bench-fill", lambda wire, _: self._write(topology, wire, ids))
         took_s = time.monotonic() - began
-        self.noted |= {"seed s": round(took_s, 1), "seed IDs per s": round(ids / took_s)}
-        shutil.rmtree(history)
+        self.noted |= {"fill s": round(took_s, 1), "fill IDs per s": round(ids / took_s)}
+        shutil.rmtree(self._state())
+
+    async def _write(self, topology: Topology, wire: KafkaWire, ids: int) -> None:
+        for partition in range(_PARTITIONS):
+            changelog = TopicPartition(topology.changelog_topic, partition)
+            name = topology.grouped_by(1).transactional_id("dedup", partition)
+            session = Session(wire, name, topology.name, timeout_ms=60_000, deadline_ms=60_000)
+            record = await last_task_record(wire, changelog)
+            assert record is not None
+            await session.open()
+            now_ms, count = time.time_ns() // 1_000_000, ids // _PARTITIONS
+            for first in range(0, count, _IDS_A_COMMIT):
+                writes = self._sightings(topology, partition, first, min(_IDS_A_COMMIT, count - first), count)
+                session.add(sighting_batches(changelog, writes, now_ms=now_ms, compression="snappy"))
+                line: Line = (OWN_ROW, now_ms, TASK_RECORD_KEY, encode_task_record(record), [])
+                session.add(fill(changelog, [line], compression="none"))
+                await session.commit({})
+            await session.drop()
+
+    def _sightings(
+        self, topology: Topology, partition: int, first: int, count: int, every: int
+    ) -> dict[int, dict[bytes, bytes]]:
+        keys = _keys(partition, first, count)
+        span_ms = GUARD_MS // 2
+        times_ms = self._start_ms - span_ms + np.arange(first, first + count, dtype=np.int64) * span_ms // every
+        values = encode_single_column(times_ms, 0, partition, np.arange(first, first + count))
+        segments = times_ms - times_ms % topology.window.segment_ms
+        cuts = [0, *(np.flatnonzero(np.diff(segments)) + 1).tolist(), count]
+        return {
+            int(segments[low]): dict(zip(keys[low:high], values[low:high], strict=True)) for low, high in pairwise(cuts)
+        }
 
     def _load(self, seed: int) -> Mapping[bytes, int]:
         workload = Workload(self._events, _PARTITIONS, seed=seed, start_ms=self._start_ms)
         load(self._cluster.bootstrap, _SOURCE, workload, lambda _: None)
         return workload.expected()
 
-    def _load_known(self, ids: int) -> Mapping[bytes, int]:
-        """Send events of the history's first file, and as few new ones behind them."""
-        sender, time_ms = producer(self._cluster.bootstrap), self._start_ms + GUARD_MS // 4
-        known = _uuids(0, min(ids, _ROWS_A_FILE))[:_KNOWN].reshape(-1, 36)
-        for each in known:
-            send(sender, _SOURCE, event(each.tobytes().decode(), 0, time_ms, ""))
-        new = [f"new-{number}" for number in range(_NEW)]
-        for name in new:
+    def _load_known(self) -> Mapping[bytes, int]:
+        """Send events of which the state knows the IDs, and a few new ones behind them."""
+        sender, time_ms = producer(self._cluster.bootstrap), self._start_ms
+        for partition in range(_PARTITIONS):
+            for key in _keys(partition, 0, _IDS_A_COMMIT):
+                # The IDs were dealt out without regard to the partitioner, so the partition is named.
+                name = str(UUID(bytes=key[1:]))
+                one = event(name, 0, time_ms, "")
+                sender.produce(_SOURCE, one.value, one.event_id, partition, timestamp=time_ms)
+            sender.flush()
+        finish(sender)
+        return self._load_new(2 * _NEW)
+
+    def _load_new(self, count: int) -> Mapping[bytes, int]:
+        sender, time_ms = producer(self._cluster.bootstrap), self._start_ms
+        names = [f"new-{count}-{number}" for number in range(count)]
+        for name in names:
             send(sender, _SOURCE, event(name, 0, time_ms, ""))
         finish(sender)
-        return {name.encode(): time_ms for name in new}
+        return {name.encode(): time_ms for name in names}
 
     def _run(self, name: str, what: str, expected: Mapping[bytes, int] | None, *, checkpoint: bool = False) -> Run:
         job = self._jobs[name]
@@ -226,7 +271,7 @@ class _Bench:
     def _stable_ends(self, topic: str) -> dict[int, int]:
         reader = Consumer({"bootstrap.servers": self._cluster.bootstrap, "group.id": "ends"})
         try:
-            places = [TopicPartition(topic, partition) for partition in range(_PARTITIONS)]
+            places = [Place(topic, partition) for partition in range(_PARTITIONS)]
             return {each.partition: reader.get_watermark_offsets(each)[1] for each in places}
         finally:
             reader.close()
@@ -241,38 +286,13 @@ class _Bench:
             self.noted[name] = round(time.monotonic() - began, 1)
 
 
-def _uuids(number: int, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return `count` UUIDs as text, one a row, the same for the same number."""
-    dice = np.random.default_rng((42, number)).integers(0, 256, (count, 16), np.uint8)
-    text = np.full((count, 36), ord("-"), np.uint8)
-    digits = np.empty((count, 32), np.uint8)
-    digits[:, 0::2], digits[:, 1::2] = _HEX[dice >> 4], _HEX[dice & 15]
-    text[:, _DIGITS] = digits
-    return text
-
-
-def _history(number: int, count: int, start_ms: int) -> pa.Table:
-    """Return records as a source topic would hold them, all from the half hour before the workload begins."""
-    ids = _uuids(number, count)
-    times_ms = start_ms - GUARD_MS // 2 + np.arange(count, dtype=np.int64) * (GUARD_MS // 2) // count
-    template = b'{"event_id":"' + b"-" * 36 + b'","ts":' + b"0" * 13 + b"}"
-    values = np.tile(np.frombuffer(template, np.uint8), (count, 1))
-    values[:, 13:49], values[:, 56:69] = ids, times_ms.astype("S13").view(np.uint8).reshape(count, 13)
-    return pa.table(
-        {
-            "key": _column(ids),
-            "value": _column(values),
-            "timestamp": pa.array(times_ms).cast(pa.timestamp("ms", tz="UTC")),
-        }
-    )
-
-
-def _column(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> pa.Array:
-    count, width = rows.shape
-    offsets = np.arange(count + 1, dtype=np.int32) * width
-    return pa.Array.from_buffers(
-        pa.binary(), count, [None, pa.py_buffer(offsets), pa.py_buffer(np.ascontiguousarray(rows))]
-    )
+def _keys(partition: int, first: int, count: int) -> list[bytes]:
+    """Return the state keys of random UUIDs, the same for the same arguments."""
+    table = np.empty((count, 17), np.uint8)
+    table[:, 0] = state_key(encode_text(str(UUID(int=0))))[0]
+    table[:, 1:] = np.random.default_rng((42, partition, first)).integers(0, 256, (count, 16), np.uint8)
+    keys: list[bytes] = table.view("V17")[:, 0].tolist()
+    return keys
 
 
 if __name__ == "__main__":

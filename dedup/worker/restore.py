@@ -150,7 +150,7 @@ async def restore(
     return Restored(records, bounds.start, bounds.end, newest)
 
 
-async def _last_task_record(wire: Wire, changelog: TopicPartition) -> TaskRecord | None:
+async def last_task_record(wire: Wire, changelog: TopicPartition) -> TaskRecord | None:
     """Return the newest committed task record of a changelog partition, or None if there is none."""
     bounds = await bounds_of(wire, changelog)
     begin, step = bounds.end, _LOOK_BACK
@@ -201,7 +201,7 @@ async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBo
     A changelog without a task record is also refused if the local state has one (``held``), because owners never delete
     the last task record.
     """
-    record = await _last_task_record(wire, changelog)
+    record = await last_task_record(wire, changelog)
     if record is None and held is not None:
         raise StateIncompatible(
             f"{changelog} begins at offset {bounds.start} and holds no task record, but "
@@ -325,7 +325,7 @@ class LostOffsets:
     async def _read_feeds(self) -> set[Feed]:
         """Return the source partitions with judged records, according to the task records."""
         changelogs = self.cluster.topics[self.topology.changelog_topic].places
-        records = [await _last_task_record(self.wire, changelog) for changelog in changelogs]
+        records = [await last_task_record(self.wire, changelog) for changelog in changelogs]
         feeds = [feed for record in records if record is not None for feed in record.feeds]
         return {Feed(feed.topic, feed.partition) for feed in feeds if feed.idle or feed.max_ms > BEFORE_ALL_TIME}
 
