@@ -15,9 +15,12 @@ batch is divided into halves, and a batch of at most four rows takes the slow pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from binascii import Error as NotHexadecimal
+from binascii import hexlify, unhexlify
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
 from typing import Annotated, Any, Final, Literal, NamedTuple, assert_never
 
@@ -25,6 +28,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dedup.core import tracking_id as encoding
 from dedup.core.event_time import MAX_MS, MIN_MS, EventTime, FieldTime, TimeUnit, rfc3339_column_ms, rfc3339_ms
 from dedup.core.exact_json import MAX_DEPTH, Excluded, Number, Unreadable, canonical_json, decode, excluded
 from dedup.core.extract_one import (
@@ -40,14 +44,15 @@ from dedup.core.extract_one import (
     value_digest,
 )
 from dedup.core.json_path import Path
-from dedup.core.state_keys import PartMemo, bytes_keys, composite_keys, scalar_keys
 from dedup.core.tracking_id import (
     CONTENT,
+    KEPT_BYTES,
     ContentRule,
     FieldRule,
     FieldsRule,
     HeaderRule,
     KeyRule,
+    Normalizing,
     RawContentRule,
     TrackingId,
     normalizer,
@@ -59,6 +64,13 @@ __all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_ex
 _WORD_BYTES: Final = 4
 _MARGIN_BYTES: Final = 2
 """The minimum number of bytes after a member name: a colon and a closing brace."""
+
+_UUID_CHARS: Final = 36
+_ROW: Final = _UUID_CHARS + 1
+"""Length of a UUID and the line feed after it."""
+_HYPHENS: Final = (8, 13, 18, 23)
+_REMEMBERED: Final = 1 << 16
+"""The maximum number of parts of composite IDs that the cache holds for one column."""
 
 _Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
 _Seconds = Annotated[int, msgspec.Meta(ge=-(MAX_MS // 1000), le=MAX_MS // 1000)]
@@ -539,3 +551,137 @@ class Extractor:
 def _only(headers: Headers, name: str) -> bytes | None:
     values = [value for header, value in headers if header == name]
     return values[0] if len(values) == 1 else None
+
+
+# The following functions compute the state keys of whole columns of IDs in C, with the same result as tracking_id.py.
+# Each returns None if any row needs the slow path.
+
+
+def scalar_keys(column: list[str] | list[int] | list[str | int]) -> list[bytes] | None:
+    """Return the state keys of a column of strings and 64-bit integers, or None if any string is empty."""
+    kinds = set(map(type, column))
+    if kinds == {str}:
+        return text_keys(column)  # type: ignore[arg-type]
+    if kinds == {int}:
+        return _integer_keys(column)  # type: ignore[arg-type]
+    if "" in column:
+        return None
+    return [state_key(_scalar(value)) for value in column]
+
+
+def text_keys(texts: list[str]) -> list[bytes] | None:
+    """Return the state keys of a column of strings that UTF-8 can encode, or None if any string is empty."""
+    joined = "\n".join(texts)
+    count = len(texts)
+    if len(joined) + 1 == _ROW * count and joined.isascii():
+        keys = _uuid_keys(joined.encode(), count)
+        if keys is not None:
+            return keys
+    lengths = set(map(len, texts))
+    if 0 in lengths:
+        return None
+    if _UUID_CHARS in lengths or joined.count("\n") != count - 1:
+        return _kept(map(encoding.encode_text, texts))
+    return _kept(("\x01" + joined.replace("\n", "\n\x01")).encode().split(b"\n"))
+
+
+def bytes_keys(values: Sequence[bytes]) -> list[bytes] | None:
+    """Return the state keys of IDs from record keys, headers, or raw values, or None if any ID is empty."""
+    count = len(values)
+    lengths = set(map(len, values))
+    if lengths == {_UUID_CHARS}:
+        keys = _uuid_keys(b"\n".join(values), count)
+        if keys is not None:
+            return keys
+    if 0 in lengths:
+        return None
+    if _UUID_CHARS in lengths:
+        return _kept(map(encoding.encode_bytes, values))
+    return _kept([encoding.BYTES + value for value in values])
+
+
+class PartMemo(dict[str | int, bytes]):
+    """Caches the canonical bytes of the values of one part of composite IDs, each preceded by their length.
+
+    Only strings and integers may be looked up, because Python would find True and 1.0 under the key 1. Looking up an
+    empty string raises _EmptyPart.
+    """
+
+    __slots__ = ("_normalize",)
+
+    def __init__(self, normalize: tuple[Normalizing, ...]) -> None:
+        super().__init__()
+        self._normalize: Callable[[str], str] | None = normalizer(normalize)
+
+    def __missing__(self, value: str | int) -> bytes:
+        scalar = self._normalize(value) if self._normalize is not None and isinstance(value, str) else value
+        if scalar == "":
+            raise _EmptyPart
+        if len(self) >= _REMEMBERED:
+            self.clear()
+        part = self[value] = encoding.prefixed(_scalar(scalar))
+        return part
+
+
+class _EmptyPart(Exception):
+    """A part of a composite ID is empty."""
+
+
+def composite_keys(columns: Sequence[list[str | int]], memos: Sequence[PartMemo]) -> list[bytes] | None:
+    """Return the state keys of composite IDs, given one column per part, or None if any part is empty."""
+    parts = [map(memo.__getitem__, column) for memo, column in zip(memos, columns, strict=True)]
+    try:
+        return _kept(map(b"".join, zip(repeat(encoding.COMPOSITE), *parts, strict=False)))
+    except _EmptyPart:
+        return None
+
+
+def _integer_keys(column: list[int]) -> list[bytes]:
+    numbers = np.array(column, np.int64)
+    sizes = numbers ^ (numbers >> 63)
+    width = int(sizes.max()).bit_length() // 8 + 1
+    if int(sizes.min()).bit_length() // 8 + 1 != width:
+        return list(map(encoding.encode_integer, column))
+    keys = np.empty((len(column), width + 1), np.uint8)
+    keys[:, 0] = encoding.INTEGER[0]
+    keys[:, 1:] = numbers.astype(">i8").view(np.uint8).reshape(len(column), 8)[:, 8 - width :]
+    return _rows(keys)
+
+
+def _scalar(value: str | int) -> bytes:
+    return encoding.encode_text(value) if isinstance(value, str) else encoding.encode_integer(value)
+
+
+def _kept(canonical: Iterable[bytes]) -> list[bytes]:
+    keys = canonical if isinstance(canonical, list) else list(canonical)
+    if max(map(len, keys)) <= KEPT_BYTES:
+        return keys
+    return list(map(state_key, keys))
+
+
+def _uuid_keys(lines: bytes, count: int) -> list[bytes] | None:
+    """Return the state keys of lines with one canonical UUID each, or None if any line has another form."""
+    if lines[_UUID_CHARS::_ROW] != b"\n" * (count - 1):
+        return None
+    hyphens = b"-" * count
+    if any(lines[at::_ROW] != hyphens for at in _HYPHENS):
+        return None
+    digits = lines.translate(None, b"-\n")
+    if len(digits) != 32 * count:  # a line has more hyphens or line feeds
+        return None
+    try:
+        packed = unhexlify(digits)
+    except NotHexadecimal:
+        return None
+    if hexlify(packed) != digits:  # capitals or white space
+        return None
+    keys = np.empty((count, 17), np.uint8)
+    keys[:, 0] = encoding.UUID[0]
+    keys[:, 1:] = np.frombuffer(packed, np.uint8).reshape(count, 16)
+    return _rows(keys)
+
+
+def _rows(keys: npt.NDArray[np.uint8]) -> list[bytes]:
+    # Unlike numpy's bytes type, its void type keeps trailing zero bytes.
+    rows: list[bytes] = keys.view(f"V{keys.shape[1]}").ravel().tolist()
+    return rows

@@ -399,6 +399,8 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
     def __init__(self, source: TopicPartition, raw: bytes, aborted: Sequence[tuple[int, int]], position: int) -> None:
         crcs, isolation = True, READ_COMMITTED
         super().__init__(source, MemoryRecords(raw), aborted, position, None, None, crcs, isolation)
+        # The unused iterator refers to this object. Such a cycle keeps the response until the next garbage collection.
+        self._records_iterator = None
 
     def batches(self) -> Iterator[Any]:
         """Yield the committed batches. `next_fetch_offset` also advances past control and aborted batches."""

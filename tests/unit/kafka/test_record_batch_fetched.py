@@ -1,5 +1,8 @@
 """Header names that are not UTF-8: one such record must not take its batch, or the worker, with it."""
 
+import gc
+import weakref
+
 import pytest
 from aiokafka.errors import CorruptRecordException
 from aiokafka.record.default_records import DefaultRecordBatch
@@ -11,6 +14,7 @@ from dedup.core.extract import compile_extractor
 from dedup.core.extract_one import ODD_HEADER_NAME
 from dedup.core.json_path import parse_path
 from dedup.core.tracking_id import FieldRule, TrackingId
+from dedup.kafka import record_batch
 from dedup.kafka.record_batch import FeedBatch, TopicPartition, columns_of, records_of
 from dedup.metrics import TaskNumbers
 from dedup.worker.clock import SteadyClock
@@ -91,3 +95,21 @@ def test_a_repartition_task_makes_it_a_dead_letter(columns):
     work.freeze(4).apply({})
     assert numbers.verdicts == {"repartitioned": 3, "dead_letter": 1}
     assert numbers.dead_reasons == {ODD_HEADER_NAME.code: 1}
+
+
+def test_a_response_is_freed_without_a_garbage_collection(monkeypatch):
+    """A worker collects garbage rarely, so what a cycle keeps is kept for gigabytes of responses."""
+    made = []
+
+    class Watched(record_batch.CommittedBatches):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(record_batch, "CommittedBatches", Watched)
+    gc.disable()
+    try:
+        columns_of(FEED, batch(ROWS), [], 0)
+        assert [each() for each in made] == [None]
+    finally:
+        gc.enable()

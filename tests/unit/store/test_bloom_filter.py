@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dedup.errors import DedupError
-from dedup.store import rocks, segment_filter
+from dedup.store import bloom_filter, rocks
 from dedup.store.base import StoreIdentity, TaskRecord
-from dedup.store.bloom_filter import BloomFilter, Hashed, HashKey
+from dedup.store.bloom_filter import BloomFilter, Hashed, HashKey, SegmentFilter
 from dedup.store.rocks import RocksMemory, RocksStore
-from dedup.store.segment_filter import SegmentFilter
 
 IDENTITY = StoreIdentity("orders", 3, "q7BvLZ1nQ8i")
 RECORD = TaskRecord(b"f" * 16, 5_000, (), 42, 100)
@@ -25,7 +24,7 @@ LOG = "filter-log-0"
 def lazily(monkeypatch):
     """Nothing is loaded on open, and in small pieces afterward."""
     monkeypatch.setattr(rocks, "_FILTERED_ON_OPEN_IDS", -1)
-    monkeypatch.setattr(segment_filter, "PIECE_IDS", 50)
+    monkeypatch.setattr(bloom_filter, "PIECE_IDS", 50)
 
 
 def opened(directory, **options):
@@ -324,7 +323,7 @@ def no_mark(self, mark, *, first_key, ids, position):
 def no_crc(self, mark, keys, first_key):
     count = min(keys * 8, 50, mark.hashes - self._loaded)
     self._loaded += count
-    self._filter.add(Hashed(segment_filter._read(self._path, self._loaded - count, count)))
+    self._filter.add(Hashed(bloom_filter._read(self._path, self._loaded - count, count)))
     if self._loaded == mark.hashes:
         self._load = None
     return -(-count // 8)
