@@ -68,7 +68,7 @@ _OPEN_FILES: Final = 512
 which takes longer than all else: with 64 and 100,000,000 IDs in 4 stores, it took half of the worker's time.
 """
 _OPEN_FILES_SHARD_BITS: Final = 4
-"""RocksDB divides the open files into 2 to this power groups, each with a limit; its default of 6 leaves 8 files each."""
+"""RocksDB divides the open files into 2 to this power groups with a limit each; its default of 6 leaves 8 to each."""
 _BLOOM_BITS: Final = 10
 _BUCKETS: Final = 1 << 14
 _TABLE_BYTES: Final = 8 * _BUCKETS
