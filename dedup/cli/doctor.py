@@ -18,7 +18,7 @@ from dedup.errors import BrokerUnavailable, StateIncompatible
 
 if TYPE_CHECKING:
     from dedup.kafka.authorization import Rights
-    from dedup.kafka.connection import Diagnosis, Trouble
+    from dedup.kafka.connection import Connection, Diagnosis, Trouble
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
@@ -121,8 +121,25 @@ async def _examined(topology: Topology | None, settings: Settings) -> tuple[list
                 for finding in await broker_findings(topology, settings):
                     remedy = _TOPIC_REMEDIES[finding.code]
                     found.append(Symptom("topics", finding.level, finding.text.rstrip("."), remedy))
+                found += await _idle(topology, good)
                 looked_at.add("topics")
     return found, frozenset(looked_at)
+
+
+async def _idle(topology: Topology, connection: Connection) -> list[Symptom]:
+    from dedup.cli.status import idle_now
+    from dedup.kafka.client import KafkaWire
+    from dedup.kafka.topic_admin import Admin
+
+    wire = KafkaWire(connection)
+    await wire.start()
+    try:
+        async with Admin(wire.connection) as admin:
+            sentences = await idle_now(topology, wire, admin)
+    finally:
+        await wire.stop()
+    parts = [sentence.partition(": ") for sentence in sentences]
+    return [Symptom("topics", "warning", what, remedy[:1].upper() + remedy[1:]) for what, _, remedy in parts]
 
 
 async def _denied(rights: Rights, topology: Topology, settings: Settings) -> AsyncIterator[Symptom]:

@@ -28,6 +28,7 @@ from dedup.worker.offsets import bounds_of, committed_offset
 from dedup.worker.topics import topic_names
 
 if TYPE_CHECKING:
+    from dedup.kafka.topic_admin import GroupMember, Topic
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
@@ -87,11 +88,7 @@ async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str,
     return {
         "topology": topology.name,
         "partitions_in_a_transaction": size,
-        "attention": idle_workers(
-            {each.worker_id: len(each.partitions) for each in members},
-            size,
-            max((have[topic].partitions for topic in topology.feeding_topics if topic in have), default=0),
-        ),
+        "attention": _idle(topology, have, members, size),
         "members": [
             {"worker": each.worker_id, "host": each.host, "partitions": [f"{t}/{p}" for t, p in each.partitions]}
             for each in members
@@ -99,6 +96,21 @@ async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str,
         "missing_topics": [name for name in names if name not in have],
         "tasks": tasks,
     }
+
+
+async def idle_now(topology: Topology, wire: KafkaWire, admin: Admin) -> list[str]:
+    """Return the sentence of `idle_workers` about the workers that are in the group now."""
+    members = await Group(wire, topology.name).members()
+    have = await admin.topics(topic_names(topology))
+    return _idle(topology, have, members, (await read_layout(wire, topology)).partitions)
+
+
+def _idle(topology: Topology, have: Mapping[str, Topic], members: list[GroupMember], size: int) -> list[str]:
+    # A standby is assigned as a partition of the changelog, but its worker may judge nothing.
+    read = {*topology.source.topics, *topology.feeding_topics}
+    held = {each.worker_id: sum(place.topic in read for place in each.partitions) for each in members}
+    counts = (have[topic].partitions for topic in topology.feeding_topics if topic in have)
+    return idle_workers(held, size, max(counts, default=0))
 
 
 def idle_workers(held: Mapping[str, int], size: int, partitions: int) -> list[str]:

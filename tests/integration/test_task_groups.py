@@ -106,6 +106,19 @@ def test_a_change_is_killed_and_run_again(make_job: MakeJob, at: str) -> None:
     job.judge()
 
 
+def test_doctor_and_status_name_the_number_that_gives_every_worker_a_group(make_job: MakeJob) -> None:
+    job = make_job(partitions=PARTITIONS, document=grouped(4), config=QUICK)
+    job.send(events_of(60)[:100])
+    job.start("a")
+    until(lambda: members(job) == 1, job.logs)
+    assert "1 of 2" not in dedup(job, "doctor")
+    job.start("b")
+    until(lambda: "1 of 2 workers have no partition" in dedup(job, "status"), job.logs)
+    said = dedup(job, "doctor")
+    assert "because transactions.partitions is 4\n    -> Set it to 2 or less" in said
+    assert "topics: warning" in said
+
+
 def test_a_change_is_refused_while_workers_run(make_job: MakeJob) -> None:
     job = make_job(partitions=PARTITIONS, document=grouped(2), config=QUICK)
     job.send(events_of(65))
