@@ -44,8 +44,10 @@ WORLD: Final[tuple[tuple[str, str, str], ...]] = (
     ("F82", "renamed or second topology on an output that holds records", "O8"),
     ("F83", "one partition of the output offline", "only its task waits; O1-O4"),
     ("F84", "source log truncated and refilled", "O8, no record skipped"),
+    ("F85", "partitions added to a source that is repartitioned, under load", "O1-O6, no worker exits"),
+    ("F86", "a killed worker restarts at once with another port or host name", "O1-O6, no worker exits"),
 )
-"""The faults F71 to F84, in which the cluster changes while a worker runs: id, fault, expected result."""
+"""The faults F71 to F86, in which the cluster changes while a worker runs: id, fault, expected result."""
 GRID: Final[tuple[tuple[str, str, str], ...]] = (
     ("F01", "SIGKILL at random times under load, same state directory", "O1-O6"),
     ("F02", "exit at each named point of a transaction and of a startup", "O1-O6"),
@@ -114,7 +116,12 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
     "F25": ("tests/simulation/test_mutants.py::test_the_mutant_is_caught",),
     "F31": (
         "tests/integration/test_store_damage.py",
+        "tests/unit/store/test_bloom_filter.py::test_no_id_is_missed_whatever_happens_to_the_logs",
         "tests/unit/worker/test_bootstrap.py::test_what_can_not_be_used_is_told_and_the_changelog_is_read",
+    ),
+    "F85": ("tests/integration/test_growing_source.py",),
+    "F86": (
+        "tests/integration/test_lookup_routed.py::test_a_killed_worker_comes_back_at_once_with_another_address",
     ),
     "F39": ("tests/unit/worker/test_bootstrap.py::test_another_changelog_topology_or_a_shorter_changelog_is_refused",),
     "F41": ("tests/fuzz/test_records.py::test_every_record_comes_out_once_as_the_reference_says",),
