@@ -120,9 +120,7 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
         "tests/unit/worker/test_bootstrap.py::test_what_can_not_be_used_is_told_and_the_changelog_is_read",
     ),
     "F85": ("tests/integration/test_growing_source.py",),
-    "F86": (
-        "tests/integration/test_lookup_routed.py::test_a_killed_worker_comes_back_at_once_with_another_address",
-    ),
+    "F86": ("tests/integration/test_lookup_routed.py::test_a_killed_worker_comes_back_at_once_with_another_address",),
     "F39": ("tests/unit/worker/test_bootstrap.py::test_another_changelog_topology_or_a_shorter_changelog_is_refused",),
     "F41": ("tests/fuzz/test_records.py::test_every_record_comes_out_once_as_the_reference_says",),
     "F42": ("tests/unit/core/test_tracking_id.py", "tests/property/test_extract.py"),
