@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -56,6 +57,7 @@ def checkpoint(
 
     Example: dedup checkpoint topologies/orders.yaml --to s3://backups/dedup
     """
+    from dedup.kafka.record_batch import GC_THRESHOLD
     from dedup.kafka.topic_admin import on_cluster
     from dedup.settings import StateSection
     from dedup.store.checkpoint_storage import CheckpointStorage
@@ -72,6 +74,7 @@ def checkpoint(
     async def work(wire: KafkaWire, admin: Admin) -> list[MadeCheckpoint]:
         return await _all(parsed, here, storage, partitions or [], wire, admin)
 
+    gc.set_threshold(GC_THRESHOLD)
     with own_state(here.state_dir, parsed.name):
         made = on_cluster(here, f"dedup-checkpoint-{parsed.name}", work)
     told = [_told(each) for each in made]

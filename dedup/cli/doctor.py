@@ -9,6 +9,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, assert_never, get_args
 
 import typer
@@ -128,16 +129,9 @@ async def _examined(topology: Topology | None, settings: Settings) -> tuple[list
 
 async def _idle(topology: Topology, connection: Connection) -> list[Symptom]:
     from dedup.cli.status import idle_now
-    from dedup.kafka.client import KafkaWire
-    from dedup.kafka.topic_admin import Admin
+    from dedup.kafka.topic_admin import connected
 
-    wire = KafkaWire(connection)
-    await wire.start()
-    try:
-        async with Admin(wire.connection) as admin:
-            sentences = await idle_now(topology, wire, admin)
-    finally:
-        await wire.stop()
+    sentences = await connected(connection, partial(idle_now, topology))
     parts = [sentence.partition(": ") for sentence in sentences]
     return [Symptom("topics", "warning", what, remedy[:1].upper() + remedy[1:]) for what, _, remedy in parts]
 

@@ -200,17 +200,18 @@ def _refused(what: str, code: int, why: str = "") -> BrokerUnavailable:
 
 def on_cluster(settings: Settings, client_id: str, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:
     """Connect to the cluster, call ``work``, and return its result. Raises BrokerUnavailable if no broker responds."""
+    return asyncio.run(connected(Connection.of(settings, client_id=client_id), work))
 
-    async def run() -> T:
-        wire = KafkaWire(Connection.of(settings, client_id=client_id))
-        await wire.start()
-        try:
-            async with Admin(wire.connection) as admin:
-                return await work(wire, admin)
-        finally:
-            await wire.stop()
 
-    return asyncio.run(run())
+async def connected(connection: Connection, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:
+    """Do the same as `on_cluster` in a running event loop."""
+    wire = KafkaWire(connection)
+    await wire.start()
+    try:
+        async with Admin(wire.connection) as admin:
+            return await work(wire, admin)
+    finally:
+        await wire.stop()
 
 
 @dataclass(frozen=True, slots=True)

@@ -555,17 +555,17 @@ class RocksStore:
         return held
 
     def _new_filter(self, name: str) -> SegmentFilter:
-        return SegmentFilter(self._directory / f"{FILTER_LOG}{name}", self._key, logged=self._logged)
+        return SegmentFilter(self._log_path(name), self._key, logged=self._logged)
+
+    def _log_path(self, name: str) -> Path:
+        return self._directory / f"{FILTER_LOG}{name}"
 
     def _drop_family(self, name: str) -> None:
         self._db.drop_column_family(name)
         if name in self._hashed:
             self._hashed.remove(name)
             self._memory.give_tables(1)
-        self._delete_log(name)
-
-    def _delete_log(self, name: str) -> None:
-        (self._directory / f"{FILTER_LOG}{name}").unlink(missing_ok=True)
+        self._log_path(name).unlink(missing_ok=True)
 
     def _load(self, identity: StoreIdentity, names: list[str], found: Manifest | None) -> None:
         owner: bytes | None = self._db.get(_IDENTITY_KEY)

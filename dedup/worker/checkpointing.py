@@ -7,14 +7,12 @@ reads only newer changelog records.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from dedup.errors import CheckpointUnusable, TaskCorrupted
-from dedup.kafka.record_batch import GC_THRESHOLD
 from dedup.kafka.wire import TopicPartition
 from dedup.store.base import TaskRecord
 from dedup.store.checkpoint import Checkpoint, Moved, files_of
@@ -57,7 +55,6 @@ async def make_checkpoint(
     changelog, the topology, and an older checkpoint do not match each other. Raises CheckpointUnusable if the
     checkpoint cannot be stored; an older checkpoint then remains valid.
     """
-    gc.set_threshold(GC_THRESHOLD)
     wanted = factory.wanted(partition)
     place = storage.place(wanted.identity.topology, partition)
     before = await transfer(lambda _: _in_force(storage, factory.topology.name, partition), place)

@@ -47,7 +47,9 @@ FOREIGN: Final = (
     "dedup-timestamp. Stop any other program that writes to that topic, then run `dedup reset`."
 )
 _WARM_IDS: Final = 20_000
-"""The number of IDs that each commit after a restart loads into the Bloom filters, in about 10 ms."""
+"""The number of IDs that each commit after a restart loads into the Bloom filters, in about 10 ms. From the log of a
+filter, eight times as many are loaded.
+"""
 _MOST_FOLDS: Final = 3
 """How often a whole batch is folded, each time without one more refused record, before it is judged in parts."""
 PIECE: Final = 64
