@@ -16,7 +16,7 @@ from bench.workload import GUARD_MS, Workload, load
 from dedup.embedded.kafka_node import EmbeddedKafka
 
 # Kafka's own defaults; the embedded node is otherwise made to start quickly.
-_BROKER: Final = {"num.network.threads": "3", "num.io.threads": "8"}
+BROKER: Final = {"num.network.threads": "3", "num.io.threads": "8"}
 _LOG_WIDTH: Final = 160
 
 
@@ -47,7 +47,7 @@ def broker(bootstrap: str) -> Iterator[str]:
     if bootstrap:
         yield bootstrap
         return
-    with EmbeddedKafka(profile="bench", properties=_BROKER) as kafka:
+    with EmbeddedKafka(profile="bench", properties=BROKER) as kafka:
         yield kafka.bootstrap
 
 

@@ -32,10 +32,13 @@ from dedup.kafka.connection import Connection, diagnose, most_telling
 from dedup.kafka.record_batch import NO_EPOCH, Limit, TopicPartition, columns_of
 from dedup.kafka.requests import (
     CONSUMER,
+    NO_GENERATION,
     NO_ID,
     NO_SESSION,
     OTHER_TOPIC,
     READ_CONFIGS,
+    ApiVersionsRequest_v3,
+    EndTxnRequest_v5,
     FetchedPartition,
     FetchFrom,
     FetchRequest_v13,
@@ -43,8 +46,11 @@ from dedup.kafka.requests import (
     OffsetFetchRequest_v7,
     OneVersion,
     ProduceRequest,
+    ProduceRequest_v12,
     TxnOffsetCommitRequest_v2,
+    TxnOffsetCommitRequest_v5,
     UnparsedMetadataRequest_v10,
+    finalized_features,
 )
 from dedup.kafka.wire import (
     COORDINATOR_MOVED,
@@ -67,6 +73,8 @@ _LOOK_AGAIN_S: Final = 0.05
 _RESTORE_LANE: Final = "restore"
 """The connection that is used only for restores, because a broker processes the requests of a connection one by one."""
 _METADATA_LANE: Final = "metadata"
+_IMPLICIT: Final = 2
+"""The transaction version from which on requests add partitions to a transaction implicitly (KIP-890)."""
 _METADATA_WITHIN_S: Final = 2.0
 """Time limit for a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
 _DIVERGING_EPOCH: Final = 0
@@ -126,6 +134,11 @@ def grouped(pairs: Iterable[tuple[K, T]]) -> list[tuple[K, list[T]]]:
     return list(found.items())
 
 
+def tagged(topics: Iterable[tuple[str, list[tuple[Any, ...]]]]) -> list[Any]:
+    """Add the empty tags that a flexible version (KIP-482) has after each topic and each partition."""
+    return [(topic, [(*part, {}) for part in parts], {}) for topic, parts in topics]
+
+
 Codes = Callable[[Any], Iterable[int]]
 """A function that returns the error codes in a response."""
 
@@ -135,7 +148,7 @@ def _own_code(answer: Any) -> Iterable[int]:  # noqa: ANN401  # untyped protocol
 
 
 def _in_errors(answer: Any) -> Iterable[int]:  # noqa: ANN401  # untyped protocol structures
-    return (code for _, parts in answer.errors for _, code in parts)
+    return (code for _, parts, *_ in answer.errors for _, code, *_ in parts)
 
 
 class KafkaWire:
@@ -192,9 +205,15 @@ class KafkaWire:
 
     async def init_producer_id(self, transactional_id: str, timeout_ms: int) -> tuple[int, ProducerIdentity]:
         """See `Wire`."""
+        implicit = await self.transaction_version() >= _IMPLICIT
         request = InitProducerIdRequest(transactional_id=transactional_id, transaction_timeout_ms=timeout_ms)
         code, answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
-        return code, ProducerIdentity(answer.producer_id, answer.producer_epoch)
+        return code, ProducerIdentity(answer.producer_id, answer.producer_epoch, implicit)
+
+    async def transaction_version(self) -> int:
+        """Return the cluster's finalized `transaction.version`, or 0 if it has none. May raise NoAnswer."""
+        answer = await self._ask_any(ApiVersionsRequest_v3("dedup", "1", {}))
+        return finalized_features(answer).get("transaction.version", 0)
 
     async def add_partitions(
         self, transactional_id: str, identity: ProducerIdentity, partitions: Sequence[TopicPartition]
@@ -210,21 +229,24 @@ class KafkaWire:
         return {TopicPartition(topic, partition): code for topic, parts in answer.errors for partition, code in parts}
 
     async def produce(
-        self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
+        self, transactional_id: str, identity: ProducerIdentity, batches: Sequence[tuple[TopicPartition, bytes]]
     ) -> Awaitable[dict[TopicPartition, Produced]]:
         """See `Wire`. The requests to several leaders are in flight at the same time."""
         by_leader: defaultdict[int, list[tuple[TopicPartition, bytes]]] = defaultdict(list)
         for target, payload in batches:
             by_leader[await self.leader(target)].append((target, payload))
-        answers = [await self._write_produce(node, transactional_id, part) for node, part in by_leader.items()]
+        head = (transactional_id, _ACKS_ALL, self.connection.request_timeout_ms)
+        answers: list[asyncio.Future[Any]] = []
+        for node, part in by_leader.items():
+            topics = grouped((topic, (partition, payload)) for (topic, partition), payload in part)
+            request = (
+                ProduceRequest_v12(*head, tagged(topics), {}) if identity.implicit else ProduceRequest(*head, topics)
+            )
+            answers.append(await self._write_produce(node, request))
         return self._produced(answers)
 
-    async def _write_produce(
-        self, node: int, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
-    ) -> asyncio.Future[Any]:
+    async def _write_produce(self, node: int, request: Any) -> asyncio.Future[Any]:  # noqa: ANN401  # untyped protocol structures
         """Write a request to the connection's buffer before returning, so that a caller's requests stay in order."""
-        topics = grouped((topic, (partition, payload)) for (topic, partition), payload in batches)
-        request = ProduceRequest(transactional_id, _ACKS_ALL, self.connection.request_timeout_ms, topics)
         if not await self._client.ready(node, group=ConnectionGroup.DEFAULT):
             raise NoAnswer(f"broker {node} is not reachable")
         # The client's `send` would wait for the response before the next request can be sent.
@@ -243,11 +265,11 @@ class KafkaWire:
                 answer = await future
             except (kafka_errors.KafkaError, OSError, TimeoutError) as error:
                 raise NoAnswer(f"ProduceRequest: {error!r}") from error
-            for topic, parts in answer.topics:
-                for partition, code, base_offset, append_time_ms, _, errors, why in parts:
+            for topic, parts, *_ in answer.topics:
+                for partition, code, base_offset, append_time_ms, _log_start, errors, why, *_tags in parts:
                     if code in LEADER_MOVED:
                         self._client.force_metadata_update()
-                    refused = tuple((index, text or why or "") for index, text in errors or ())
+                    refused = tuple((index, text or why or "") for index, text, *_ in errors or ())
                     result[TopicPartition(topic, partition)] = Produced(code, base_offset, refused, append_time_ms)
         return result
 
@@ -266,18 +288,22 @@ class KafkaWire:
     ) -> int:
         """See `Wire`. If several partitions have errors, `commit_offsets` returns the first error code."""
         topics = grouped((topic, (partition, *position)) for (topic, partition), position in offsets.items())
-        request = TxnOffsetCommitRequest_v2(transactional_id, group, identity.producer_id, identity.epoch, topics)
+        head = (transactional_id, group, identity.producer_id, identity.epoch)
+        request: Any = TxnOffsetCommitRequest_v2(*head, topics)
+        if identity.implicit:
+            request = TxnOffsetCommitRequest_v5(*head, NO_GENERATION, "", None, tagged(topics), {})
         return (await self._ask_coordinator(CoordinationType.GROUP, group, request, _in_errors))[0]
 
-    async def end_transaction(self, transactional_id: str, identity: ProducerIdentity, *, commit: bool) -> int:
+    async def end_transaction(
+        self, transactional_id: str, identity: ProducerIdentity, *, commit: bool
+    ) -> tuple[int, ProducerIdentity]:
         """See `Wire`."""
-        request = EndTxnRequest(
-            transactional_id=transactional_id,
-            producer_id=identity.producer_id,
-            producer_epoch=identity.epoch,
-            transaction_result=commit,
-        )
-        return (await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request))[0]
+        fields = (transactional_id, identity.producer_id, identity.epoch, commit)
+        request = EndTxnRequest_v5(*fields, {}) if identity.implicit else EndTxnRequest(*fields)
+        code, answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
+        if code == 0 and identity.implicit:
+            return code, ProducerIdentity(answer.producer_id, answer.producer_epoch, implicit=True)
+        return code, identity
 
     async def committed_offset(self, group: str, source: TopicPartition, *, stable: bool) -> CommittedOffset:
         """See `Wire`."""
@@ -318,16 +344,20 @@ class KafkaWire:
 
     async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
         """See `Wire`. The request goes to a random broker."""
+        return _topics_in((await self._ask_any(metadata_request(names, UnparsedMetadataRequest_v10))).body)
+
+    async def _ask_any(self, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
+        """Send a request to a random broker. Raises NoAnswer if that broker does not respond quickly."""
         node = self._client.get_random_node()
         if node is None:
             raise NoAnswer("no broker is known")
         try:
             async with asyncio.timeout(_METADATA_WITHIN_S):
-                request = metadata_request(names, UnparsedMetadataRequest_v10)
-                answer = await self.send(node, request, _METADATA_LANE)
+                return await self.send(node, request, _METADATA_LANE)
         except TimeoutError as error:
-            raise NoAnswer(f"broker {node} did not describe its topics within {_METADATA_WITHIN_S:g} s") from error
-        return _topics_in(answer.body)
+            raise NoAnswer(
+                f"broker {node} did not answer {type(request).__name__} within {_METADATA_WITHIN_S:g} s"
+            ) from error
 
     async def known_everywhere(self, topic: str) -> bool:
         """Return whether each broker that responds knows a topic; a broker that returns knows it before it responds."""

@@ -90,6 +90,8 @@ class ProducerIdentity:
 
     producer_id: int
     epoch: int
+    implicit: bool = False
+    """True if requests add partitions and groups to a transaction implicitly, and EndTxn begins an epoch (KIP-890)."""
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ A broker must support all versions in this module, as Kafka 3.1 and later releas
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from operator import methodcaller
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -18,7 +19,7 @@ from aiokafka.protocol.admin import (
     DescribeGroupsRequest_v3,
     DescribeGroupsResponse_v3,
 )
-from aiokafka.protocol.api import RequestStruct, Response
+from aiokafka.protocol.api import RequestStruct, Response, ResponseHeader_v0
 from aiokafka.protocol.produce import ProduceRequest_v8
 from aiokafka.protocol.types import (
     Array,
@@ -38,6 +39,8 @@ from aiokafka.protocol.types import (
 CONSUMER: Final = -1
 """The replica ID of a client that is not a broker."""
 NO_SESSION: Final = 0
+NO_GENERATION: Final = -1
+"""The generation of a client that commits offsets without being a member of the group."""
 UNKNOWN_TOPIC: Final = 3
 OTHER_TOPIC: Final = frozenset({100, 103})
 """The error codes of a fetch response for an unknown topic ID and for an inconsistent topic ID."""
@@ -72,6 +75,11 @@ def _array(**types: object) -> CompactArray:
     return CompactArray(*types.items(), ("tags", TaggedFields))
 
 
+_FINALIZED_FEATURES: Final = 2
+"""The tag of the field in an ApiVersions response that lists the finalized features."""
+_FEATURES: Final = _array(name=_TEXT, most=Int16, least=Int16)
+
+
 class OneVersion:
     """The base class of requests that are sent in exactly one version; see `client.sendable`."""
 
@@ -86,8 +94,58 @@ class OneVersion:
         super().__init_subclass__()
 
 
+class ApiVersionsRequest_v3(OneVersion, RequestStruct):
+    """Requests the versions of the features that the whole cluster uses (KIP-584)."""
+
+    FLEXIBLE_VERSION = True
+    API_KEY, API_VERSION = 18, 3
+    SCHEMA = _fields(client_name=_TEXT, client_version=_TEXT)
+    ANSWER = _fields(
+        error_code=Int16, api_versions=_array(api_key=Int16, least=Int16, most=Int16), throttle_time_ms=Int32
+    )
+
+    def parse_response_header(self, read_buffer: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
+        """Read a header without tags, so that a client can parse it before it knows the broker's release (KIP-511)."""
+        return ResponseHeader_v0.decode(read_buffer)
+
+
+def finalized_features(answer: Any) -> dict[str, int]:  # noqa: ANN401  # untyped protocol structures
+    """Return the finalized version of each feature in an ApiVersions response, or none if the response has no such."""
+    packed = answer.tags.get(_FINALIZED_FEATURES)
+    found = _FEATURES.decode(BytesIO(packed)) if packed else None
+    return {name: most for name, most, *_ in found or ()}
+
+
 class ProduceRequest(OneVersion, ProduceRequest_v8):
     """Writes batches. The produce response names the records that caused the broker to refuse a batch (KIP-467)."""
+
+
+class ProduceRequest_v12(OneVersion, RequestStruct):
+    """Writes batches, and adds their partitions to the transaction (KIP-890)."""
+
+    FLEXIBLE_VERSION = True
+    API_KEY, API_VERSION = 0, 12
+    SCHEMA = _fields(
+        transactional_id=_TEXT,
+        required_acks=Int16,
+        timeout=Int32,
+        topics=_array(topic=_TEXT, partitions=_array(partition=Int32, messages=CompactBytes)),
+    )
+    ANSWER = _fields(
+        topics=_array(
+            topic=_TEXT,
+            partitions=_array(
+                partition=Int32,
+                error_code=Int16,
+                offset=Int64,
+                timestamp=Int64,
+                log_start_offset=Int64,
+                record_errors=_array(batch_index=Int32, message=_TEXT),
+                error_message=_TEXT,
+            ),
+        ),
+        throttle_time_ms=Int32,
+    )
 
 
 class CreateTopicsRequest_v4(OneVersion, RequestStruct):
@@ -196,6 +254,37 @@ class TxnOffsetCommitRequest_v2(OneVersion, RequestStruct):
         ("throttle_time_ms", Int32),
         ("errors", Array(("topic", _PLAIN_TEXT), ("partitions", Array(("partition", Int32), ("error_code", Int16))))),
     )
+
+
+class TxnOffsetCommitRequest_v5(OneVersion, RequestStruct):
+    """Commits a group's offsets in a transaction, and adds the group to the transaction (KIP-890)."""
+
+    FLEXIBLE_VERSION = True
+    API_KEY, API_VERSION = 28, 5
+    SCHEMA = _fields(
+        transactional_id=_TEXT,
+        group_id=_TEXT,
+        producer_id=Int64,
+        producer_epoch=Int16,
+        generation_id=Int32,
+        member_id=_TEXT,
+        group_instance_id=_TEXT,
+        topics=_array(
+            topic=_TEXT, partitions=_array(partition=Int32, offset=Int64, leader_epoch=Int32, metadata=_TEXT)
+        ),
+    )
+    ANSWER = _fields(
+        throttle_time_ms=Int32, errors=_array(topic=_TEXT, partitions=_array(partition=Int32, error_code=Int16))
+    )
+
+
+class EndTxnRequest_v5(OneVersion, RequestStruct):
+    """Ends a transaction, and requests the producer ID and the epoch of the next transaction (KIP-890)."""
+
+    FLEXIBLE_VERSION = True
+    API_KEY, API_VERSION = 26, 5
+    SCHEMA = _fields(transactional_id=_TEXT, producer_id=Int64, producer_epoch=Int16, committed=Boolean)
+    ANSWER = _fields(throttle_time_ms=Int32, error_code=Int16, producer_id=Int64, producer_epoch=Int16)
 
 
 class FetchFrom(NamedTuple):

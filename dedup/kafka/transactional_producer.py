@@ -41,7 +41,8 @@ from dedup.kafka.wire import (
 
 OK: Final = 0
 # The coordinator is loading, is not available, has moved, or is still ending the previous transaction: try again.
-AGAIN: Final = COORDINATOR_MOVED | {51}
+STILL_ENDING: Final = 51
+AGAIN: Final = COORDINATOR_MOVED | {STILL_ENDING}
 # Error 3, which means that the coordinator does not know the partition yet, is retried only for AddPartitions.
 AGAIN_ANNOUNCING: Final = AGAIN | {3}
 # Invalid epoch, fenced, ID mapping lost, wrong transaction state, sequence out of order, unknown producer.
@@ -52,8 +53,9 @@ TOO_LARGE: Final = frozenset({10, 18})
 # Sequence out of order, unknown producer: the broker also returns these errors for batches after a refused batch.
 OUT_OF_SEQUENCE: Final = frozenset({45, 59})
 UNAUTHORIZED: Final = frozenset({29, 30, 31, 53, 58})
-# Leader moved or unavailable, too few replicas, request timed out at the broker: a new epoch may succeed.
-EPOCH_OVER: Final = frozenset({2, 3, 5, 6, 7, 8, 9, 13, 19, 20, 56, 74, 75})
+# Leader moved or unavailable, too few replicas, request timed out at the broker, abortable (KIP-890): a new epoch may
+# succeed.
+EPOCH_OVER: Final = frozenset({2, 3, 5, 6, 7, 8, 9, 13, 19, 20, 56, 74, 75, 120})
 COMPRESSION: Final = 76
 NOT_ATTEMPTED: Final = 55
 SEQUENCES: Final = 1 << 31
@@ -75,6 +77,7 @@ class Unanswered:
     """A produce request that is still in flight."""
 
     batches: tuple[Queued, ...]
+    sealed: Mapping[TopicPartition, bytes]
     answer: asyncio.Future[dict[TopicPartition, Produced]]
 
 
@@ -146,22 +149,25 @@ class Session:
     async def _send_queue(self) -> None:
         while self._queue:
             wave = self._next_wave()
-            targets = [each.batch.target for each in wave]
-            new = [target for target in targets if target not in self._announced]
+            new = [each.batch.target for each in wave if each.batch.target not in self._announced]
             if new:
                 await self._announce(new)
+            if new or self._identity.implicit:
                 await self._appended_everywhere()
             if len(self._unanswered) >= MOST_UNANSWERED:
                 await self._take_answer()
-            sealed = [(each.batch.target, self._seal(each.batch)) for each in wave]
-            try:
-                answer = await self._wire.produce(self.transactional_id, sealed)
-            except NoAnswer as error:
-                raise self._unanswered_by("Produce", error) from error
-            self._unanswered.append(Unanswered(tuple(wave), asyncio.ensure_future(answer)))
+            sealed = {each.batch.target: self._seal(each.batch) for each in wave}
+            self._unanswered.append(Unanswered(tuple(wave), sealed, await self._produce(sealed)))
             crashpoints.reached("after_output")
             if not self._group_announced:
                 await self._announce_group()
+
+    async def _produce(self, sealed: Mapping[TopicPartition, bytes]) -> asyncio.Future[dict[TopicPartition, Produced]]:
+        try:
+            answer = await self._wire.produce(self.transactional_id, self._identity, list(sealed.items()))
+        except NoAnswer as error:
+            raise self._unanswered_by("Produce", error) from error
+        return asyncio.ensure_future(answer)
 
     def _next_wave(self) -> list[Queued]:
         """Take the next batches in order, at most one per partition, because a produce request cannot hold more."""
@@ -181,6 +187,10 @@ class Session:
         return batch.sealed(self._identity, sequence)
 
     async def _announce(self, targets: list[TopicPartition]) -> None:
+        if self._identity.implicit:
+            self._announced.update(targets)
+            return
+
         async def ask() -> int:
             codes = await self._wire.add_partitions(self.transactional_id, self._identity, targets)
             # The coordinator adds all partitions or none, so an error takes precedence over "try again", which takes
@@ -193,7 +203,7 @@ class Session:
 
     async def _announce_group(self) -> None:
         group = self._group
-        if group is None:
+        if group is None or self._identity.implicit:
             self._group_announced = True
             return
         await self._insist(
@@ -204,10 +214,7 @@ class Session:
 
     async def _take_answer(self) -> None:
         flight = self._unanswered.pop(0)
-        try:
-            answers = await flight.answer
-        except NoAnswer as error:
-            raise self._unanswered_by("Produce", error) from error
+        answers = await self._answers(flight)
         for each in flight.batches:
             batch = each.batch
             produced = answers.get(batch.target, Produced(-1, -1))
@@ -220,6 +227,27 @@ class Session:
                 pass  # an earlier batch is missing, so the transaction cannot be committed anyway
             else:
                 raise self._failed(f"Produce to {batch.target.topic}/{batch.target.partition}", produced.error_code)
+
+    async def _answers(self, flight: Unanswered) -> Mapping[TopicPartition, Produced]:
+        """Return the responses for a produce request, whose batches are sent again while the previous transaction ends.
+
+        Only a transaction's first batch of a partition may be answered so, and `_send_queue` sends none behind it.
+        """
+        answers: dict[TopicPartition, Produced] = {}
+        answer, waited_ms, pause_ms = flight.answer, 0, PAUSE_MS
+        while True:
+            try:
+                answers |= await answer
+            except NoAnswer as error:
+                raise self._unanswered_by("Produce", error) from error
+            early = {target: flight.sealed[target] for target, one in answers.items() if one.error_code == STILL_ENDING}
+            if not early:
+                return answers
+            if waited_ms >= self._deadline_ms:
+                raise CommitUnknown(f"{self.transactional_id}: the previous transaction did not end in {waited_ms} ms.")
+            await self._wire.pause(pause_ms)
+            waited_ms, pause_ms = waited_ms + pause_ms, min(2 * pause_ms, LONGEST_PAUSE_MS)
+            answer = await self._produce(early)
 
     def _note_refused(self, refused: RecordRefused, target: TopicPartition) -> None:
         """Store the refusal for `settle`, which raises all refusals together after all responses have arrived."""
@@ -286,9 +314,15 @@ class Session:
     async def end(self) -> None:
         """Commit what `prepare` has written. Raises TaskMigrated, CommitUnknown, or BrokerUnavailable."""
         crashpoints.reached("before_end")
-        await self._insist(
-            "EndTxn", lambda: self._wire.end_transaction(self.transactional_id, self._identity, commit=True)
-        )
+        before = self._identity
+
+        async def ask() -> int:
+            code, self._identity = await self._wire.end_transaction(self.transactional_id, before, commit=True)
+            return code
+
+        await self._insist("EndTxn", ask)
+        if self._identity != before:
+            self._sequences = {}
         crashpoints.reached("after_end")
         self._forget_transaction()
 

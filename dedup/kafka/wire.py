@@ -117,27 +117,31 @@ class Wire(Protocol):
     async def add_partitions(
         self, transactional_id: str, identity: ProducerIdentity, partitions: Sequence[TopicPartition]
     ) -> dict[TopicPartition, int]:
-        """Add partitions to the open transaction, and return an error code for each partition."""
+        """Add partitions to the open transaction, and return an error code for each; needless if it is implicit."""
 
     async def produce(
-        self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
+        self, transactional_id: str, identity: ProducerIdentity, batches: Sequence[tuple[TopicPartition, bytes]]
     ) -> Awaitable[dict[TopicPartition, Produced]]:
         """Write one batch to each of several partitions. Every in-sync replica must acknowledge the batches.
 
+        If the identity is implicit, the partitions are added to the transaction first, which may answer 51 (the
+        previous transaction is still ending); a batch that was answered so was not appended, and is to be sent again.
         The method returns an awaitable as soon as the request is sent, so that later requests are sent in order without
         waiting for the response.
         """
 
     async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
-        """Add a consumer group's offsets to the open transaction, and return an error code."""
+        """Add a group's offsets to the open transaction, and return an error code; needless if it is implicit."""
 
     async def commit_offsets(
         self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, Position]
     ) -> int:
         """Write the group's offsets as part of the transaction, and return an error code."""
 
-    async def end_transaction(self, transactional_id: str, identity: ProducerIdentity, *, commit: bool) -> int:
-        """Commit or abort the transaction, and return an error code."""
+    async def end_transaction(
+        self, transactional_id: str, identity: ProducerIdentity, *, commit: bool
+    ) -> tuple[int, ProducerIdentity]:
+        """Commit or abort the transaction, and return an error code and the identity for the next transaction."""
 
     async def committed_offset(self, group: str, source: TopicPartition, *, stable: bool) -> CommittedOffset:
         """Read the group's committed offset from its coordinator.
