@@ -1,4 +1,7 @@
-"""One contract for every wire: the simulated cluster answers as a real broker does, so what it proves is worth something."""
+"""One contract for every wire: the simulated cluster answers as a real broker does, so what it proves is worth something.
+
+Both transaction versions: with version 2 (KIP-890), what is written joins the transaction, which has its own epoch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from dedup.errors import StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import Line, fill
-from dedup.kafka.transactional_producer import AGAIN_ANNOUNCING, FENCED, OK, OUT_OF_SEQUENCE
+from dedup.kafka.transactional_producer import AGAIN_ANNOUNCING, FENCED, OK, OUT_OF_SEQUENCE, STILL_ENDING
 from dedup.kafka.wire import (
     UNSTABLE_OFFSET,
     NoAnswer,
@@ -43,6 +46,14 @@ class AtOnce:
         return future
 
 
+class OldWire(KafkaWire):
+    """A wire that takes its cluster for one whose transactions are of version 1."""
+
+    async def transaction_version(self) -> int:
+        assert await super().transaction_version() >= 2, "the broker of the tests finalizes version 2"
+        return 1
+
+
 class Place:
     """A wire with two topics and a group of its own."""
 
@@ -50,6 +61,8 @@ class Place:
         self, wire: Wire, make_topic: Callable[[str], Any], make_again: Callable[[str], Any] = lambda _: None
     ) -> None:
         self.wire = wire
+        self.next = NEVER
+        """What EndTxn answered: the identity for the next transaction."""
         self.make_again = make_again
         self.target = TopicPartition(unique("wire"), 0)
         self.other = TopicPartition(unique("wire"), 0)
@@ -76,6 +89,9 @@ class Place:
             await self.wire.pause(5)
 
     async def announced(self, identity: ProducerIdentity, *targets: TopicPartition, name: str = "") -> int:
+        if identity.implicit:
+            return OK
+
         async def ask() -> int:
             return max((await self.wire.add_partitions(name or self.id, identity, targets)).values())
 
@@ -86,8 +102,12 @@ class Place:
     ) -> Produced:
         lines: list[Line] = [(-1, 1_000 + at, b"k", value, [("h", b"1")]) for at, value in enumerate(values)]
         (batch,) = fill(target, lines, compression="none")
-        answer = await self.wire.produce(name or self.id, [(target, batch.sealed(identity, sequence))])
-        return (await answer)[target]
+        while True:
+            answer = await self.wire.produce(name or self.id, identity, [(target, batch.sealed(identity, sequence))])
+            produced = (await answer)[target]
+            if produced.error_code != STILL_ENDING:
+                return produced
+            await self.wire.pause(5)
 
     async def wrote(self, identity: ProducerIdentity, *values: bytes, sequence: int = 0, name: str = "") -> Produced:
         """Announce the target and write to it."""
@@ -95,7 +115,11 @@ class Place:
         return await self.produced(identity, self.target, *values, sequence=sequence, name=name)
 
     async def ended(self, identity: ProducerIdentity, *, commit: bool, name: str = "") -> int:
-        return await self.asked(lambda: self.wire.end_transaction(name or self.id, identity, commit=commit))
+        async def ask() -> int:
+            code, self.next = await self.wire.end_transaction(name or self.id, identity, commit=commit)
+            return code
+
+        return await self.asked(ask)
 
     async def values(self, end: int, offset: int = 0) -> list[bytes | None]:
         """Return committed values up to an offset, which must be reached."""
@@ -128,20 +152,26 @@ class Place:
         return await self.asked(ask)
 
     async def with_offset(self, identity: ProducerIdentity, offset: int) -> int:
-        assert await self.asked(lambda: self.wire.add_offsets(self.id, identity, self.group)) == OK
+        if not identity.implicit:
+            assert await self.asked(lambda: self.wire.add_offsets(self.id, identity, self.group)) == OK
         places = {self.target: Position(offset, 0, "a note")}
         return await self.asked(lambda: self.wire.commit_offsets(self.id, identity, self.group, places))
 
 
-@pytest.fixture(params=["simulated", pytest.param("broker", marks=pytest.mark.broker)])
+SIMULATED = ("simulated, version 1", "simulated, version 2")
+BROKER = ("broker, version 1", "broker, version 2")
+
+
+@pytest.fixture(params=[*SIMULATED, *(pytest.param(each, marks=pytest.mark.broker) for each in BROKER)])
 async def place(request: pytest.FixtureRequest) -> AsyncIterator[Place]:
-    if request.param == "simulated":
-        cluster = Cluster(refuses=lambda _topic, record: len(record.value or b"") > LARGEST)
+    implicit = request.param.endswith("2")
+    if request.param in SIMULATED:
+        cluster = Cluster(refuses=lambda _topic, record: len(record.value or b"") > LARGEST, implicit=implicit)
         make = lambda name: cluster.partition(TopicPartition(name, 0))  # noqa: E731
         yield Place(SimWire(AtOnce(), cluster), make, cluster.make_again)  # type: ignore[arg-type]  # all it needs
         return
     kafka, admin = request.getfixturevalue("kafka"), request.getfixturevalue("admin")
-    wire = KafkaWire(Connection((kafka.bootstrap,), Security()))
+    wire = (KafkaWire if implicit else OldWire)(Connection((kafka.bootstrap,), Security()))
     await wire.start()
 
     def make(name: str) -> None:
@@ -162,9 +192,13 @@ async def test_a_new_epoch_fences_the_older_one(place: Place) -> None:
     assert (await place.wrote(old, b"open")).error_code == OK
     new = await place.begin()
     assert (new.producer_id, new.epoch) > (old.producer_id, old.epoch)
-    assert await place.announced(old, place.other) in FENCED
     assert (await place.produced(old, place.target, b"late", sequence=1)).error_code in FENCED
-    assert await place.asked(lambda: place.wire.add_offsets(place.id, old, place.group)) in FENCED
+    if old.implicit:
+        places = {place.target: Position(1)}
+        assert await place.asked(lambda: place.wire.commit_offsets(place.id, old, place.group, places)) in FENCED
+    else:
+        assert await place.announced(old, place.other) in FENCED
+        assert await place.asked(lambda: place.wire.add_offsets(place.id, old, place.group)) in FENCED
     assert await place.ended(old, commit=True) in FENCED
     assert (await place.wrote(new, b"new")).error_code == OK
     assert await place.ended(new, commit=True) == OK
@@ -276,28 +310,51 @@ async def test_a_batch_out_of_sequence_is_refused(place: Place) -> None:
     assert (await place.produced(identity, place.target, b"three", sequence=2)).error_code == OUT_OF_ORDER
 
 
-async def test_a_partition_that_was_not_announced_takes_nothing(place: Place) -> None:
+async def test_a_partition_joins_a_transaction_by_a_request_or_by_a_batch(place: Place) -> None:
     identity = await place.begin()
     assert await place.announced(identity, place.other) == OK
-    assert (await place.produced(identity, place.target, b"one")).error_code == INVALID_STATE
+    written = await place.produced(identity, place.target, b"one")
+    assert written.error_code == (OK if identity.implicit else INVALID_STATE)
 
 
 async def test_the_end_of_a_transaction_may_be_asked_for_twice(place: Place) -> None:
     identity = await place.begin()
     await place.wrote(identity, b"one")
     assert await place.ended(identity, commit=True) == OK
+    first = place.next
     assert await place.ended(identity, commit=True) == OK  # which is why a delayed repetition is dangerous
+    assert place.next == first
     assert await place.ended(identity, commit=False) == INVALID_STATE
 
 
-async def test_a_repeated_end_commits_the_transaction_after_it(place: Place) -> None:
-    """What a session must never let happen; the reason for one EndTxn in an epoch."""
+async def test_a_repeated_end_commits_the_transaction_after_it_unless_that_has_its_own_epoch(place: Place) -> None:
+    """What a session must never let happen with version 1; the reason for one EndTxn in an epoch."""
     identity = await place.begin()
     await place.wrote(identity, b"first")
     assert await place.ended(identity, commit=True) == OK
-    await place.wrote(identity, b"half of the next", sequence=1)
-    assert await place.ended(identity, commit=True) == OK  # the late one
-    assert await place.values(4) == [b"first", b"half of the next"]
+    following, implicit = place.next, identity.implicit
+    assert (following.producer_id, following.epoch) == (identity.producer_id, identity.epoch + implicit)
+    await place.wrote(following, b"half of the next", sequence=0 if implicit else 1)
+    late = await place.ended(identity, commit=True)
+    if implicit:
+        assert late in FENCED
+        assert (await place.produced(following, place.target, b"the rest", sequence=1)).error_code == OK
+        assert await place.ended(following, commit=True) == OK
+        assert await place.values(5) == [b"first", b"half of the next", b"the rest"]
+    else:
+        assert late == OK
+        assert await place.values(4) == [b"first", b"half of the next"]
+
+
+async def test_a_batch_of_the_epoch_before_is_fenced(place: Place) -> None:
+    """KIP-890: a produce request that was delayed must not end up in the next transaction."""
+    identity = await place.begin()
+    await place.wrote(identity, b"one")
+    assert await place.ended(identity, commit=True) == OK
+    following = place.next
+    await place.wrote(following, b"two", sequence=0 if identity.implicit else 1)
+    late = await place.produced(identity, place.target, b"late", sequence=1 if identity.implicit else 2)
+    assert (late.error_code in FENCED) == identity.implicit
 
 
 async def test_nothing_can_be_ended_that_was_not_begun(place: Place) -> None:

@@ -116,7 +116,7 @@ def slow_commit(delay_ms: int) -> None:
     """EndTxn is sent this much later, so that batches are judged while a commit is in flight."""
     end_transaction = KafkaWire.end_transaction
 
-    async def slow(self: KafkaWire, *args: Any, **kwargs: Any) -> int:
+    async def slow(self: KafkaWire, *args: Any, **kwargs: Any) -> Any:
         await asyncio.sleep(delay_ms / 1000)
         return await end_transaction(self, *args, **kwargs)
 
@@ -128,7 +128,7 @@ def freeze_in_commit(number: int) -> None:
     end_transaction = KafkaWire.end_transaction
     seen = 0
 
-    async def freezing(self: KafkaWire, *args: Any, **kwargs: Any) -> int:
+    async def freezing(self: KafkaWire, *args: Any, **kwargs: Any) -> Any:
         nonlocal seen
         seen += 1
         if seen == number:
@@ -289,14 +289,14 @@ def end_arrives_late(number: int) -> None:
     held: dict[str, Any] = {}
     seen = 0
 
-    async def late(self: KafkaWire, transactional_id: str, identity: Any, *, commit: bool) -> int:
+    async def late(self: KafkaWire, transactional_id: str, identity: Any, *, commit: bool) -> Any:
         nonlocal seen
         seen += 1
         if seen == number:
             held[transactional_id] = identity
             raise NoAnswer("EndTxn is still on its way")
         if transactional_id in held:
-            code = await end_transaction(self, transactional_id, held.pop(transactional_id), commit=True)
+            code, _ = await end_transaction(self, transactional_id, held.pop(transactional_id), commit=True)
             sys.stderr.write(f"the late EndTxn was answered {code}\n")
             sys.stderr.flush()
         return await end_transaction(self, transactional_id, identity, commit=commit)

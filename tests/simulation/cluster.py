@@ -3,6 +3,8 @@
 Transactions follow the coordinator's states of KIP-98: an EndTxn is decided first (prepare) and its markers are
 written partition by partition afterwards; whoever asks in between is told CONCURRENT_TRANSACTIONS. A marker takes an
 offset. Produce is checked as of KIP-890 part 1: epoch, sequence, and that the partition is part of the transaction.
+With transactions of version 2 (KIP-890 part 2), Produce and TxnOffsetCommit join the transaction by themselves, and
+EndTxn begins the next epoch.
 """
 
 from __future__ import annotations
@@ -144,13 +146,19 @@ class Coordinated:
     """Committed to the group by the open transaction."""
     unmarked: list[TopicPartition] = field(default_factory=list)
     """Partitions whose marker is still to be written; the group's is written last."""
+    ended: int = -2
+    """The epoch in which EndTxn ended the last transaction, if that began another one."""
 
 
 class Cluster:
     """Partitions, transactional ids and the offsets of groups."""
 
     def __init__(
-        self, *, fetch_entries: int = 1 << 30, refuses: Callable[[str, Record], bool] = lambda _t, _r: False
+        self,
+        *,
+        fetch_entries: int = 1 << 30,
+        refuses: Callable[[str, Record], bool] = lambda _t, _r: False,
+        implicit: bool = True,
     ) -> None:
         self.version = 0
         """Counts what may have become visible to readers."""
@@ -163,6 +171,8 @@ class Cluster:
         """The next transaction to end writes its markers bit by bit."""
         self._fetch_entries = fetch_entries
         self._refuses = refuses
+        self._implicit = implicit
+        """Transactions are of version 2."""
         self._partitions: dict[TopicPartition, Partition] = {}
         self._ids: dict[str, Coordinated] = {}
 
@@ -182,7 +192,7 @@ class Cluster:
         known = self._ids.get(transactional_id)
         if known is None:
             known = self._ids[transactional_id] = Coordinated(1_000 + len(self._ids))
-            return OK, ProducerIdentity(known.producer_id, known.epoch)
+            return OK, self._identity(known)
         if known.state is TxState.ONGOING:
             known.epoch += 1  # fences the old owner at once; the new epoch is handed out when the markers are written
             self._end(known, commit=False)
@@ -192,7 +202,10 @@ class Cluster:
             return CONCURRENT, ProducerIdentity(-1, -1)
         known.epoch += 1
         known.state = TxState.EMPTY
-        return OK, ProducerIdentity(known.producer_id, known.epoch)
+        return OK, self._identity(known)
+
+    def _identity(self, known: Coordinated) -> ProducerIdentity:
+        return ProducerIdentity(known.producer_id, known.epoch, self._implicit)
 
     def _checked(self, transactional_id: str, identity: ProducerIdentity) -> tuple[int, Coordinated | None]:
         known = self._ids.get(transactional_id)
@@ -221,11 +234,22 @@ class Cluster:
         return OK
 
     def produce(
-        self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
+        self,
+        transactional_id: str,
+        identity: ProducerIdentity,
+        batches: Sequence[tuple[TopicPartition, bytes]],
+        *,
+        put_off: bool = False,
     ) -> dict[TopicPartition, Produced]:
-        return {target: self._produce_one(transactional_id, target, payload) for target, payload in batches}
+        """Append batches; with ``put_off``, partitions can not join the transaction yet."""
+        return {
+            target: self._produce_one(transactional_id, target, payload, joins=identity.implicit, put_off=put_off)
+            for target, payload in batches
+        }
 
-    def _produce_one(self, transactional_id: str, target: TopicPartition, payload: bytes) -> Produced:
+    def _produce_one(
+        self, transactional_id: str, target: TopicPartition, payload: bytes, *, joins: bool, put_off: bool
+    ) -> Produced:
         batch = MemoryRecords(payload).next_batch()
         assert batch is not None
         assert batch.validate_crc()
@@ -234,7 +258,10 @@ class Cluster:
         if known is None:
             return Produced(OLD_EPOCH if code == FENCED else code, -1)
         if known.state is not TxState.ONGOING or target not in known.partitions:
-            return Produced(INVALID_STATE, -1)
+            code = INVALID_STATE if not joins else CONCURRENT if put_off else self._join(known)
+            if code != OK:
+                return Produced(code, -1)
+            known.partitions.append(target)
         records = [Record(0, row.timestamp, row.key, row.value, row.headers) for row in batch]
         # As in a broker, before the sequence number is looked at.
         if any(self._refuses(target.topic, record) for record in records):
@@ -264,23 +291,41 @@ class Cluster:
         code, known = self._checked(transactional_id, identity)
         if known is None:
             return code
-        if known.state is not TxState.ONGOING or group not in known.groups:
+        if identity.implicit:
+            code = self._join(known)
+            if code != OK:
+                return code
+            known.groups.add(group)
+        elif known.state is not TxState.ONGOING or group not in known.groups:
             return INVALID_STATE
         known.offsets.update({(group, source): offset for source, offset in offsets.items()})
         return OK
 
-    def end_transaction(self, transactional_id: str, identity: ProducerIdentity, *, commit: bool) -> int:
+    def end_transaction(
+        self, transactional_id: str, identity: ProducerIdentity, *, commit: bool
+    ) -> tuple[int, ProducerIdentity]:
+        known = self._ids.get(transactional_id)
+        done = (TxState.COMMITTED, TxState.COMMITTING) if commit else (TxState.ABORTED, TxState.ABORTING)
+        if known is not None and identity.implicit and self._ended_as(known) == (identity.producer_id, identity.epoch):
+            return (OK, self._identity(known)) if known.state in done else (INVALID_STATE, identity)
         code, known = self._checked(transactional_id, identity)
         if known is None:
-            return code
-        done = (TxState.COMMITTED, TxState.COMMITTING) if commit else (TxState.ABORTED, TxState.ABORTING)
+            return code, identity
         if known.state is TxState.ONGOING:
+            known.epoch += identity.implicit
+            known.ended = identity.epoch
             self._end(known, commit=commit)
-            return OK
-        if known.state in done:
+            return OK, self._identity(known)
+        if known.state in done and not identity.implicit:
             # The same request again: the broker can not tell it from a repetition.
-            return CONCURRENT if known.state in ENDING else OK
-        return INVALID_STATE
+            return (CONCURRENT if known.state in ENDING else OK), identity
+        return INVALID_STATE, identity
+
+    @staticmethod
+    def _ended_as(known: Coordinated) -> tuple[int, int] | None:
+        """Return the identity that ended the last transaction, if nothing came after that."""
+        later = known.state in {TxState.EMPTY, TxState.ONGOING}
+        return None if later or known.epoch != known.ended + 1 else (known.producer_id, known.ended)
 
     def expire(self, transactional_id: str) -> None:
         """The coordinator aborts a transaction that took too long, and bumps the epoch."""

@@ -51,8 +51,8 @@ class DirectWire:
     async def limit(self, target):
         return None  # it refuses by content: only the broker knows
 
-    async def produce(self, transactional_id, batches):
-        answer, gate = self.cluster.produce(transactional_id, list(batches)), self.gate
+    async def produce(self, transactional_id, identity, batches):
+        answer, gate = self.cluster.produce(transactional_id, identity, list(batches)), self.gate
 
         async def answered():
             if gate is not None:

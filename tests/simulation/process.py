@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -183,11 +184,16 @@ class SimWire:
         return answer
 
     async def produce(
-        self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
+        self, transactional_id: str, identity: ProducerIdentity, batches: Sequence[tuple[TopicPartition, bytes]]
     ) -> Awaitable[dict[TopicPartition, Produced]]:
         sent = list(batches)
+        later = partial(self._cluster.produce, transactional_id, identity, sent, put_off=True)
         return self._process.park(
-            "Produce", "leader", lambda: self._cluster.produce(transactional_id, sent), writes=True
+            "Produce",
+            "leader",
+            lambda: self._cluster.produce(transactional_id, identity, sent),
+            writes=True,
+            put_off=later if identity.implicit else None,
         )
 
     async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
@@ -213,13 +219,15 @@ class SimWire:
         )
         return answer
 
-    async def end_transaction(self, transactional_id: str, identity: ProducerIdentity, *, commit: bool) -> int:
-        answer: int = await self._process.park(
+    async def end_transaction(
+        self, transactional_id: str, identity: ProducerIdentity, *, commit: bool
+    ) -> tuple[int, ProducerIdentity]:
+        answer: tuple[int, ProducerIdentity] = await self._process.park(
             "EndTxn",
             "transactions",
             lambda: self._cluster.end_transaction(transactional_id, identity, commit=commit),
             writes=True,
-            put_off=lambda: CONCURRENT,
+            put_off=lambda: (CONCURRENT, identity),
         )
         return answer
 

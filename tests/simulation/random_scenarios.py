@@ -44,6 +44,7 @@ def random_scenario(dice: random.Random) -> Scenario:
         offsets=dice.choice(["kept", "kept", "forgotten", "stale"]),
         seeder=dice.random() < 0.15,
         fetch_entries=dice.randint(1, 5),
+        implicit=dice.random() < 0.6,
         new_disk_at_end=dice.random() < 0.3,
     )
 

@@ -105,7 +105,7 @@ class Run:
         _, identity = self.cluster.init_producer_id(SEEDER)
         self.cluster.add_partitions(SEEDER, identity, [CHANGELOG])
         (batch,) = fill(CHANGELOG, [(-1, NOW_MS, b"T", b"never committed", [])], compression="none")
-        self.cluster.produce(SEEDER, [(CHANGELOG, batch.sealed(identity, 0))])
+        self.cluster.produce(SEEDER, identity, [(CHANGELOG, batch.sealed(identity, 0))])
 
     def _start(self, worker: Worker) -> None:
         worker.incarnations += 1

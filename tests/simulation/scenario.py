@@ -122,6 +122,8 @@ class Scenario:
     """What becomes of the group's committed offsets whenever a process dies."""
     seeder: bool = False
     """Another transactional id has an open transaction on the changelog."""
+    implicit: bool = True
+    """Transactions are of version 2 (KIP-890)."""
     fetch_entries: int = 3
     last_incarnation: bool = True
     """At the end every process is killed, and a new one reads the probes; else those who live do."""
@@ -186,7 +188,7 @@ class Scenario:
         return judged
 
     def new_cluster(self) -> Cluster:
-        cluster = Cluster(fetch_entries=self.fetch_entries, refuses=too_large)
+        cluster = Cluster(fetch_entries=self.fetch_entries, refuses=too_large, implicit=self.implicit)
         for source, records in self.records(self.input, 0).items():
             cluster.append_plain(source, records)
         for judged in self.judged_logs:

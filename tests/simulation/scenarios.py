@@ -128,6 +128,12 @@ GROUP_SPLIT = replace(IN_GROUP, name="a group is split", bounds=Bounds(1, ("regr
 GROUP_SPLIT_REFUSED = replace(
     GROUP_SPLIT, name="a group is split, a refused record", input=(("a", 0), ("B", 1), ("a", 2)), most_records=1
 )
+# With transactions of version 1, partitions and groups are announced, and an epoch has many transactions.
+ANSWERS_ANNOUNCED = replace(ANSWERS, name="any fault, version 1", implicit=False)
+DELAYED_ANNOUNCED = replace(DELAYED, name="delayed requests, version 1", implicit=False)
+ZOMBIE_ANNOUNCED = replace(ZOMBIE, name="two workers, version 1", implicit=False)
+IN_GROUP_ANNOUNCED = replace(IN_GROUP, name="two partitions in a group, version 1", implicit=False)
+PUT_OFF = Scenario("the previous transaction ends late", PLAIN, Bounds(2, ("markers", "again")), most_records=1)
 # Every schedule with at most two faults or preemptions is run (CHESS, Musuvathi and Qadeer 2007).
 SMALL = Scenario(
     "all of a small group",
@@ -173,6 +179,11 @@ ENUMERATED = (
     GROUP_ZOMBIE_REFUSED,
     GROUP_SPLIT,
     GROUP_SPLIT_REFUSED,
+    ANSWERS_ANNOUNCED,
+    DELAYED_ANNOUNCED,
+    ZOMBIE_ANNOUNCED,
+    IN_GROUP_ANNOUNCED,
+    PUT_OFF,
 )
 
 _WIDER: Mapping[Scenario, Bounds] = {

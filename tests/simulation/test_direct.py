@@ -100,10 +100,10 @@ class HeldEnd(DirectWire):
         self.asked, self.answer = asyncio.Event(), asyncio.Event()
 
     async def end_transaction(self, transactional_id, identity, *, commit):
-        code = self.cluster.end_transaction(transactional_id, identity, commit=commit)
+        code, after = self.cluster.end_transaction(transactional_id, identity, commit=commit)
         self.asked.set()
         await self.answer.wait()
-        return code
+        return code, after
 
 
 @pytest.mark.parametrize("kind", [TaskGroup, AppliedAfterClose])

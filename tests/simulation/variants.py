@@ -11,7 +11,7 @@ from dedup.core.fold import Outcome, Rows
 from dedup.core.window import BEFORE_ALL_TIME, Feed, FeedProgress, StreamTime
 from dedup.errors import CommitUnknown, RecordRefused, TaskCorrupted, TaskMigrated
 from dedup.kafka.record_batch import FeedBatch
-from dedup.kafka.transactional_producer import Session
+from dedup.kafka.transactional_producer import Session, Unanswered
 from dedup.kafka.wire import (
     LogBounds,
     NoAnswer,
@@ -466,13 +466,21 @@ class StaleSequences(Session):
         self._sequences = kept
 
 
+class StillEndingIgnored(Session):
+    """A batch that met the end of the previous transaction counts as appended."""
+
+    async def _answers(self, flight: Unanswered) -> Mapping[TopicPartition, Produced]:
+        answers = await flight.answer
+        return {target: replace(one, error_code=OK, base_offset=0) for target, one in answers.items()}
+
+
 class RefusedIgnored(Delegating):
     """What aiokafka's producer does: a refused send fails its own future, and the commit succeeds."""
 
     async def produce(
-        self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
+        self, transactional_id: str, identity: ProducerIdentity, batches: Sequence[tuple[TopicPartition, bytes]]
     ) -> Awaitable[dict[TopicPartition, Produced]]:
-        answer = await self._wire.produce(transactional_id, batches)
+        answer = await self._wire.produce(transactional_id, identity, batches)
 
         async def pretended() -> dict[TopicPartition, Produced]:
             return {
@@ -486,7 +494,9 @@ class RefusedIgnored(Delegating):
 class EndTwice(Delegating):
     """What aiokafka's sender does: EndTxn without an answer is sent again in the same epoch."""
 
-    async def end_transaction(self, transactional_id: str, identity: ProducerIdentity, *, commit: bool) -> int:
+    async def end_transaction(
+        self, transactional_id: str, identity: ProducerIdentity, *, commit: bool
+    ) -> tuple[int, ProducerIdentity]:
         while True:
             try:
                 return await self._wire.end_transaction(transactional_id, identity, commit=commit)
@@ -536,6 +546,7 @@ TASK_MUTANTS = (
     Variant("future by the wall clock alone", judge=WallClockAlone),
     Variant("state of other partition counts taken over", judge=AnyFingerprint),
     Variant("sequence numbers kept over an epoch", session=StaleSequences),
+    Variant("a batch put off counts as appended", session=StillEndingIgnored),
 )
 GROUP_MUTANTS = (
     Variant("tasks of a group captured one by one", group=FrozenOneByOne),

@@ -17,7 +17,7 @@ from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, Invariant
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import TopicPartition
-from dedup.kafka.wire import LogBounds, NoAnswer, Position
+from dedup.kafka.wire import LogBounds, NoAnswer, Position, ProducerIdentity
 from dedup.metrics import TaskNumbers
 from dedup.settings import Security
 from dedup.worker import task_manager as tasks
@@ -395,7 +395,7 @@ async def test_a_produce_connection_that_gives_no_answer_is_closed() -> None:
         _conns={(1, ConnectionGroup.DEFAULT): silent},
         cluster=SimpleNamespace(leader_for_partition=lambda _: 1),
     )
-    answer = await wire.produce("id", [(FEED, b"batch")])
+    answer = await wire.produce("id", ProducerIdentity(1, 0), [(FEED, b"batch")])
     with pytest.raises(NoAnswer, match="ProduceRequest"):
         await answer
     assert silent.closed == [CloseReason.CONNECTION_TIMEOUT]

@@ -1,0 +1,72 @@
+"""A session keeps its epoch through ordinary transactions, with transactions of both versions."""
+
+import pytest
+
+from dedup.kafka.record_batch import fill
+from dedup.kafka.transactional_producer import STILL_ENDING, Session
+from dedup.kafka.wire import Position, Produced, TopicPartition
+from tests.simulation.cluster import Cluster
+from tests.simulation.direct import DirectWire
+
+OUT, IN = TopicPartition("out", 0), TopicPartition("in", 0)
+
+
+class PuttingOff(DirectWire):
+    """The first batch of each transaction meets the end of the one before it, as often as said."""
+
+    def __init__(self, cluster: Cluster, times: int) -> None:
+        super().__init__(cluster)
+        self.epochs = 0
+        self.sent: list[int] = []
+        self._times = times
+        self._left = times
+
+    async def init_producer_id(self, transactional_id, timeout_ms):
+        self.epochs += 1
+        return await super().init_producer_id(transactional_id, timeout_ms)
+
+    async def produce(self, transactional_id, identity, batches):
+        self.sent.append(len(batches))
+        if identity.implicit and self._left:
+            self._left -= 1
+
+            async def put_off():
+                return {target: Produced(STILL_ENDING, -1) for target, _ in batches}
+
+            return put_off()
+        return await super().produce(transactional_id, identity, batches)
+
+    async def end_transaction(self, transactional_id, identity, *, commit):
+        self._left = self._times
+        return self.cluster.end_transaction(transactional_id, identity, commit=commit)
+
+
+def rows(*values: bytes):
+    (batch,) = fill(OUT, [(-1, 1_000, b"k", value, []) for value in values], compression="none")
+    return batch
+
+
+@pytest.mark.parametrize("implicit", [False, True], ids=["version 1", "version 2"])
+@pytest.mark.parametrize("times", [0, 3])
+async def test_batches_are_in_order_and_no_epoch_is_lost_over_several_transactions(implicit, times):
+    wire = PuttingOff(Cluster(implicit=implicit), times)
+    session = Session(wire, "id", "group", timeout_ms=60_000, deadline_ms=20_000)
+    await session.open()
+    for number in range(3):
+        for part in range(4):
+            session.add([rows(b"%d" % number, b"%d.%d" % (number, part))])
+        await session.commit({IN: Position(number + 1)})
+    assert wire.epochs == 1
+    found = wire.cluster.fetch(OUT, 0)
+    assert found.values == [value for n in range(3) for p in range(4) for value in (b"%d" % n, b"%d.%d" % (n, p))]
+    assert wire.cluster.committed_offset("group", IN, stable=True).offset == 3
+
+
+async def test_a_transaction_that_does_not_end_within_the_deadline_ends_the_epoch():
+    wire = PuttingOff(Cluster(), 1_000_000)
+    session = Session(wire, "id", "group", timeout_ms=60_000, deadline_ms=200)
+    await session.open()
+    session.add([rows(b"one")])
+    with pytest.raises(Exception, match="the previous transaction did not end in 2"):
+        await session.commit({IN: Position(1)})
+    await session.drop()
