@@ -12,7 +12,7 @@ from tests.simulation.choice import Script
 from tests.simulation.explore import Tally, by_seeds, one
 from tests.simulation.parts import PARTS, Part, Pool
 from tests.simulation.scenario import Bounds, Scenario
-from tests.simulation.scenarios import ANSWERS, PLAIN, PROBES, TWO_HOPS, ZOMBIE_REFUSED
+from tests.simulation.scenarios import ANSWERS, ANSWERS_ANNOUNCED, PLAIN, PROBES, TWO_HOPS, ZOMBIE_REFUSED
 from tests.simulation.variants import CORRECT
 
 LEAST = 50_000
@@ -66,7 +66,11 @@ def test_a_refusal_that_reaches_a_zombie_does_not_make_it_judge_on_old_state() -
 
 
 def test_a_delayed_end_of_a_transaction_is_fenced() -> None:
-    scripted(ANSWERS, "EndTxn done late, no answer", "AddPartitions deliver")
+    scripted(ANSWERS_ANNOUNCED, "EndTxn done late, no answer", "AddPartitions deliver")
+
+
+def test_a_delayed_end_of_a_transaction_with_an_epoch_of_its_own_is_fenced() -> None:
+    scripted(ANSWERS, "EndTxn done late, no answer", "Produce deliver")
 
 
 def test_a_crash_before_the_disk_is_written_heals_from_the_changelog() -> None:
