@@ -83,10 +83,10 @@ def oracles(found: Evidence) -> list[Oracle]:
     left = left if found.judged else "some records are not judged"
     # Batches of an older epoch that follow batches of a newer epoch were written by a zombie.
     behind = sum(len(each.behind) for each in epochs)
-    batches, owners = sum(each.batches for each in epochs), sum(each.owners for each in epochs)
+    batches, count = sum(each.batches for each in epochs), sum(each.count for each in epochs)
     zombies = (
-        f"{found.zombies} frozen beyond the session, {found.fenced} tasks fenced; {behind} of {batches:,} batches by "
-        f"{owners} owners come after a newer owner's"
+        f"{found.zombies} frozen beyond the session, {found.fenced} tasks fenced; {behind} of {batches:,} batches in "
+        f"{count:,} epochs come after a newer epoch's"
     )
     no_zombie = found.epochs is not None and not behind and unrepeated
     ended = [*found.unprovoked, f"{found.away} ended while the broker was down"][0]

@@ -39,8 +39,8 @@ class Epochs:
     """The producer epochs of a partition's committed batches."""
 
     batches: int
-    owners: int
-    """Number of different epochs that wrote the batches."""
+    count: int
+    """Number of different epochs that wrote the batches: one for each owner, or for each transaction (KIP-890)."""
     behind: tuple[int, ...]
     """Base offsets of batches that follow a batch with a newer epoch."""
 

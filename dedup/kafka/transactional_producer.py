@@ -1,18 +1,21 @@
 """Implements transactional sessions: the records and offsets of a transaction become visible together or not at all.
 
 `open` sends InitProducerId, which makes the broker fence older epochs of the transactional ID and end a transaction
-that they left open (KIP-98). Within an epoch, these requests are sent:
+that they left open (KIP-98). Then these requests are sent:
 
-    add(batches)       AddPartitions for partitions not announced yet, Produce, then AddOffsets once per transaction;
-                       in this order, in the background
+    add(batches)       Produce, in the background
     commit(offsets)    TxnOffsetCommit, then EndTxn after every produce request has succeeded
 
-AddPartitions, AddOffsets, TxnOffsetCommit, and EndTxn are repeated in the same epoch only after a *response* with error
-14, 15, or 16 (coordinator loading, not available, or moved) or 51 (the previous transaction is still ending). Repeating
-a request after its response is safe, because the first copy is no longer in flight and both copies have the same
-effect. After a *missing response*, repeating a request is not safe, because a late EndTxn could commit half of the next
-transaction. If a response is missing, the session raises `CommitUnknown`, and only a new InitProducerId reveals the
-outcome of the transaction. Produce requests are never repeated.
+With transactions of version 2 (KIP-890), Produce and TxnOffsetCommit also add the partitions and the group to the
+transaction, and EndTxn begins a new epoch. With version 1, AddPartitions is sent before a partition's first batch, and
+AddOffsets once per transaction.
+
+These requests are repeated in the same epoch only after a *response* with error 14, 15, or 16 (coordinator loading, not
+available, or moved) or 51 (the previous transaction is still ending), and Produce only after 51, which says that the
+batch was not appended. Repeating a request after its response is safe, because the first copy is no longer in flight and
+both copies have the same effect. After a *missing response*, repeating a request is not safe, because a late EndTxn of
+version 1 could commit half of the next transaction. If a response is missing, the session raises `CommitUnknown`, and
+only a new InitProducerId reveals the outcome of the transaction.
 
 To abort a transaction, the session starts a new epoch, because InitProducerId ends the open transaction.
 """

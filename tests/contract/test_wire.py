@@ -327,8 +327,8 @@ async def test_the_end_of_a_transaction_may_be_asked_for_twice(place: Place) -> 
     assert await place.ended(identity, commit=False) == INVALID_STATE
 
 
-async def test_a_repeated_end_commits_the_transaction_after_it_unless_that_has_its_own_epoch(place: Place) -> None:
-    """What a session must never let happen with version 1; the reason for one EndTxn in an epoch."""
+async def test_a_repeated_end_commits_the_transaction_after_it(place: Place) -> None:
+    """What a session must never let happen with version 1, and what an epoch for each transaction (version 2) fences."""
     identity = await place.begin()
     await place.wrote(identity, b"first")
     assert await place.ended(identity, commit=True) == OK

@@ -254,7 +254,7 @@ def test_a_batch_of_an_older_epoch_behind_a_newer_one_is_a_zombies():
     assert in_order(written((7, 32766), (8, 0), (8, 1))).behind == ()
     assert in_order(written((7, 32766), (8, 0), (7, 32766), (8, 0))).behind == (20, 30)
     assert in_order([]).batches == 0
-    assert in_order(written((7, 0), (7, 0), (7, 1))).owners == 2
+    assert in_order(written((7, 0), (7, 0), (7, 1))).count == 2
 
 
 def test_an_end_that_was_told_before_more_records_came_moves_the_reader_on_and_never_back():
