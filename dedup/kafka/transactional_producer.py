@@ -12,10 +12,10 @@ AddOffsets once per transaction.
 
 These requests are repeated in the same epoch only after a *response* with error 14, 15, or 16 (coordinator loading, not
 available, or moved) or 51 (the previous transaction is still ending), and Produce only after 51, which says that the
-batch was not appended. Repeating a request after its response is safe, because the first copy is no longer in flight and
-both copies have the same effect. After a *missing response*, repeating a request is not safe, because a late EndTxn of
-version 1 could commit half of the next transaction. If a response is missing, the session raises `CommitUnknown`, and
-only a new InitProducerId reveals the outcome of the transaction.
+batch was not appended. Repeating a request after its response is safe, because the first copy is no longer in flight
+and both copies have the same effect. After a *missing response*, repeating a request is not safe, because a late EndTxn
+of version 1 could commit half of the next transaction. If a response is missing, the session raises `CommitUnknown`,
+and only a new InitProducerId reveals the outcome of the transaction.
 
 To abort a transaction, the session starts a new epoch, because InitProducerId ends the open transaction.
 """

@@ -123,6 +123,15 @@ def slow_commit(delay_ms: int) -> None:
     KafkaWire.end_transaction = slow  # type: ignore[method-assign]
 
 
+def announced(_number: int) -> None:
+    """The cluster is taken for one whose transactions are of version 1: partitions and groups are announced."""
+
+    async def old(_wire: KafkaWire) -> int:
+        return 1
+
+    KafkaWire.transaction_version = old  # type: ignore[method-assign]
+
+
 def freeze_in_commit(number: int) -> None:
     """SIGSTOP right before the n-th EndTxn is sent: it will be sent when the process is let go on."""
     end_transaction = KafkaWire.end_transaction
@@ -373,6 +382,7 @@ ACCIDENTS: dict[str, Callable[[int], None]] = {
         agent_fails_after,
         agent_sends,
         slow_commit,
+        announced,
         freeze_in_commit,
         die_judging_in_commit,
         slow_restore,
