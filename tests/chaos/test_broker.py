@@ -38,7 +38,7 @@ def test_f21_broker_killed_in_a_phase_of_a_transaction(make_job: MakeJob, rough:
     job = make_job(config={"commit_interval": "20ms", "session_timeout": "45s"})
     events = workload(100 + POINTS.index(point), 1_200)
     with Watch(job):
-        versions = ("announced",) if point in OF_ANNOUNCING else ()
+        versions = ("announced=1",) if point in OF_ANNOUNCING else ()
         worker = job.start("a", *versions, f"freeze_at_point={100 * POINTS.index(point) + 4}")
         worker.until_logged("running from offset", times=job.partitions)
         send_until_frozen(job, worker, events)

@@ -39,7 +39,7 @@ def test_f02_dies_at_a_point(make_job: MakeJob, point: Point) -> None:
 
 def versions(crash_at: str) -> tuple[str, ...]:
     """Return what a worker needs to come to a point that transactions of version 2 do not have."""
-    return ("announced",) if crash_at.partition(":")[0] in OF_ANNOUNCING else ()
+    return ("announced=1",) if crash_at.partition(":")[0] in OF_ANNOUNCING else ()
 
 
 def dies_and_comes_back(job: Job, events: list[Event], crash_at: str) -> None:

@@ -107,7 +107,7 @@ def on_the_broker(job: Job, scenario: Scenario, points: tuple[str, ...]) -> Told
     told = Told()
     left = events(scenario, scenario.input, 0)
     for point in points:
-        dying = job.start("a", *(() if scenario.implicit else ("announced",)), crash_at=point)
+        dying = job.start("a", *(() if scenario.implicit else ("announced=1",)), crash_at=point)
         # One by one, so that each is a transaction of its own, as it is in the simulator.
         while left and dying.running:
             job.send([left.pop(0)])
