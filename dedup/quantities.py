@@ -17,10 +17,14 @@ DURATION_PATTERN: Final = r"^[0-9]{1,19}(ms|s|m|h|d)$"
 SIZE_PATTERN: Final = r"^[0-9]{1,19}(B|KiB|MiB|GiB|TiB)$"
 
 
-def parse_duration(text: str) -> int:
-    """Parse a duration such as ``15m``, and return milliseconds. Raises ValueError with a message for the user."""
+def parse_duration(text: str, *, short: bool = False) -> int:
+    """Parse a duration such as ``15m``, and return milliseconds. Raises ValueError with a message for the user.
+
+    With ``short``, the message about a missing unit suggests seconds for a small number, and hours otherwise.
+    """
     # Without a unit, 24 probably means hours, and 500 probably means milliseconds.
-    likely, other = ("ms", "s") if len(text) > 2 else ("h", "m")  # noqa: PLR2004 - two digits
+    few = ("s", "ms") if short else ("h", "m")
+    likely, other = ("ms", "s") if len(text) > 2 else few  # noqa: PLR2004 - two digits
     value_ms = _quantity(text, _MS, likely, other)
     if value_ms > _LONGEST_MS:
         raise ValueError(f'"{text}" is longer than 100 years; write at most "36500d"')

@@ -83,7 +83,10 @@ def _place(text: str) -> str:
 
 def _between(low: str, high: str) -> Any:  # noqa: ANN401 - a validator
     low_ms, high_ms = parse_duration(low), parse_duration(high)
-    return accepting(lambda text: low_ms <= parse_duration(text) <= high_ms, f'"{{}}" must be {low} to {high}')
+    short = high_ms <= parse_duration("1h")
+    return accepting(
+        lambda text: low_ms <= parse_duration(text, short=short) <= high_ms, f'"{{}}" must be {low} to {high}'
+    )
 
 
 _WORKER_ID_RULE: Final = matching(

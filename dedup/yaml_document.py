@@ -34,6 +34,17 @@ _CONSTANTS: Final = {"": None, "~": None, "null": None, "true": True, "false": F
 _INTEGER: Final = re.compile(r"[-+]?[0-9]{1,300}")
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]{1,3})?")
 
+_MEANT: Final[Mapping[str, str]] = {
+    "iso8601": "rfc3339",
+    "iso-8601": "rfc3339",
+    "iso": "rfc3339",
+    "seconds": "s",
+    "millis": "ms",
+    "milliseconds": "ms",
+    "micros": "us",
+    "microseconds": "us",
+}
+"""Other names of words that a file may contain, such as units of time."""
 _WANTED: Final[Mapping[str, str]] = {
     "string_type": "must be text; put it in quotes",
     "bool_type": "must be true or false",
@@ -344,7 +355,8 @@ def _told(error: ValidationError, document: Document, model: type[BaseModel]) ->
                 yield Problem(document.place_of_key(at), f'the key "{key}" is missing{inside}')
             case "literal_error":
                 words = [word.strip("'") for word in re.split(r", | or ", found["ctx"]["expected"])]
-                suffix = _nearest(written or "", words)
+                meant = _MEANT.get(written or "", "")
+                suffix = f'; did you mean "{meant}"?' if meant in words else _nearest(written or "", words)
                 yield Problem(document.place(at), f"{label}{shown}is not one of {' | '.join(words)}{suffix}")
             case "value_error":
                 yield Problem(document.place(at), f"{label}{found['ctx']['error']}")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dedup.topology.schema import Start
     from dedup.worker.dead_letter_replay import Replayed
     from dedup.worker.layout import Layout
+    from dedup.worker.reset import Doomed
     from dedup.worker.topics import TopicPlan
 
 _CLIENT: Final = "dedup-admin"
@@ -183,14 +184,13 @@ def reset(
     async def work(wire: KafkaWire, admin: Admin) -> None:
         order = Reset(parsed, settings, wire, admin)
         found = await order.look()
-        doomed = [f"topic {name} is deleted and created again, empty" for name in found.topics]
-        doomed += [f"local state {path} is deleted" for path in found.partitions]
-        doomed += [f"checkpoint {place} is deleted" for place in found.checkpoints]
-        typer.echo("\n".join([f"the offsets of group {found.group} are deleted", *doomed]))
-        if not yes and not typer.confirm("Every ID seen is forgotten and may be forwarded again. Continue?"):
-            typer.echo("nothing was changed")
-            raise typer.Exit(1)
+        if not yes:
+            typer.echo("\n".join(["this would be deleted:", *(f"  {each}" for each in _doomed(found))]))
+            if not typer.confirm("Every ID seen is forgotten and may be forwarded again. Delete it?"):
+                typer.echo("nothing was changed")
+                raise typer.Exit(1)
         offsets = await order.run(found, start)
+        typer.echo("\n".join(f"deleted: {each}" for each in _doomed(found)))
         for (name, partition), offset in sorted(offsets.items()):
             typer.echo(f"{name}/{partition} is read from offset {offset}")
         if not offsets:
@@ -198,6 +198,17 @@ def reset(
         typer.echo("done; if workers on other machines have state, run `dedup reset --local` there")
 
     on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
+
+
+def _doomed(found: Doomed) -> list[str]:
+    topics = [f"topic {name}, which is created again, empty" for name in found.topics]
+    places = [f"local state {path}" for path in found.partitions]
+    return [
+        f"the offsets of group {found.group}",
+        *topics,
+        *places,
+        *(f"checkpoint {each}" for each in found.checkpoints),
+    ]
 
 
 def layout(

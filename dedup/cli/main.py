@@ -6,9 +6,10 @@ import signal
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from dedup.errors import AuthorMistake, DedupError
 
@@ -55,6 +56,24 @@ _ONLY_WITH_JAVA: Final = frozenset({"jgo", "jgo.maven"})
 """Packages that the Dockerfile leaves out."""
 
 
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401  # typer's own class of context
+        return _flags_without_type(super().get_params(ctx))
+
+
+class _Group(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401  # typer's own class of context
+        return _flags_without_type(super().get_params(ctx))
+
+
+def _flags_without_type(parameters: list[Any]) -> list[Any]:
+    """Make `--help` show a flag without the type ``<bool>``, because a flag takes no value."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
 def create_app() -> typer.Typer:
     """Return the application with all its commands."""
     app = typer.Typer(
@@ -64,10 +83,13 @@ def create_app() -> typer.Typer:
         no_args_is_help=True,
         # Pretty tracebacks print local variables, including passwords.
         pretty_exceptions_enable=False,
+        cls=_Group,
     )
     app.callback()(_options)
     spark = typer.Typer(
-        help="Run a topology on Spark: stream, backfill, incremental, seed, audit, and tables.", no_args_is_help=True
+        help="Run a topology on Spark: stream, backfill, incremental, seed, audit, and tables.",
+        no_args_is_help=True,
+        cls=_Group,
     )
     groups = {"": app, "spark": spark}
     for panel, commands in COMMANDS.items():
@@ -76,7 +98,8 @@ def create_app() -> typer.Typer:
             module, _, function = place.partition(".")
             command = getattr(import_module(f"dedup.cli.{module}"), function)
             shown = panel if group == "" else None
-            groups[group].command(name, help=_paragraphs(command.__doc__), rich_help_panel=shown)(command)
+            add = groups[group].command(name, help=_paragraphs(command.__doc__), rich_help_panel=shown, cls=_Command)
+            add(command)
     app.add_typer(spark, name="spark", rich_help_panel="Spark")
     return app
 

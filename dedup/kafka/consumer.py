@@ -341,9 +341,13 @@ class FeedFetcher:
             FetchFrom(*place, position, reading.leader_epoch, _PARTITION_BYTES)
             for place, (_, reading, position) in asked.items()
         ]
-        code, parts = await self._wire.fetch_partitions(
-            node, wanted, wait_ms=wait_ms, least_bytes=least_bytes, most_bytes=_REQUEST_BYTES, lane=_FEED_LANE
-        )
+        try:
+            code, parts = await self._wire.fetch_partitions(
+                node, wanted, wait_ms=wait_ms, least_bytes=least_bytes, most_bytes=_REQUEST_BYTES, lane=_FEED_LANE
+            )
+        except NoAnswer:
+            await self._wire.pause(_AGAIN_PAUSE_MS)  # a broker that is away refuses thousands of connections a second
+            raise
         self._flowing.discard(node)
         if code:
             await self._wire.pause(_AGAIN_PAUSE_MS)

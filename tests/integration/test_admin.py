@@ -127,9 +127,13 @@ def test_reset_forgets_everything_and_starts_anew(make_job: MakeJob) -> None:
     job.send(distinct(0, 100))
     job.finish("b")
     job.finish()
-    assert "nothing was changed" in dedup(job, "reset", stdin="n\n", code=1)
+    asked = dedup(job, "reset", stdin="n\n", code=1)
+    assert "nothing was changed" in asked
+    assert f"  topic {job.topology.changelog_topic}, which is created again" in asked.partition("Delete it?")[0]
+    assert "deleted: " not in asked
     told = dedup(job, "reset", "--yes")
-    assert f"topic {job.topology.changelog_topic} is deleted and created again" in told
+    assert f"deleted: topic {job.topology.changelog_topic}, which is created again, empty" in told
+    assert "would be" not in told
     assert not (job.state_dir("a") / job.name).exists()
     assert "run `dedup reset --local` there" in told
     assert set(job.committed().values()) == {0}

@@ -262,7 +262,8 @@ def test_a_mistake_in_the_file(text, said):
         ("web.port", "--set web.port: has no value; write --set key=value"),
         ("web.port=x", '--set web.port: web.port: "x" must be a whole number'),
         ("loglevel=debug", '--set loglevel: unknown key; did you mean "log.level"?'),
-        ("commit_interval=5", '--set commit_interval: commit_interval: "5" has no unit; write "5h" or "5m"'),
+        ("commit_interval=5", '--set commit_interval: commit_interval: "5" has no unit; write "5s" or "5ms"'),
+        ("topics.retention=7", '--set topics.retention: topics.retention: "7" has no unit; write "7h" or "7m"'),
     ],
 )
 def test_a_mistake_on_the_command_line(override, said):

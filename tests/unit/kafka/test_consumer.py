@@ -69,6 +69,9 @@ class TwoNodes(Wire):
     async def fetch_partitions(self, node, wanted, **_options):
         raise NoAnswer("the broker is gone")
 
+    async def pause(self, delay_ms):
+        await asyncio.sleep(0)
+
     async def refresh(self):
         self.refreshing.set()
         await self.metadata.wait()

@@ -60,6 +60,10 @@ def test_the_least_file_has_none():
         ("on_conflict: 7", '8:14: on_conflict: "7" is not one of duplicate | forward | fail'),
         ("event_time: created", '8:13: event_time: "created" is not one of record'),
         ("event_time: {field: created}", '8:1: the key "unit" is missing in event_time'),
+        (
+            "event_time: {field: created, unit: iso8601}",
+            '8:36: event_time.unit: "iso8601" is not one of rfc3339 | s | ms | us; did you mean "rfc3339"?',
+        ),
         ("event_time: {field: created, unit: sec}", '8:36: event_time.unit: "sec" is not one of rfc3339 | s | ms | us'),
         (
             "event_time: {field: a..b, unit: ms}",
