@@ -8,27 +8,69 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Final, NamedTuple
+from itertools import chain, count, cycle, pairwise, repeat
+from typing import Any, Final, NamedTuple, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from dedup.core.window import Source
 
 Headers = Sequence[tuple[str, bytes | None]]
+Column = npt.NDArray[np.int64]
+_Columns = TypeVar("_Columns", bound=tuple[Any, ...])
 
 DIGEST_BYTES: Final = 16
+_NONE: Final = np.empty(0, np.int64)
+_INT64_BYTES: Final = 8
+
+
+def contents_of(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> list[bytes]:
+    """Return a BLAKE2b digest of each key and value; a fast checksum could be forged, which would hide a change."""
+    lengths = zip(_lengths(keys), _lengths(values), strict=True)
+    parts = zip(map(b"%d %d ".__mod__, lengths), _without_none(keys), _without_none(values), strict=True)
+    return [blake2b(part, digest_size=DIGEST_BYTES).digest() for part in map(b"".join, parts)]
+
+
+def _lengths(column: Sequence[bytes | None]) -> list[int]:
+    return [-1 if each is None else len(each) for each in column]
+
+
+def _without_none(column: Sequence[bytes | None]) -> Sequence[bytes]:
+    return [each or b"" for each in column]
 
 
 def digest(key: bytes | None, value: bytes | None, headers: Headers, timestamp_ms: int) -> bytes:
-    """Return a BLAKE2b digest of a whole record; a fast checksum could be forged, which would hide a changed record."""
-    key_bytes = -1 if key is None else len(key)
-    value_bytes = -1 if value is None else len(value)
-    head = b"%d %d %d " % (timestamp_ms, key_bytes, value_bytes)
+    """Return the digest of a whole record."""
+    return digest_with(contents_of([key], [value])[0], headers, timestamp_ms)
+
+
+def digest_with(content: bytes, headers: Headers, timestamp_ms: int) -> bytes:
+    """Return the digest of a whole record, given its item of `contents_of`."""
+    content += timestamp_ms.to_bytes(_INT64_BYTES, "little", signed=True)
     if not headers:
-        return blake2b(b"".join((head, key or b"", value or b"")), digest_size=DIGEST_BYTES).digest()
-    parts = [head, key or b"", value or b""]
-    for name, content in headers:
+        return content
+    parts: list[bytes] = []
+    for name, each in headers:
         encoded = name.encode()
-        parts += (b"%d %d " % (len(encoded), -1 if content is None else len(content)), encoded, content or b"")
-    return blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
+        parts += (b"%d %d " % (len(encoded), -1 if each is None else len(each)), encoded, each or b"")
+    return content + blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
+
+
+def digests(contents: Sequence[bytes], headers: Sequence[Headers], timestamps_ms: Column) -> list[bytes]:
+    """Return `digest_with` for each record."""
+    if any(headers):
+        return list(map(digest_with, contents, headers, timestamps_ms.tolist()))
+    # Unlike numpy's bytes type, its void type keeps trailing zero bytes.
+    stamps = timestamps_ms.astype("<i8").view(f"V{_INT64_BYTES}").tolist()
+    return list(map(bytes.__add__, contents, stamps))
+
+
+def selected(columns: _Columns, rows: Column) -> _Columns:
+    """Return the given rows of a tuple of arrays and lists."""
+    at = rows.tolist()
+    taken = (each[rows] if isinstance(each, np.ndarray) else list(map(each.__getitem__, at)) for each in columns)
+    return type(columns)(*taken)
 
 
 class Seen(NamedTuple):
@@ -40,6 +82,25 @@ class Seen(NamedTuple):
     time_ms: int
     exempt: bool
     """True if a header of the record says that it was forwarded outside the guarantee."""
+
+
+class SeenColumns(NamedTuple):
+    """Records that a worker wrote, as columns with the fields of `Seen`."""
+
+    offsets: Column
+    times_ms: Column
+    exempt: Column
+    digests: list[bytes]
+    ids: list[bytes | None]
+
+    def at(self, rows: Column) -> Self:
+        """Return only the given rows."""
+        return selected(self, rows)
+
+    def rows(self) -> Iterator[Seen]:
+        """Yield the records one by one."""
+        numbers = (self.times_ms.tolist(), map(bool, self.exempt.tolist()))
+        return map(Seen, self.offsets.tolist(), self.digests, self.ids, *numbers)
 
 
 class Wanted(NamedTuple):
@@ -56,6 +117,45 @@ class Wanted(NamedTuple):
     """True if the record is at or after the committed offset."""
 
 
+class SureColumns(NamedTuple):
+    """Records that a task has certainly written, as columns with the fields of `Wanted`."""
+
+    positions: Column
+    digests: list[bytes]
+    ids: list[bytes | None]
+    sources: list[tuple[int, int, int]]
+
+    def at(self, rows: Column) -> Self:
+        """Return only the given rows."""
+        return selected(self, rows)
+
+    def rows(self) -> Iterator[Wanted]:
+        """Yield the records one by one."""
+        no = cycle([False])
+        return map(Wanted, self.digests, self.ids, map(Source._make, self.sources), self.positions.tolist(), no, no)
+
+
+NONE_SURE: Final = SureColumns(_NONE, [], [], [])
+
+
+@dataclass(slots=True)
+class Expected:
+    """All records that one task must have written to a topic."""
+
+    others: list[Wanted] = field(default_factory=list)
+    sure: SureColumns = NONE_SURE
+
+    def ids(self) -> Iterator[bytes | None]:
+        """Yield the ID of each record."""
+        return chain(self.sure.ids, (wanted.id for wanted in self.others))
+
+    def one_by_one(self) -> list[Wanted]:
+        """Move the records of ``sure`` to ``others``, and return all of them in the order of the log."""
+        self.others = sorted([*self.others, *self.sure.rows()], key=lambda wanted: wanted.position)
+        self.sure = NONE_SURE
+        return self.others
+
+
 @dataclass(slots=True)
 class Comparison:
     """The differences between the records in a topic and the expected records, regardless of order."""
@@ -66,6 +166,63 @@ class Comparison:
     """Records that are not expected, or present more often than expected, each with the index of its partition."""
     matched: list[tuple[int, Seen, int, Wanted]] = field(default_factory=list)
     """Records that are present, each with its partition, its task, and the expected record that it matches."""
+    at_once: tuple[Column, Column, Column, Column] = (_NONE, _NONE, _NONE, _NONE)
+    """More records that are present: partition, offset, task, and position in the task's log."""
+
+    def places(self, partition: int, *, optional: bool = True) -> tuple[Column, Column, Column]:
+        """Return offset, task, and position of the matched records of a partition, with or without optional ones."""
+        found = [
+            (seen.offset, task, wanted.position)
+            for number, seen, task, wanted in self.matched
+            if number == partition and (optional or not wanted.optional)
+        ]
+        partitions, *columns = self.at_once
+        here = partitions == partition
+        more = np.array(found, np.int64).reshape(-1, 3).T
+        offsets, tasks, positions = (np.append(each[here], more[at]) for at, each in enumerate(columns))
+        return offsets, tasks, positions
+
+
+def matched_at_once(
+    expected: Sequence[Expected], actual: Sequence[SeenColumns], *, from_end: bool = False
+) -> Comparison:
+    """Return the result of `matched`; a digest that occurs once on each side is matched without rows."""
+    task_ends = np.cumsum([0, *(len(each.sure.digests) for each in expected)])
+    partition_ends = np.cumsum([0, *(len(each.digests) for each in actual)])
+    wanted = list(chain.from_iterable(each.sure.digests for each in expected))
+    seen = list(chain.from_iterable(each.digests for each in actual))
+    row_of = dict(zip(wanted, count(), strict=False))
+    others = {each.digest for task in expected for each in task.others}
+    for each in others | _repeated(wanted) | _repeated(seen):
+        row_of.pop(each, None)
+    rows = np.fromiter(map(row_of.get, seen, repeat(-1)), np.int64, len(seen))
+    found = rows >= 0
+    missing = np.ones(len(wanted), bool)
+    missing[rows[found]] = False
+    left = [
+        Expected(each.others, each.sure.at(np.flatnonzero(missing[first:end]))).one_by_one()
+        for each, (first, end) in zip(expected, pairwise(task_ends), strict=True)
+    ]
+    unmatched = [
+        each.at(np.flatnonzero(~found[first:end]))
+        for each, (first, end) in zip(actual, pairwise(partition_ends), strict=True)
+    ]
+    result = matched(left, [list(each.rows()) for each in unmatched], from_end=from_end)
+    rows = rows[found]
+    result.at_once = (
+        np.searchsorted(partition_ends, np.flatnonzero(found), side="right") - 1,
+        np.concatenate([_NONE, *(each.offsets for each in actual)])[found],
+        np.searchsorted(task_ends, rows, side="right") - 1,
+        np.concatenate([_NONE, *(each.sure.positions for each in expected)])[rows],
+    )
+    return result
+
+
+def _repeated(digests: Sequence[bytes]) -> set[bytes]:
+    """Return the digests that occur more than once."""
+    if len(set(digests)) == len(digests):
+        return set()
+    return {each for each, number in Counter(digests).items() if number > 1}
 
 
 def matched(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -17,12 +17,12 @@ import numpy.typing as npt
 from dedup.core.reference_model import Feed, ModelRules
 from dedup.errors import StateIncompatible
 from dedup.topology.model import LateTo, Topology, extractor_of
-from dedup.verify.compare import Seen, digest, out_of_order
+from dedup.verify.compare import Column, SeenColumns, contents_of, digest, digests, out_of_order
 from dedup.verify.evidence import DEAD_TAIL, LATE_TAIL, VERDICT_HEADER, SideTopic, extracted_of, forwarded_by_replay
 from dedup.verify.kafka_reader import Bounds, KafkaReader, OpenTransaction, RecordColumns
-from dedup.verify.replay import Plan
+from dedup.verify.log_scan import Log, Plan
 from dedup.verify.report import Report
-from dedup.verify.spill import BUCKET_ROWS, Spill, buckets_for, condensed, place_of
+from dedup.verify.spill import BUCKET_ROWS, Spill, buckets_for, place_of, places_of
 
 WHY_REPLAYED: Final = "late records that `dedup replay` forwarded, outside the guarantee"
 WHY_RESET: Final = "offsets of output and side topics that are older than the last `dedup reset`"
@@ -46,10 +46,9 @@ class Order:
         """Forget all matches."""
         self._matches.clear()
 
-    def match(self, found: Iterable[tuple[int, int, int]]) -> None:
-        """Add matched records as (offset, task, position in the task's log)."""
-        for match in found:
-            self._matches.add((match[0] - self._bounds.low) // BUCKET_ROWS, match)
+    def match(self, offsets: Column, tasks: Column, positions: Column) -> None:
+        """Add matched records as columns: offset, task, and position in the task's log."""
+        self._matches.add((offsets - self._bounds.low) // BUCKET_ROWS, (offsets, tasks, positions))
         self._matches.flush()  # many partitions are matched in turn, so none keeps rows in memory
 
     def first_matched(self) -> int:
@@ -76,13 +75,15 @@ class Order:
         own = [(offsets[tasks == task], positions[tasks == task]) for offsets, tasks, positions in self._matched()]
         return disorder(np.concatenate([offsets for offsets, _ in own]), np.concatenate([found for _, found in own]))
 
-    def _matched(self) -> Iterator[npt.NDArray[np.int64]]:
+    def _matched(self) -> Iterator[tuple[Column, Column, Column]]:
         """Yield offsets, tasks, and positions as columns in ascending order of offset, range by range."""
         for number in range(self._matches.buckets):
-            # A record that is matched again in a second pass is counted only once.
-            matches = {offset: (offset, *found) for offset, *found in self._matches.bucket(number)}
-            if matches:
-                yield np.array(sorted(matches.values()), dtype=np.int64).T
+            matches = np.array(self._matches.bucket(number))
+            if matches.size:
+                matches = matches[:, np.argsort(matches[0], kind="stable")]
+                # A record that is matched again in a second pass is counted only once.
+                offsets, tasks, positions = matches[:, np.diff(matches[0], append=-1) != 0]
+                yield offsets, tasks, positions
 
 
 def disorder(rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> list[int]:
@@ -113,7 +114,7 @@ class WrittenPartition:
     first_digests: frozenset[bytes] = frozenset()
     """Digests of the first record, sampled or not, with and without the verdict header that a worker may have added."""
     first_kept: tuple[int, bytes] | None = None
-    """The hash (`spill.place_of`) and the digest of the first sampled record."""
+    """The hash (`spill.places_of`) and the digest of the first sampled record."""
     truncated: bool = False
     """True if a transaction stays open, so that the records after its beginning are unknown."""
     late: set[bytes] = field(default_factory=set)
@@ -129,9 +130,9 @@ class WrittenPartition:
         """Return the topic, partition, and offset of a record as text for reports."""
         return f"{self.topic}/{self.partition} offset {offset}"
 
-    def bucket(self, number: int) -> list[Seen]:
+    def bucket(self, number: int) -> SeenColumns:
         """Return the records of a bucket in ascending order of offset."""
-        return [Seen(*values) for values in self.spill.bucket(number)]
+        return SeenColumns(*self.spill.bucket(number))
 
 
 @dataclass(slots=True)
@@ -200,47 +201,62 @@ class Cut:
         """Return whether every partition of a topic still contains its first record."""
         return not any(bounds.start_deleted for bounds in self.bounds[topic].values())
 
-    def sampled(self, place: int) -> bool:
-        """Return whether a record is in the sample, given the record's hash (`spill.place_of`)."""
-        return self.sample == 1 or (place >> 32) % self.sample == 0
+    def sampled(self, ids: Sequence[bytes | None], contents: Sequence[bytes]) -> Column:
+        """Return the rows that are in the sample, given the ID and the content of each record."""
+        if self.sample == 1:
+            return np.arange(len(ids))
+        places = map(place_of, ids, contents)
+        return np.flatnonzero([(place >> 32) % self.sample == 0 for place in places])
 
-    def spill(self, buckets: int) -> Spill:
+    def spill(self, buckets: int, numbers: int, others: int = 0) -> Spill:
         """Return an empty spill that `free` closes."""
-        made = Spill(self.scratch, buckets)
-        self.held.append(made)
-        return made
+        return self.hold(Spill(self.scratch, buckets, numbers, others))
+
+    def log_spill(self, buckets: int) -> Spill:
+        """Return an empty spill for the columns of a log, which `free` closes."""
+        return self.hold(Log.spill(self.scratch, buckets))
+
+    def hold(self, spill: Spill) -> Spill:
+        """Let `free` close a spill."""
+        self.held.append(spill)
+        return spill
 
     def written(self, topic: str, partition: int, buckets: int, *, stamped: bool) -> WrittenPartition:
         """Read a partition that workers write; if ``stamped`` is true, digests include the producers' timestamps."""
         bounds = self.bounds[topic][partition]
-        order = Order(bounds, self.spill(buckets_for(bounds.high - bounds.low)))
-        found = WrittenPartition(topic, partition, bounds, self.spill(buckets), order)
+        order = Order(bounds, self.spill(buckets_for(bounds.high - bounds.low), 3))
+        found = WrittenPartition(topic, partition, bounds, self.spill(buckets, 3, 2), order)
         for read in self.read(topic, partition, bounds.low, bounds.high):
             columns = self._of_workers(read)
             self.report.unprovable(WHY_REPLAYED, len(read.offsets) - len(columns.offsets))
             found.broker_time = columns.broker_time
-            keeps_times = stamped and not columns.broker_time
-            if not found.first_digests and columns.offsets:
-                found.first_digests = _of_first(columns, columns.timestamps_ms[0] if keeps_times else 0)
-            read_as = self._seen(columns, stamped=keeps_times)
-            for headers, (place, seen) in zip(columns.headers, read_as, strict=True):
-                if seen.exempt and (VERDICT_HEADER, b"late") in headers and len(found.late) <= _MOST_LATE:
-                    found.late.add(seen.digest)
-                if self.sampled(place):
-                    found.first_kept = found.first_kept or (place, seen.digest)
-                    found.spill.add(place, seen)
+            if columns.offsets:
+                self._add(found, columns, stamped=stamped and not columns.broker_time)
         found.truncated = (topic, partition) in self.unread
         return found
 
-    def _seen(self, columns: RecordColumns, *, stamped: bool) -> Iterator[tuple[int, Seen]]:
-        """Yield each record with the hash that determines its bucket."""
+    def _add(self, found: WrittenPartition, columns: RecordColumns, *, stamped: bool) -> None:
         extracted = extracted_of(self.plan.extract, columns)
-        for at, offset in enumerate(columns.offsets):
-            tracking_id = None if at in extracted.faults else extracted.ids[at]
-            key, value, headers = columns.keys[at], condensed(columns.values[at]), columns.headers[at]
-            exempt = bool(headers) and any(name == VERDICT_HEADER for name, _ in headers)
-            content = digest(key, value, headers, columns.timestamps_ms[at] if stamped else 0)
-            yield place_of(tracking_id, key, value), Seen(offset, content, tracking_id, extracted.times_ms[at], exempt)
+        ids = extracted.ids
+        contents = contents_of(columns.keys, columns.values)
+        timestamps_ms = np.array(columns.timestamps_ms, np.int64) if stamped else np.zeros(len(ids), np.int64)
+        exempt = [bool(own) and any(name == VERDICT_HEADER for name, _ in own) for own in columns.headers]
+        seen = SeenColumns(
+            np.array(columns.offsets, np.int64),
+            np.array(extracted.times_ms, np.int64),
+            np.array(exempt, np.int64),
+            digests(contents, columns.headers, timestamps_ms),
+            ids,
+        )
+        if not found.first_digests:
+            found.first_digests = _of_first(columns, int(timestamps_ms[0]))
+        for at in np.flatnonzero(exempt).tolist():
+            if (VERDICT_HEADER, b"late") in columns.headers[at] and len(found.late) <= _MOST_LATE:
+                found.late.add(seen.digests[at])
+        places, kept = places_of(ids, contents), self.sampled(ids, contents)
+        if len(kept):
+            found.first_kept = found.first_kept or (int(places[kept[0]]), seen.digests[kept[0]])
+            found.spill.add(places[kept], seen if len(kept) == len(ids) else seen.at(kept))
 
     def _of_workers(self, columns: RecordColumns) -> RecordColumns:
         """Drop the records that `dedup replay` has forwarded, because no verdict accounts for them."""
@@ -292,7 +308,7 @@ class Cut:
 
 
 def _of_first(columns: RecordColumns, time_ms: int) -> frozenset[bytes]:
-    key, value, headers = columns.keys[0], condensed(columns.values[0]), columns.headers[0]
+    key, value, headers = columns.keys[0], columns.values[0], columns.headers[0]
     added = max((at for at, (name, _) in enumerate(headers) if name == VERDICT_HEADER), default=len(headers))
     both = (headers, [*headers[:added], *headers[added + 1 :]])
     return frozenset(digest(key, value, each, time_ms) for each in both)

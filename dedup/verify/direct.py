@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Final
 
 from dedup.core.window import Source
-from dedup.verify.compare import Seen, matched
+from dedup.verify.compare import SeenColumns, contents_of, matched_at_once
 from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition
 from dedup.verify.evidence import SideTopic, extracted_of
 from dedup.verify.findings import (
@@ -23,9 +24,10 @@ from dedup.verify.findings import (
     report_displaced,
 )
 from dedup.verify.kafka_reader import Bounds, RecordColumns
-from dedup.verify.replay import LogScan, Original, Plan, Row, TaskReplay, forwarded_digest
+from dedup.verify.log_scan import Log, LogScan, Original, Plan, forwarded_digest
+from dedup.verify.replay import TaskReplay
 from dedup.verify.report import Books, Report
-from dedup.verify.spill import Spill, buckets_for, place_of
+from dedup.verify.spill import Spill, buckets_for, places_of
 
 WHY_NO_OFFSET: Final = "the group has no committed offset for their partition, so what was judged is not known"
 WHY_SHORTER: Final = "the source ends before the committed offset: it was deleted and recreated, or truncated"
@@ -82,13 +84,13 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
     plan = _plan_for(cut.plan, output)
     start, known = start_of(cut, bounds, partition, output)
     books.skipped = start - bounds.low
-    log = cut.spill(buckets)
+    log = cut.log_spill(buckets)
     filed = 0  # records that are in the late and dead-letter topics
     # Workers may have continued since the cut was taken, so output and offsets of later records may exist.
     spans = ((start, committed, False), (committed, cut.still_committed(source, partition), True))
-    for row in source_rows(cut, plan, partition, spans, known=known):
-        if keep(cut, log, row) and not row.pending:
-            filed += (row.late is not None) + (row.letter is not None)
+    for read in source_log(cut, plan, partition, spans, known=known):
+        odd = [each for each in keep(cut, log, read).odd if each is not None and not each.pending]
+        filed += sum((each.late is not None) + (each.letter is not None) for each in odd)
     if cut.sample == 1:
         filed += sum(side.count_below((0, partition), committed) for side in plan.sides)
     held = _Partition(cut, plan, books, log, output, _copies(cut, partition, buckets, known=known), known)
@@ -96,7 +98,7 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
     _balance(held, filed)
 
 
-def source_rows(
+def source_log(
     cut: Cut,
     plan: Plan,
     partition: int,
@@ -104,7 +106,7 @@ def source_rows(
     *,
     known: bool,
     only: Collection[bytes] | None = None,
-) -> Iterator[Row]:
+) -> Iterator[Log]:
     """Yield a source partition's records in the given ranges of offsets; each range is (first, end, pending).
 
     ``only`` are the IDs of the records to return, by default all records.
@@ -112,21 +114,21 @@ def source_rows(
     scan = LogScan(plan, ((0, partition),), from_start=known)
     for begin, end, pending in spans:
         for columns in cut.read(cut.topology.source.topics[0], partition, begin, end):
-            sources = [Source(0, partition, offset) for offset in columns.offsets]
-            yield from scan.rows(columns, sources, pending=pending, only=only)
+            sources = list(zip(repeat(0), repeat(partition), columns.offsets))
+            yield scan.scan(columns, sources, pending=pending, only=only)
 
 
-def keep(cut: Cut, log: Spill, row: Row) -> bool:
-    """Add a record to its bucket; if the record is not in the sample, only count the record and return False."""
-    place = place_of(row.id, row.key, row.value)
-    if not cut.sampled(place):
-        cut.report.unsampled += 1
-        return False
-    size_bytes = len(row.key or b"")
-    if row.headers:
-        size_bytes += sum(len(content or b"") for _, content in row.headers)
-    log.add(place, row, size_bytes)
-    return True
+def keep(cut: Cut, spill: Spill, log: Log) -> Log:
+    """Add the records that are in the sample to their buckets, return them, and count the others."""
+    kept = cut.sampled(log.ids, log.contents)
+    if len(kept) < len(log.ids):
+        cut.report.unsampled += len(log.ids) - len(kept)
+        log = log.at(kept)
+    size_bytes = 0
+    if any(log.headers):
+        size_bytes = sum(len(content or b"") for headers in log.headers for _, content in headers)
+    spill.add(places_of(log.ids, log.contents), log, size_bytes)
+    return log
 
 
 def _judge(held: _Partition) -> None:
@@ -149,7 +151,7 @@ def _judge(held: _Partition) -> None:
 
 def _judge_bucket(held: _Partition, number: int, report: Report, books: Books) -> None:
     task = TaskReplay(held.plan, books, report, ((0, held.books.partition),))
-    task.take(map(Row.of, held.log.bucket(number)))
+    task.take(Log(*held.log.bucket(number)))
     if held.output is not None:
         _excuse_deleted(held, task, report)
         _compare_output(held, task, held.output, held.output.bucket(number), report)
@@ -158,14 +160,13 @@ def _judge_bucket(held: _Partition, number: int, report: Report, books: Books) -
 
 
 def _compare_output(
-    held: _Partition, task: TaskReplay, output: WrittenPartition, seen: list[Seen], report: Report
+    held: _Partition, task: TaskReplay, output: WrittenPartition, seen: SeenColumns, report: Report
 ) -> None:
-    found = matched([task.forwarded], [seen], from_end=not held.known)
+    found = matched_at_once([task.forwarded], [seen], from_end=not held.known)
     # An optional record may match an equal record that was deleted, so it is not used to check the order.
     all_sure = held.excused_below is None
-    pairs = [(each, wanted) for _, each, _, wanted in found.matched]
-    output.order.match((each.offset, 0, wanted.position) for each, wanted in pairs if all_sure or not wanted.optional)
-    held.pending_found += sum(wanted.pending for _, wanted in pairs)
+    output.order.match(*found.places(0, optional=all_sure))
+    held.pending_found += sum(wanted.pending for *_, wanted in found.matched)
     extra = [each for each in found.extra if each[1].offset >= (held.excused_below or 0)]
     report.unprovable(f"{WHY_SOURCE_GONE} {output.topic}", len(found.extra) - len(extra))
     found.extra = extra
@@ -192,19 +193,21 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
         return 1 << 62
     place, first = output.first_kept
     task = TaskReplay(held.plan, Books("", 0), Report("", "", "", 0), ((0, held.books.partition),))
-    task.take(map(Row.of, held.log.bucket(place % held.log.buckets)))
-    positions = [wanted.position for wanted in task.forwarded if wanted.digest == first]
+    task.take(Log(*held.log.bucket(place % held.log.buckets)))
+    positions = [wanted.position for wanted in task.forwarded.one_by_one() if wanted.digest == first]
     # Several expected records may be equal. In this case, the last of these records are present.
-    there = sum(seen.digest == first for seen in output.bucket(place % held.log.buckets))
+    there = output.bucket(place % held.log.buckets).digests.count(first)
     return positions[-there:][0] if positions else -1
 
 
 def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
     """Make expected records optional if they precede the output's first record, because they may have been deleted."""
-    excused = 0
-    for row, wanted in enumerate(task.forwarded):
+    if held.gone_position < 0:
+        return
+    excused, forwarded = 0, task.forwarded.one_by_one()
+    for row, wanted in enumerate(forwarded):
         if wanted.position < held.gone_position and not wanted.optional:
-            task.forwarded[row] = wanted._replace(optional=True)
+            forwarded[row] = wanted._replace(optional=True)
             excused += 1
     task.books.not_provable += excused
     report.unprovable(WHY_OUTPUT_GONE, excused)
@@ -228,7 +231,7 @@ def _verify_compacted(cut: Cut, source: str) -> None:
     buckets = buckets_for(sum(each.high - each.low for each in cut.bounds[source].values()))
     numbers = range(cut.partitions[source])
     written = [each for partition in numbers if (each := output_of(cut, partition, buckets)) is not None]
-    judged = cut.spill(buckets)
+    judged = cut.spill(buckets, 3, 1)
     for partition in numbers:
         bounds, committed = cut.bounds[source][partition], cut.committed[source].get(partition)
         if committed is None:
@@ -239,24 +242,26 @@ def _verify_compacted(cut: Cut, source: str) -> None:
         if cut.configured_start(source, partition) is None:
             cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
         for columns in cut.read(source, partition, start, committed):
-            for place, row in _judgeable(cut, columns, partition):
-                judged.add(place, row)
+            _add_judgeable(cut, judged, columns, partition)
             cut.report.unprovable(WHY_COMPACTED, len(columns.offsets))
     for number in range(buckets):
         free = OrderFree(cut, written, (each.bucket(number) for each in written))
-        for partition, offset, own, time_ms in judged.bucket(number):
+        *parts, ids = judged.bucket(number)
+        for partition, offset, time_ms, own in zip(*(each.tolist() for each in parts), ids, strict=True):
             free.must_be_somewhere(own, time_ms, Source(0, partition, offset))
 
 
-def _judgeable(cut: Cut, columns: RecordColumns, partition: int) -> Iterator[tuple[int, tuple[int, int, bytes, int]]]:
-    extracted = extracted_of(cut.plan.extract, columns)
-    for row, offset in enumerate(columns.offsets):
-        own = extracted.ids[row]
-        if row in extracted.faults or own is None or cut.plan.dead_letters.holds(Source(0, partition, offset)):
-            continue
-        place = place_of(own, None, None)
-        if cut.sampled(place):
-            yield place, (partition, offset, own, extracted.times_ms[row])
+def _add_judgeable(cut: Cut, judged: Spill, columns: RecordColumns, partition: int) -> None:
+    """Add partition, offset, event time, and ID of each record that had to be judged to its bucket."""
+    extracted, holds = extracted_of(cut.plan.extract, columns), cut.plan.dead_letters.holds
+    rows = [
+        (partition, offset, time_ms, own)
+        for offset, time_ms, own in zip(columns.offsets, extracted.times_ms, extracted.ids, strict=True)
+        if own is not None and not holds(Source(0, partition, offset))
+    ]
+    ids = [own for *_, own in rows]
+    sampled = cut.sampled(ids, ids)
+    judged.add(places_of(ids, ids)[sampled], [[rows[at][column] for at in sampled.tolist()] for column in range(4)])
 
 
 def output_of(cut: Cut, partition: int, buckets: int) -> WrittenPartition | None:
@@ -301,8 +306,10 @@ def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: 
         return first_letter
     topic = cut.topology.source.topics[0]
     for columns in cut.reader.read(topic, partition, bounds.low, min(first_letter, bounds.high)):
-        for row, offset in enumerate(columns.offsets):
-            original = Original.of(columns, row, Source(0, partition, offset))
+        contents = contents_of(columns.keys, columns.values)
+        records = zip(columns.offsets, contents, columns.headers, columns.timestamps_ms, strict=True)
+        for offset, content, headers, timestamp_ms in records:
+            original = Original(Source(0, partition, offset), content, headers, timestamp_ms)
             if forwarded_digest(plan, original) in output.first_digests:
                 return offset
     return first_letter

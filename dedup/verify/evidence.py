@@ -14,7 +14,6 @@ from dedup.core.extract_one import ODD_HEADER_NAME
 from dedup.core.window import Source
 from dedup.verify.compare import Headers, digest
 from dedup.verify.kafka_reader import Bounds, KafkaReader, OpenTransaction, RecordColumns
-from dedup.verify.spill import condensed
 
 SOURCE_HEADER: Final = "dedup-source"
 TIMESTAMP_HEADER: Final = "dedup-timestamp"
@@ -26,11 +25,13 @@ IDLE_HEADER: Final = "dedup-idle"
 REPLAYED_HEADER: Final = "dedup-replayed"
 FIRST_TIME_HEADER: Final = "dedup-first-time"
 FIRST_SOURCE_HEADER: Final = "dedup-first-source"
+SourceTuple = tuple[int, int, int]
+"""A `Source`, or its plain values, which are equal to it."""
 LATE_TAIL: Final = (SOURCE_HEADER, TIMESTAMP_HEADER)
 DEAD_TAIL: Final = (REASON_HEADER, DETAIL_HEADER, SOURCE_HEADER, TIMESTAMP_HEADER)
 """The headers that a worker appends, in this order, to the source record's own headers."""
 
-_MOST_DIGITS: Final = 18
+MOST_DIGITS: Final = 18
 _NO_TIME_MS: Final = -(1 << 62)
 _CACHE_KIB: Final = 16_384
 _TABLE: Final = """
@@ -97,20 +98,20 @@ class SideTopic:
         """Return the topic, partition, and offset of a record as text for reports."""
         return f"{self.name}/{filed.partition} offset {filed.offset}"
 
-    def take(self, sources: Sequence[Source]) -> dict[Source, Filed]:
+    def take(self, sources: Sequence[SourceTuple]) -> dict[SourceTuple, Filed]:
         """Remove and return the entries of these source records; `left` yields the entries that are never taken."""
         if self._empty:
             return {}
         wanted: dict[tuple[int, int], list[int]] = {}
-        for source in sources:
-            wanted.setdefault((source.topic, source.partition), []).append(source.offset)
-        found: dict[Source, Filed] = {}
+        for topic, partition, offset in sources:
+            wanted.setdefault((topic, partition), []).append(offset)
+        found: dict[SourceTuple, Filed] = {}
         for feed, offsets in wanted.items():
             there = set(offsets)
             # One query is enough for all records, because the records of a batch have nearby offsets.
             for offset, *row in self._db.execute(_BETWEEN, (*feed, min(offsets), max(offsets))):
                 if offset in there:
-                    found.setdefault(Source(*feed, offset), Filed(*row))
+                    found.setdefault((*feed, offset), Filed(*row))
         once = "DELETE FROM filed WHERE rowid = (SELECT min(rowid) FROM filed WHERE topic=? AND feed=? AND position=?)"
         self._db.executemany(once, found)
         self._db.executemany("UPDATE filed SET again=1 WHERE topic=? AND feed=? AND position=?", found)
@@ -150,7 +151,8 @@ def extracted_of(extract: Extractor, columns: RecordColumns) -> Extracted:
     if not columns.odd_names:
         return extracted
     odd = {row: ODD_HEADER_NAME for row, offset in enumerate(columns.offsets) if offset in columns.odd_names}
-    return replace(extracted, faults=extracted.faults | odd)
+    ids = [None if row in odd else own for row, own in enumerate(extracted.ids)]
+    return replace(extracted, ids=ids, faults=extracted.faults | odd)
 
 
 def header(headers: Headers, name: str) -> bytes | None:
@@ -169,7 +171,7 @@ def parse_source(content: bytes | None, topics: Sequence[str]) -> Source | None:
     found = _feed_of(feed, tuple(topics))
     if found is None or not offset.isdigit():
         return None
-    if len(content) - content.index(b"/") - len("//") > _MOST_DIGITS:
+    if len(content) - content.index(b"/") - len("//") > MOST_DIGITS:
         return None
     return Source(*found, int(offset))
 
@@ -192,8 +194,8 @@ def forwarded_by_replay(headers: Headers, topics: Sequence[str]) -> bool:
 
 
 def parse_time_ms(content: bytes | None) -> int | None:
-    """Parse a time in ms that is written in ASCII decimal digits, or return None for any other content."""
-    if content is None or not content.removeprefix(b"-").isdigit():
+    """Parse a time in ms of at most 18 ASCII decimal digits, or return None for any other content."""
+    if content is None or not content.removeprefix(b"-").isdigit() or len(content) > MOST_DIGITS:
         return None
     return int(content)
 
@@ -213,4 +215,4 @@ def _as_in_source(
     if reason == ODD_HEADER_NAME.code:
         original = ()  # the source's headers are unreadable, so they are not compared
     time_ms = _NO_TIME_MS if timestamp_ms is None else timestamp_ms
-    return digest(key, condensed(value), original, time_ms), stands_for, reason
+    return digest(key, value, original, time_ms), stands_for, reason

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from tempfile import TemporaryDirectory
 from typing import Final
 
@@ -18,16 +19,16 @@ from dedup.core.window import Source
 from dedup.settings import Settings
 from dedup.store.changelog import TASK_RECORD_KEY, decode_sightings, decode_task_record, parse_key
 from dedup.topology.model import Topology
-from dedup.verify.compare import digest
+from dedup.verify.compare import digest, digest_with
 from dedup.verify.cut import Cut, OnProgress, take_cut
-from dedup.verify.direct import WHY_COMPACTED, output_of, source_rows, start_of
+from dedup.verify.direct import WHY_COMPACTED, output_of, source_log, start_of
 from dedup.verify.evidence import FIRST_SOURCE_HEADER, extracted_of, forwarded_by_replay, header
 from dedup.verify.findings import copy_topics
 from dedup.verify.kafka_reader import KafkaReader, RecordColumns
+from dedup.verify.log_scan import Log, Row, forwarded_digest
 from dedup.verify.repartitioned import log_rows
-from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, Doubt, Row, forwarded_digest
+from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, Doubt
 from dedup.verify.report import Report
-from dedup.verify.spill import condensed
 
 _MOST_LISTED: Final = 1_000
 """Maximum number of records that are listed for one ID; further records are only counted."""
@@ -105,7 +106,7 @@ class _Search:
     """The state of a search for one ID."""
 
     cut: Cut
-    keys: Collection[bytes]
+    keys: frozenset[bytes]
     found: Explanation
     rows: list[tuple[Row, ExplainedRecord]] = field(default_factory=list)
 
@@ -133,7 +134,7 @@ def explain_id(
         TemporaryDirectory(prefix="dedup-explain-") as directory,
         closing(take_cut(topology, reader, report, progress, directory, 1)) as cut,
     ):
-        search = _Search(cut, keys, found)
+        search = _Search(cut, frozenset(keys), found)
         logs = (*topology.source.topics, *topology.feeding_topics)
         found.whole = not cut.compacted.intersection(logs) and all(map(cut.whole, logs))
         for name, rows in _logs(cut, keys):
@@ -147,7 +148,7 @@ def explain_id(
     return found
 
 
-def _logs(cut: Cut, keys: Collection[bytes]) -> Iterator[tuple[str, Iterator[Row]]]:
+def _logs(cut: Cut, keys: Collection[bytes]) -> Iterator[tuple[str, Iterator[Log]]]:
     """Yield the name of each log that workers judge, and its records with one of the IDs.
 
     The name of a source partition is empty.
@@ -164,40 +165,38 @@ def _logs(cut: Cut, keys: Collection[bytes]) -> Iterator[tuple[str, Iterator[Row
         begin, known = start_of(cut, bounds, partition, output)
         judged = begin if committed is None else committed
         spans = ((min(begin, judged), judged, False), (judged, bounds.high, True))
-        yield "", source_rows(cut, cut.plan, partition, spans, known=known, only=keys)
+        yield "", source_log(cut, cut.plan, partition, spans, known=known, only=keys)
 
 
-def _judge(search: _Search, name: str, rows: Iterator[Row]) -> None:
+def _judge(search: _Search, name: str, logs: Iterator[Log]) -> None:
     cut = search.cut
     model, doubt = ReferenceModel(cut.plan.rules, cut.begun_feeds), Doubt(cut.plan.rules)
-    for row in rows:
-        if row.id not in search.keys:
-            continue
+    for row in chain.from_iterable(log.rows() for log in logs):
         explained = ExplainedRecord(cut.plan.place(row.source), row.timestamp_ms, row.time_ms, row.after_ms, "pending")
         explained.log_place = f"{name} offset {row.position}" if name else None
-        if not row.pending:
+        if not row.odd.pending:
             _explain_verdict(cut, model, doubt, row, explained)
         search.add(explained, row)
 
 
 def _explain_verdict(cut: Cut, model: ReferenceModel, doubt: Doubt, row: Row, explained: ExplainedRecord) -> None:
-    if row.letter is not None:
-        explained.verdict, explained.reason = "dead_letter", row.letter.reason
-        explained.went.append(cut.plan.dead_letters.place(row.letter))
+    if row.odd.letter is not None:
+        explained.verdict, explained.reason = "dead_letter", row.odd.letter.reason
+        explained.went.append(cut.plan.dead_letters.place(row.odd.letter))
         return
     model.stream_time_ms = row.after_ms
-    verdict = model.judge(ModelRecord(row.id, row.time_ms, row.source, row.fingerprint, row.fault))
+    verdict = model.judge(ModelRecord(row.id, row.time_ms, row.source, row.fingerprint, row.odd.fault))
     explained.verdict, explained.reason, explained.conflict = verdict.kind, verdict.reason, verdict.conflict
     if verdict.of is not None:
         explained.of, explained.of_ms = cut.plan.place(verdict.of.source), verdict.of.last_ms
-    unseen_ms, own = row.doubt_ms, row.id
+    unseen_ms, own = row.odd.doubt_ms, row.id
     if unseen_ms is not None and own is not None and doubt.about(own, verdict.time_ms, row.after_ms, unseen_ms):
-        explained.doubt = WHY_CLAMPED if row.doubt_by_clock else WHY_FRONT
+        explained.doubt = WHY_CLAMPED if row.odd.doubt_by_clock else WHY_FRONT
     elif cut.compacted.intersection(cut.topology.source.topics):
         explained.doubt = WHY_COMPACTED
     late = cut.plan.late
-    if late is not None and row.late is not None:
-        explained.went.append(late.place(row.late))
+    if late is not None and row.odd.late is not None:
+        explained.went.append(late.place(row.odd.late))
         if verdict.kind != "late" and not explained.doubt:
             explained.wrong = f"by the rule it is {verdict.kind}, but it is in {late.name}"
     elif late is not None and verdict.kind == "late" and late.complete and not explained.doubt:
@@ -206,13 +205,15 @@ def _explain_verdict(cut: Cut, model: ReferenceModel, doubt: Doubt, row: Row, ex
 
 def _records(search: _Search, topic: str) -> Iterator[tuple[int, RecordColumns, Extracted, int]]:
     """Yield each record of a topic that has the ID, as (partition, columns, extracted values, row)."""
-    cut = search.cut
+    cut, keys = search.cut, search.keys
     for partition in range(cut.partitions[topic]):
         bounds = cut.bounds[topic][partition]
         for columns in cut.read(topic, partition, bounds.low, bounds.high):
             extracted = extracted_of(cut.plan.extract, columns)
+            if keys.isdisjoint(extracted.ids):
+                continue
             for row, own in enumerate(extracted.ids):
-                if own in search.keys:
+                if own in keys:
                     yield partition, columns, extracted, row
 
 
@@ -244,7 +245,7 @@ def _find_written(search: _Search) -> None:
         why = "conflict" if explained.conflict else "late" if explained.verdict == "late" else explained.reason
         wanted.setdefault(forwarded_digest(plan, row, why), []).append(explained)
         if explained.verdict == "duplicate":
-            content = digest(row.key, row.value, row.headers, 0)
+            content = digest_with(row.content, row.headers, 0)
             by_source.setdefault(content, []).append(explained)
     if topology.output is not None:
         _match(search, topology.output.topic, wanted)
@@ -266,7 +267,7 @@ def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord
             continue
         if copies and header(headers, FIRST_SOURCE_HEADER) is not None:
             headers = headers[:-2]
-        content = digest(columns.keys[row], condensed(columns.values[row]), headers, 0)
+        content = digest(columns.keys[row], columns.values[row], headers, 0)
         place = f"{topic}/{partition} offset {columns.offsets[row]}"
         free = [explained for explained in wanted.get(content, []) if not explained.went]
         if not free:

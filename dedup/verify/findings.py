@@ -9,8 +9,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
+import numpy as np
+
 from dedup.core.window import Source
-from dedup.verify.compare import Comparison, Seen, Wanted, matched
+from dedup.verify.compare import Comparison, Expected, SeenColumns, Wanted, matched_at_once
 from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition
 from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, CopyKind, TaskReplay
 from dedup.verify.report import Report
@@ -38,7 +40,7 @@ def explain(
     absent: defaultdict[bytes | None, list[tuple[int, Wanted]]] = defaultdict(list)
     for task, wanted in comparison.missing:
         absent[wanted.id].append((task, wanted))
-    known = {each.id for task in tasks for each in task.forwarded} if comparison.extra else set()
+    known = {own for task in tasks for own in task.forwarded.ids()} if comparison.extra else set()
     for partition, record in comparison.extra:
         where = written[partition].place(record.offset)
         if record.id is not None and absent.get(record.id):
@@ -77,7 +79,7 @@ class OrderFree:
     records.
     """
 
-    def __init__(self, cut: Cut, written: Sequence[WrittenPartition], seen: Iterable[Sequence[Seen]]) -> None:
+    def __init__(self, cut: Cut, written: Sequence[WrittenPartition], seen: Iterable[SeenColumns]) -> None:
         self._cut: Final = cut
         self._forwards: Final = bool(written)
         self._times_ms: Final[dict[bytes, list[int]]] = {}
@@ -90,7 +92,7 @@ class OrderFree:
         """True if the times in the output may come from the clock of a broker or a worker."""
         self._exempt: Final[set[bytes]] = set()
         for records in seen:
-            for each in records:
+            for each in records.rows():
                 if each.id is not None:
                     self._times_ms.setdefault(each.id, []).append(each.time_ms)
                     if each.exempt:
@@ -158,11 +160,11 @@ class Copies:
         """Compare the copies in one bucket with the copies that the tasks had to write."""
         for kind, written in self._written:
             own = [task for task in tasks if self._write_to(written, task.books.partition)]
-            expected = [task.copies[kind] for task in own]
+            expected = [Expected(task.copies[kind]) for task in own]
             if written.bounds.start_deleted:
-                self.gone[written.topic] += sum(not wanted.optional for each in expected for wanted in each)
+                self.gone[written.topic] += sum(not wanted.optional for each in expected for wanted in each.others)
             else:
-                self._compare(written, own, matched(expected, [written.bucket(number)]), report)
+                self._compare(written, own, matched_at_once(expected, [written.bucket(number)]), report)
 
     def _write_to(self, written: WrittenPartition, task: int) -> bool:
         return task % self._cut.partitions[written.topic] == written.partition
@@ -170,9 +172,8 @@ class Copies:
     def _compare(
         self, written: WrittenPartition, tasks: Sequence[TaskReplay], found: Comparison, report: Report
     ) -> None:
-        written.order.match(
-            (seen.offset, tasks[task].books.partition, wanted.position) for _, seen, task, wanted in found.matched
-        )
+        offsets, numbers, positions = found.places(0)
+        written.order.match(offsets, np.array([task.books.partition for task in tasks], np.int64)[numbers], positions)
         if written.truncated:
             report.unprovable(WHY_OPEN, len(found.missing))
             found.missing.clear()

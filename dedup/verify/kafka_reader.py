@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import compress, islice
 from operator import methodcaller
 from typing import Any, Final, Self
 
@@ -42,7 +43,12 @@ _AGAIN: Final = frozenset(
 _LEADER_MOVED: Final = frozenset({KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE})
 """The leader is being elected, or a new topic's leader does not know of it yet."""
 _NO_HEADERS: Final[Headers] = ()
+_ask_error: Final = methodcaller("error")
+_ask_offset: Final = methodcaller("offset")
+_ask_key: Final = methodcaller("key")
+_ask_value: Final = methodcaller("value")
 _ask_headers: Final = methodcaller("headers")
+_ask_timestamp: Final = methodcaller("timestamp")
 
 _CREATE_TIME: Final = 1
 
@@ -77,15 +83,15 @@ class RecordColumns:
     @classmethod
     def of(cls, messages: list[Message]) -> Self:
         """Convert messages to columns."""
-        stamps = [message.timestamp() for message in messages]
+        kinds, timestamps_ms = zip(*map(_ask_timestamp, messages), strict=True) if messages else ((), ())
         headers, odd_names = _headers(messages)
         return cls(
-            [message.offset() or 0 for message in messages],
-            [message.key() for message in messages],
-            [message.value() for message in messages],
+            list(map(_ask_offset, messages)),
+            list(map(_ask_key, messages)),
+            list(map(_ask_value, messages)),
             headers,
-            [stamp for _, stamp in stamps],
-            broker_time=bool(stamps) and stamps[0][0] != _CREATE_TIME,
+            list(timestamps_ms),
+            broker_time=bool(kinds) and kinds[0] != _CREATE_TIME,
             odd_names=odd_names,
         )
 
@@ -103,21 +109,24 @@ class RecordColumns:
 
 
 def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
-    """Return the headers of each message, and the offsets of messages with unreadable header names."""
+    """Return the headers of each message, and the offsets of messages with unreadable header names.
+
+    For a name that is not UTF-8, the client (2.16.0) returns a list with null pointers *and* sets an error. On a second
+    call, it only returns the list. Therefore, it is called once for each message, through `methodcaller`, which checks
+    for the error. A call that the interpreter has specialized does not check for it.
+    """
     found: list[Headers] = []
     odd: set[int] = set()
-    for message in messages:
-        # For a name that is not UTF-8, the client (2.16.0) returns a list with null pointers *and* sets an error. On a
-        # second call, it only returns the list. Therefore, it is called once, through `methodcaller`, which checks for
-        # the error. A call that the interpreter has specialized does not check for it.
+    while len(found) < len(messages):
         try:
-            found.append(_ask_headers(message) or _NO_HEADERS)
+            # If a message is refused, the headers of the messages before it are in `found` already.
+            found.extend(map(_ask_headers, islice(messages, len(found), None)))
         except (SystemError, UnicodeDecodeError) as error:
             if not isinstance(error.__cause__ or error, UnicodeDecodeError):
                 raise
+            odd.add(messages[len(found)].offset() or 0)
             found.append(_NO_HEADERS)
-            odd.add(message.offset() or 0)
-    return found, frozenset(odd)
+    return [headers or _NO_HEADERS for headers in found], frozenset(odd)
 
 
 class OpenTransaction(Exception):  # a fact about a partition, to be reported, and not an error
@@ -294,29 +303,33 @@ class KafkaReader:
 
     def _sorted_out(self, messages: list[Message], end: int) -> tuple[list[Message], int]:
         """Return the records below ``end``, and the next offset to read."""
-        kept = []
-        reached = -1
-        for message in messages:
-            error = message.error()
-            offset = message.offset() or 0
-            if error is None:
-                if offset < end:
-                    kept.append(message)
-                reached = max(reached, offset + 1)
-            elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  # the client has no public name
-                # The offset of this event is the next offset, after any markers and aborted records at the end.
-                reached = max(reached, offset)
-            elif error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001
-                raise BrokerUnavailable(
-                    f"{message.topic()}/{message.partition()}: retention deleted records while they were verified. "
-                    f"Verify again, or give the topic a longer retention."
-                )
-            elif error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
-                # librdkafka looks for a coordinator, although these reads use no group.
-                continue
-            elif not error.retriable():
-                raise self._unavailable(f"reading {message.topic()}/{message.partition()}", KafkaException(error))
+        errors = list(map(_ask_error, messages))
+        events = list(compress(messages, errors)) if any(errors) else []
+        kept = (
+            [message for message, error in zip(messages, errors, strict=True) if error is None] if events else messages
+        )
+        reached = (kept[-1].offset() or 0) + 1 if kept else -1
+        for message in events:
+            reached = max(reached, self._event(message))
+        while kept and (kept[-1].offset() or 0) >= end:
+            kept.pop()
         return kept, reached
+
+    def _event(self, message: Message) -> int:
+        """Return the next offset to read if the message says that the end of the partition is reached, or else -1."""
+        error = message.error()
+        if error is None or error.retriable() or error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
+            # librdkafka looks for a coordinator, although these reads use no group.
+            return -1
+        if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  # the client has no public name
+            # The offset of this event is the next offset, after any markers and aborted records at the end.
+            return message.offset() or 0
+        if error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001
+            raise BrokerUnavailable(
+                f"{message.topic()}/{message.partition()}: retention deleted records while they were verified. "
+                f"Verify again, or give the topic a longer retention."
+            )
+        raise self._unavailable(f"reading {message.topic()}/{message.partition()}", KafkaException(error))
 
     def _list_offsets(
         self,

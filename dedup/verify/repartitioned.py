@@ -7,19 +7,26 @@ that do not depend on order are made (`findings.OrderFree`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from itertools import chain, compress, count, repeat
+from operator import itemgetter, methodcaller, ne
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from dedup.core.reference_model import Feed
 from dedup.core.window import Source
-from dedup.verify.compare import Wanted, digest, matched
+from dedup.verify.compare import Column, Headers, contents_of, digests, matched_at_once, selected
 from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition
 from dedup.verify.direct import WHY_BEFORE, WHY_COMPACTED, WHY_NO_OFFSET, keep, report_leftovers
 from dedup.verify.evidence import (
     IDLE_HEADER,
+    MOST_DIGITS,
     SOURCE_HEADER,
     TIMESTAMP_HEADER,
+    SourceTuple,
     extracted_of,
     header,
     parse_source,
@@ -35,15 +42,18 @@ from dedup.verify.findings import (
     report_lost,
 )
 from dedup.verify.kafka_reader import RecordColumns
-from dedup.verify.replay import LogScan, Row, TaskReplay
+from dedup.verify.log_scan import Log, LogScan, Row
+from dedup.verify.replay import TaskReplay
 from dedup.verify.report import Books
-from dedup.verify.spill import Spill, buckets_for, condensed, place_of
+from dedup.verify.spill import BUCKET_ROWS, Spill, buckets_for, places_of
 
 _APPENDED: Final = 2
 """Number of headers that a repartition task appends: source position or idle feed, and timestamp."""
 WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
 _AFTER_ALL: Final = 1 << 62
 _REPORTED: Final = -1
+_PRIME: Final = 1_000_003
+_POSITIVE: Final = (1 << 62) - 1
 
 
 @dataclass(slots=True)
@@ -71,6 +81,20 @@ class _Step:
     """Maps each source partition to the range [first, end) of offsets that were read."""
 
 
+class _Judged(NamedTuple):
+    """Source records below the committed offset, as columns."""
+
+    topics: Column
+    partitions: Column
+    offsets: Column
+    times_ms: Column
+    digests: list[bytes]
+    ids: list[bytes | None]
+    """IDs, if the repartition topic may have lost records, or else None."""
+    faulty: list[Row | None]
+    """The row of each record with a fault."""
+
+
 def verify_repartitioned(cut: Cut) -> None:
     """Replay the repartition topic, compare the output with the verdicts, and account for every source record."""
     log, output = cut.topology.repartition_topic, cut.topology.output
@@ -86,9 +110,9 @@ def verify_repartitioned(cut: Cut) -> None:
     purged = {partition for partition, bounds in cut.bounds[log].items() if bounds.start_deleted}
     copied = {topic: range(cut.partitions[topic]) for topic in copy_topics(cut).values()}
     copies = Copies(cut, buckets, copied, known=True, purged=purged)
-    without_id = (Books("past the repartition topic", 0), cut.spill(buckets))
-    carried, judged, absent = (cut.spill(buckets) for _ in range(3))
-    step = _Step(cut.feeds, [], without_id, carried, judged, absent, cut.spill(1), bool(purged))
+    without_id = (Books("past the repartition topic", 0), cut.log_spill(buckets))
+    carried, judged, absent = cut.spill(buckets, 3, 1), cut.spill(buckets, 4, 3), cut.spill(buckets, 4, 1)
+    step = _Step(cut.feeds, [], without_id, carried, judged, absent, cut.spill(1, 5), bool(purged))
     for partition in range(cut.partitions[log]):
         # Any feed may be far ahead of stream time, so the event times of deleted records are unknown.
         if partition not in purged:
@@ -125,21 +149,26 @@ def _count_pending(cut: Cut, log: str) -> None:
 def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> None:
     books = Books(log, partition)
     cut.report.books.append(books)
-    spill = cut.spill(buckets)
+    spill = cut.log_spill(buckets)
     step.logs.append((books, spill))
     if partition not in cut.committed[log]:
         bounds = cut.bounds[log][partition]
         cut.report.unprovable(WHY_NO_OFFSET, bounds.high - bounds.low)
-    for row in log_rows(cut, partition):
-        if keep(cut, spill, row):
-            topic, source_partition, offset = row.source
-            feed = (topic, source_partition)
-            step.firsts[feed] = min(offset, step.firsts.get(feed, offset))
-            content = digest(row.key, row.value, row.headers, row.timestamp_ms)
-            step.carried.add(hash(row.source), (*row.source, content))
+    for read in log_rows(cut, partition):
+        kept = keep(cut, spill, read)
+        if cut.topology.source.start == "latest":
+            for *feed, offset in sorted(kept.sources(), reverse=True):
+                step.firsts[feed[0], feed[1]] = offset
+        whole = digests(kept.contents, kept.headers, kept.timestamps_ms)
+        step.carried.add(_places(kept.topics, kept.partitions, kept.offsets), [*kept[1:4], whole])
 
 
-def log_rows(cut: Cut, partition: int, only: Collection[bytes] | None = None) -> Iterator[Row]:
+def _places(topics: Column, partitions: Column, offsets: Column) -> Column:
+    """Return hashes that keep records with nearby offsets together, so that a batch goes to few buckets."""
+    return (offsets // BUCKET_ROWS + (topics * _PRIME + partitions) * _PRIME) & _POSITIVE
+
+
+def log_rows(cut: Cut, partition: int, only: Collection[bytes] | None = None) -> Iterator[Log]:
     """Yield the records of a partition of the repartition topic up to its end, as they were in the source topic.
 
     ``only`` are the IDs of the records to return, by default all records.
@@ -152,20 +181,23 @@ def log_rows(cut: Cut, partition: int, only: Collection[bytes] | None = None) ->
     for begin, end, pending in ((bounds.low, committed, False), (committed, high, True)):
         for columns in cut.read(log, partition, begin, end):
             sources, idle_rows = _unwrap(cut, columns, partition)
-            yield from scan.rows(columns, sources, idle_rows=idle_rows, pending=pending, only=only)
+            yield scan.scan(columns, sources, idle_rows=idle_rows, pending=pending, only=only)
 
 
-def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Source], set[int]]:
+def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[SourceTuple], set[int]]:
     """Restore the source records, and return their source positions and the rows of idle markers."""
-    sources: list[Source] = []
+    sources: list[SourceTuple] = []
     idle_rows: set[int] = set()
-    topics = cut.topology.source.topics
-    for row, headers in enumerate(columns.headers):
+    tails = list(map(itemgetter(slice(-_APPENDED, None)), columns.headers))
+    # Most batches contain no idle marker, and their headers are read column by column.
+    found = _positions_at_once(tails, tuple(cut.topology.source.topics))
+    if found is not None:
+        sources, columns.timestamps_ms = found
+    for row, appended in enumerate(tails if found is None else ()):
         # Only the last two headers count. An upstream topology may have added headers with the same names before.
-        appended = headers[-_APPENDED:]
         marker = header(appended, IDLE_HEADER)
         position = header(appended, SOURCE_HEADER) if marker is None else marker + b"/0"
-        source = parse_source(position, topics)
+        source = parse_source(position, cut.topology.source.topics)
         if source is None:
             where = f"{cut.topology.repartition_topic}/{partition} offset {columns.offsets[row]}"
             cut.report.violation("phantom", where, "names no source record, so no repartition task wrote it")
@@ -173,10 +205,30 @@ def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Sour
             idle_rows.add(row)
             # No source record has offset -1, so no record of a side topic is matched with the marker.
             source = (source or Source(0, 0, -1))._replace(offset=-1)
-        columns.headers[row] = headers[:-_APPENDED]
         columns.timestamps_ms[row] = parse_time_ms(header(appended, TIMESTAMP_HEADER)) or 0
         sources.append(source)
+    columns.headers = list(map(itemgetter(slice(None, -_APPENDED)), columns.headers))
     return sources, idle_rows
+
+
+def _positions_at_once(tails: Sequence[Headers], topics: tuple[str, ...]) -> tuple[list[SourceTuple], list[int]] | None:
+    """Return source positions and timestamps if all headers are those of records, in their usual form."""
+    if set(map(len, tails)) != {_APPENDED}:
+        return None
+    names, contents = zip(*chain.from_iterable(tails), strict=True)
+    if set(names[::2]) != {SOURCE_HEADER} or set(names[1::2]) != {TIMESTAMP_HEADER} or None in contents:
+        return None
+    feeds, _, offsets = zip(*map(methodcaller("rpartition", b"/"), contents[::2]), strict=True)
+    feed_of = {each: parse_source(each + b"/0", topics) for each in set(feeds)}
+    numbers = (*offsets, *contents[1::2])
+    digits = max(map(len, offsets)) + max(map(len, feeds)) < MOST_DIGITS
+    if None in feed_of.values() or b"" in numbers or not digits or not b"".join(numbers).isdigit():
+        return None
+    if max(map(len, contents[1::2])) > MOST_DIGITS:
+        return None
+    parsed = [(feed.topic, feed.partition) for feed in map(feed_of.__getitem__, feeds) if feed is not None]
+    sources = [(*feed, offset) for feed, offset in zip(parsed, map(int, offsets), strict=True)]
+    return sources, list(map(int, contents[1::2]))
 
 
 def _read_sources(cut: Cut, step: _Step) -> None:
@@ -203,45 +255,60 @@ def _read_sources(cut: Cut, step: _Step) -> None:
 
 def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan: LogScan) -> None:
     extracted = extracted_of(cut.plan.extract, columns)
-    some = columns.rows(sorted(extracted.faults))
-    rows = scan.rows(some, [Source(*feed, offset) for offset in some.offsets])
-    faulty = {found.position: found for found in rows}
-    for at, offset in enumerate(columns.offsets):
-        own = None if at in extracted.faults else extracted.ids[at]
-        value = condensed(columns.values[at])
-        if cut.sample > 1 and not cut.sampled(place_of(own, columns.keys[at], value)):
-            continue
-        content = digest(columns.keys[at], value, columns.headers[at], columns.timestamps_ms[at])
-        source = (*feed, offset)
-        # Only a record that the repartition topic may have lost is looked up by its ID.
-        line = (*source, content, own if step.purged else None, extracted.times_ms[at], faulty.get(offset))
-        step.judged.add(hash(source), line)
+    faults, contents = sorted(extracted.faults), contents_of(columns.keys, columns.values)
+    faulty: list[Row | None] = [None] * len(contents)
+    if faults:
+        some = columns.rows(faults)
+        log = scan.scan(some, [(*feed, offset) for offset in some.offsets])
+        for at, row in zip(faults, log.rows(), strict=True):
+            faulty[at] = row
+    offsets, timestamps_ms = np.array(columns.offsets, np.int64), np.array(columns.timestamps_ms, np.int64)
+    topics, partitions = np.full_like(offsets, feed[0]), np.full_like(offsets, feed[1])
+    # Only a record that the repartition topic may have lost is looked up by its ID.
+    ids: list[bytes | None] = extracted.ids if step.purged else [None] * len(contents)
+    whole = digests(contents, columns.headers, timestamps_ms)
+    judged = _Judged(topics, partitions, offsets, np.array(extracted.times_ms, np.int64), whole, ids, faulty)
+    if cut.sample > 1:
+        judged = selected(judged, cut.sampled(extracted.ids, contents))
+    step.judged.add(_places(judged.topics, judged.partitions, judged.offsets), judged)
 
 
 def _account(cut: Cut, step: _Step, number: int) -> None:
     """Check that each source record with a usable ID is in the repartition topic, unchanged and only once."""
-    held: dict[Source, bytes] = {}
-    for topic, partition, offset, content in step.carried.bucket(number):
-        source = Source(topic, partition, offset)
-        if source in held:
-            cut.report.violation("duplicated", cut.plan.place(source), "it is in the repartition topic twice")
-        held[source] = content
-    for topic, partition, offset, content, own, time_ms, faulty in step.judged.bucket(number):
-        source = Source(topic, partition, offset)
-        there = held.pop(source, None)
-        if there is None:
-            if faulty is not None:
-                keep(cut, step.without_id[1], Row.of(faulty))
-            elif cut.plan.dead_letters.take([source]):
-                cut.report.unprovable("dead letters of the repartition step")
-            elif not step.purged:
-                cut.report.violation("lost", cut.plan.place(source), f"not in {cut.topology.repartition_topic}")
-            else:
-                step.absent.add(place_of(own, None, None), (*source, own, time_ms))
-        elif there != content:
-            cut.report.violation("changed", cut.plan.place(source), "its content in the repartition topic is different")
+    *carried, contents = step.carried.bucket(number)
+    places = list(zip(*(each.tolist() for each in carried), strict=True))
+    held = dict(zip(places, contents, strict=True))
+    if len(held) < len(places):
+        for source, times in Counter(places).items():
+            for _ in range(times - 1):
+                cut.report.violation(
+                    "duplicated", cut.plan.place(Source(*source)), "it is in the repartition topic twice"
+                )
+    judged = _Judged(*step.judged.bucket(number))
+    sources = list(zip(judged.topics.tolist(), judged.partitions.tolist(), judged.offsets.tolist(), strict=True))
+    there = list(map(held.pop, sources, repeat(None)))
+    for at in compress(count(), map(ne, there, judged.digests)):
+        if there[at] is None:
+            _account_absent(cut, step, Source(*sources[at]), selected(judged, np.array([at])))
+        else:
+            place = cut.plan.place(Source(*sources[at]))
+            cut.report.violation("changed", place, "its content in the repartition topic is different")
     for source in held:
-        _report_unsent(cut, step, source)
+        _report_unsent(cut, step, Source(*source))
+
+
+def _account_absent(cut: Cut, step: _Step, source: Source, judged: _Judged) -> None:
+    """Account for a source record that is not in the repartition topic; ``judged`` has only this record."""
+    (faulty,), (own,) = judged.faulty, judged.ids
+    if faulty is not None:
+        keep(cut, step.without_id[1], Log.of(faulty))
+    elif cut.plan.dead_letters.take([source]):
+        cut.report.unprovable("dead letters of the repartition step")
+    elif not step.purged:
+        cut.report.violation("lost", cut.plan.place(source), f"not in {cut.topology.repartition_topic}")
+    else:
+        ids = [own or b""]
+        step.absent.add(places_of(ids, ids), (*judged[:4], ids))
 
 
 def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
@@ -257,36 +324,43 @@ def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
 def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copies, number: int) -> None:
     """Judge the records of a bucket, and compare the output and the copies of duplicates with the verdicts."""
     tasks: list[TaskReplay] = []
-    owners: dict[bytes, int] = {}
-    for books, spill in (*step.logs, step.without_id):
-        task = TaskReplay(cut.plan, books, cut.report, cut.begun_feeds)
-        task.take(_checked_owner(cut, books, map(Row.of, spill.bucket(number)), owners))
-        tasks.append(task)
+    owners: dict[bytes | None, int] = {}
+    for books, spill in step.logs:
+        log = Log(*spill.bucket(number))
+        _check_owners(cut, books, log, owners)
+        tasks.append(_replayed(cut, books, log))
+    # The order of records without an ID is known for each source partition only, so each partition is a task.
+    books, spill = step.without_id
+    past = Log(*spill.bucket(number))
+    for topic, partition in step.feeds if past.ids else ():
+        rows = np.flatnonzero((past.topics == topic) & (past.partitions == partition))
+        tasks.append(_replayed(cut, books, past.at(rows)))
     copies.judge(number, tasks[: len(step.logs)], cut.report)
     seen = [each.bucket(number) for each in written]
     if step.purged:
         free = OrderFree(cut, written, seen)
-        for topic, partition, offset, own, time_ms in step.absent.bucket(number):
+        *numbers, ids = step.absent.bucket(number)
+        for topic, partition, offset, time_ms, own in zip(*(each.tolist() for each in numbers), ids, strict=True):
             free.must_be_somewhere(own, time_ms, Source(topic, partition, offset))
             cut.report.unprovable(WHY_PURGED)
     if cut.topology.output is None:
         return
-    found = matched([task.forwarded for task in tasks], seen)
+    found = matched_at_once([task.forwarded for task in tasks], seen)
     for at, each in enumerate(written):
-        own = ((record.offset, *_track(step, task, wanted)) for in_, record, task, wanted in found.matched if in_ == at)
-        each.order.match(own)
+        each.order.match(*found.places(at))
     if step.purged:
         # Records that have since been deleted were also forwarded, so an unknown record in the output is no violation.
         found.extra.clear()
     partial = any(each.bounds.start_deleted or each.truncated for each in written)
     for number_of_task, wanted in explain(found, tasks, written, cut.report, partial=partial):
-        step.unseen.add(0, (number_of_task, wanted.position, *wanted.source))
+        line = (number_of_task, wanted.position, *wanted.source)
+        step.unseen.add(np.zeros(1, np.int64), [[each] for each in line])
 
 
-def _track(step: _Step, task: int, wanted: Wanted) -> tuple[int, int]:
-    """Return the task or source partition whose order a record must keep, and the record's position there."""
-    past = task == len(step.logs)
-    return task + (step.feeds.index(wanted.source[:2]) if past else 0), wanted.position
+def _replayed(cut: Cut, books: Books, log: Log) -> TaskReplay:
+    task = TaskReplay(cut.plan, books, cut.report, cut.begun_feeds)
+    task.take(log)
+    return task
 
 
 def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> None:
@@ -296,7 +370,7 @@ def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> No
     for task in range(len(step.logs)):
         firsts = [each.order.first_position(task) for each in written if each.bounds.start_deleted]
         gone[task] = max((_AFTER_ALL if first is None else first for first in firsts), default=0)
-    for task, position, *source in step.unseen.bucket(0):
+    for task, position, *source in np.array(step.unseen.bucket(0)).T.tolist():
         if truncated or position < gone.get(task, _AFTER_ALL):
             books, _ = step.logs[task] if task in gone else step.without_id
             books.not_provable += 1
@@ -305,12 +379,14 @@ def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> No
             report_lost(written, cut.plan.place(Source(*source)), cut.report)
 
 
-def _checked_owner(cut: Cut, books: Books, rows: Iterator[Row], owners: dict[bytes, int]) -> Iterator[Row]:
-    """Yield the rows, and report each ID that is also in another partition, because two tasks judged the ID."""
-    for row in rows:
-        owner = _REPORTED if row.id is None else owners.setdefault(row.id, books.partition)
-        if row.id is not None and owner not in {books.partition, _REPORTED}:
-            owners[row.id] = _REPORTED
-            text = f"its tracking ID is in partition {owner} too, so two tasks judged it"
-            cut.report.violation("duplicated", f"{books.topic}/{books.partition} offset {row.position}", text)
-        yield row
+def _check_owners(cut: Cut, books: Books, log: Log, owners: dict[bytes | None, int]) -> None:
+    """Report each ID that is also in another partition, because two tasks judged the ID."""
+    ids = dict.fromkeys(log.ids, books.partition)
+    ids.pop(None, None)
+    for own in ids.keys() & owners.keys():
+        ids[own] = _REPORTED
+        if owners[own] != _REPORTED:
+            text = f"its tracking ID is in partition {owners[own]} too, so two tasks judged it"
+            position = log.positions[log.ids.index(own)]
+            cut.report.violation("duplicated", f"{books.topic}/{books.partition} offset {position}", text)
+    owners.update(ids)

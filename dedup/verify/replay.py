@@ -6,33 +6,20 @@ in buckets, because a verdict depends only on stream time and on the records wit
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, Self
+from collections.abc import Sequence
+from itertools import repeat
+from operator import eq, is_
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from dedup.core.extract import Extracted, Extractor
-from dedup.core.reference_model import Feed, ModelFault, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
-from dedup.core.window import BEFORE_ALL_TIME, Sighting, Source
-from dedup.topology.model import LateForward, Topology
-from dedup.verify.compare import Headers, Wanted, digest
-from dedup.verify.evidence import (
-    FIRST_SOURCE_HEADER,
-    FIRST_TIME_HEADER,
-    REPLAYED_HEADER,
-    SOURCE_HEADER,
-    VERDICT_HEADER,
-    Filed,
-    SideTopic,
-    extracted_of,
-    header,
-    parse_source,
-)
-from dedup.verify.kafka_reader import RecordColumns
+from dedup.core.reference_model import Feed, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
+from dedup.core.window import BEFORE_ALL_TIME, Source
+from dedup.verify.compare import Expected, SureColumns, Wanted, digest_with
+from dedup.verify.evidence import FIRST_SOURCE_HEADER, FIRST_TIME_HEADER, Filed, SideTopic
+from dedup.verify.log_scan import Log, Plan, Row, forwarded_digest, forwarded_digests, position
 from dedup.verify.report import Books, Report, ViolationKind
-from dedup.verify.spill import condensed, stand_in_of
 
 CopyKind = Literal["duplicates", "conflicts"]
 REFUSED_BY_THE_BROKER: Final = "refused_by_broker"
@@ -47,302 +34,6 @@ WHY_REFUSED: Final = "the broker refused them, according to the dead-letter topi
 WHY_CLOCK: Final = "dead letters for a future event time, which only the worker's wall clock can confirm"
 WHY_CLAMPED: Final = "a time may have been clamped to the worker's wall clock, and stream time with it"
 WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or a transaction there stays open"
-_ANY: Final = b"any"
-_AFTER_ALL_TIME: Final = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The parts of a topology, and the late and dead-letter topics, that a replay needs."""
-
-    topology: Topology
-    rules: ModelRules
-    extract: Extractor
-    late: SideTopic | None
-    dead_letters: SideTopic
-    late_digests: set[bytes] | None = None
-    """Digests of all records that were forwarded as late, or None if these records are not known."""
-    output_stamped: bool = True
-    """True if the output keeps the records' timestamps (CreateTime), so that they can be compared."""
-
-    @property
-    def late_forwarded(self) -> bool:
-        """True if the topology forwards late records with a mark."""
-        return isinstance(self.topology.late, LateForward)
-
-    @property
-    def sides(self) -> list[SideTopic]:
-        """The late topic, if there is one, and the dead-letter topic."""
-        return [side for side in (self.late, self.dead_letters) if side is not None]
-
-    def place(self, source: Source) -> str:
-        """Return the topic, partition, and offset of a source record as text for reports."""
-        return f"{self.topology.source.topics[source.topic]}/{source.partition} offset {source.offset}"
-
-
-class Original(NamedTuple):
-    """A record as it was in the source topic, but with its value shortened by `spill.condensed`."""
-
-    source: Source
-    key: bytes | None
-    value: bytes | None
-    headers: Headers
-    timestamp_ms: int
-
-    @classmethod
-    def of(cls, columns: RecordColumns, at: int, source: Source) -> Self:
-        """Return the record at index ``at`` of ``columns``."""
-        value, headers = condensed(columns.values[at]), columns.headers[at]
-        return cls(source, columns.keys[at], value, headers, columns.timestamps_ms[at])
-
-
-class Row(NamedTuple):
-    """A record of a log, with everything that its verdict depends on except the other records with the same ID."""
-
-    position: int
-    """The offset in the log."""
-    source: Source
-    key: bytes | None
-    value: bytes | None
-    """The value, condensed by `spill.condensed`."""
-    headers: Headers
-    timestamp_ms: int
-    id: bytes | None
-    time_ms: int
-    fingerprint: bytes
-    fault: ModelFault | None
-    code: str
-    """Code of the record's fault; empty if the record has no fault."""
-    pending: bool
-    """True if the record is at or after the committed offset, so that it may or may not have been judged."""
-    replayed: bool
-    before_ms: int
-    """Stream time before this record was judged."""
-    after_ms: int
-    doubt_ms: int | None
-    """Sightings up to this event time may be unknown, because the log lost their records; None if all are known."""
-    doubt_by_clock: bool
-    """True if the doubt arises from an event time that may have been clamped to the worker's clock."""
-    late: Filed | None
-    letter: Filed | None
-    """The record's entry in the dead-letter topic, or None if there is none."""
-
-    @classmethod
-    def of(cls, values: list[object]) -> Row:
-        """Convert the plain values that a spill stores to a `Row`."""
-        values[1] = Source(*values[1])  # type: ignore[misc]  # its plain values
-        for at in (-2, -1):
-            entry = values[at]
-            if entry is not None:
-                values[at] = Filed(*entry)  # type: ignore[misc]  # as above
-        return cls._make(values)
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Consecutive records of a log, and what was found out about them."""
-
-    columns: RecordColumns
-    sources: Sequence[Source]
-    extracted: Extracted
-    late: Mapping[Source, Filed]
-    letters: Mapping[Source, Filed]
-    pending: bool
-
-    def row(self, plan: Plan, at: int, stream_ms: tuple[int, int], doubt_ms: int | None, *, clamped: bool) -> Row:
-        """Return the row of a record; ``stream_ms`` is stream time before and after it."""
-        source, extracted, columns = self.sources[at], self.extracted, self.columns
-        fault, headers, replayed = extracted.faults.get(at), columns.headers[at], False
-        if headers:
-            replayed = parse_source(header(headers, REPLAYED_HEADER), plan.topology.source.topics) is not None
-        return Row(
-            columns.offsets[at],
-            source,
-            columns.keys[at],
-            condensed(columns.values[at]),
-            headers,
-            columns.timestamps_ms[at],
-            None if fault is not None else extracted.ids[at],
-            extracted.times_ms[at],
-            b"" if extracted.fingerprints is None else extracted.fingerprints[at],
-            None if fault is None else fault.kind.value,
-            "" if fault is None else fault.code,
-            self.pending,
-            replayed,
-            *stream_ms,
-            doubt_ms,
-            clamped,
-            self.late.get(source),
-            self.letters.get(source),
-        )
-
-
-def stream_times(
-    model: ReferenceModel,
-    feeds: Sequence[Feed],
-    times_ms: npt.NDArray[np.int64],
-    *,
-    idle_rows: Sequence[int],
-    unjudged: Sequence[int],
-    letters: Sequence[int],
-) -> list[int]:
-    """Return stream time after each record, as `ReferenceModel.judge` calculates it, and advance the model to the end.
-
-    The records at ``unjudged`` have a fault or no ID. Those at ``letters`` are dead letters by evidence, so they leave
-    stream time and their feed as they are, unless their event time is negative.
-    """
-    count = len(feeds)
-    marker, judged, skipped = np.zeros(count, bool), times_ms >= 0, np.zeros(count, bool)
-    marker[list(idle_rows)] = True
-    skipped[list(letters)] = True
-    skipped &= judged
-    judged[list(unjudged)] = False
-    judged &= ~(marker | skipped)
-    for feed in dict.fromkeys(feeds):
-        model.greatest.setdefault(feed, BEFORE_ALL_TIME)
-        model.idle.setdefault(feed, True)
-    numbers = {feed: number for number, feed in enumerate(model.greatest)}
-    owner = np.fromiter(map(numbers.__getitem__, feeds), np.int64, count)
-    least, greatest = np.full(count, _AFTER_ALL_TIME), np.full(count, BEFORE_ALL_TIME)
-    for feed, number in numbers.items():
-        mine = owner == number
-        own = np.maximum.accumulate(np.where(mine & judged, times_ms, BEFORE_ALL_TIME))
-        np.maximum(own, model.greatest[feed], out=own)
-        # The last record of the feed at or before each row says whether the feed is idle there.
-        last = np.maximum.accumulate(np.where(mine & ~skipped, np.arange(count), -1))
-        idle = np.where(last < 0, model.idle[feed], marker[last])
-        np.minimum(least, own, out=least, where=~idle)
-        np.maximum(greatest, own, out=greatest)
-        if count:
-            model.greatest[feed], model.idle[feed] = int(own[-1]), bool(idle[-1])
-    candidate = np.where(least == _AFTER_ALL_TIME, greatest, least)
-    candidate[~(judged | marker)] = BEFORE_ALL_TIME
-    after = np.maximum(np.maximum.accumulate(candidate), model.stream_time_ms)
-    model.stream_time_ms = int(after[-1]) if count else model.stream_time_ms
-    found: list[int] = after.tolist()
-    return found
-
-
-class LogScan:
-    """Reads one task's log in order, and tracks stream time and the event time up to which sightings may be unknown."""
-
-    def __init__(self, plan: Plan, feeds: Sequence[Feed], *, from_start: bool) -> None:
-        self._plan: Final = plan
-        self._model: Final = ReferenceModel(plan.rules, feeds)
-        """Judges all records under the same artificial ID, only to compute stream time."""
-        self._from_start: Final = from_start
-        self._anchor_ms: int | None = None
-        self._clamped = False
-
-    def rows(
-        self,
-        columns: RecordColumns,
-        sources: Sequence[Source],
-        *,
-        idle_rows: Collection[int] = (),
-        pending: bool = False,
-        only: Collection[bytes] | None = None,
-    ) -> Iterator[Row]:
-        """Convert consecutive records of the log to rows; an idle marker yields no row but advances stream time.
-
-        ``only`` are the IDs of the records to return, by default all records.
-        """
-        plan = self._plan
-        extracted = extracted_of(plan.extract, columns)
-        late = plan.late.take(sources) if plan.late is not None else {}
-        batch = _Batch(columns, sources, extracted, late, plan.dead_letters.take(sources), pending)
-        if self._from_start and plan.rules.future != "clamp":
-            yield from self._rows_at_once(batch, idle_rows, only)
-            return
-        for at, source in enumerate(sources):
-            if at in idle_rows:
-                self._model.judge(ModelRecord(None, 0, source, idle=True))
-                continue
-            before_ms = self._model.stream_time_ms
-            doubt_ms = self._doubt_after(batch, at)
-            if only is None or extracted.ids[at] in only:
-                yield batch.row(plan, at, (before_ms, self._model.stream_time_ms), doubt_ms, clamped=self._clamped)
-
-    def _doubt_after(self, batch: _Batch, at: int) -> int | None:
-        """Advance stream time by one record, and return the event time up to which sightings may be unknown."""
-        source, extracted, plan = batch.sources[at], batch.extracted, self._plan
-        fault, letter = extracted.faults.get(at), batch.letters.get(source)
-        model_fault: ModelFault | None = None if fault is None else fault.kind.value
-        record = ModelRecord(extracted.ids[at] if fault is None else None, extracted.times_ms[at], source)
-        self._pass(record._replace(fault=model_fault), letter, pending=batch.pending)
-        judged = record.id is not None and record.time_ms >= 0 and letter is None
-        # Stream time before a judged record is unknown if the log's beginning was deleted.
-        begins_in_doubt = judged and not self._from_start and self._anchor_ms is None
-        if begins_in_doubt and not self._perhaps_late(Original.of(batch.columns, at, source), batch.late):
-            # The record was unique, or a duplicate of a sighting that was still kept, whatever the record's age.
-            rules = plan.rules
-            longest_ms = rules.extend_at_most_ms if rules.extend else 0
-            self._doubt_from(record.time_ms + 2 * rules.guard_ms + rules.grace_ms + longest_ms)
-        if self._anchor_ms is None and not self._from_start:
-            return max(record.time_ms, self._model.stream_time_ms) + plan.rules.grace_ms
-        return self._anchor_ms
-
-    def _rows_at_once(self, batch: _Batch, idle_rows: Collection[int], only: Collection[bytes] | None) -> Iterator[Row]:
-        """Return the rows of a log whose beginning is there, with stream time calculated for all of them at once."""
-        ids, faults = batch.extracted.ids, batch.extracted.faults
-        letters = [at for at, source in enumerate(batch.sources) if source in batch.letters] if batch.letters else []
-        before_ms = self._model.stream_time_ms
-        after_ms = stream_times(
-            self._model,
-            [source[:2] for source in batch.sources],
-            np.array(batch.extracted.times_ms, np.int64),
-            idle_rows=sorted(idle_rows),
-            unjudged=[at for at, own in enumerate(ids) if own is None or at in faults],
-            letters=[at for at in letters if ids[at] is not None and at not in faults],
-        )
-        wanted = range(len(ids)) if only is None else [at for at, own in enumerate(ids) if own in only]
-        for at in wanted:
-            if at not in idle_rows:
-                before = before_ms if at == 0 else after_ms[at - 1]
-                yield batch.row(self._plan, at, (before, after_ms[at]), None, clamped=False)
-
-    def _pass(self, record: ModelRecord, letter: Filed | None, *, pending: bool) -> None:
-        """Judge a record only to advance stream time."""
-        if record.id is None:
-            self._model.judge(record)
-            return
-        if letter is not None and record.time_ms >= 0:
-            return
-        stream_time_ms, plan = self._model.stream_time_ms, self._plan
-        ahead = record.time_ms > stream_time_ms + plan.topology.max_clock_skew_ms and not pending
-        if ahead and plan.rules.future == "clamp" and stream_time_ms != BEFORE_ALL_TIME:
-            # The record was accepted, so the worker's clock was ahead. A worker that clamps event times may have used a
-            # different time.
-            self._clamped = self._clamped or (self._from_start and self._anchor_ms is None)
-            self._doubt_from(record.time_ms)
-        self._model.judge(record._replace(id=_ANY))
-        self._model.sightings.clear()
-
-    def _perhaps_late(self, original: Original, late: Mapping[Source, Filed]) -> bool:
-        """Return whether a record may have been late; workers write a dropped late record to no topic."""
-        plan = self._plan
-        if plan.late is not None:
-            return original.source in late
-        return plan.late_digests is None or forwarded_digest(plan, original, "late") in plan.late_digests
-
-    def _doubt_from(self, time_ms: int) -> None:
-        if self._anchor_ms is None or time_ms > self._anchor_ms:
-            self._anchor_ms = time_ms
-
-
-def forwarded_digest(plan: Plan, row: Row | Original, why: str = "") -> bytes:
-    """Return the digest that a record must have in the output, including the headers that a worker appends."""
-    headers, output = row.headers, plan.topology.output
-    if why:
-        headers = [*headers, (VERDICT_HEADER, why.encode())]
-    if output is not None and output.headers:
-        headers = [*headers, (SOURCE_HEADER, position(plan, row.source))]
-    return digest(row.key, row.value, headers, row.timestamp_ms if plan.output_stamped else 0)
-
-
-def position(plan: Plan, source: Source) -> bytes:
-    """Return a source position in the form ``topic/partition/offset``, as in a worker's headers."""
-    return f"{plan.topology.source.topics[source.topic]}/{source.partition}/{source.offset}".encode()
 
 
 class Doubt:
@@ -375,7 +66,7 @@ class TaskReplay:
 
     def __init__(self, plan: Plan, books: Books, report: Report, feeds: Sequence[Feed]) -> None:
         self.books: Final = books
-        self.forwarded: Final[list[Wanted]] = []
+        self.forwarded: Final = Expected()
         """The records that the task must have written to the output."""
         self.copies: Final[dict[CopyKind, list[Wanted]]] = {"duplicates": [], "conflicts": []}
         """The records that the task must have written to the duplicates and conflicts topics."""
@@ -393,52 +84,54 @@ class TaskReplay:
         self._obvious: Final = (
             not rules.extend and rules.on_conflict == "duplicate" and not (topology.duplicates or topology.conflicts)
         )
-        """Whether `_judged_at_a_glance` may judge records."""
-        self._glanced: Final[dict[str, list[int]]] = {"unique": [], "duplicates": []}
-        """The event times of the records that `_judged_at_a_glance` has judged."""
+        """Whether `_judge_at_once` may judge records."""
 
-    def take(self, rows: Iterable[Row]) -> None:
-        """Judge records, which must be in log order."""
-        for row in rows:
-            if not (self._obvious and self._judged_at_a_glance(row)):
-                self._pending = row.pending
-                self.books.replayed += row.replayed and not row.pending
-                self._row(row)
-                self._forget(row.id)
-            self._taken += 1
-            if self._taken % _FORGET_EVERY == 0:
+    def take(self, log: Log) -> None:
+        """Judge all records of this bucket of the log."""
+        at_once = self._at_a_glance(log) if self._obvious else np.zeros(len(log.ids), bool)
+        self._judge_at_once(log, at_once)
+        for taken, row in enumerate(log.at(np.flatnonzero(~at_once)).rows(), start=1):
+            self._pending = row.odd.pending
+            self.books.replayed += row.odd.replayed and not row.odd.pending
+            self._row(row)
+            self._forget(row.id)
+            if taken % _FORGET_EVERY == 0:
                 self._model.forget()
-        for outcome, times_ms in self._glanced.items():
-            setattr(self.books, outcome, getattr(self.books, outcome) + len(times_ms))
-            self.books.read += len(times_ms)
-            self._report.timeline.add_all(outcome, times_ms)
-            times_ms.clear()
 
-    def _judged_at_a_glance(self, row: Row) -> bool:
-        """Judge a record if its ID has at most one sighting and nothing else is special about it; or return False.
+    def _at_a_glance(self, log: Log) -> npt.NDArray[np.bool_]:
+        """Return a mask of the records whose IDs have at most one sighting, and of which nothing else is special.
 
-        Most records are like this. The model has the same sightings afterwards as if it had judged the record.
+        Most records are like this: the first one with an ID is unique, and all others are duplicates of it. The model
+        judges all records of every other ID.
         """
-        time_ms, own, plan = row.time_ms, row.id, self._plan
-        special = row.pending or row.replayed or row.late is not None or row.letter is not None or time_ms < 0
-        if special or own is None or row.doubt_ms is not None:
-            return False
-        known, rules = self._model.sightings.get(own), plan.rules
-        if not known:
-            if time_ms < row.after_ms - rules.grace_ms:
-                return False
-            self._model.sightings[own] = [Sighting(time_ms, time_ms, row.source, row.fingerprint)]
-            content = forwarded_digest(plan, row)
-            self.forwarded.append(Wanted(content, own, row.source, row.position, False, False))  # noqa: FBT003  # a tuple
-            self._glanced["unique"].append(time_ms)
-            return True
-        seen = known[0]
-        in_range = -rules.guard_ms < time_ms - seen.first_ms < rules.guard_ms
-        counts = seen.last_ms >= row.after_ms - rules.guard_ms - rules.grace_ms
-        if len(known) > 1 or not in_range or not counts or seen.fingerprint != row.fingerprint:
-            return False
-        self._glanced["duplicates"].append(time_ms)
-        return True
+        count, rules, times_ms, prints = len(log.ids), self._plan.rules, log.times_ms, log.fingerprints
+        rows: dict[bytes | None, int] = {}
+        first = np.fromiter(map(rows.setdefault, log.ids, range(count)), np.int64, count)
+        same = np.fromiter(map(eq, prints, map(prints.__getitem__, first.tolist())), bool, count)
+        in_range = np.abs(times_ms - times_ms[first]) < rules.guard_ms
+        counts = times_ms[first] >= log.after_ms - rules.guard_ms - rules.grace_ms
+        in_time = times_ms >= log.after_ms - rules.grace_ms
+        plain = np.fromiter(map(is_, log.odd, repeat(None)), bool, count) & (times_ms >= 0)
+        plain &= np.where(first == np.arange(count), in_time, in_range & counts & same)
+        special = np.zeros(count, bool)
+        special[first[~plain]] = True
+        return ~special[first]
+
+    def _judge_at_once(self, log: Log, at_once: npt.NDArray[np.bool_]) -> None:
+        """Count the records of a mask from `_at_a_glance`, and expect the first one with each ID in the output."""
+        log = log.at(np.flatnonzero(at_once))
+        rows: dict[bytes | None, int] = {}
+        list(map(rows.setdefault, log.ids, range(len(log.ids))))
+        unique = np.zeros(len(log.ids), bool)
+        unique[list(rows.values())] = True
+        forwarded = log.at(np.flatnonzero(unique))
+        contents = forwarded_digests(self._plan, forwarded)
+        self.forwarded.sure = SureColumns(forwarded.positions, contents, forwarded.ids, forwarded.sources())
+        self.books.read += len(log.ids)
+        self.books.unique += len(forwarded.ids)
+        self.books.duplicates += len(log.ids) - len(forwarded.ids)
+        self._report.timeline.add_all("unique", forwarded.times_ms)
+        self._report.timeline.add_all("duplicates", log.times_ms[~unique])
 
     def _forget(self, tracking_id: bytes | None) -> None:
         """Drop expired sightings of a frequent ID, because judging a record reads all sightings of its ID."""
@@ -461,17 +154,17 @@ class TaskReplay:
     def _row(self, row: Row) -> None:
         if not self._pending:
             self.books.read += 1
-        if row.fault is None and row.letter is not None and row.time_ms >= 0:
-            self._dead_by_evidence(row, row.letter)
+        if row.odd.fault is None and row.odd.letter is not None and row.time_ms >= 0:
+            self._dead_by_evidence(row, row.odd.letter)
             return
         source = row.source
         # Stream time depends on the whole log, not only on the records of this bucket.
         self._model.stream_time_ms = row.after_ms
-        verdict = self._model.judge(ModelRecord(row.id, row.time_ms, source, row.fingerprint, row.fault))
+        verdict = self._model.judge(ModelRecord(row.id, row.time_ms, source, row.fingerprint, row.odd.fault))
         certain = self._certain(row, verdict)
-        if row.late is not None and verdict.kind != "late":
+        if row.odd.late is not None and verdict.kind != "late":
             if self._plan.late is not None and certain:
-                where = self._plan.late.place(row.late)
+                where = self._plan.late.place(row.odd.late)
                 self._violation("wrong_late", row, f"it is in {where}; the model says {verdict.kind}")
             certain = False
         match verdict.kind:
@@ -482,7 +175,7 @@ class TaskReplay:
             case "late":
                 self._late(row, verdict, certain=certain)
             case "dead_letter":
-                self._dead(row, row.letter, row.code or verdict.reason)
+                self._dead(row, row.odd.letter, row.odd.code or verdict.reason)
             case _ if self._pending:
                 pass
             case _:
@@ -493,27 +186,27 @@ class TaskReplay:
         """Return whether the verdict is the only possible one; if not, count the record as not provable."""
         if self._pending:
             return False
-        if row.doubt_ms is None or row.id is None or verdict.kind == "dead_letter":
+        if row.odd.doubt_ms is None or row.id is None or verdict.kind == "dead_letter":
             return True
-        why = WHY_CLAMPED if row.doubt_by_clock else WHY_FRONT
+        why = WHY_CLAMPED if row.odd.doubt_by_clock else WHY_FRONT
         beyond_ms = verdict.stream_time_ms - self._plan.rules.guard_ms - self._plan.rules.grace_ms
-        if row.late is not None and verdict.kind == "unique" and beyond_ms <= row.doubt_ms:
+        if row.odd.late is not None and verdict.kind == "unique" and beyond_ms <= row.odd.doubt_ms:
             # The record is late because of records that were deleted.
             self._unprovable(why)
             return False
-        if self._doubt.about(row.id, verdict.time_ms, verdict.stream_time_ms, row.doubt_ms):
+        if self._doubt.about(row.id, verdict.time_ms, verdict.stream_time_ms, row.odd.doubt_ms):
             self._unprovable(why)
             return False
         return True
 
     def _dead_by_evidence(self, row: Row, letter: Filed) -> None:
         """Handle a dead letter for a record without a fault, which the clock or the broker may have refused."""
-        far_ahead = row.time_ms > row.before_ms + self._plan.topology.max_clock_skew_ms
+        far_ahead = row.time_ms > row.odd.before_ms + self._plan.topology.max_clock_skew_ms
         by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
         if letter.reason == REFUSED_BY_THE_BROKER:
             self._unprovable(WHY_REFUSED)
             self._same(row, letter, self._plan.dead_letters)
-        elif by_clock and row.time_ms > row.before_ms:
+        elif by_clock and row.time_ms > row.odd.before_ms:
             # The record was judged before the dead letter was appended. If the dead letter was appended late enough,
             # the clock may have allowed the record's time.
             skew_ms = self._plan.topology.max_clock_skew_ms
@@ -546,7 +239,7 @@ class TaskReplay:
         self.uncertain = self.uncertain or not (certain or self._pending)
         # The model's own verdict comes first.
         for each in sorted(whys, key=lambda each: (each != why, each)):
-            self.forwarded.append(self._wanted(row, forwarded_digest(self._plan, row, each), certain=certain))
+            self.forwarded.others.append(self._wanted(row, forwarded_digest(self._plan, row, each), certain=certain))
 
     def _wanted(self, row: Row, content: bytes, *, certain: bool) -> Wanted:
         return Wanted(content, row.id, row.source, row.position, not certain, self._pending)
@@ -562,7 +255,7 @@ class TaskReplay:
                 (FIRST_TIME_HEADER, str(first.first_ms).encode()),
                 (FIRST_SOURCE_HEADER, position(self._plan, first.source)),
             ]
-            content = digest(row.key, row.value, [*row.headers, *added], 0)
+            content = digest_with(row.content, [*row.headers, *added], 0)
             self.copies[kind].append(self._wanted(row, content, certain=certain))
         self._count("duplicates", verdict.time_ms)
         self.books.conflicts += verdict.conflict and not self._pending
@@ -572,8 +265,8 @@ class TaskReplay:
         late = self._plan.late
         if self._plan.late_forwarded:
             self._expect(row, "late", certain=certain)
-        elif late is not None and row.late is not None:
-            self._same(row, row.late, late)
+        elif late is not None and row.odd.late is not None:
+            self._same(row, row.odd.late, late)
         elif not certain:
             self._expect(row, None, certain=False)
         elif late is not None and not late.complete:
@@ -598,16 +291,14 @@ class TaskReplay:
 
     def _same(self, row: Row, filed: Filed, side: SideTopic) -> None:
         """Check that a side topic contains the record unchanged, with the original timestamp in a header."""
-        if filed.stands_for:
-            same = filed.stands_for == stand_in_of(row.value)
-        else:
-            same = filed.digest == digest(row.key, row.value, row.headers, row.timestamp_ms)
+        whole = digest_with(row.content, row.headers, row.timestamp_ms)
+        same = filed.stands_for == row.odd.stand_in if filed.stands_for else filed.digest == whole
         if not same:
             self._violation("changed", row, f"{side.place(filed)} differs in key, value, header, or original timestamp")
 
     def _count_dead(self, row: Row) -> None:
-        far_ahead = row.letter is not None and row.letter.reason == FUTURE
-        dated = row.fault is None and row.time_ms >= 0 and not far_ahead
+        far_ahead = row.odd.letter is not None and row.odd.letter.reason == FUTURE
+        dated = row.odd.fault is None and row.time_ms >= 0 and not far_ahead
         self._count("dead_letters", row.time_ms if dated else None)
 
     def _count(self, outcome: str, time_ms: int | None) -> None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import chain, pairwise
 from typing import Any, BinaryIO, Final
 
 import msgspec
+import numpy as np
+
+from dedup.verify.compare import Column
 
 BUCKET_ROWS: Final = 60_000
 """Average number of log rows per bucket. A replay of this many rows takes tens of MB of memory."""
 _PENDING_ROWS: Final = 20_000
 _PENDING_BYTES: Final = 8 << 20
 _LENGTH_BYTES: Final = 8
-_WHOLE_BYTES: Final = 48
-"""Values up to this length are kept unchanged; for longer values, only the length and a digest are kept."""
+_Chunk = tuple[Column, Sequence[list[Any]]]
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
@@ -27,25 +30,15 @@ def buckets_for(rows: int) -> int:
     return 1 + rows // BUCKET_ROWS
 
 
-def place_of(tracking_id: bytes | None, key: bytes | None, value: bytes | None) -> int:
-    """Hash a record's ID or, if absent, its key and value to the 64-bit number that determines the record's bucket."""
-    content = tracking_id if tracking_id is not None else b"\0%b\0%b" % (key or b"", value or b"")
-    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
+def place_of(tracking_id: bytes | None, content: bytes) -> int:
+    """Hash a record's ID or, if absent, its item of `contents_of` to the number that says whether it is sampled."""
+    return int.from_bytes(blake2b(content if tracking_id is None else tracking_id, digest_size=8).digest(), "little")
 
 
-def condensed(value: bytes | None) -> bytes | None:
-    """Shorten a long value to its length and 256-bit digest; a prefix distinguishes it from a short, complete value."""
-    if value is None or len(value) <= _WHOLE_BYTES:
-        return None if value is None else b"=" + value
-    return b"#%d " % len(value) + blake2b(value, digest_size=32).digest()
-
-
-def stand_in_of(value: bytes | None) -> bytes:
-    """Return the digest that a worker writes in place of an oversized value, given the value from `condensed`."""
-    if value is not None and value.startswith(b"#"):
-        length, _, digest = value[1:].partition(b" ")
-        return b"blake2b-256:%b of %b bytes" % (digest.hex().encode(), length)
-    return stand_in(None if value is None else value[1:])
+def places_of(ids: Sequence[bytes | None], contents: Sequence[bytes]) -> Column:
+    """Hash each record's ID or, if absent, its item of `contents_of`. The hashes are those of this process only."""
+    known = [content if own is None else own for own, content in zip(ids, contents, strict=True)]
+    return np.fromiter(map(hash, known), np.int64, len(known))
 
 
 def stand_in(value: bytes | None) -> bytes:
@@ -55,41 +48,63 @@ def stand_in(value: bytes | None) -> bytes:
 
 
 class Spill:
-    """Stores rows in buckets on disk; the rows of a bucket are read in the order in which they were added."""
+    """Stores rows in buckets on disk; the rows of a bucket are read in the order in which they were added.
 
-    def __init__(self, directory: str, buckets: int) -> None:
+    A row consists of ``numbers`` 64-bit integers, kept as arrays, and of ``others`` other values, kept as lists.
+    """
+
+    def __init__(self, directory: str, buckets: int, numbers: int, others: int = 0) -> None:
         self.buckets: Final = buckets
         self.rows = 0
+        self._numbers: Final = numbers
+        self._others: Final = others
         self._file: Final[BinaryIO] = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # closed by `close`
-        self._pending: Final[list[list[Sequence[Any]]]] = [[] for _ in range(buckets)]
+        self._pending: Final[list[list[_Chunk]]] = [[] for _ in range(buckets)]
         self._pending_rows = 0
         self._pending_bytes = 0
         self._chunks: Final = [array("q") for _ in range(buckets)]
         """Maps each bucket to the file offsets of its chunks."""
 
-    def add(self, place: int, row: Sequence[Any], size_bytes: int = 0) -> None:
-        """Add a row to the bucket for the hash ``place``; ``size_bytes`` is the approximate size of the row's long
-        values.
+    def add(self, places: Column, columns: Sequence[Any], size_bytes: int = 0) -> None:
+        """Add rows to the buckets for the hashes ``places``; ``size_bytes`` is the size of the rows' long values.
+
+        ``columns`` are the arrays or lists of numbers, and then the lists of other values.
         """
-        self._pending[place % self.buckets].append(row)
-        self.rows += 1
-        self._pending_rows += 1
+        numbers = np.array(columns[: self._numbers], np.int64)
+        others = columns[self._numbers :]
+        places = places % self.buckets
+        if self.buckets > 1:
+            order = np.argsort(places, kind="stable")
+            places, numbers, rows = places[order], numbers[:, order], order.tolist()
+            others = [list(map(column.__getitem__, rows)) for column in others]
+        ends = np.flatnonzero(np.diff(places, append=-1)) + 1
+        for first, end in pairwise([0, *ends.tolist()]):
+            chunk = (numbers[:, first:end], [column[first:end] for column in others])
+            self._pending[places[first]].append(chunk)
+        self.rows += len(places)
+        self._pending_rows += len(places)
         self._pending_bytes += size_bytes
         if self._pending_rows >= _PENDING_ROWS or self._pending_bytes >= _PENDING_BYTES:
             self.flush()
 
-    def bucket(self, number: int) -> Iterator[list[Any]]:
-        """Yield the rows of a bucket as lists."""
+    def bucket(self, number: int) -> list[Any]:
+        """Return the columns of a bucket: an array for each number, and a list for each other value."""
         self.flush()
+        numbers: list[Column] = [np.empty((self._numbers, 0), np.int64)]
+        others: list[list[Any]] = [[] for _ in range(self._others)]
         for start in self._chunks[number]:
             self._file.seek(start)
             length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little")
-            yield from _unpack(self._file.read(length))
+            content, *columns = _unpack(self._file.read(length))
+            numbers.append(np.frombuffer(content, np.int64).reshape(self._numbers, -1))
+            for other, column in zip(others, columns, strict=True):
+                other.extend(column)
+        return [*np.concatenate(numbers, axis=1), *others]
 
     def clear(self) -> None:
         """Remove all rows."""
-        for rows, chunks in zip(self._pending, self._chunks, strict=True):
-            rows.clear()
+        for pending, chunks in zip(self._pending, self._chunks, strict=True):
+            pending.clear()
             del chunks[:]
         self.rows = self._pending_rows = self._pending_bytes = 0
 
@@ -102,10 +117,14 @@ class Spill:
         if not self._pending_rows:
             return
         self._file.seek(0, 2)
-        for number, rows in enumerate(self._pending):
-            if rows:
-                self._chunks[number].append(self._file.tell())
-                content = _pack(rows)
+        for pending, chunks in zip(self._pending, self._chunks, strict=True):
+            if pending:
+                chunks.append(self._file.tell())
+                numbers = np.concatenate([numbers for numbers, _ in pending], axis=1)
+                others = [
+                    list(chain.from_iterable(parts)) for parts in zip(*(each for _, each in pending), strict=True)
+                ]
+                content = _pack([numbers.tobytes(), *others])
                 self._file.write(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
-                rows.clear()
+                pending.clear()
         self._pending_rows = self._pending_bytes = 0

@@ -272,7 +272,7 @@ def test_a_planted_fault_is_caught(bench: Bench, plant: Callable[[World], object
 
 def in_sample(topology: Topology, name: str, sample: int) -> bool:
     found = extractor_of(topology)([None], [json.dumps({"id": name}).encode()], [()], [BASE_MS])
-    return (spill.place_of(found.ids[0], None, None) >> 32) % sample == 0
+    return (spill.place_of(found.ids[0], b"") >> 32) % sample == 0
 
 
 SAMPLED = [

@@ -6,6 +6,8 @@ import tempfile
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +16,8 @@ from dedup.core.window import Source
 from dedup.topology.model import extractor_of
 from dedup.topology.parse import parse
 from dedup.verify.evidence import Filed, SideTopic
-from dedup.verify.replay import Plan, Row, TaskReplay
+from dedup.verify.log_scan import Log, Odd, Plan, Row
+from dedup.verify.replay import TaskReplay
 from dedup.verify.report import Books, Report
 
 TEXT = """
@@ -30,8 +33,8 @@ output: {topic: out}
 class Glanceless(TaskReplay):
     """Every record is judged by the model."""
 
-    def _judged_at_a_glance(self, _: Row) -> bool:
-        return False
+    def _at_a_glance(self, log: Log) -> npt.NDArray[np.bool_]:
+        return np.zeros(len(log.ids), bool)
 
 
 def plan_of(guard_ms: int, grace_ms: int, directory: str) -> Plan:
@@ -48,39 +51,51 @@ def logs(draw: st.DrawFn) -> list[Row]:
         time_ms = position + draw(st.integers(-12, 6))
         before_ms, stream_ms = stream_ms, max(stream_ms, time_ms)
         kind = draw(st.sampled_from([*["plain"] * 8, "fault", "pending", "late", "doubt", "replayed"]))
+        odd = Odd(
+            "unreadable" if kind == "fault" else None,
+            "not_json" if kind == "fault" else "",
+            kind == "pending",
+            kind == "replayed",
+            before_ms,
+            time_ms if kind == "doubt" else None,
+            late=filed if kind == "late" else None,
+        )
         rows.append(
             Row(
                 position,
                 Source(0, 0, position),
-                b"k",
-                b"=v%d" % position,
-                (),
+                b"v%d" % position,
+                draw(st.sampled_from([(), (), (), (("trace", b"t"),)])),
                 time_ms,
-                None if kind == "fault" else draw(st.sampled_from([b"a", b"b", b"c"])),
+                None if kind == "fault" else draw(st.sampled_from([b"a", b"b", b"c", b"d", b"e"])),
                 time_ms,
                 draw(st.sampled_from([b"x", b"x", b"x", b"y"])),
-                "unreadable" if kind == "fault" else None,
-                "not_json" if kind == "fault" else "",
-                kind == "pending",
-                kind == "replayed",
-                before_ms,
                 stream_ms,
-                time_ms if kind == "doubt" else None,
-                False,
-                filed if kind == "late" else None,
-                None,
+                odd,
             )
         )
     return rows
 
 
+def columns_of(rows: list[Row]) -> Log:
+    """Return the rows as a spill gives them back; a record that is not odd in any way has no `Odd`."""
+    log = Log.of(*rows)
+    plain = Odd()
+    odd = [None if each is None or each._replace(before_ms=plain.before_ms) == plain else each for each in log.odd]
+    spill = Log.spill(tempfile.gettempdir(), 1)
+    spill.add(np.zeros(len(rows), np.int64), log._replace(odd=odd))
+    try:
+        return Log(*spill.bucket(0))
+    finally:
+        spill.close()
+
+
 def replayed(kind: type[TaskReplay], rows: list[Row], plan: Plan) -> dict[str, Any]:
     books, report = Books("in", 0), Report("t", "", "", 0)
     task = kind(plan, books, report, ((0, 0),))
-    task.take(rows[: len(rows) // 2])
-    task.take(rows[len(rows) // 2 :])
+    task.take(columns_of(rows))
     return {
-        "forwarded": task.forwarded,
+        "forwarded": task.forwarded.one_by_one(),
         "copies": task.copies,
         "uncertain": task.uncertain,
         "books": asdict(books),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dedup.core.reference_model import Feed, ModelRecord, ModelRules, ReferenceModel
 from dedup.core.window import Source
-from dedup.verify.replay import stream_times
+from dedup.verify.log_scan import stream_times
 
 FEEDS: tuple[Feed, ...] = ((0, 0), (0, 1), (1, 0), (1, 7))
 Line = tuple[Feed, int, str]
@@ -34,7 +35,7 @@ def by_model(model: ReferenceModel, lines: list[Line]) -> list[int]:
     return found
 
 
-def at_once(model: ReferenceModel, lines: list[Line]) -> list[int]:
+def at_once(model: ReferenceModel, lines: list[Line]) -> npt.NDArray[np.int64]:
     rows: dict[str, list[int]] = {kind: [] for kind in ("judged", "marker", "unjudged", "letter")}
     for row, (_, _, kind) in enumerate(lines):
         rows[kind].append(row)
@@ -50,7 +51,7 @@ def at_once(model: ReferenceModel, lines: list[Line]) -> list[int]:
 def test_stream_times_are_the_models(batches: list[list[Line]], declared: int) -> None:
     one, other = (ReferenceModel(ModelRules(5, 5), FEEDS[:declared]) for _ in range(2))
     for lines in batches:
-        assert at_once(other, lines) == by_model(one, lines)
+        assert at_once(other, lines).tolist() == by_model(one, lines)
         assert other.stream_time_ms == one.stream_time_ms
         assert {feed: (other.greatest[feed], other.idle[feed]) for feed in other.greatest} == {
             feed: (one.greatest.get(feed, -(1 << 62)), one.idle.get(feed, True)) for feed in other.greatest
