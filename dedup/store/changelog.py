@@ -332,6 +332,14 @@ def parse_key(key: bytes) -> SightingKey | None:
     )
 
 
+def sighting_rows(keys: Sequence[bytes | None], state_keys: Collection[bytes]) -> list[int]:
+    """Return the rows of all keys except those of sightings of other IDs, without parsing any key."""
+    ends = tuple(state_keys)
+    return [
+        row for row, key in enumerate(keys) if key is None or key.endswith(ends) or not key.startswith(_SIGHTING_TAG)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Collected:
     """The sightings, the last task record, and the last seed mark among consecutive changelog records."""

@@ -17,7 +17,7 @@ from dedup.core.extract import Extracted
 from dedup.core.reference_model import ModelRecord, ReferenceModel
 from dedup.core.window import Source
 from dedup.settings import Settings
-from dedup.store.changelog import TASK_RECORD_KEY, decode_sightings, decode_task_record, parse_key
+from dedup.store.changelog import TASK_RECORD_KEY, decode_sightings, decode_task_record, parse_key, sighting_rows
 from dedup.topology.model import Topology
 from dedup.verify.compare import digest, digest_with
 from dedup.verify.cut import Cut, OnProgress, take_cut
@@ -288,7 +288,8 @@ def _find_sightings(search: _Search) -> None:
         last: dict[bytes, tuple[int, bytes]] = {}
         stream_ms = 0
         for columns in cut.read(topic, partition, bounds.low, bounds.high):
-            for key, value, offset in zip(columns.keys, columns.values, columns.offsets, strict=True):
+            for at in sighting_rows(columns.keys, search.keys):
+                key, value, offset = columns.keys[at], columns.values[at], columns.offsets[at]
                 if key is None or value is None:
                     continue
                 if key == TASK_RECORD_KEY:

@@ -186,14 +186,18 @@ def log_rows(cut: Cut, partition: int, only: Collection[bytes] | None = None) ->
 
 def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[SourceTuple], set[int]]:
     """Restore the source records, and return their source positions and the rows of idle markers."""
-    sources: list[SourceTuple] = []
     idle_rows: set[int] = set()
     tails = list(map(itemgetter(slice(-_APPENDED, None)), columns.headers))
-    # Most batches contain no idle marker, and their headers are read column by column.
-    found = _positions_at_once(tails, tuple(cut.topology.source.topics))
+    # Most records are no idle markers, and their headers are read column by column.
+    records = [row for row, tail in enumerate(tails) if tail and tail[0][0] == SOURCE_HEADER]
+    found = _positions_at_once([tails[row] for row in records], tuple(cut.topology.source.topics))
+    of_row: dict[int, SourceTuple] = {}
     if found is not None:
-        sources, columns.timestamps_ms = found
-    for row, appended in enumerate(tails if found is None else ()):
+        of_row = dict(zip(records, found[0], strict=True))
+        for row, timestamp_ms in zip(records, found[1], strict=True):
+            columns.timestamps_ms[row] = timestamp_ms
+    for row in (row for row in range(len(tails)) if row not in of_row):
+        appended = tails[row]
         # Only the last two headers count. An upstream topology may have added headers with the same names before.
         marker = header(appended, IDLE_HEADER)
         position = header(appended, SOURCE_HEADER) if marker is None else marker + b"/0"
@@ -206,9 +210,9 @@ def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Sour
             # No source record has offset -1, so no record of a side topic is matched with the marker.
             source = (source or Source(0, 0, -1))._replace(offset=-1)
         columns.timestamps_ms[row] = parse_time_ms(header(appended, TIMESTAMP_HEADER)) or 0
-        sources.append(source)
+        of_row[row] = source
     columns.headers = list(map(itemgetter(slice(None, -_APPENDED)), columns.headers))
-    return sources, idle_rows
+    return list(map(of_row.__getitem__, range(len(tails)))), idle_rows
 
 
 def _positions_at_once(tails: Sequence[Headers], topics: tuple[str, ...]) -> tuple[list[SourceTuple], list[int]] | None:
