@@ -64,31 +64,39 @@ def doctor(
     """
     parsed = None if topology is None else read_topology(topology)
     settings = read_settings(config, overrides)
-    found, looked_at = asyncio.run(_examined(parsed, settings))
+    found, looked_at, transactions = asyncio.run(_examined(parsed, settings))
     layers = [{"layer": layer, "looked_at": layer in looked_at} for layer in LAYERS]
-    data = {"layers": layers, "symptoms": [asdict(each) for each in found]}
-    say(data, in_words(found, looked_at), as_json=as_json)
+    data = {"layers": layers, "transaction_version": transactions, "symptoms": [asdict(each) for each in found]}
+    say(data, in_words(found, looked_at, transactions), as_json=as_json)
     errors = [each for each in found if each.level == "error"]
     if errors:
         kind = StateIncompatible if errors[0].layer == "topics" else BrokerUnavailable
         raise typer.Exit(kind.exit_code)
 
 
-def in_words(found: list[Symptom], looked_at: frozenset[Layer]) -> Iterator[str]:
-    """Yield a line for each layer, and two lines for each problem: the problem and its remedy."""
+def in_words(found: list[Symptom], looked_at: frozenset[Layer], transactions: int | None) -> Iterator[str]:
+    """Yield a line for each layer, and two lines for each problem: the problem and its remedy.
+
+    ``transactions`` is the cluster's transaction version, if it is known.
+    """
     for layer in LAYERS:
         own = [each for each in found if each.layer == layer]
         if layer not in looked_at:
             yield f"{layer}: not checked"
             continue
-        yield f"{layer}: {'ok' if not own else 'wrong' if any(each.level == 'error' for each in own) else 'warning'}"
+        version = transactions if layer == "version" else None
+        more = "" if version is None else f" (transactions of version {max(version, 1)})"
+        state = "ok" if not own else "wrong" if any(each.level == "error" for each in own) else "warning"
+        yield f"{layer}: {state}{more}"
         for each in own:
             yield f"    {each.problem}"
             yield f"    -> {each.remedy}"
 
 
-async def _examined(topology: Topology | None, settings: Settings) -> tuple[list[Symptom], frozenset[Layer]]:
-    """Return the problems that were found, and the layers that were checked."""
+async def _examined(
+    topology: Topology | None, settings: Settings
+) -> tuple[list[Symptom], frozenset[Layer], int | None]:
+    """Return the problems that were found, the layers that were checked, and the cluster's transaction version."""
     from dedup.kafka.authorization import Rights
     from dedup.kafka.connection import Connection, diagnose
     from dedup.worker.topics import broker_findings
@@ -98,7 +106,7 @@ async def _examined(topology: Topology | None, settings: Settings) -> tuple[list
     found = [_symptom(each, "") for each in troubles]
     if len(troubles) == len(connection.brokers):
         deepest = max(LAYERS.index(each.layer) for each in found)
-        return found, frozenset(LAYERS[: deepest + 1])
+        return found, frozenset(LAYERS[: deepest + 1]), None
     # One broker that answers is enough to continue; brokers that do not answer are reported.
     bad = {each.broker for each in troubles}
     good = replace(connection, brokers=tuple(broker for broker in connection.brokers if broker not in bad))
@@ -108,12 +116,13 @@ async def _examined(topology: Topology | None, settings: Settings) -> tuple[list
         elsewhere = await diagnose(replace(good, brokers=rights.advertised()))
         if elsewhere:
             before = "the broker answers, but advertises another address: "
-            return [*found, *(_symptom(each, before) for each in elsewhere)], frozenset(looked_at)
+            return [*found, *(_symptom(each, before) for each in elsewhere)], frozenset(looked_at), None
         for broker, lacks in (await rights.lacking()).items():
             if lacks:
                 text = f"{broker} is too old: it does not support {', '.join(sorted(lacks))}"
                 found.append(Symptom("version", "error", text, "Use brokers of Kafka 3.1 or later"))
         looked_at.add("version")
+        transactions = await rights.transaction_version()
         if topology is not None:
             denied = [each async for each in _denied(rights, topology, settings)]
             found += denied
@@ -124,7 +133,7 @@ async def _examined(topology: Topology | None, settings: Settings) -> tuple[list
                     found.append(Symptom("topics", finding.level, finding.text.rstrip("."), remedy))
                 found += await _idle(topology, good)
                 looked_at.add("topics")
-    return found, frozenset(looked_at)
+    return found, frozenset(looked_at), transactions
 
 
 async def _idle(topology: Topology, connection: Connection) -> list[Symptom]:

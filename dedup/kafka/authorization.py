@@ -25,6 +25,7 @@ from dedup.errors import BrokerUnavailable
 from dedup.kafka.client import metadata_request, sendable
 from dedup.kafka.connection import Connection, probing
 from dedup.kafka.requests import (
+    API_VERSIONS,
     UNKNOWN_TOPIC,
     CreateTopicsRequest_v4,
     DescribeGroupRightsRequest_v3,
@@ -33,6 +34,7 @@ from dedup.kafka.requests import (
     OffsetFetchRequest_v7,
     ProduceRequest,
     TxnOffsetCommitRequest_v2,
+    transaction_version_in,
 )
 
 _REFUSED_TOPIC: Final = 29
@@ -91,6 +93,10 @@ class Rights:
             except (KafkaError, OSError, TimeoutError) as error:
                 raise BrokerUnavailable(f"broker {broker.host}:{broker.port} went away: {error!r}.") from error
         return found
+
+    async def transaction_version(self) -> int:
+        """Return the cluster's finalized `transaction.version`, or 0 if it has none."""
+        return transaction_version_in(await self._ask(self._client.get_random_node(), API_VERSIONS))
 
     async def on_topics(self, names: Iterable[str]) -> dict[str, frozenset[str] | None]:
         """Return the operations that the caller may perform on each topic, or None for a topic that does not exist.

@@ -31,13 +31,13 @@ from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.kafka.connection import Connection, diagnose, most_telling
 from dedup.kafka.record_batch import NO_EPOCH, Limit, TopicPartition, columns_of
 from dedup.kafka.requests import (
+    API_VERSIONS,
     CONSUMER,
     NO_GENERATION,
     NO_ID,
     NO_SESSION,
     OTHER_TOPIC,
     READ_CONFIGS,
-    ApiVersionsRequest_v3,
     EndTxnRequest_v5,
     FetchedPartition,
     FetchFrom,
@@ -50,7 +50,7 @@ from dedup.kafka.requests import (
     TxnOffsetCommitRequest_v2,
     TxnOffsetCommitRequest_v5,
     UnparsedMetadataRequest_v10,
-    finalized_features,
+    transaction_version_in,
 )
 from dedup.kafka.wire import (
     COORDINATOR_MOVED,
@@ -212,8 +212,7 @@ class KafkaWire:
 
     async def transaction_version(self) -> int:
         """Return the cluster's finalized `transaction.version`, or 0 if it has none. May raise NoAnswer."""
-        answer = await self._ask_any(ApiVersionsRequest_v3("dedup", "1", {}))
-        return finalized_features(answer).get("transaction.version", 0)
+        return transaction_version_in(await self._ask_any(API_VERSIONS))
 
     async def add_partitions(
         self, transactional_id: str, identity: ProducerIdentity, partitions: Sequence[TopicPartition]

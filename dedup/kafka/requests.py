@@ -109,11 +109,14 @@ class ApiVersionsRequest_v3(OneVersion, RequestStruct):
         return ResponseHeader_v0.decode(read_buffer)
 
 
-def finalized_features(answer: Any) -> dict[str, int]:  # noqa: ANN401  # untyped protocol structures
-    """Return the finalized version of each feature in an ApiVersions response, or none if the response has no such."""
+API_VERSIONS: Final = ApiVersionsRequest_v3("dedup", "1", {})
+
+
+def transaction_version_in(answer: Any) -> int:  # noqa: ANN401  # untyped protocol structures
+    """Return the finalized `transaction.version` in an ApiVersions response, or 0 if the cluster has none."""
     packed = answer.tags.get(_FINALIZED_FEATURES)
     found = _FEATURES.decode(BytesIO(packed)) if packed else None
-    return {name: most for name, most, *_ in found or ()}
+    return {name: int(most) for name, most, *_ in found or ()}.get("transaction.version", 0)
 
 
 class ProduceRequest(OneVersion, ProduceRequest_v8):

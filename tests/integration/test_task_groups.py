@@ -111,7 +111,9 @@ def test_doctor_and_status_name_the_number_that_gives_every_worker_a_group(make_
     job.send(events_of(60)[:100])
     job.start("a")
     until(lambda: members(job) == 1, job.logs)
-    assert "1 of 2" not in dedup(job, "doctor")
+    said = dedup(job, "doctor")
+    assert "1 of 2" not in said
+    assert "version: ok (transactions of version 2)" in said
     job.start("b")
     until(lambda: "1 of 2 workers have no partition" in dedup(job, "status"), job.logs)
     said = dedup(job, "doctor")

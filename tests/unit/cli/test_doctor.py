@@ -62,8 +62,14 @@ def test_every_trouble_has_a_layer_and_one_remedy(trouble):
 
 
 def test_a_warning_is_no_error():
-    lines = list(in_words([Symptom("topics", "warning", "a", "b")], frozenset(LAYERS)))
-    assert lines == [*(f"{layer}: ok" for layer in LAYERS[:-1]), "topics: warning", "    a", "    -> b"]
+    lines = list(in_words([Symptom("topics", "warning", "a", "b")], frozenset(LAYERS), 2))
+    more = {"version": " (transactions of version 2)"}
+    assert lines == [
+        *(f"{layer}: ok{more.get(layer, '')}" for layer in LAYERS[:-1]),
+        "topics: warning",
+        "    a",
+        "    -> b",
+    ]
 
 
 def test_a_mistake_in_the_config_ends_with_2():
