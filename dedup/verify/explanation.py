@@ -24,7 +24,7 @@ from dedup.verify.cut import Cut, OnProgress, take_cut
 from dedup.verify.direct import WHY_COMPACTED, output_of, source_log, start_of
 from dedup.verify.evidence import FIRST_SOURCE_HEADER, extracted_of, forwarded_by_replay, header
 from dedup.verify.findings import copy_topics
-from dedup.verify.kafka_reader import KafkaReader, RecordColumns
+from dedup.verify.kafka_reader import KafkaReader, RecordColumns, without_garbage_collection
 from dedup.verify.log_scan import Log, Row, forwarded_digest
 from dedup.verify.repartitioned import log_rows
 from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, Doubt
@@ -130,6 +130,7 @@ def explain_id(
     found = Explanation(topology.name, text)
     report = Report(topology.name, "", "", 0)
     with (
+        without_garbage_collection(),
         KafkaReader(settings) as reader,
         TemporaryDirectory(prefix="dedup-explain-") as directory,
         closing(take_cut(topology, reader, report, progress, directory, 1)) as cut,

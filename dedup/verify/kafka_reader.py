@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress, islice
 from operator import methodcaller
@@ -51,6 +53,18 @@ _ask_headers: Final = methodcaller("headers")
 _ask_timestamp: Final = methodcaller("timestamp")
 
 _CREATE_TIME: Final = 1
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Suspend the collector, which would traverse millions of small tuples without cycles again and again."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

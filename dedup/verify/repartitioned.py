@@ -225,7 +225,7 @@ def _positions_at_once(tails: Sequence[Headers], topics: tuple[str, ...]) -> tup
     feeds, _, offsets = zip(*map(methodcaller("rpartition", b"/"), contents[::2]), strict=True)
     feed_of = {each: parse_source(each + b"/0", topics) for each in set(feeds)}
     numbers = (*offsets, *contents[1::2])
-    digits = max(map(len, offsets)) + max(map(len, feeds)) < MOST_DIGITS
+    digits = max(map(len, offsets)) + max(len(each.partition(b"/")[2]) for each in feed_of) <= MOST_DIGITS
     if None in feed_of.values() or b"" in numbers or not digits or not b"".join(numbers).isdigit():
         return None
     if max(map(len, contents[1::2])) > MOST_DIGITS:

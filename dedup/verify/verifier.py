@@ -13,7 +13,6 @@ Memory use hardly depends on the size of the topics, because records are sorted 
 
 from __future__ import annotations
 
-import gc
 import time
 from contextlib import closing
 from pathlib import Path
@@ -23,7 +22,7 @@ from dedup.settings import Settings
 from dedup.topology.model import Topology
 from dedup.verify.cut import OnProgress, take_cut
 from dedup.verify.direct import verify_direct
-from dedup.verify.kafka_reader import KafkaReader
+from dedup.verify.kafka_reader import KafkaReader, without_garbage_collection
 from dedup.verify.repartitioned import verify_repartitioned
 from dedup.verify.report import Report
 
@@ -44,19 +43,13 @@ def verify(
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "replay", int(began_s * 1000), sample=sample)
-    # The garbage collector would only traverse millions of small tuples, which have no cycles, again and again.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with (
-            KafkaReader(settings) as reader,
-            TemporaryDirectory(prefix="dedup-verify-", dir=scratch) as directory,
-            closing(take_cut(topology, reader, report, progress, directory, sample)) as cut,
-        ):
-            (verify_direct if topology.direct else verify_repartitioned)(cut)
-    finally:
-        if collecting:
-            gc.enable()
+    with (
+        without_garbage_collection(),
+        KafkaReader(settings) as reader,
+        TemporaryDirectory(prefix="dedup-verify-", dir=scratch) as directory,
+        closing(take_cut(topology, reader, report, progress, directory, sample)) as cut,
+    ):
+        (verify_direct if topology.direct else verify_repartitioned)(cut)
     report.seconds = time.time() - began_s
     report.samples.sort(key=lambda sample: (sample.kind, sample.place))
     return report
