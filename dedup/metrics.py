@@ -120,14 +120,27 @@ class Durations:
 
 
 @dataclass(slots=True)
-class TaskNumbers:
-    """The counters of one task, which change only between batches."""
+class Judged:
+    """The verdicts on a number of records."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     dead_reasons: Counter[str] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
     """Number of dead letters that are not JSON, by the format that they seem to have."""
     conflicts: int = 0
+
+    def add_verdicts(self, judged: Judged) -> None:
+        """Add the verdicts on other records."""
+        self.verdicts.update(judged.verdicts)
+        self.dead_reasons.update(judged.dead_reasons)
+        self.formats.update(judged.formats)
+        self.conflicts += judged.conflicts
+
+
+@dataclass(slots=True)
+class TaskNumbers(Judged):
+    """The counters of one task, which change only between batches. Its verdicts are those of committed transactions."""
+
     replayed: int = 0
     sampled: int = 0
     misplaced: int = 0
@@ -163,13 +176,6 @@ class TaskNumbers:
         """Add the age of a committed batch's oldest record to the end-to-end latency, once per record of the batch."""
         self.committed_time_ms = newest_ms
         self.end_to_end.add(max(0.0, time.time() - oldest_ms / 1000), records)
-
-    def add_verdicts(self, judged: TaskNumbers) -> None:
-        """Add the verdicts of a committed transaction."""
-        self.verdicts.update(judged.verdicts)
-        self.dead_reasons.update(judged.dead_reasons)
-        self.formats.update(judged.formats)
-        self.conflicts += judged.conflicts
 
     def add_counters(self, other: TaskNumbers) -> None:
         """Add another task's counters and histograms, but not its gauges."""

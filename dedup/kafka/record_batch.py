@@ -30,6 +30,8 @@ BATCH_BYTES: Final = 500_000
 """Maximum uncompressed size of a batch, which is below the broker's default `message.max.bytes` of 1 MB."""
 COMPRESSION: Final[Mapping[str, int]] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 MAGIC: Final = 2
+SEQUENCES: Final = 1 << 31
+"""The number of sequence numbers of a partition, after which they start from 0 again."""
 NO_EPOCH: Final = -1
 """The value that stands for an unknown leader epoch (KIP-320)."""
 GC_THRESHOLD: Final = 100_000
@@ -115,6 +117,21 @@ class RecordBatch:
         """Return the batch as compressed bytes to send. The `RecordBatch` must not be used afterward."""
         self.builder.set_producer_state(identity.producer_id, identity.epoch, base_sequence)
         return bytes(self.builder.build())
+
+
+def seal(
+    batches: Iterable[RecordBatch], identity: ProducerIdentity, sequences: dict[TopicPartition, int]
+) -> dict[TopicPartition, bytes]:
+    """Return the bytes to send of batches of different partitions, and advance each partition's next sequence number.
+
+    ``sequences`` lacks a partition to which the producer epoch has not written yet.
+    """
+    sealed: dict[TopicPartition, bytes] = {}
+    for batch in batches:
+        sequence = sequences.get(batch.target, 0)
+        sequences[batch.target] = (sequence + batch.count) % SEQUENCES
+        sealed[batch.target] = batch.sealed(identity, sequence)
+    return sealed
 
 
 def builder_options(compression: str, most_bytes: int = BATCH_BYTES) -> dict[str, int]:

@@ -31,6 +31,7 @@ from aiokafka.errors import for_code
 
 from dedup import crashpoints
 from dedup.errors import BrokerUnavailable, CommitUnknown, InvariantBroken, RecordRefused, TaskMigrated
+from dedup.kafka.record_batch import seal
 from dedup.kafka.wire import (
     COORDINATOR_MOVED,
     NoAnswer,
@@ -61,7 +62,6 @@ UNAUTHORIZED: Final = frozenset({29, 30, 31, 53, 58})
 EPOCH_OVER: Final = frozenset({2, 3, 5, 6, 7, 8, 9, 13, 19, 20, 56, 74, 75, 120})
 COMPRESSION: Final = 76
 NOT_ATTEMPTED: Final = 55
-SEQUENCES: Final = 1 << 31
 MOST_UNANSWERED: Final = 4
 PAUSE_MS: Final = 2
 LONGEST_PAUSE_MS: Final = 100
@@ -159,7 +159,7 @@ class Session:
                 await self._appended_everywhere()
             if len(self._unanswered) >= MOST_UNANSWERED:
                 await self._take_answer()
-            sealed = {each.batch.target: self._seal(each.batch) for each in wave}
+            sealed = seal([each.batch for each in wave], self._identity, self._sequences)
             self._unanswered.append(Unanswered(tuple(wave), sealed, await self._produce(sealed)))
             crashpoints.reached("after_output")
             if not self._group_announced:
@@ -183,11 +183,6 @@ class Session:
                 wave[each.batch.target] = each
         self._queue = rest
         return list(wave.values())
-
-    def _seal(self, batch: RecordBatch) -> bytes:
-        sequence = self._sequences.get(batch.target, 0)
-        self._sequences[batch.target] = (sequence + len(batch.rows)) % SEQUENCES
-        return batch.sealed(self._identity, sequence)
 
     async def _announce(self, targets: list[TopicPartition]) -> None:
         if self._identity.implicit:

@@ -19,7 +19,7 @@ from dedup.core.window import Feed, FeedProgress, Sighting, StreamTime
 from dedup.errors import ClockBehind, InvariantBroken, StateIncompatible
 from dedup.kafka.record_batch import BATCH_BYTES, OWN_ROW, FeedBatch, Line, RecordBatch, equal_records, fill, gather
 from dedup.kafka.wire import Header, TopicPartition, Wire
-from dedup.metrics import TaskNumbers
+from dedup.metrics import Judged, TaskNumbers
 from dedup.store.base import NOT_SAID, FeedTime, Store, TaskRecord
 from dedup.store.changelog import (
     TASK_RECORD_KEY,
@@ -113,7 +113,7 @@ def record_key_of(state_key: bytes) -> bytes | None:
             return None
 
 
-def note_format(rows: Rows, row: int, plan: DedupPlan, judged: TaskNumbers) -> None:
+def note_format(rows: Rows, row: int, plan: DedupPlan, judged: Judged) -> None:
     """Count a dead letter that is not JSON by its format, and log the first one of each topic and format."""
     fault = rows.extracted.faults.get(row)
     if fault is None or not fault.format_name:
@@ -487,7 +487,7 @@ class DedupTask(TaskWork):
         """See `TaskWork`."""
         _, buffer = self._opened()
         plan, stream_time = self.plan, self._stream_time
-        judged, self._judged = self._judged, TaskNumbers()
+        judged, self._judged = self._judged, Judged()
         noted = self.recent.freeze()
         generation = buffer.freeze()
         future, self._future = self._future, None

@@ -29,7 +29,7 @@ from dedup import crashpoints
 from dedup.errors import InvariantBroken, RecordRefused, TaskCorrupted, TaskMigrated
 from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.wire import Position, RecordBatch, TopicPartition, Wire
-from dedup.metrics import TaskNumbers
+from dedup.metrics import Judged, TaskNumbers
 from dedup.store.base import Store
 from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import committed_offset, committed_position, refuse_other_topics
@@ -101,8 +101,8 @@ class TaskWork(abc.ABC):
         self.collector: Final = collector
         self._clock: Final = clock
         self._numbers: Final = numbers
-        self._judged = TaskNumbers()
-        """The counters of the open transaction, which are dropped if its records are judged again."""
+        self._judged = Judged()
+        """The verdicts of the open transaction, which are dropped if its records are judged again."""
         self.recent: Final = Recent()
         self.store: Store | None = None
         """The store with the applied state, or None before `restore` and for work that keeps no state."""
@@ -121,7 +121,7 @@ class TaskWork(abc.ABC):
 
     def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # for work that keeps state
         """Capture the results of all batches judged so far; later batches belong to the next transaction."""
-        judged, self._judged = self._judged, TaskNumbers()
+        judged, self._judged = self._judged, Judged()
         noted = self.recent.freeze()
 
         def apply(_ends: Mapping[TopicPartition, int]) -> None:
@@ -136,7 +136,7 @@ class TaskWork(abc.ABC):
 
     def discard(self) -> None:
         """Discard everything that was judged but not applied to the store."""
-        self._judged = TaskNumbers()
+        self._judged = Judged()
         self.recent.discard()
 
     def close(self) -> None:  # noqa: B027  # work without state has nothing to release
@@ -187,6 +187,8 @@ class Task:
         make_work: Callable[[TaskNumbers], TaskWork],
     ) -> None:
         self.task_id: Final = task_id
+        self.feeding: Final = task_id.feeding
+        """The partition whose records the task judges."""
         self.numbers: Final = TaskNumbers()
         self.state = TaskState.CREATED
         self.dirty = False
@@ -217,11 +219,6 @@ class Task:
         self._idle_said = False
         """True if idle markers were sent since the task was last captured."""
         self._idle_in_flight = False
-
-    @property
-    def feeding(self) -> TopicPartition:
-        """The partition whose records the task judges."""
-        return self.task_id.feeding
 
     @property
     def position(self) -> Position:
