@@ -21,11 +21,14 @@ from dedup.store.base import Store, StoreIdentity
 _TOPOLOGY_NAME: Final = re.compile(r"[a-z0-9-]{1,200}", re.ASCII)
 _STORE_FILE: Final = re.compile(
     r"CURRENT|IDENTITY|LOCK|LOG(\.old\.\d+)?|MANIFEST-\d+|OPTIONS-\d+(\.dbtmp)?|\d+\.(sst|log|dbtmp|blob)"
-    r"|rocksdict-config\.json|filter-log--?\d+",
+    r"|rocksdict-config\.json|filter-log--?\d+(\.bits(-new)?)?",
     re.ASCII,
 )
 FILTER_LOG: Final = "filter-log-"
 """How the name of a Bloom filter's log begins; the segment's start in ms follows."""
+SNAPSHOT_SUFFIX: Final = ".bits"
+NEW_SNAPSHOT_SUFFIX: Final = ".bits-new"
+"""What follows the name of a filter's log in the name of the filter's snapshot, and of one that is being written."""
 RESTORE: Final = "The directory will be deleted and restored from the changelog."
 
 

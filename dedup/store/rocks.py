@@ -31,7 +31,15 @@ from dedup.errors import DedupError, InvariantBroken, StateIncompatible, TaskCor
 from dedup.store.base import StoreIdentity, TaskRecord, Writes
 from dedup.store.bloom_filter import Hashed, HashKey, LogMark, SegmentFilter
 from dedup.store.changelog import decode_task_record, encode_task_record
-from dedup.store.directory import FILTER_LOG, RESTORE, delete_store, in_use, prepare_directory
+from dedup.store.directory import (
+    FILTER_LOG,
+    NEW_SNAPSHOT_SUFFIX,
+    RESTORE,
+    SNAPSHOT_SUFFIX,
+    delete_store,
+    in_use,
+    prepare_directory,
+)
 
 _FORMAT: Final = "1"
 _POSITION: Final = struct.Struct(">Q")
@@ -482,7 +490,7 @@ class RocksStore:
         names, segments = ("rocksdb.live-sst-files-size", "rocksdb.cur-size-all-mem-tables"), self._segments.values()
         with errors_of(self._directory):
             stored = sum(held.family.property_int_value(name) or 0 for held in segments for name in names)
-        return stored + sum(held.filter.log_bytes for held in segments)
+        return stored + sum(held.filter.disk_bytes for held in segments)
 
     def count_ids(self) -> int:
         """Return the number of (segment, ID) pairs that were written, counting repetitions."""
@@ -503,22 +511,22 @@ class RocksStore:
     def warm(self, ids: int) -> bool:
         """Read up to ``ids`` more stored IDs into the Bloom filters, and return whether the filters contain all IDs.
 
-        From the log of a filter, eight times as many IDs are read. Reading 1 million IDs takes about 0.25 s, and 0.03 s
-        from a log. Until the filters contain all IDs, lookups are correct but slower.
+        More IDs are read from files of the filter: reading 1 million IDs takes about 0.25 s, 0.03 s from a filter's
+        log, and 0.005 s from its snapshot. Complete filters use the same time to write snapshots. Until the filters
+        contain all IDs, lookups are correct but slower.
         """
         self._refuse_if_closed()
-        for start, held in self._segments.items():
-            if not held.filter.complete:
+        segments = self._segments.items()
+        for start, held in segments:
+            if not held.filter.idle and ids > 0:
                 ids = self._warm(start, held, ids)
-                if not held.filter.complete:
-                    return False
-        return True
+        return all(held.filter.complete for _, held in segments)
 
     def _warm(self, start: int, held: _Segment, ids: int) -> int:
-        logged = held.filter.log_complete
+        before = held.filter.log_complete, held.filter.snapshot
         with errors_of(self._directory):
             ids = held.filter.warm(ids, partial(_keys_after, held.family), _LAST_POSITION)
-            if held.filter.log_complete and not logged:
+            if held.filter.log_complete and before != (True, held.filter.snapshot):
                 mark = held.filter.mark(segment_ids=held.entry.ids, position=held.entry.last_position)
                 self._db.put(_mark_key(start), _sealed(mark.encode()), self._write_options)
         return ids
@@ -565,7 +573,8 @@ class RocksStore:
         if name in self._hashed:
             self._hashed.remove(name)
             self._memory.give_tables(1)
-        self._log_path(name).unlink(missing_ok=True)
+        for suffix in ("", SNAPSHOT_SUFFIX, NEW_SNAPSHOT_SUFFIX):
+            self._log_path(name).with_suffix(suffix).unlink(missing_ok=True)
 
     def _load(self, identity: StoreIdentity, names: list[str], found: Manifest | None) -> None:
         owner: bytes | None = self._db.get(_IDENTITY_KEY)
@@ -597,7 +606,7 @@ class RocksStore:
             else:
                 self._segments[int(name)] = self._loaded(name, entry)
         for path in self._directory.glob(f"{FILTER_LOG}*"):
-            if path.name.removeprefix(FILTER_LOG) not in names:
+            if path.stem.removeprefix(FILTER_LOG) not in names:
                 path.unlink()  # the process ended between dropping the family and deleting the log
         if entries:
             raise TaskCorrupted(f"segments {', '.join(entries)} are missing, but their keys were stored. {RESTORE}")

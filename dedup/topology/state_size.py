@@ -22,10 +22,10 @@ _PER_KEY_BYTE: Final = 1.05
 _PER_SIGHTING_BYTES: Final = 16.0
 """Bytes on disk per sighting besides its key: value, sequence number, lengths, and 10 bits of Bloom filter."""
 _FINGERPRINT_BYTES: Final = 8
-_LOGGED_HASH_BYTES: Final = 8
-"""Bytes on disk per ID in the log from which the in-memory Bloom filter is loaded after a restart."""
 _FILTER_BYTES: Final = 2.7
 """Memory per ID in the Bloom filter: 16 bits, plus a share of the empty part of the newest layer."""
+_LOGGED_BYTES: Final = 8 + _FILTER_BYTES
+"""Bytes on disk per ID in the log and in the snapshot of the Bloom filter, from which it is loaded after a restart."""
 
 
 class StateSize(TypedDict):
@@ -59,9 +59,9 @@ def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: 
 
 
 def bytes_an_id(key_length: int, *, fingerprints: bool, logged: bool = True) -> float:
-    """Return the number of bytes that one sighting takes on disk, with the log of its Bloom filter if ``logged``."""
+    """Return the number of bytes that one sighting takes on disk, with the files of its Bloom filter if ``logged``."""
     each = _PER_KEY_BYTE * key_length + _PER_SIGHTING_BYTES
-    return each + (_FINGERPRINT_BYTES if fingerprints else 0) + (_LOGGED_HASH_BYTES if logged else 0)
+    return each + (_FINGERPRINT_BYTES if fingerprints else 0) + (_LOGGED_BYTES if logged else 0)
 
 
 def key_bytes(kind: str) -> int:

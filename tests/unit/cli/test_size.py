@@ -89,7 +89,7 @@ def test_a_steady_flow_takes_between_the_least_and_the_most_that_are_predicted(t
         for family in families:
             family.flush()
         ids[which].append(store.count_ids())
-        logs = sum(held.filter.log_bytes for held in store._segments.values())
+        logs = sum(held.filter.disk_bytes for held in store._segments.values())
         disk[which].append(logs + sum(map(sst_bytes, families)))
 
     try:
@@ -136,8 +136,8 @@ def test_a_topology_says_the_window_and_its_bound(tmp_path):
     )
     code, text = size(str(path), "--rate", "10", "--partitions", "2")
     assert code == 0
-    assert "IDs: 54,000 to 81,000, 42 bytes each" in text
-    assert "state.max_bytes_per_partition: 162% of 1.0 MiB; a worker would stop" in text
+    assert "IDs: 54,000 to 81,000, 45 bytes each" in text
+    assert "state.max_bytes_per_partition: 172% of 1.0 MiB; a worker would stop" in text
     assert "; fits" in size(str(path), "--rate", "10", "--partitions", "6")[1]
     half = json.loads(size(str(path), "--rate", "10", "--duplicates", "0.5", "--json")[1])
     assert half["ids_most"] == 40_500

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ IDENTITY = StoreIdentity("orders", 3, "q7BvLZ1nQ8i")
 RECORD = TaskRecord(b"f" * 16, 5_000, (), 42, 100)
 MEMORY = RocksMemory(cache_bytes=1 << 20, write_buffer_bytes=1 << 20)
 LOG = "filter-log-0"
+BITS = "filter-log-0.bits"
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +27,7 @@ def lazily(monkeypatch):
     """Nothing is loaded on open, and in small pieces afterward."""
     monkeypatch.setattr(rocks, "_FILTERED_ON_OPEN_IDS", -1)
     monkeypatch.setattr(bloom_filter, "PIECE_IDS", 50)
+    monkeypatch.setattr(bloom_filter, "SNAPSHOT_FROM_IDS", 100)
 
 
 def opened(directory, **options):
@@ -114,6 +117,10 @@ def zero_end(path):
     """What a power failure can leave: the length, but not the content."""
     data = path.read_bytes()
     path.write_bytes(data[:-80] + bytes(80))
+
+
+def zero(path):
+    path.write_bytes(bytes(path.stat().st_size))
 
 
 def of_another_store(path):
@@ -253,6 +260,124 @@ def test_logs_go_with_their_segments(filled):
     assert not filled.exists()
 
 
+@pytest.fixture
+def read_from(monkeypatch):
+    """The files of filters that were read, and how many words of each."""
+    counted: Counter[str] = Counter()
+    real = bloom_filter._read
+
+    def counting(path, first, count):
+        found = real(path, first, count)
+        counted[path.name] += len(found)
+        return found
+
+    monkeypatch.setattr(bloom_filter, "_read", counting)
+    return counted
+
+
+@pytest.fixture
+def copied(filled):
+    """The directory of a closed store that has a snapshot of its 1,000 IDs, and 50 IDs more."""
+    store = opened(filled)
+    store.warm(10_000)
+    assert filtered(store).idle
+    put(store, keys(1_000, 1_050))
+    assert filtered(store).idle, "the log has grown by less than an eighth"
+    store.close()
+    return filled
+
+
+def test_a_filter_is_loaded_from_its_snapshot_and_what_the_log_has_after_it(copied, reads, read_from):
+    store = opened(copied)
+    assert not filtered(store).complete
+    assert store.warm(10_000)
+    assert read_from == {BITS: 2_048, LOG: 50}
+    assert reads == []
+    assert missing(store, keys(0, 1_050)) == []
+    assert sum(filtered(store).may_hold(Hashed(store._key.hashes(keys(5_000, 6_000))))) < 50
+    store.close()
+
+
+def test_a_snapshot_is_written_and_read_in_steps_while_ids_are_written(filled, reads, read_from):
+    """The IDs need more layers, and one eighth more of them needs another snapshot."""
+    store, count = opened(filled), 1_000
+    for _ in range(3):
+        for _ in range(30):
+            store.warm(20)
+            put(store, keys(count, count + 200))
+            count += 200
+        while not filtered(store).idle:
+            store.warm(20)
+        hashes = filtered(store).snapshot.hashes
+        assert count - hashes <= hashes // 8
+        store.close()
+        read_from.clear()
+        store = opened(filled)
+        while not filtered(store).complete:
+            store.warm(20)
+            put(store, keys(count, count + 10))
+            count += 10
+        assert missing(store, keys(0, count)) == []
+        assert read_from[LOG] <= hashes // 8
+    assert len(filtered(store).snapshot.layers) > 1
+    assert reads == []
+    store.close()
+
+
+def older(path):
+    """Somebody copies a directory, and copies only an older snapshot back."""
+    kept = path.read_bytes()
+    store = opened(path.parent)
+    put(store, keys(1_050, 1_300))
+    store.warm(10_000)
+    store.close()
+    assert path.read_bytes() != kept
+    path.write_bytes(kept)
+
+
+@pytest.mark.parametrize("damage", [cut, flip, zero_end, os.remove, older])
+def test_without_its_snapshot_a_filter_is_loaded_from_the_log(copied, reads, read_from, damage):
+    damage(copied / BITS)
+    store = opened(copied)
+    read_from.clear()
+    assert not store.warm(10)
+    put(store, keys(2_000, 2_100))
+    assert store.warm(10_000)
+    assert read_from[LOG] >= 1_050
+    assert reads == []
+    assert missing(store, [*keys(0, 1_050), *keys(2_000, 2_100)]) == []
+    store.close()
+    read_from.clear()
+    again = opened(copied)
+    assert again.warm(10_000)
+    assert read_from[LOG] == 0, "a new snapshot was written"
+    assert missing(again, [*keys(0, 1_050), *keys(2_000, 2_100)]) == []
+    again.close()
+
+
+def test_with_a_damaged_snapshot_and_a_damaged_log_the_keys_are_read(copied, reads):
+    flip(copied / BITS)
+    flip(copied / LOG)
+    store = opened(copied)
+    put(store, keys(2_000, 2_100))
+    assert store.warm(10_000)
+    assert len(reads) >= 1_050
+    assert missing(store, [*keys(0, 1_050), *keys(2_000, 2_100)]) == []
+    store.close()
+
+
+def test_a_disk_that_is_too_full_for_a_snapshot_is_said(filled, monkeypatch):
+    store = opened(filled)
+    assert not store.warm(100)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", lambda _, data, __: len(data) - 1)
+        with pytest.raises(DedupError, match=r"\.bits-new: the disk is full.*Nothing is lost"):
+            store.warm(10_000)
+    assert store.warm(10_000)
+    assert filtered(store).snapshot.hashes == 1_000
+    store.close()
+
+
 def test_the_same_secret_gives_the_same_hashes_whatever_the_batch():
     ids = [b"a", b"order-0815", b"x" * 33, b"y" * 200, b""]
     together = HashKey(b"secret").hashes(ids)
@@ -275,8 +400,9 @@ def test_ids_that_resemble_each_other_do_not_collide(shape):
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("put"), st.integers(0, 2), st.integers(1, 60)),
-        st.tuples(st.just("warm"), st.integers(1, 20)),
+        st.tuples(st.just("warm"), st.integers(1, 200)),
         st.tuples(st.sampled_from(["reopen", "kill", "cut", "flip", "remove", "unlogged"])),
+        st.tuples(st.sampled_from(["cut", "flip", "remove"]), st.just("bits")),
     ),
     min_size=1,
     max_size=25,
@@ -288,6 +414,8 @@ def play(directory, steps):
     store, known, count = opened(directory), {0: [], 1_000: [], 2_000: []}, 0
     for number, (step, *arguments) in enumerate(steps):
         log = directory / f"filter-log-{1_000 * (number % 3)}"
+        if arguments == ["bits"]:
+            log = log.with_suffix(".bits")
         if step == "put":
             segment, ids = 1_000 * arguments[0], keys(count, count + arguments[1])
             count += len(ids)
@@ -297,8 +425,8 @@ def play(directory, steps):
             store.warm(arguments[0])
         else:
             store.close()
-            if log.exists() and step in {"cut", "flip", "remove"}:
-                {"cut": cut, "flip": flip, "remove": os.remove}[step](log)
+            if log.exists() and step in {"cut", "flip", "zero", "remove"}:
+                {"cut": cut, "flip": flip, "zero": zero, "remove": os.remove}[step](log)
             if log.exists() and step == "kill":
                 with log.open("ab") as file:
                     file.write(os.urandom(80))  # of a batch that the store did not get
@@ -320,6 +448,16 @@ def no_mark(self, mark, *, first_key, ids, position):
     self._filter = BloomFilter(mark.hashes)
 
 
+def no_snapshot_crc(self, snapshot, keys):
+    part = self._filter.part(self._copied, min(keys, 50) * 16)
+    part |= bloom_filter._read(self._snapshot_path, self._copied, len(part))
+    self._copied += len(part)
+    if self._copied == snapshot.words:
+        self._loaded, self._loaded_crc = snapshot.hashes, snapshot.log_crc
+        self._end_copy()
+    return -(-len(part) // 16)
+
+
 def no_crc(self, mark, keys, first_key):
     count = min(keys * 8, 50, mark.hashes - self._loaded)
     self._loaded += count
@@ -334,6 +472,11 @@ def no_crc(self, mark, keys, first_key):
     [
         ("load", no_mark, [("put", 0, 40), ("unlogged",), ("put", 0, 40), ("reopen",), ("warm", 90)]),
         ("_read_log", no_crc, [("put", 0, 40), ("warm", 1), ("warm", 1), ("flip",), ("warm", 90)]),
+        (
+            "_read_snapshot",
+            no_snapshot_crc,
+            [("put", 0, 150), ("warm", 900), ("reopen",), ("zero", "bits"), ("warm", 900)],
+        ),
     ],
 )
 def test_a_store_that_trusts_any_log_is_found_out(tmp_path, monkeypatch, name, wrong, steps):
