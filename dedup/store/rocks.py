@@ -512,7 +512,7 @@ class RocksStore:
         """Read up to ``ids`` more stored IDs into the Bloom filters, and return whether the filters contain all IDs.
 
         More IDs are read from files of the filter: reading 1 million IDs takes about 0.25 s, 0.03 s from a filter's
-        log, and 0.005 s from its snapshot. Complete filters use the same time to write snapshots. Until the filters
+        log, and 0.003 s from its snapshot. Complete filters use the same time to write snapshots. Until the filters
         contain all IDs, lookups are correct but slower.
         """
         self._refuse_if_closed()

@@ -27,6 +27,8 @@ def lazily(monkeypatch):
     """Nothing is loaded on open, and in small pieces afterward."""
     monkeypatch.setattr(rocks, "_FILTERED_ON_OPEN_IDS", -1)
     monkeypatch.setattr(bloom_filter, "PIECE_IDS", 50)
+    monkeypatch.setattr(bloom_filter, "PIECE_WORDS", 700)
+    monkeypatch.setattr(bloom_filter, "WORDS_PER_KEY", 16)
     monkeypatch.setattr(bloom_filter, "SNAPSHOT_FROM_IDS", 100)
 
 
