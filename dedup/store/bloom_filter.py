@@ -13,9 +13,9 @@ as long, and the log is written again.
 The log is written before the store's batch and is not synced. After a SIGKILL it may have more hashes than its mark
 says; they are ignored. After a power failure it may have fewer; its CRC then differs.
 
-From time to time, the filter itself is written to a second file, a snapshot, from which it is loaded twenty times as fast;
-only the hashes after the snapshot are then read from the log. The mark names the snapshot and its CRC. A snapshot is
-copied in small steps while IDs are added, which is correct because bits of the filter are only ever set: the copy
+From time to time, the filter itself is written to a second file, a snapshot, from which it is loaded twenty times as
+fast; only the hashes after the snapshot are then read from the log. The mark names the snapshot and its CRC. A snapshot
+is copied in small steps while IDs are added, which is correct because bits of the filter are only ever set: the copy
 contains at least the IDs that the filter had when the copy began.
 """
 
