@@ -19,7 +19,9 @@ from dedup.embedded.java import find_java
 HERE: Final = Path(__file__).parent
 BUILD: Final = HERE / "build"
 PEERS: Final = HERE / "peers"
-KAFKA_STREAMS: Final = ("org.apache.kafka:kafka-streams:4.1.1", "org.slf4j:slf4j-simple:1.7.36")
+KAFKA_STREAMS: Final = ("4.1.1", "4.3.0")
+"""The versions of Kafka Streams; the first is the broker's."""
+_LOGGER: Final = "org.slf4j:slf4j-simple:1.7.36"
 QUIX: Final = "quixstreams==3.28.1"
 TABLES: Final = ("duckdb==2.0.0", "polars==2.1.0")
 _ANSWER_WITHIN_S: Final = 60
@@ -30,10 +32,10 @@ class PeerNotBuilt(RuntimeError):
     """A peer can not be measured here; the text says what is missing."""
 
 
-def kafka_streams_class_path() -> str:
+def kafka_streams_class_path(version: str) -> str:
     """Return the class path on which `KsDedup` runs; its jars and classes are in bench/build/."""
-    jars = _jars(BUILD / "jars", KAFKA_STREAMS)
-    classes = BUILD / "classes"
+    jars = _jars(BUILD / f"jars-{version}", (f"org.apache.kafka:kafka-streams:{version}", _LOGGER))
+    classes = BUILD / f"classes-{version}"
     source = PEERS / "KsDedup.java"
     built = classes / "KsDedup.class"
     if not built.exists() or built.stat().st_mtime < source.stat().st_mtime:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ruamel.yaml import YAML
 
-from bench.build_peers import PEERS, java, kafka_streams_class_path, quix_python
+from bench.build_peers import KAFKA_STREAMS, PEERS, java, kafka_streams_class_path, quix_python
 
 ROOT: Final = Path(__file__).parent.parent
 _QUIET: Final = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"
@@ -113,11 +113,11 @@ def simplest_for(job: Job, *, repartitioned: bool = False) -> dict[str, Any]:
     }
 
 
-def kafka_streams(variant: str, threads: int) -> Callable[[Job], Command]:
+def kafka_streams(variant: str, threads: int, version: str = KAFKA_STREAMS[0]) -> Callable[[Job], Command]:
     """Return how Kafka Streams is started; `variant` is `window` or `keyvalue`."""
 
     def command(job: Job) -> Command:
-        program = (java(), _QUIET, "-cp", kafka_streams_class_path(), "KsDedup")
+        program = (java(), _QUIET, "-cp", kafka_streams_class_path(version), "KsDedup")
         where = (job.bootstrap, job.source, job.output, job.group, str(job.state_dir))
         return Command((*program, *where, variant, job.compression, str(threads), str(job.commit_interval_ms)), {})
 
@@ -156,6 +156,9 @@ CANDIDATES: Final[Mapping[str, Candidate]] = {
         Candidate("dedup-repartitioned", dedup(repartitioned=True), ("snappy",)),
         *(Candidate(f"dedup-groups-of-{size}", dedup(group=size), ("snappy",)) for size in _GROUPS),
         Candidate("kafka-streams-window", kafka_streams("window", 1), _BOTH),
+        Candidate("kafka-streams-window-2-threads", kafka_streams("window", 2), _BOTH),
+        Candidate("kafka-streams-4.3-window", kafka_streams("window", 1, KAFKA_STREAMS[1]), _BOTH),
+        Candidate("kafka-streams-4.3-window-2-threads", kafka_streams("window", 2, KAFKA_STREAMS[1]), _BOTH),
         Candidate("kafka-streams-keyvalue", kafka_streams("keyvalue", 1), _BOTH),
         Candidate("kafka-streams-keyvalue-2-threads", kafka_streams("keyvalue", 2), _BOTH),
         Candidate("quix", quix, _BOTH),
