@@ -66,8 +66,8 @@ _MEMTABLES: Final = 4
 _ARENA_BLOCK_BYTES: Final = 64 << 10
 _WAL_BYTES: Final = 16 << 20
 _FILES_TO_MERGE: Final = 12
-"""When a segment has this many new files, RocksDB merges them with its older files, which rewrites the whole segment.
-With RocksDB's default of 4, each ID would be rewritten several times.
+"""When a segment has this many sorted runs, RocksDB merges runs of similar size (universal compaction), so that each ID
+is rewritten a few times. Level compaction would merge the new files into all older ones each time.
 """
 _FILES_TO_SLOW_DOWN: Final = 40
 _FILES_TO_STOP: Final = 60
@@ -287,6 +287,7 @@ def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -
     options.set_max_write_buffer_number(_MEMTABLES)
     if segment:
         # The default family has only a few keys, so RocksDB merges its files by the default rules.
+        options.set_compaction_style(rocksdict.DBCompactionStyle.universal())
         options.set_level_zero_file_num_compaction_trigger(_FILES_TO_MERGE)
         options.set_level_zero_slowdown_writes_trigger(_FILES_TO_SLOW_DOWN)
         options.set_level_zero_stop_writes_trigger(_FILES_TO_STOP)
