@@ -83,6 +83,12 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric("dedup_last_stable_offset_lag", "gauge", "Offsets of the feeding partition that an open transaction hides."),
     Metric("dedup_seconds_since_commit", "gauge", "Seconds since the last commit."),
     Metric("dedup_standby_lag_records", "gauge", "Changelog offsets that a standby has not applied.", ("partition",)),
+    Metric(
+        "dedup_group_transactions_total",
+        "counter",
+        "Transactions by result, each counted once, however many partitions it contains.",
+        ("result",),
+    ),
     Metric("dedup_fenced_total", "counter", "Task groups that another owner has fenced outside a rebalance.", ()),
     Metric("dedup_corrupted_total", "counter", "Local stores that were corrupted, deleted, and restored.", ()),
     Metric(
@@ -92,6 +98,8 @@ METRICS: Final[tuple[Metric, ...]] = (
         (),
     ),
 )
+RESULTS: Final = ("committed", "aborted")
+"""The results of transactions that are counted."""
 COMMIT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 END_TO_END_BUCKETS_S: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 3600.0)
 
@@ -305,6 +313,8 @@ class WorkerSeen:
     not_ready: str | None
     """The reason why the worker is not ready, or None if it is ready."""
     checkpoints_unusable: int = 0
+    transactions: Mapping[str, int] = field(default_factory=dict)
+    """The number of transactions of the worker's task groups, by result (`RESULTS`)."""
     alert: DeadLetterAlert | None = None
     ended: Mapping[Place, TaskNumbers] = field(default_factory=dict)
     """The counters of closed tasks, which are kept because a counter must not decrease when a partition moves away."""

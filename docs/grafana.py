@@ -105,7 +105,7 @@ ROWS: Final[tuple[tuple[str, Sequence[Panel]], ...]] = (
             Panel("Commit", quantiles("dedup_commit_seconds"), "s"),
             Panel(
                 "Transactions",
-                [(f"sum by (result) (rate(dedup_transactions_total{IN}[$__rate_interval]))", "{{result}}")],
+                [(f"sum by (result) (rate(dedup_group_transactions_total{IN}[$__rate_interval]))", "{{result}}")],
                 "ops",
             ),
             Panel("Since the last commit", per_partition("dedup_seconds_since_commit"), "s"),

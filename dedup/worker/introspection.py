@@ -25,7 +25,7 @@ from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRul
 from dedup.core.window import Sighting
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.kafka.wire import TopicPartition
-from dedup.metrics import METRICS, Durations, Metric, TaskNumbers, TaskSeen, WorkerSeen
+from dedup.metrics import METRICS, RESULTS, Durations, Metric, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.topology.model import Topology
 from dedup.worker.app import NOWHERE
 from dedup.worker.dedup_task import DedupTask
@@ -72,6 +72,7 @@ TASK_READERS: Final[Mapping[str, Callable[[TaskSeen], Value]]] = {
 """Metrics that are read from every task that this worker has now."""
 WORKER_READERS: Final[Mapping[str, Callable[[WorkerSeen], Value]]] = {
     "dedup_standby_lag_records": lambda seen: {str(partition): lag for partition, lag in seen.standby_lag.items()},
+    "dedup_group_transactions_total": lambda seen: {each: seen.transactions.get(each, 0) for each in RESULTS},
     "dedup_fenced_total": lambda seen: seen.fenced,
     "dedup_corrupted_total": lambda seen: seen.corrupted,
     "dedup_checkpoints_unusable_total": lambda seen: seen.checkpoints_unusable,
@@ -155,6 +156,7 @@ class Introspection:
             worker_id=app.settings.worker_id or "",
             tasks=tuple(self._task(feeding, task) for feeding, task in sorted(app.tasks.running.items())),
             standby_lag=dict(app.standbys.lag),
+            transactions=app.factory.transactions,
             fenced=app.tasks.fenced,
             corrupted=app.tasks.corrupted,
             not_ready=self.not_ready(),

@@ -5,7 +5,7 @@ This module is independent of Faust, because the Spark stream also uses it.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,6 +59,9 @@ class TaskFactory:
     """Checks that no topic that tasks read was deleted, recreated, or given more partitions since the start."""
     limits: Limits = field(init=False)
     """The size limits of topics, shared by all tasks so that all of them learn from a refusal."""
+
+    transactions: Counter[str] = field(init=False, default_factory=Counter)
+    """The number of transactions of all task groups since the start, by result."""
 
     def __post_init__(self) -> None:
         """Raise SettingsError early if no installed package can read the checkpoint URL."""
@@ -152,7 +155,7 @@ class TaskFactory:
         timeout_ms = self.settings.transaction_timeout_ms
         session = Session(self.wire, transactional_id, topology.name, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS)
         refuse_layout = partial(refuse_other_layout, self.wire, topology, self.cluster)
-        group = TaskGroup(session, self.check.confirm, refuse_layout)
+        group = TaskGroup(session, self.check.confirm, refuse_layout, self.transactions)
         for feeding in members:
             group.add(self._task(feeding, group) if dedup else self._repartition_task(feeding, group))
         return group

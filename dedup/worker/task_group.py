@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
@@ -32,15 +33,21 @@ class TaskGroup:
     """The tasks that share one transactional ID, from assignment to revocation."""
 
     def __init__(
-        self, session: Session, confirm: Callable[[], Awaitable[None]], refuse_layout: Callable[[], Awaitable[object]]
+        self,
+        session: Session,
+        confirm: Callable[[], Awaitable[None]],
+        refuse_layout: Callable[[], Awaitable[object]],
+        transactions: Counter[str],
     ) -> None:
         """``confirm`` raises StateIncompatible if a topic has changed since the process started; see `TopicCheck`.
 
         ``refuse_layout`` raises StateIncompatible if the partitions are grouped in another way on the cluster.
+        ``transactions`` counts the transactions of all groups of the worker, by result.
         """
         self._session: Final = session
         self._confirm = confirm
         self._refuse_layout: Final = refuse_layout
+        self._transactions: Final = transactions
         self.tasks: Final[dict[TopicPartition, Task]] = {}
         """Maps each feeding partition to its task."""
         self.closed = False
@@ -107,6 +114,7 @@ class TaskGroup:
             for each in captured:
                 self.send(each.frozen.batches, each.task.feeding)
             ends = await self._commit_confirmed(captured)
+            self._transactions["committed"] += 1
             if not self._may_apply():
                 return ()  # the next owners of the stores find this commit in the changelog
             self._apply(captured, ends)
@@ -164,6 +172,7 @@ class TaskGroup:
         """Judge all records since the last commit again, and send replacements for refused records."""
         if self.closed:
             return  # a new epoch would fence the next owner
+        self._transactions["aborted"] += 1
         self.open_for_batches.clear()
         self.sendable.clear()
         try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import urllib.request
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from dedup.crashpoints import Point
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, Worker, until
-from tests.integration.test_admin import dedup
+from tests.integration.test_admin import dedup, pages
 from tests.integration.test_crash_points import AT_START, dies_and_comes_back, passing
 from tests.integration.test_topics_change import members
 from tests.integration.transactions import open_transactions
@@ -72,6 +74,22 @@ def test_groups_share_their_transactions(make_job: MakeJob) -> None:
     assert ids == {f"{job.name}.dedup.g0", f"{job.name}.dedup.g1", f"{job.name}.layout"} | {
         f"{job.name}.dedup.{number}" for number in range(PARTITIONS)
     }, worker.log
+
+
+def test_a_transaction_counts_once_however_many_partitions_it_has(make_job: MakeJob) -> None:
+    """Two groups of two: each partition counts its transactions, and the worker counts those of both groups."""
+    job = make_job(partitions=PARTITIONS, document=grouped(2), config=QUICK | {"web": {"enabled": True, "port": 0}})
+    worker = job.start()
+    worker.until_logged("running from offset", times=PARTITIONS)
+    job.send(events_of(68))
+    job.until_done()
+    with urllib.request.urlopen(f"{pages(worker)}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    each = list(map(int, re.findall(r'\ndedup_transactions_total\{.*result="committed".*\} (\d+)', text)))
+    (shared,) = map(int, re.findall(r'\ndedup_group_transactions_total\{result="committed"\} (\d+)', text))
+    assert len(each) == PARTITIONS
+    assert max(each) < shared <= sum(each), "the groups do not share transactions with each other"
+    job.judge()
 
 
 def test_the_layout_changes_and_state_and_offsets_stay(make_job: MakeJob) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -202,9 +203,13 @@ class ConfirmedAtStart(TaskGroup):
     """Topics are looked at when a task begins, and not before its commits."""
 
     def __init__(
-        self, session: Session, confirm: Callable[[], Awaitable[None]], refuse_layout: Callable[[], Awaitable[None]]
+        self,
+        session: Session,
+        confirm: Callable[[], Awaitable[None]],
+        refuse_layout: Callable[[], Awaitable[None]],
+        transactions: Counter[str],
     ) -> None:
-        super().__init__(session, _nothing, refuse_layout)
+        super().__init__(session, _nothing, refuse_layout, transactions)
 
 
 class FrozenOneByOne(TaskGroup):

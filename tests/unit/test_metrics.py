@@ -71,11 +71,13 @@ def test_values_are_those_of_the_tasks():
     numbers.stream_time_ms = 1_700_000_000_500
     numbers.committed(10)
     numbers.aborted = 1
-    found = exported(seen(numbers))
+    found = exported(replace(seen(numbers), transactions={"committed": 4}))
     task = {"sub_topology": "dedup", "topic": 'or"ders', "partition": "2"}
     assert {s.labels["verdict"]: s.value for s in found["dedup_records_total"]} == {"unique": 5, "duplicate": 2}
     assert [(s.labels, s.value) for s in found["dedup_dead_letters_total"]] == [(task | {"reason": "missing_id"}, 4)]
     assert {s.labels["result"]: s.value for s in found["dedup_transactions_total"]} == {"committed": 1, "aborted": 1}
+    shared = {s.labels["result"]: s.value for s in found["dedup_group_transactions_total"]}
+    assert shared == {"committed": 4, "aborted": 0}
     assert {s.labels["state"]: s.value for s in found["dedup_task_state"]} == {
         "created": 0, "restoring": 0, "running": 1, "closed": 0,
     }  # fmt: skip
