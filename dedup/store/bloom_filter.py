@@ -52,7 +52,7 @@ HASHES_PER_KEY: Final = 8
 """How many hashes can be loaded from a log in the time in which one key is read from the store."""
 PIECE_WORDS: Final = 1 << 15
 """The most words of a snapshot that are read or written in one step, so that they fit into a core's own cache."""
-WORDS_PER_KEY: Final = 64
+WORDS_PER_KEY: Final = 32
 """How many words of a snapshot can be read or written in the time in which one key is read from the store."""
 SNAPSHOT_FROM_IDS: Final = 1_000_000
 """A log with fewer IDs has no snapshot, because it is loaded in 0.03 s."""
