@@ -42,7 +42,7 @@ _GATHER_SHARE: Final = 4
 _MOST_GATHER_MS: Final = 25
 _HEARTBEATS: Final = 5
 """Minimum number of heartbeats within a session timeout."""
-_MOST_HEARTBEAT_MS: Final = 500
+_MOST_HEARTBEAT_MS: Final = 200
 _REBALANCE_IN_PROGRESS: Final = 27
 """The error code of a heartbeat during a rebalance; the member still owns its partitions until it rejoins."""
 _NOT_READ: Final = -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -252,7 +253,7 @@ class Builder:
         if self._variant.id_per_process:
             name += f".w{self._process.worker}"
         session = self._variant.session(self._wire, name, GROUP, timeout_ms=60_000, deadline_ms=20_000)
-        group = self._variant.group(session, self._check.confirm, self._refuse_layout)
+        group = self._variant.group(session, self._check.confirm, self._refuse_layout, Counter())
         for feeding in members:
             note = offset_note(self._ids[feeding.topic], self._ids[CHANGELOG.topic] if dedup else None)
             committing = Committing(GROUP, self._check.confirm, note)
