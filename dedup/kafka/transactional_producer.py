@@ -3,8 +3,9 @@
 `open` sends InitProducerId, which makes the broker fence older epochs of the transactional ID and end a transaction
 that they left open (KIP-98). Then these requests are sent:
 
-    add(batches)       Produce, in the background
-    commit(offsets)    TxnOffsetCommit, then EndTxn after every produce request has succeeded
+    add(batches)        Produce, in the background
+    prepare(offsets)    TxnOffsetCommit, and wait until every produce request has succeeded
+    end()               EndTxn; `commit` is `prepare` and `end`
 
 With transactions of version 2 (KIP-890), Produce and TxnOffsetCommit also add the partitions and the group to the
 transaction, and EndTxn begins a new epoch. With version 1, AddPartitions is sent before a partition's first batch, and

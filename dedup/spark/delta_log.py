@@ -138,10 +138,10 @@ class DeltaLog:
 
         ``by`` lists the columns by which a new table is partitioned. ``application`` and ``number`` are the append's
         `txnAppId` and `txnVersion`, and ``metadata`` must differ from that of any other append. Version ``after`` must
-        precede every commit of the application with this number. Raises StateIncompatible if another job has committed
-        this number (with the text ``taken``), if Delta dropped the append because the table has a commit with a greater
-        number, or if the log no longer shows whether the append was committed. Raises BrokerUnavailable if another job
-        has changed the table in the meantime, for example its properties.
+        be older than any commit with the same ``application`` and ``number``. Raises StateIncompatible if another job
+        has committed this number (with the text ``taken``), if Delta dropped the append because the table has a commit
+        with a greater number, or if the log no longer shows whether the append was committed. Raises BrokerUnavailable
+        if another job has changed the table in the meantime, for example its properties.
         """
         writer = rows.write.format("delta").mode("append").partitionBy(*by).option("userMetadata", metadata)
         failed: Exception | None = None

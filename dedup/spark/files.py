@@ -313,7 +313,7 @@ def _footer(spark: SparkSession, file: str) -> dict[str, str] | Problem:
 
 
 def _of_files(table: DataFrame, of_path: list[str]) -> _Input:
-    """Return a table that is identified by the names, sizes, and modification times of its files."""
+    """Return the table with an identity that is computed from its files' names, sizes, and modification times."""
     spark = table.sparkSession
     jvm: Any = spark._jvm  # noqa: SLF001
     conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001

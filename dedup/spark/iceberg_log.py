@@ -125,7 +125,7 @@ class IcebergLog:
 
         ``metadata`` must differ from that of any other append. Raises StateIncompatible if the application has
         committed after version ``after`` (with the text ``taken``) or if the table no longer contains version
-        ``after``. Raises BrokerUnavailable if other jobs have committed during each of several attempts.
+        ``after``. Raises BrokerUnavailable if every attempt failed because another job had committed.
         """
         properties = {_APPLICATION: application, _NUMBER: str(number), _METADATA: metadata}
         failed: Exception | None = None

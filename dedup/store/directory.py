@@ -1,7 +1,7 @@
 """Names, checks, and deletes the directories of stores, and keeps released stores open.
 
-A store's directory may be deleted at any time, because the store can be restored from the changelog. A directory that
-is a symbolic link or contains other files is refused and left unchanged.
+It is safe to delete a store's directory while no worker uses it: the store is restored from the changelog. A directory
+that is a symbolic link or contains other files is refused and left unchanged.
 """
 
 from __future__ import annotations

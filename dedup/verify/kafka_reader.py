@@ -127,7 +127,7 @@ def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
 
     For a name that is not UTF-8, the client (2.16.0) returns a list with null pointers *and* sets an error. On a second
     call, it only returns the list. Therefore, it is called once for each message, through `methodcaller`, which checks
-    for the error. A call that the interpreter has specialized does not check for it.
+    for the error. CPython's specialized call instructions (PEP 659) would skip this check.
     """
     found: list[Headers] = []
     odd: set[int] = set()

@@ -265,6 +265,9 @@ def test_a_generated_page_has_not_drifted(page):
     assert made == text_of(ROOT / "docs" / page), "run: python docs/generate.py"
 
 
+MAPPED = ("dedup", "tests", "docs", "bench")
+
+
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
 def test_the_code_that_a_map_names_is_there(page):
     """`READERS` and `_refuse_impossible` were named for weeks after they were renamed."""
@@ -276,3 +279,6 @@ def test_the_code_that_a_map_names_is_there(page):
     # What belongs to Faust, and to the settings of tools.
     others = {"_stop_consumer", "importlinter", "testpaths"}
     assert names - words - others == set()
+    files = ["/" + path.relative_to(ROOT).as_posix() for folder in MAPPED for path in (ROOT / folder).rglob("*.py")]
+    named = set(re.findall(r"`([\w./]+\.py)`", FENCE.sub("", text_of(ROOT / page))))
+    assert {name for name in named if not any(path.endswith(f"/{name}") for path in files)} == set()
