@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from heapq import nsmallest
 from typing import Any, Final, Literal
 
 from dedup.metrics import END_TO_END_BUCKETS_S, TaskNumbers, TaskSeen, WorkerSeen
-from dedup.worker_view import Noted, Peer, TaskPulse
+from dedup.worker_view import Kind, Noted, Peer, TaskPulse
 
 # The dashboard's plots show the last five minutes of a worker's metrics: rates, lag, and latency, sampled every second.
 # Rates are differences of counters, as in Prometheus' `rate()`; a new task counts from zero. Latency is a quantile of
@@ -83,11 +84,16 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
     return END_TO_END_BUCKETS_S[-1]
 
 
-FORMAT = 1
+FORMAT = 2
 """Version of the snapshot's format. A page that stays open during an upgrade detects a new format by this number."""
 STUCK_S: Final = 30.0
 BEHIND_S: Final = 60.0
 NEARLY_FULL: Final = 0.8
+MOST_NOTICES: Final = 8
+MOST_CASES: Final = 100
+"""The most records of each kind that the page gets."""
+_KINDS: Final[tuple[Kind, ...]] = ("dead_letter", "conflict", "late", "duplicate")
+"""The kinds of records in the order of the page, which begins with those that somebody should look at."""
 _NULLABLE: Final = (
     "url",
     "restore_remaining",
@@ -107,12 +113,15 @@ class Notice:
 
     level: Literal["error", "warning"]
     text: str
+    about: str = ""
+    """The part of the page that shows the cause: `kind:KIND`, `task:TOPIC/PARTITION`, or nothing."""
 
 
 def notices(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) -> list[Notice]:
-    """Return the current issues of a worker and its tasks, errors first."""
-    found = [*_worker(seen, samples, peers), *_tasks(seen.tasks)]
-    return sorted(found, key=lambda notice: notice.level != "error")
+    """Return the current issues of a worker and its tasks, errors first, and at most `MOST_NOTICES` of them."""
+    found = sorted([*_worker(seen, samples, peers), *_tasks(seen.tasks)], key=lambda notice: notice.level != "error")
+    shown, more = found[:MOST_NOTICES], found[MOST_NOTICES:]
+    return [*shown, Notice(more[0].level, f"{len(more):,} more; /api/status has all tasks.")] if more else shown
 
 
 def _worker(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) -> Iterator[Notice]:
@@ -127,11 +136,12 @@ def _worker(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) 
         # If values have another format, the cause is the producer, not a single record.
         named = ", ".join(f"{count:,} {name}" for name, count in formats.most_common())
         text = f"Dead letters in a format other than JSON since this worker started, by their first bytes: {named}."
-        yield Notice("warning", text)
+        yield Notice("warning", text, "kind:dead_letter")
     if any(sample["dead_letter"] for sample in samples):
-        yield Notice("warning", "Dead letters in the last minutes: their reasons are below.")
+        yield Notice("warning", "Dead letters in the last five minutes: their reasons are below.", "kind:dead_letter")
     if any(sample["late"] for sample in samples):
-        yield Notice("warning", "Late records in the last minutes: they are later than the grace period allows.")
+        text = "Late records in the last five minutes: they are later than the grace period allows."
+        yield Notice("warning", text, "kind:late")
     if silent := ", ".join(peer.worker for peer in peers if peer.url is None and not peer.here):
         text = "These workers serve no pages, so they cannot be asked about an ID"
         yield Notice("warning", f"{text}: {silent}. Set web.enabled and web.port.")
@@ -140,42 +150,78 @@ def _worker(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) 
 def _tasks(tasks: Iterable[TaskSeen]) -> Iterator[Notice]:
     for task in tasks:
         place = f"{task.topic}/{task.partition}"
+        about = f"task:{place}"
         if task.lag_records and task.state == "running" and task.seconds_since_commit > STUCK_S:
             text = f"{place} is stuck: {task.lag_records:,} records wait, and nothing was committed for"
-            yield Notice("error", f"{text} {task.seconds_since_commit:,.0f} s. Look at this worker's log.")
+            yield Notice("error", f"{text} {task.seconds_since_commit:,.0f} s. Look at this worker's log.", about)
         elif task.lag_seconds > BEHIND_S:
-            yield Notice("warning", f"{place} is {task.lag_seconds:,.0f} s behind ({task.lag_records:,} records).")
+            text = f"{place} is {task.lag_seconds:,.0f} s behind ({task.lag_records:,} records)."
+            yield Notice("warning", text, about)
         if task.state_max_bytes is not None and task.state_bytes > NEARLY_FULL * task.state_max_bytes:
             share = task.state_bytes / task.state_max_bytes
             text = (
                 f"The state of {place} takes {share:.0%} of state.max_bytes_per_partition; above 100%, the worker stops"
             )
             remedy = "Raise the limit if the disk has room, or shorten guard_period or grace."
-            yield Notice("error" if share > 1 else "warning", f"{text}, with nothing lost. {remedy}")
+            yield Notice("error" if share > 1 else "warning", f"{text}, with nothing lost. {remedy}", about)
 
 
-def board(
-    seen: WorkerSeen, history: MetricHistory, latest: Iterable[Noted], peers: Sequence[Peer], *, now_ms: int
-) -> dict[str, Any]:
-    """Return the dashboard's content for one request, with all times in milliseconds."""
-    counted = seen.total()
+def summary(seen: WorkerSeen, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return the figures of one worker that its peers add up for the whole fleet."""
+    counted, last = seen.total(), samples[-1] if samples else None
+    running = [task for task in seen.tasks if task.state == "running"]
+    latencies = [sample["p99_s"] for sample in samples if sample["p99_s"] is not None]
     return {
         "format": FORMAT,
         "topology": seen.topology,
         "worker": seen.worker_id,
-        "now_ms": now_ms,
         "ready": seen.not_ready is None,
-        "attention": [asdict(notice) for notice in notices(seen, history.samples, peers)],
+        "tasks": len(seen.tasks),
+        "records_per_s": None if last is None else round(sum(last[name] or 0.0 for name in PLOTTED), 2),
+        "lag_records": None if last is None else last["lag_records"],
+        "p99_s": latencies[-1] if latencies else None,
+        "state_bytes": sum(task.state_bytes for task in running) if running else None,
         "totals": {
             **{name: counted.verdicts[name] for name in PLOTTED},
             "conflict": counted.conflicts,
             "fenced": seen.fenced,
             "corrupted": seen.corrupted,
         },
+    }
+
+
+def board(
+    seen: WorkerSeen,
+    history: MetricHistory,
+    latest: Iterable[Noted],
+    peers: Sequence[Peer],
+    others: Sequence[Mapping[str, Any]] = (),
+    *,
+    now_ms: int,
+) -> dict[str, Any]:
+    """Return the dashboard's content for one request, with all times in milliseconds.
+
+    ``others`` contains the `summary` of each other worker or, if it did not answer, its name and the reason (`why`).
+    """
+    own = summary(seen, history.samples)
+    return {
+        **{name: own[name] for name in ("format", "topology", "worker", "ready", "totals")},
+        "now_ms": now_ms,
+        "attention": [asdict(notice) for notice in notices(seen, history.samples, peers)],
+        "fleet": [{**own, "url": None}, *others],
         "tasks": list(_rows(seen, peers)),
-        "latest": [asdict(noted) for noted in sorted(latest, key=lambda noted: -noted.judged_ms)],
+        "latest": [asdict(noted) for noted in _newest(latest)],
         "plots": history.as_data(),
     }
+
+
+def _newest(latest: Iterable[Noted]) -> Iterator[Noted]:
+    """Yield the newest records of each kind, newest first."""
+    by_kind: dict[Kind, list[Noted]] = {kind: [] for kind in _KINDS}
+    for noted in latest:
+        by_kind[noted.kind].append(noted)
+    for of_kind in by_kind.values():
+        yield from nsmallest(MOST_CASES, of_kind, key=lambda noted: -noted.judged_ms)
 
 
 def _rows(seen: WorkerSeen, peers: Sequence[Peer]) -> Iterator[dict[str, Any]]:

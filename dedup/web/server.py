@@ -29,7 +29,7 @@ from yarl import URL
 from dedup.errors import DedupError, SettingsError
 from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
 from dedup.settings import Web, is_loopback
-from dedup.web.dashboard import EVERY_S, MetricHistory, board
+from dedup.web.dashboard import EVERY_S, FORMAT, MetricHistory, board, summary
 from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 
 TIMEOUT_S: Final = 3.0
+_SUMMARY_TIMEOUT_S: Final = 1.0
+"""How long a dashboard waits for the figures of another worker."""
 MOST_ANSWER_BYTES: Final = 1 << 20
 OK: Final = 200
 
@@ -56,9 +58,7 @@ async def ask_owners(own: LookedUp, peers: Sequence[Peer], token: Secret | None)
     # Repartition tasks have no state.
     held = [(peer, {number for topic, number in peer.partitions if topic in own.feeding_topics}) for peer in peers]
     others = [(peer, numbers & missing) for peer, numbers in held if not peer.here and numbers & missing]
-    headers = {} if token is None else {"Authorization": f"Bearer {token.get_secret_value()}"}
-    # Redirects and proxies are disabled, so that only the group's members get the token.
-    async with ClientSession(timeout=ClientTimeout(total=TIMEOUT_S), headers=headers) as session:
+    async with _session(token, TIMEOUT_S) as session:
         answers = await asyncio.gather(*(_ask(session, peer, own) for peer, _ in others))
     for (peer, numbers), answer in zip(others, answers, strict=True):
         if isinstance(answer, str):
@@ -74,25 +74,59 @@ async def ask_owners(own: LookedUp, peers: Sequence[Peer], token: Secret | None)
     return asdict(own) | {"sightings": sightings, "asked": sorted(asked), "unreached": unreached}
 
 
+async def summaries(topology: str, peers: Sequence[Peer], token: Secret | None) -> list[dict[str, Any]]:
+    """Return the `summary` of each other worker with its URL or, if it did not answer, its name and the reason."""
+    others = [peer for peer in peers if not peer.here]
+    if not others:
+        return []
+    async with _session(token, _SUMMARY_TIMEOUT_S) as session:
+        answers = await asyncio.gather(*(_get(session, peer, "/api/summary") for peer in others))
+    found = []
+    for peer, answer in zip(others, answers, strict=True):
+        known = {"worker": peer.worker, "url": peer.url}
+        if isinstance(answer, str):
+            found.append(known | {"why": answer})
+        elif answer.get("topology") == topology and answer.get("format") == FORMAT:
+            found.append(answer | known)
+        else:
+            found.append(known | {"why": _ANOTHER})
+    return found
+
+
+_ANOTHER: Final = "it is a worker of another topology or release"
+
+
+def _session(token: Secret | None, timeout_s: float) -> ClientSession:
+    """Return a client for other workers' pages."""
+    headers = {} if token is None else {"Authorization": f"Bearer {token.get_secret_value()}"}
+    return ClientSession(timeout=ClientTimeout(total=timeout_s), headers=headers)
+
+
 async def _ask(session: ClientSession, peer: Peer, own: LookedUp) -> dict[str, Any] | str:
+    # Slashes in the ID are also encoded, because they do not separate path segments.
+    found = await _get(session, peer, f"/api/ids/{quote(own.id, safe='')}?here=1")
+    if isinstance(found, str) or (found.get("topology") == own.topology and {"sightings", "asked"} <= found.keys()):
+        return found
+    return _ANOTHER
+
+
+async def _get(session: ClientSession, peer: Peer, path: str) -> dict[str, Any] | str:
+    """Return the JSON that another worker serves, or the reason why there is none."""
     if peer.url is None:
         return "it serves no pages"
-    # Slashes in the ID are also encoded, because they do not separate path segments.
-    url = f"{peer.url}/api/ids/{quote(own.id, safe='')}?here=1"
     try:
-        async with session.get(URL(url, encoded=True), allow_redirects=False) as answer:
+        # Redirects and proxies are disabled, so that only the group's members get the token.
+        async with session.get(URL(f"{peer.url}{path}", encoded=True), allow_redirects=False) as answer:
             if answer.status != OK:
                 return f"it answered {answer.status}"
             if (answer.content_length or 0) > MOST_ANSWER_BYTES:
                 return "its answer is too long"
             found: Any = json.loads(await answer.read())
     except TimeoutError:
-        return f"no answer in {TIMEOUT_S:g} s"
+        return f"no answer in {session.timeout.total:g} s"
     except (ClientError, OSError, ValueError) as error:
         return f"unreachable ({type(error).__name__})"
-    if isinstance(found, dict) and found.get("topology") == own.topology and {"sightings", "asked"} <= found.keys():
-        return found
-    return "it is a worker of another topology or release"
+    return found if isinstance(found, dict) else _ANOTHER
 
 
 _STATIC: Final = Path(__file__).with_name("static")
@@ -208,6 +242,7 @@ class WebServer:
                 web.get("/api/status", self._status),
                 web.get("/api/ids/{id:(?s:.+)}", self._id),
                 web.get("/api/dashboard", self._dashboard),
+                web.get("/api/summary", self._summary),
                 web.get("/api/records/{topic}/{partition:[0-9]{1,9}}/{offset:[0-9]{1,18}}", self._record),
                 web.get("/", self._home),
                 web.static("/static", _STATIC),
@@ -271,10 +306,15 @@ class WebServer:
         made_s, shown = self._board
         if not shown or now_s - made_s > _SHARED_S:
             answers = self._answers
+            seen, peers = answers.seen(), answers.peers()
+            others = await summaries(seen.topology, peers, self._settings.token)
             now_ms = time.time_ns() // 1_000_000
-            shown = board(answers.seen(), self._history, answers.latest(), answers.peers(), now_ms=now_ms)
-            self._board = (now_s, shown)
+            shown = board(answers.seen(), self._history, answers.latest(), peers, others, now_ms=now_ms)
+            self._board = (time.monotonic(), shown)
         return _json(shown)
+
+    async def _summary(self, _: web.Request) -> web.Response:
+        return _json(summary(self._answers.seen(), self._history.samples))
 
     async def _record(self, request: web.Request) -> web.Response:
         topic, partition, offset = (request.match_info[name] for name in ("topic", "partition", "offset"))

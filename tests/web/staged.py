@@ -42,6 +42,7 @@ class Staged:
     why: str | None = None
     payload: bytes = b'{"id": "a"}'
     partitions: int = 3
+    topology: str = "orders"
     grows: int = 0
     """Unique records that each task judges between two looks at its numbers."""
 
@@ -49,7 +50,7 @@ class Staged:
         return self.why
 
     def seen(self) -> WorkerSeen:
-        return WorkerSeen("orders", "a", self.tasks, self.standby_lag, 0, 0, self.why)
+        return WorkerSeen(self.topology, "a", self.tasks, self.standby_lag, 0, 0, self.why)
 
     def metrics(self) -> bytes:
         return b""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from playwright.sync_api import Page, expect
 
+from dedup.metrics import TaskNumbers
 from dedup.settings import Secret
 from dedup.worker_view import Noted, Peer, SeenId
 from tests.web.conftest import Open, Serve
@@ -130,6 +132,45 @@ def test_any_worker_answers_by_asking_the_owner(open_page: Open, serve: Serve) -
     expect(page.locator("#lookup-answer")).to_contain_text("3 of 3 partitions were asked")
 
 
+def test_the_totals_are_those_of_all_workers_that_answer(open_page: Open, serve: Serve) -> None:
+    token = Secret(TOKEN)
+    theirs = serve(Staged(tasks=(running(1, unique=100, duplicate=100, dead_letter=5),), grows=1_000), token=token)
+    other = serve(Staged(topology="payments"), token=token)
+    peers = (
+        Peer("a", "http://127.0.0.1:1", (("orders", 0),), here=True),
+        Peer("b", theirs, (("orders", 1),), here=False),
+        Peer("c", other, (("orders", 2),), here=False),
+        Peer("d", None, (("orders", 3),), here=False),
+    )
+    own = Staged(tasks=(running(0, unique=90, duplicate=10, late=2),), others=peers)
+    url = serve(own, token=token)
+    page = open_page(url, expected=("401",))
+    page.get_by_label("This worker requires its token").fill(TOKEN)
+    page.keyboard.press("Enter")
+    expect(page.locator("#fleet-title")).to_have_text("Fleet: 2 of 4 workers")
+    workers = page.locator("#workers tbody tr")
+    expect(workers).to_have_count(4)
+    expect(workers.nth(0)).to_contain_text("ready (this page)")
+    expect(workers.nth(1).get_by_role("link", name="b")).to_have_attribute("href", theirs)
+    expect(workers.nth(2)).to_contain_text("no answer: it is a worker of another topology or release")
+    expect(workers.nth(3)).to_contain_text("no answer: it serves no pages")
+
+    def tile(name: str):
+        return page.locator("#tiles > div", has=page.get_by_text(name, exact=True)).locator("dd")
+
+    expect(tile("Dead letters")).to_have_text("5")
+    expect(tile("Late")).to_have_text("2")
+    expect(tile("Lag")).to_have_text("14")
+    expect(tile("State")).to_have_text("9.54 MiB")
+    expect(tile("Records/s")).not_to_have_text("0")
+
+
+def test_a_worker_alone_has_no_table_of_workers(open_page: Open, serve: Serve) -> None:
+    page = open_page(serve(Staged()))
+    expect(page.locator("#fleet-title")).to_have_text("This worker")
+    expect(page.locator("#workers-box")).to_be_hidden()
+
+
 def test_an_owner_that_does_not_answer_is_told(open_page: Open, serve: Serve) -> None:
     gone = Peer("b", "http://127.0.0.1:9", (("orders", 1),), here=False)
     mute = Peer("c", None, (("orders", 2),), here=False)
@@ -218,6 +259,61 @@ def test_it_can_be_paused(open_page: Open, serve: Serve) -> None:
     button.click()
     expect(button).to_have_attribute("aria-pressed", "true")
     expect(page.locator("#connection")).to_have_text("paused")
+
+
+def test_ten_thousand_cases_and_256_tasks_fit_on_a_short_page(open_page: Open, serve: Serve) -> None:
+    kinds = ("duplicate", "late", "conflict", "dead_letter")
+    cases = tuple(noted(kinds[number % 4], number) for number in range(10_000))
+    stuck = tuple(replace(running(partition), numbers=TaskNumbers(last_commit_s=-1e9)) for partition in range(256))
+    url = serve(Staged(noted=cases, tasks=stuck))
+    page = open_page(url)
+    rows = page.locator("#latest tbody tr")
+    expect(rows).to_have_count(20)
+    expect(page.locator("#tasks tbody tr")).to_have_count(257)
+    expect(page.locator("#notices li")).to_have_count(9)
+    expect(page.locator("#notices li").last).to_contain_text("248 more")
+    assert page.evaluate("document.documentElement.scrollHeight") <= 3_000
+    # The newest dead letters stand first, and the list is paged.
+    expect(rows.first).to_contain_text("orders/0/9999")
+    expect(page.locator("#latest-range")).to_have_text("1 to 20 of 400")
+    page.get_by_role("button", name="Next").click()
+    expect(page.locator("#latest-range")).to_have_text("21 to 40 of 400")
+    expect(rows.first).to_contain_text("orders/0/9919")
+    page.get_by_role("checkbox", name="dead letters").uncheck()
+    expect(page.locator("#latest-range")).to_have_text("1 to 20 of 300")
+    expect(rows.first).to_contain_text("conflict")
+
+
+def test_an_issue_leads_to_its_cause(open_page: Open, serve: Serve) -> None:
+    others = tuple(running(partition) for partition in range(1, 40))
+    full = replace(running(40), state_bytes=19_000_000)
+    odd = replace(running(0), numbers=TaskNumbers(formats=Counter(avro=3)))
+    url = serve(Staged(tasks=(odd, *others, full), noted=(noted("dead_letter", 7), noted("duplicate", 8))))
+    page = open_page(url)
+    last = row(page, "orders/40")
+    expect(last).not_to_be_in_viewport()
+    page.locator("#notices").get_by_role("link", name="The state of orders/40").click()
+    expect(last).to_be_in_viewport()
+    page.locator("#notices").get_by_role("link", name="Dead letters in a format other than JSON").click()
+    rows = page.locator("#latest tbody tr")
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text("orders/0/7")
+    expect(rows).to_be_in_viewport()
+    expect(page.get_by_role("checkbox", name="duplicates")).not_to_be_checked()
+
+
+def test_on_a_phone_rows_are_cards_and_no_table_scrolls_sideways(open_page: Open, serve: Serve) -> None:
+    url = serve(Staged(noted=(noted(known="a-very-long-tracking-id-" * 8),)))
+    page = open_page(url, viewport={"width": 390, "height": 800})
+    expect(page.locator("#latest tbody tr")).to_have_count(1)
+    wide = page.evaluate(
+        "[...document.querySelectorAll('.scroll')].filter((box) => box.scrollWidth > box.clientWidth).length"
+    )
+    assert wide == 0
+    labels = page.evaluate(
+        "[...document.querySelectorAll('#tasks tbody tr:first-child td')].map((cell) => cell.dataset.label)"
+    )
+    assert labels == ["Task", "Worker", "State", "Lag", "IDs", "State size"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -72,8 +73,14 @@ def test_two_workers_under_load_and_an_id_of_the_other_one(make_job: MakeJob, op
 
     load = orders(0, 60_000 if PICTURES else 4_000, partitions=4, per_s=1_500)
     with job.stream(load, per_s=1_500) as feeder:
-        expect(page.locator("#latest tbody tr", has_text="conflict")).not_to_have_count(0)
-        expect(page.locator("#latest tbody tr", has_text="not known")).not_to_have_count(0)
+        for kind, said in (("duplicates", "repeats"), ("conflicts", "conflict"), ("late records", "not known")):
+            page.get_by_role("checkbox", name="dead letters").uncheck()
+            for other_kind in {"duplicates", "conflicts", "late records"} - {kind}:
+                page.get_by_role("checkbox", name=other_kind).uncheck()
+            page.get_by_role("checkbox", name=kind).check()
+            expect(page.locator("#latest tbody tr", has_text=said)).not_to_have_count(0)
+        for every in ("dead letters", "duplicates", "conflicts"):
+            page.get_by_role("checkbox", name=every).check()
         expect(page.locator("#latest tbody tr", has_text="dead letter")).not_to_have_count(0)
         expect(page.locator("#tasks tbody tr", has_text="warm copy")).to_have_count(2)
         if PICTURES:
@@ -81,6 +88,16 @@ def test_two_workers_under_load_and_an_id_of_the_other_one(make_job: MakeJob, op
             picture(page, "dashboard-load")
         feeder.join()
     job.until_done()
+    # From any worker's page, the totals are those of all workers, whatever each of them has judged.
+    expect(page.locator("#fleet-title")).to_have_text("Fleet: all 2 workers")
+    expect(page.locator("#workers tbody tr", has_text="orders-2").get_by_role("link")).to_have_attribute("href", second)
+    counted = [
+        json.loads(urllib.request.urlopen(f"{url}/api/summary", timeout=10).read())["totals"] for url in (first, second)
+    ]
+    for name, kind in (("Conflicts", "conflict"), ("Late", "late"), ("Dead letters", "dead_letter")):
+        assert all(each[kind] for each in counted), counted
+        tile = page.locator("#tiles > div", has=page.get_by_text(name, exact=True)).locator("dd")
+        expect(tile).to_have_text(f"{sum(each[kind] for each in counted):,}")
 
     theirs = int(other.first.locator("th").inner_text().rpartition("/")[2])
     known = next(json.loads(event.value)["id"] for event in load if event.partition == theirs)

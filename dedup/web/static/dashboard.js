@@ -2,11 +2,11 @@
 
 import { Lookup, showRecord } from "./lookup.js";
 import { Plots } from "./plots.js";
-import { Latest, showTasks } from "./tables.js";
-import { clock, count, element, rate, seconds, size, write } from "./words.js";
+import { Latest, showTasks, showWorkers } from "./tables.js";
+import { clock, count, element, rate, seconds, share, size, write } from "./words.js";
 
 const EVERY_MS = 1000;
-const FORMAT = 1;
+const FORMAT = 2;
 const TOKEN = "dedup-token";
 const by = (id) => document.getElementById(id);
 
@@ -39,31 +39,50 @@ function showAttention(board) {
   const shown = [...by("notices").children].map((item) => item.textContent);
   if (lines.join("\n") === shown.join("\n")) return;
   by("notices").replaceChildren(...board.attention.map((notice) =>
-    element("li", {}, element("b", {}, `${notice.level}: `), notice.text)));
+    element("li", {}, element("b", {}, `${notice.level}: `), cause(notice))));
 }
 
-function tiles(board) {
-  const samples = board.plots;
-  const now = (name) => samples[name].at(-1) ?? null;
-  const judged = now("unique") === null ? null : now("unique") + now("duplicate") + now("late") + now("dead_letter") + now("exempt");
-  const totals = board.totals;
-  const all = totals.unique + totals.duplicate + totals.late + totals.dead_letter + totals.exempt;
-  const sizes = board.tasks.map((task) => task.state_bytes).filter((bytes) => bytes !== null);
+// Returns the notice's text, as a link to the part of the page that shows the cause.
+function cause(notice) {
+  const [part, name] = notice.about.split(/:(.*)/s);
+  if (part === "") return notice.text;
+  const link = element("a", { href: part === "task" ? `#${encodeURIComponent(notice.about)}` : "#latest-title" }, notice.text);
+  if (part === "kind") link.addEventListener("click", () => latest.only(name));
+  return link;
+}
+
+// Combines a figure of all workers that know it, or returns null if none does.
+function over(workers, figure, combine = (values) => values.reduce((sum, value) => sum + value)) {
+  const known = workers.map(figure).filter((value) => value !== null);
+  return known.length ? combine(known) : null;
+}
+
+function tiles(workers) {
+  const total = (name) => over(workers, (worker) => worker.totals[name]);
   return [
-    ["Records/s", rate(judged)],
-    ["Lag", count(now("lag_records"))],
-    ["Latency, p99", seconds(samples.p99_s.findLast((value) => value !== null) ?? null)],
-    ["Duplicates", all ? `${(100 * totals.duplicate / all).toFixed(1)}%` : "–"],
-    ["Conflicts", count(totals.conflict)],
-    ["Late", count(totals.late)],
-    ["Dead letters", count(totals.dead_letter), totals.dead_letter > 0],
-    ["State", size(sizes.length ? sizes.reduce((sum, bytes) => sum + bytes) : null)],
+    ["Records/s", rate(over(workers, (worker) => worker.records_per_s))],
+    ["Lag", count(over(workers, (worker) => worker.lag_records))],
+    ["Latency, p99", seconds(over(workers, (worker) => worker.p99_s, (values) => Math.max(...values)))],
+    ["Duplicates", share(["unique", "duplicate", "late", "dead_letter", "exempt"].map(total), total("duplicate"))],
+    ["Conflicts", count(total("conflict"))],
+    ["Late", count(total("late"))],
+    ["Dead letters", count(total("dead_letter")), total("dead_letter") > 0],
+    ["State", size(over(workers, (worker) => worker.state_bytes))],
   ];
 }
 
-function showTiles(board) {
+// The totals are those of all workers that have answered; the page says how many they are.
+function showFleet(fleet) {
+  const known = fleet.filter((worker) => worker.why === undefined);
+  const all = known.length === fleet.length ? `all ${fleet.length}` : `${known.length} of ${fleet.length}`;
+  write(by("fleet-title"), fleet.length > 1 ? `Fleet: ${all} workers` : "This worker");
+  by("workers-box").hidden = fleet.length < 2;
+  showWorkers(fleet);
+  showTiles(tiles(known));
+}
+
+function showTiles(wanted) {
   const list = by("tiles");
-  const wanted = tiles(board);
   if (!list.children.length) {
     list.append(...wanted.map(([name]) => element("div", {}, element("dt", {}, name), element("dd"))));
   }
@@ -91,7 +110,8 @@ function show(board) {
   write(by("worker"), board.worker);
   by("content").hidden = false;
   showAttention(board);
-  showTiles(board);
+  showFleet(board.fleet);
+  write(by("worker-again"), board.worker);
   showNow(board.plots);
   plots ??= new Plots();
   plots.show(board.plots);

@@ -1,8 +1,10 @@
 // The tables. Rows are updated in place by key, so that a focused button keeps the focus.
 
-import { clock, count, element, instant, seconds, size, write } from "./words.js";
+import { clock, count, element, instant, rate, seconds, share, size, write } from "./words.js";
 
-export const KINDS = { duplicate: "duplicates", conflict: "conflicts", late: "late records", dead_letter: "dead letters" };
+export const KINDS = { dead_letter: "dead letters", conflict: "conflicts", late: "late records", duplicate: "duplicates" };
+// On a phone, a row is a card.
+const PAGE = matchMedia("(max-width: 40rem)").matches ? 8 : 20;
 const NAMES = { duplicate: "duplicate", conflict: "conflict", late: "late", dead_letter: "dead letter" };
 
 function keyed(body, rows, keyOf, make, update) {
@@ -27,14 +29,48 @@ function owner(row) {
   return linked ? element("a", { href: row.url, rel: "noreferrer" }, row.worker) : element("span", {}, row.worker);
 }
 
-function newTask(row) {
+// Returns a cell of a table; on a phone, rows become cards, and the cell shows its label.
+function cell(label, attributes, ...children) {
+  return element("td", { "data-label": label, ...attributes }, ...children);
+}
+
+function newWorker(row) {
+  const linked = /^https?:\/\//.test(row.url ?? "");
   return element(
     "tr", {},
+    element("th", { scope: "row" }, linked ? element("a", { href: row.url, rel: "noreferrer" }, row.worker) : row.worker),
+    cell("State", {}, element("span", { class: "state" })),
+    ...["Tasks", "Records/s", "Duplicates", "Lag", "Latency, p99", "State size"].map((label) => cell(label, { class: "number" })),
+  );
+}
+
+function updateWorker(line, row) {
+  const [, state, ...numbers] = line.children;
+  const lost = row.why !== undefined;
+  state.firstChild.className = `state ${lost ? "closed" : row.ready ? "running" : "restoring"}`;
+  write(state.firstChild, lost ? `no answer: ${row.why}` : row.ready ? (row.url ? "ready" : "ready (this page)") : "not ready");
+  const totals = lost ? null : row.totals;
+  const shown = lost ? numbers.map(() => "–") : [
+    count(row.tasks), rate(row.records_per_s),
+    share([totals.unique, totals.duplicate, totals.late, totals.dead_letter, totals.exempt], totals.duplicate),
+    count(row.lag_records), seconds(row.p99_s), size(row.state_bytes),
+  ];
+  numbers.forEach((node, at) => write(node, shown[at]));
+}
+
+export function showWorkers(rows) {
+  keyed(document.querySelector("#workers tbody"), rows, (row) => `${row.worker} ${row.url}`, newWorker, updateWorker);
+}
+
+function newTask(row) {
+  return element(
+    "tr", { id: `task:${row.topic}/${row.partition}` },
     element("th", { scope: "row" }, `${row.topic}/${row.partition}`),
-    element("td", {}, row.state === "standby" ? "standby" : row.task || "–"),
-    element("td", {}, owner(row)),
-    element("td", {}, element("span", { class: "state" }), element("span", { class: "below" })),
-    element("td", { class: "number" }), element("td", { class: "number" }), element("td", { class: "number" }, element("span"), element("span", { class: "below" })),
+    cell("Task", {}, row.state === "standby" ? "standby" : row.task || "–"),
+    cell("Worker", {}, owner(row)),
+    cell("State", {}, element("span", { class: "state" }), element("span", { class: "below" })),
+    cell("Lag", { class: "number" }), cell("IDs", { class: "number" }),
+    cell("State size", { class: "number" }, element("span"), element("span", { class: "below" })),
   );
 }
 
@@ -84,6 +120,7 @@ export class Latest {
   #none = document.getElementById("latest-none");
   #boxes = new Map();
   #rows = [];
+  #page = 0;
   #lookUp;
   #showRecord;
 
@@ -92,29 +129,49 @@ export class Latest {
     this.#showRecord = showRecord;
     for (const [kind, label] of Object.entries(KINDS)) {
       const box = element("input", { type: "checkbox", id: `kind-${kind}`, checked: "" });
-      box.addEventListener("change", () => this.show(this.#rows));
+      box.addEventListener("change", () => this.#turn(-this.#page));
       this.#boxes.set(kind, box);
       document.getElementById("kinds").append(element("label", { for: box.id }, box, label));
     }
+    document.getElementById("latest-previous").addEventListener("click", () => this.#turn(-1));
+    document.getElementById("latest-next").addEventListener("click", () => this.#turn(1));
+  }
+
+  // Shows only the records of one kind.
+  only(kind) {
+    for (const [each, box] of this.#boxes) box.checked = each === kind;
+    this.#turn(-this.#page);
   }
 
   show(rows) {
     this.#rows = rows;
     const wanted = rows.filter((row) => this.#boxes.get(row.kind)?.checked);
-    keyed(this.#body, wanted, (row) => `${row.kind} ${row.source}`, (row) => this.#made(row), () => {});
+    this.#page = Math.max(0, Math.min(this.#page, Math.ceil(wanted.length / PAGE) - 1));
+    const first = this.#page * PAGE;
+    const shown = wanted.slice(first, first + PAGE);
+    keyed(this.#body, shown, (row) => `${row.kind} ${row.source}`, (row) => this.#made(row), () => {});
     this.#none.hidden = wanted.length > 0;
+    document.getElementById("latest-pages").hidden = wanted.length <= PAGE;
+    document.getElementById("latest-previous").disabled = first === 0;
+    document.getElementById("latest-next").disabled = first + PAGE >= wanted.length;
+    write(document.getElementById("latest-range"), `${first + 1} to ${first + shown.length} of ${wanted.length}`);
+  }
+
+  #turn(pages) {
+    this.#page += pages;
+    this.show(this.#rows);
   }
 
   #made(row) {
-    const id = element("td", {}, row.id === null ? "–" : element("button", { type: "button", class: "plain", title: "Look this ID up" }, row.id));
+    const id = cell("ID", {}, row.id === null ? "–" : element("button", { type: "button", class: "plain", title: "Look this ID up" }, row.id));
     id.querySelector("button")?.addEventListener("click", () => this.#lookUp(row.id));
     const ask = element("button", { type: "button", class: "plain", "aria-label": `Show the payload of ${row.source}` }, "show");
     ask.addEventListener("click", () => this.#showRecord(row.source));
     return element(
       "tr", {},
-      element("td", {}, clock(row.judged_ms)), element("td", {}, NAMES[row.kind] ?? row.kind),
-      element("td", {}, row.source), element("td", {}, row.event_time_ms === null ? "–" : instant(row.event_time_ms)),
-      id, element("td", {}, row.why), element("td", {}, ask),
+      cell("Judged", {}, clock(row.judged_ms)), cell("Verdict", {}, NAMES[row.kind] ?? row.kind),
+      cell("Record", {}, row.source), cell("Event time", {}, row.event_time_ms === null ? "–" : instant(row.event_time_ms)),
+      id, cell("Why", {}, row.why), cell("Payload", {}, ask),
     );
   }
 }

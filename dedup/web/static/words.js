@@ -24,6 +24,11 @@ export function seconds(value) {
   return value < 7200 ? `${NUMBER.format(value / 60)} min` : `${SMALL.format(value / 3600)} h`;
 }
 
+export function share(parts, part) {
+  const all = parts.reduce((sum, value) => sum + value, 0);
+  return all ? `${((100 * part) / all).toFixed(1)}%` : "–";
+}
+
 // Event times may be any number. A number that is not a date is shown as a number.
 export function instant(ms) {
   const date = new Date(ms);

@@ -57,6 +57,13 @@ class TestSnapshot:
             "format": "int", "topology": "str", "worker": "str", "now_ms": "int", "ready": "bool",
             "attention": [],
             "totals": dict.fromkeys((*PLOTTED, "conflict", "fenced", "corrupted"), "int"),
+            "fleet": [
+                {
+                    "format": "int", "topology": "str", "worker": "str", "ready": "bool", "tasks": "int",
+                    "records_per_s": "float", "lag_records": "int", "p99_s": "NoneType", "state_bytes": "int",
+                    "totals": dict.fromkeys((*PLOTTED, "conflict", "fenced", "corrupted"), "int"), "url": "NoneType",
+                },
+            ],
             "tasks": [
                 {
                     "task": "str", "topic": "str", "partition": "int", "worker": "str", "state": "str", "url": "NoneType",
