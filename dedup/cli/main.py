@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dedup.errors import AuthorMistake, DedupError
+from dedup.errors import AuthorMistake, DedupError, PackageMissing
 
 COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
     "Start here": {
@@ -54,6 +54,8 @@ _EXIT_CODES: Final = (
 
 _ONLY_WITH_JAVA: Final = frozenset({"jgo", "jgo.maven"})
 """Packages that the Dockerfile leaves out."""
+
+_OF_SPARK: Final = frozenset({"pandas", "py4j", "pyarrow", "pyspark"})
 
 
 class _Command(TyperCommand):
@@ -120,6 +122,10 @@ def main() -> None:
         typer.echo(str(error), err=True)
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
+        if error.name and error.name.partition(".")[0] in _OF_SPARK:
+            missing = PackageMissing("`dedup spark`", "spark")
+            typer.echo(str(missing), err=True)
+            sys.exit(missing.exit_code)
         if error.name not in _ONLY_WITH_JAVA:
             raise
         typer.echo(
