@@ -56,7 +56,9 @@ def test_what_a_workflow_runs_is_a_job_that_runs_anywhere(path):
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_every_action_is_pinned_to_a_commit_with_its_version_beside_it(path):
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if "uses: " in line and "uses: ./" not in line]
+    lines = [
+        line for line in path.read_text(encoding="utf-8").splitlines() if "uses: " in line and "uses: ./" not in line
+    ]
     assert lines
     assert [line for line in lines if not re.search(r"uses: [\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line)] == []
 
