@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dedup.errors import AuthorMistake, DedupError, PackageMissing
+from dedup.kafka.outage_lines import quiet_logging
 
 COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
     "Start here": {
@@ -116,6 +117,7 @@ def main() -> None:
     # This handler applies until a command sets its own. In a container, this process has PID 1, and the kernel drops a
     # SIGTERM to PID 1 if there is no handler.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    quiet_logging()
     try:
         create_app()()
     except DedupError as error:

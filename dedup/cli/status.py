@@ -169,14 +169,15 @@ def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
             found: dict[str, Any] = json.load(answer)
             return found
     except urllib.error.HTTPError as error:
-        if error.code == HTTPStatus.BAD_REQUEST:
-            raise SettingsError([Problem("ID", str(json.load(error).get("error", "is not valid")))]) from error
-        remedy = (
-            "set web.token to the worker's"
-            if error.code == HTTPStatus.UNAUTHORIZED
-            else "is it a worker of this release?"
-        )
-        raise NotReached(f"{url} answered {error.code} {error.reason}; {remedy}") from error
+        with error:
+            if error.code == HTTPStatus.BAD_REQUEST:
+                raise SettingsError([Problem("ID", str(json.load(error).get("error", "is not valid")))]) from error
+            remedy = (
+                "set web.token to the worker's"
+                if error.code == HTTPStatus.UNAUTHORIZED
+                else "is it a worker of this release?"
+            )
+            raise NotReached(f"{url} answered {error.code} {error.reason}; {remedy}") from error
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", error)
         raise NotReached(f"no worker answers at {url} ({why}). Start one, or name its pages with --url.") from error
