@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 WATCH_S: Final = 2.0
+_PIPED_COLUMNS: Final = 1_000
 RATE_S: Final = 1.0
 """The time between the two looks from which a single status computes its rates."""
 PATIENCE_S: Final = 5.0
@@ -336,7 +338,8 @@ def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
 @contextlib.contextmanager
 def showing(*, watch: bool, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yield a function that prints a status or, with --watch on a terminal, refreshes it in place."""
-    console = Console(highlight=False)
+    # A pipe has no width, so nothing is left out or wrapped.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
     if as_json:
         yield lambda seen: typer.echo(json.dumps(seen, indent=None if watch else 2))
     elif watch and console.is_terminal:
