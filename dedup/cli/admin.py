@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -119,11 +120,14 @@ def status(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Show the owner, offsets, lag, and changelog of each task of a topology, and its state if a worker responds.
+    """Show a fleet's lag, rates, and tasks, what is wrong, and what to do.
+
+    The first line contains the lag, the age of the oldest record that is not committed, and the rates of the last
+    second. A narrow terminal shows fewer columns; --json has all of them.
 
     Example: dedup status topologies/orders.yaml --watch
     """
-    from dedup.cli.status import WATCH_S, ask_fleet, default_urls, looked, showing, survey
+    from dedup.cli.status import RATE_S, WATCH_S, Look, ask_fleet, default_urls, looked, showing, survey
     from dedup.kafka.topic_admin import on_cluster
 
     parsed, settings = read_both(topology, config, overrides)
@@ -131,12 +135,16 @@ def status(
 
     async def work(wire: KafkaWire, admin: Admin) -> None:
         with showing(watch=watch, as_json=as_json) as show:
+            before = None
             while True:
                 pages = await asyncio.to_thread(ask_fleet, parsed.name, known, settings)
-                show(looked(await survey(parsed, wire, admin), pages))
-                if not watch:
-                    return
-                await asyncio.sleep(WATCH_S)
+                now = Look(await survey(parsed, wire, admin), pages, time.time_ns() // 1_000_000)
+                if watch or before is not None:
+                    show(looked(now, before))
+                    if not watch:
+                        return
+                before = now
+                await asyncio.sleep(WATCH_S if watch else RATE_S)
 
     on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
 

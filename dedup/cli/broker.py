@@ -67,7 +67,9 @@ def demo(
     sink` writes them to a database table.
     """
     from dedup.cli.demo_run import FAST, FULL, demo_chain, print_books, run_demo
+    from dedup.embedded.flights import data_file
 
+    data_file()
     if chain and report is not None:
         raise typer.BadParameter("--report and --chain exclude each other")
     if report is not None:

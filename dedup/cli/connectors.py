@@ -41,6 +41,7 @@ def ingest(
 
     dedup ingest topologies/table-to-topic.yaml --exit-when-done
     """
+    from dedup.connect.open_database import refuse_unusable
     from dedup.connect.source_connector import open_source, run_ingest
     from dedup.settings import with_references
     from dedup.topology.schema import TableSource
@@ -52,6 +53,7 @@ def ingest(
     opener: OpenSource = open_source
     if isinstance(parsed.source, TableSource):
         url = with_references(parsed.source.url, f"{source}: source.table.url", os.environ)
+        refuse_unusable(url)
         opener = partial(open_source, url=url)
     done = _run(run_ingest(parsed, settings, opener, exit_when_done=exit_when_done))
     for text in done.waiting:
@@ -117,12 +119,18 @@ def _numbers(text: str) -> set[int]:
 
 
 def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
-    """Return the sink, with references such as ${env:NAME} in its URL resolved. Raises TopologyError without a sink."""
+    """Return the sink, with references such as ${env:NAME} in its URL resolved.
+
+    Raises TopologyError without a sink, and as `refuse_unusable` does.
+    """
+    from dedup.connect.open_database import refuse_unusable
     from dedup.connect.sink_connector import spec_of
     from dedup.settings import with_references
 
     spec = spec_of(topology, str(path))
-    return replace(spec, url=with_references(spec.url, f"{path}: sink.url", os.environ))
+    url = with_references(spec.url, f"{path}: sink.url", os.environ)
+    refuse_unusable(url)
+    return replace(spec, url=url)
 
 
 def apply_tables(spec: SinkSpec, *, dry_run: bool, quiet: bool) -> dict[str, str]:

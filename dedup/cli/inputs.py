@@ -1,4 +1,4 @@
-"""Defines arguments, options, and functions for files and reports that several commands share."""
+"""Defines arguments, options, tables, and functions for files and reports that several commands share."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
 
 from dedup.errors import Problem, SettingsError
 
@@ -33,6 +37,9 @@ SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a c
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 A_TIME: Final = "2024-01-01T00:00:00Z"
+_GAP: Final = 2
+_LONGEST_NAME: Final = 28
+_CUT: Final = "…"
 
 
 def read_topology(path: Path) -> Topology:
@@ -175,3 +182,51 @@ def embedded_kafka(
         yield kafka
     finally:
         kafka.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of text or numbers. Later columns of a table matter less."""
+
+    name: str
+    cells: Sequence[str]
+    is_text: bool = False
+
+    @property
+    def width(self) -> int:
+        """The number of terminal columns that the widest cell needs."""
+        return max(map(cell_len, (self.name, *self.cells)))
+
+
+def fitted(columns: Sequence[Column], width: int) -> Table:
+    """Return a table of the first columns that fit ``width``, at least of the first one.
+
+    Whole columns are left out before a cell is cut, and never the one that names the row.
+    """
+    shown, used = [columns[0]], columns[0].width
+    for column in columns[1:]:
+        used += _GAP + column.width
+        if used > width:
+            break
+        shown.append(column)
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    for column in shown:
+        fold = column is columns[0]  # a name that is wider than the terminal is still there whole
+        table.add_column(column.name, justify="left" if column.is_text else "right", no_wrap=not fold, overflow="fold")
+    for row in zip(*(column.cells for column in shown), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def shortened(name: str, others: Collection[str]) -> str:
+    """Return a name without the middle of it if it is long, unless it would then equal another shortened name."""
+    if _cut(name) == name or any(_cut(other) == _cut(name) for other in others if other != name):
+        return name
+    return _cut(name)
+
+
+def _cut(name: str) -> str:
+    if len(name) <= _LONGEST_NAME:
+        return name
+    head = (_LONGEST_NAME - len(_CUT)) // 2
+    return name[:head] + _CUT + name[head + len(_CUT) - _LONGEST_NAME :]

@@ -11,40 +11,54 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dedup.errors import AuthorMistake, DedupError
+from dedup.errors import AuthorMistake, DedupError, PackageMissing
+from dedup.kafka.outage_lines import quiet_logging
 
-COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
+COMMANDS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
     "Start here": {
-        "demo": "broker.demo",
-        "check": "check.check",
-        "describe": "check.describe",
-        "try": "check.try_records",
-        "schema": "check.schema",
-        "size": "size.size",
-        "broker": "broker.broker",
+        "demo": ("broker.demo", "Deduplicate real flights, kill a worker, and verify the result."),
+        "check": ("check.check", "Check topology and ingest files, and warn of likely mistakes."),
+        "describe": ("check.describe", "Show what a topology does with each record, and its topics."),
+        "try": ("check.try_records", "Judge records from a file without a broker."),
+        "schema": ("check.schema", "Print the JSON Schema of a kind of file, for use in editors."),
+        "size": ("size.size", "Predict the size of the state on disk and in memory."),
+        "broker": ("broker.broker", "Run an embedded Kafka until Ctrl-C."),
     },
-    "Run": {"apply": "admin.apply", "run": "run.run", "status": "admin.status", "doctor": "doctor.doctor"},
-    "Prove": {"verify": "verify.verify_topology", "explain": "verify.explain", "chaos": "chaos.chaos"},
+    "Run": {
+        "apply": ("admin.apply", "Create the topics that a topology needs."),
+        "run": ("run.run", "Deduplicate a topology's topics until a signal arrives."),
+        "status": ("admin.status", "Show a fleet's lag and tasks, what is wrong, and what to do."),
+        "doctor": ("doctor.doctor", "Find what prevents a topology from running."),
+    },
+    "Prove": {
+        "verify": ("verify.verify_topology", "Prove from Kafka alone that nothing was lost or duplicated."),
+        "explain": ("verify.explain", "Show what happened to the records with one tracking ID, and why."),
+        "chaos": ("chaos.chaos", "Inject faults into a fleet under load, then verify the result."),
+    },
     "Operate": {
-        "lookup": "admin.lookup",
-        "replay": "admin.replay",
-        "reset": "admin.reset",
-        "layout": "admin.layout",
-        "checkpoint": "checkpoints.checkpoint",
+        "lookup": ("admin.lookup", "Ask the workers when an ID was seen, and how long it is guarded."),
+        "replay": ("admin.replay", "Send dead letters back to their source, exactly once."),
+        "reset": ("admin.reset", "Delete a topology's offsets and state, to start over."),
+        "layout": ("admin.layout", "Show or change how many partitions share a transaction."),
+        "checkpoint": ("checkpoints.checkpoint", "Write each partition's state to a directory or object store."),
     },
-    "Connect": {"ingest": "connectors.ingest", "sink": "connectors.sink"},
+    "Connect": {
+        "ingest": ("connectors.ingest", "Send files or a table to a topic, each row exactly once."),
+        "sink": ("connectors.sink", "Write a topic to a database table, one row per tracking ID."),
+    },
     "Spark": {
-        "spark run": "spark.run",
-        "spark backfill": "spark.backfill_command",
-        "spark incremental": "spark.incremental_command",
-        "spark seed": "spark.seed_command",
-        "spark audit": "spark.audit_command",
-        "spark upsert": "spark.upsert_command",
-        "spark sink": "spark.sink_command",
+        "spark run": ("spark.run", "Deduplicate topics on Spark, with the workers' state."),
+        "spark backfill": ("spark.backfill_command", "Judge historical records in files, tables, or topics."),
+        "spark incremental": ("spark.incremental_command", "Judge the records added to an input since the last run."),
+        "spark seed": ("spark.seed_command", "Create a new fleet's state from historical records."),
+        "spark audit": ("spark.audit_command", "Prove from all topics that nothing was lost or duplicated."),
+        "spark upsert": ("spark.upsert_command", "Write the newest record of each tracking ID to a table."),
+        "spark sink": ("spark.sink_command", "Append the output topic to a Delta or Iceberg table."),
     },
 }
-"""Maps each panel of `dedup --help` to its commands, and each command to its function in `dedup.cli`, whose docstring
-is the command's help. A function imports most modules only when it runs, which keeps `--help` fast.
+"""Maps each panel of `dedup --help` to its commands, and each command to its function in `dedup.cli` and its purpose in
+at most 64 characters, which is one line of a terminal. The function's docstring is the command's own help. A function
+imports most modules only when it runs, which keeps `--help` fast.
 """
 
 _EXIT_CODES: Final = (
@@ -54,6 +68,8 @@ _EXIT_CODES: Final = (
 
 _ONLY_WITH_JAVA: Final = frozenset({"jgo", "jgo.maven"})
 """Packages that the Dockerfile leaves out."""
+
+_OF_SPARK: Final = frozenset({"pandas", "py4j", "pyarrow", "pyspark"})
 
 
 class _Command(TyperCommand):
@@ -87,18 +103,17 @@ def create_app() -> typer.Typer:
     )
     app.callback()(_options)
     spark = typer.Typer(
-        help="Run a topology on Spark: stream, backfill, incremental, seed, audit, and tables.",
-        no_args_is_help=True,
-        cls=_Group,
+        help="Run a topology on Spark: stream, history, audit, and tables.", no_args_is_help=True, cls=_Group
     )
     groups = {"": app, "spark": spark}
     for panel, commands in COMMANDS.items():
-        for path, place in commands.items():
+        for path, (place, purpose) in commands.items():
             group, _, name = path.rpartition(" ")
             module, _, function = place.partition(".")
             command = getattr(import_module(f"dedup.cli.{module}"), function)
             shown = panel if group == "" else None
-            add = groups[group].command(name, help=_paragraphs(command.__doc__), rich_help_panel=shown, cls=_Command)
+            text = _paragraphs(command.__doc__)
+            add = groups[group].command(name, help=text, short_help=purpose, rich_help_panel=shown, cls=_Command)
             add(command)
     app.add_typer(spark, name="spark", rich_help_panel="Spark")
     return app
@@ -114,12 +129,17 @@ def main() -> None:
     # This handler applies until a command sets its own. In a container, this process has PID 1, and the kernel drops a
     # SIGTERM to PID 1 if there is no handler.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    quiet_logging()
     try:
         create_app()()
     except DedupError as error:
         typer.echo(str(error), err=True)
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
+        if error.name and error.name.partition(".")[0] in _OF_SPARK:
+            missing = PackageMissing("`dedup spark`", "spark")
+            typer.echo(str(missing), err=True)
+            sys.exit(missing.exit_code)
         if error.name not in _ONLY_WITH_JAVA:
             raise
         typer.echo(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,8 +18,8 @@ import typer
 from rich.console import Console, RenderableType
 from rich.console import Group as Lines
 from rich.live import Live
-from rich.table import Table
 
+from dedup.cli.inputs import Column, fitted, shortened
 from dedup.errors import DedupError, Problem, SettingsError
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.topic_admin import Admin, Group
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 WATCH_S: Final = 2.0
+_PIPED_COLUMNS: Final = 1_000
+RATE_S: Final = 1.0
+"""The time between the two looks from which a single status computes its rates."""
 PATIENCE_S: Final = 5.0
 """Timeout of a request to a worker."""
 _FROM_WORKER: Final = (
@@ -132,20 +137,17 @@ def idle_workers(held: Mapping[str, int], size: int, partitions: int) -> list[st
 async def _progress(topology: Topology, wire: KafkaWire, feeding: TopicPartition) -> dict[str, int | None]:
     bounds = await bounds_of(wire, feeding)
     committed = await committed_offset(wire, topology.name, feeding, stable=False)
+    position = max(bounds.start, committed or 0)
     # A recreated topic may end before the committed offset.
-    lag = max(0, bounds.end - max(bounds.start, committed or 0))
-    if lag and committed is not None and await _only_markers(wire, feeding, max(bounds.start, committed)):
-        lag = 0
-    return {"committed": committed, "end": bounds.end, "lag": lag}
-
-
-async def _only_markers(wire: KafkaWire, feeding: TopicPartition, offset: int) -> bool:
-    """Tell whether an offset is followed only by transaction markers and aborted records, which no task sees."""
-    try:
-        found = await wire.fetch(feeding, offset, max_bytes=1, wait_ms=0)
-    except NoAnswer:
-        return False
-    return not found.records and found.next_offset >= found.high_watermark
+    lag, oldest_ms = max(0, bounds.end - position), None
+    if lag:
+        with contextlib.suppress(NoAnswer):
+            found = await wire.fetch(feeding, position, max_bytes=1, wait_ms=0)
+            oldest_ms = next(iter(found.timestamps_ms), None)
+            # Transaction markers and aborted records, which no task sees, are no lag.
+            if committed is not None and not found.offsets and found.next_offset >= found.high_watermark:
+                lag = 0
+    return {"committed": committed, "end": bounds.end, "lag": lag, "oldest_ms": oldest_ms}
 
 
 def default_urls(settings: Settings) -> list[str]:
@@ -169,14 +171,15 @@ def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
             found: dict[str, Any] = json.load(answer)
             return found
     except urllib.error.HTTPError as error:
-        if error.code == HTTPStatus.BAD_REQUEST:
-            raise SettingsError([Problem("ID", str(json.load(error).get("error", "is not valid")))]) from error
-        remedy = (
-            "set web.token to the worker's"
-            if error.code == HTTPStatus.UNAUTHORIZED
-            else "is it a worker of this release?"
-        )
-        raise NotReached(f"{url} answered {error.code} {error.reason}; {remedy}") from error
+        with error:
+            if error.code == HTTPStatus.BAD_REQUEST:
+                raise SettingsError([Problem("ID", str(json.load(error).get("error", "is not valid")))]) from error
+            remedy = (
+                "set web.token to the worker's"
+                if error.code == HTTPStatus.UNAUTHORIZED
+                else "is it a worker of this release?"
+            )
+            raise NotReached(f"{url} answered {error.code} {error.reason}; {remedy}") from error
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", error)
         raise NotReached(f"no worker answers at {url} ({why}). Start one, or name its pages with --url.") from error
@@ -248,8 +251,21 @@ def in_words(found: dict[str, Any]) -> Iterator[str]:
     yield f"not known to this worker, which has {asked or 'none'}; the ID is in {where}. Ask the others with --url."
 
 
-def looked(surveyed: dict[str, Any], pages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Combine what the brokers and the workers report about the tasks into the JSON of `dedup status`."""
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the brokers and the workers reported at one moment."""
+
+    surveyed: dict[str, Any]
+    pages: Sequence[dict[str, Any]]
+    at_ms: int
+
+
+def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
+    """Combine what the brokers and the workers report into the JSON of `dedup status`.
+
+    With an earlier look, the result contains the rates since then.
+    """
+    surveyed, pages = now.surveyed, now.pages
     said = {
         (task["task"], task["topic"], task["partition"]): {**task, "owner": page["worker"]}
         for page in pages
@@ -261,18 +277,55 @@ def looked(surveyed: dict[str, Any], pages: Sequence[dict[str, Any]]) -> dict[st
         # A stream on Spark is not a member of the group.
         owner = task["owner"] or known.get("owner")
         tasks.append({**task, "owner": owner, **{key: known.get(key) for key in _FROM_WORKER}})
-    return {
+    oldest_ms = min((task["oldest_ms"] for task in tasks if task["oldest_ms"] is not None), default=None)
+    found = {
         **surveyed,
         "lag": sum(task["lag"] for task in tasks),
+        "oldest_age_ms": None if oldest_ms is None else max(0, now.at_ms - oldest_ms),
+        "arriving_per_s": _per_s(now, before, "end"),
+        "committed_per_s": _per_s(now, before, "committed"),
         "dead_letters": _summed(pages, "dead_letters"),
         "other_formats": _summed(pages, "other_formats"),
-        "alerts": [
-            *surveyed.get("attention", ()),
-            *(f"{page['worker']}: {page['alert']}" for page in pages if page.get("alert")),
-        ],
         "workers_that_answered": [page["worker"] for page in pages],
         "tasks": tasks,
     }
+    alerts = (f"{page['worker']}: {page['alert']}" for page in pages if page.get("alert"))
+    return {**found, "alerts": [*_wrong(found), *surveyed.get("attention", ()), *alerts]}
+
+
+def _per_s(now: Look, before: Look | None, name: str) -> float | None:
+    """Return by how much an offset of the tasks grew per second; a topic that was created anew does not count."""
+    if before is None or now.at_ms <= before.at_ms:
+        return None
+    past = {(task["task"], task["topic"], task["partition"]): task[name] for task in before.surveyed["tasks"]}
+    grown = 0
+    for task in now.surveyed["tasks"]:
+        since = past.get((task["task"], task["topic"], task["partition"]))
+        grown += max(0, (task[name] or 0) - since) if since is not None else 0
+    return round(grown * 1000 / (now.at_ms - before.at_ms), 1)
+
+
+def _wrong(seen: dict[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the fleet, each with what to do."""
+    if seen["missing_topics"]:
+        yield f"missing topics: {', '.join(seen['missing_topics'])}; `dedup apply` creates them"
+    lost = [task for task in seen["tasks"] if task["owner"] is None]
+    if lost and len(lost) == len(seen["tasks"]) and not seen["members"]:
+        yield "no worker is running; start one with `dedup run`"
+    elif lost:
+        yield (
+            f"{len(lost)} of {len(seen['tasks'])} partitions have no worker: the group is assigning them, or a worker "
+            f"died less than session_timeout ago. If this stays so, start a worker with `dedup run`"
+        )
+    silent = sorted({task["owner"] for task in seen["tasks"] if task["owner"]} - {*seen["workers_that_answered"]})
+    if silent:
+        yield (
+            f"{len(silent)} of {len(seen['members'])} workers do not answer ({', '.join(silent)}), so their tasks' "
+            f"states are unknown: name their pages with --url, or see their logs"
+        )
+    arriving, committed = seen["arriving_per_s"], seen["committed_per_s"]
+    if seen["lag"] and not lost and committed == 0 and arriving is not None:
+        yield "nothing is being committed although records wait: `dedup doctor` finds what keeps workers from it"
 
 
 def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
@@ -285,60 +338,82 @@ def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
 @contextlib.contextmanager
 def showing(*, watch: bool, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yield a function that prints a status or, with --watch on a terminal, refreshes it in place."""
-    console = Console(highlight=False)
+    # A pipe has no width, so nothing is left out or wrapped.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
     if as_json:
         yield lambda seen: typer.echo(json.dumps(seen, indent=None if watch else 2))
     elif watch and console.is_terminal:
         # `screen` is the terminal's alternate screen: the previous contents come back at the end.
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            yield lambda seen: live.update(table(seen), refresh=True)
+            yield lambda seen: live.update(table(seen, console.width), refresh=True)
     else:
-        yield lambda seen: console.print(table(seen))
+        yield lambda seen: console.print(table(seen, console.width))
 
 
-def table(seen: dict[str, Any]) -> RenderableType:
-    """Return the status as a table for a terminal."""
-    found = Table("task", "partition", "owner", box=None, pad_edge=False, header_style="bold")
-    for name in ("committed", "end", "lag", "changelog", "state", "IDs", "bytes", "restoring", "duplicates"):
-        found.add_column(name, justify="right")
-    for task in seen["tasks"]:
-        begin, end = task["changelog_begin"], task["changelog_end"]
-        found.add_row(
-            task["task"],
-            f"{task['topic']}/{task['partition']}",
-            task["owner"] or "nobody",
-            _number(task["committed"]),
-            _number(task["end"]),
-            _number(task["lag"]),
-            _number(None if end is None else end - begin),
-            task["state"] or "-",
-            _number(task["state_ids"]),
-            _bytes(task),
-            _restoring(task),
-            _share(task["verdicts"]),
-        )
-    members = [f"{each['worker']} at {each['host']}" for each in seen["members"]]
-    workers = ", ".join(members or seen["workers_that_answered"]) or "none"
-    lines: list[RenderableType] = [f"{seen['topology']}: lag {seen['lag']:,}; workers: {workers}", found]
+def table(seen: dict[str, Any], width: int) -> RenderableType:
+    """Return the status for a terminal of ``width`` columns, whose rows always show which partition they are about."""
+    kinds = {task["task"] for task in seen["tasks"]}
+    columns = [
+        Column("partition", [_place(task, seen["tasks"]) for task in seen["tasks"]], is_text=True),
+        Column("worker", [task["owner"] or "nobody" for task in seen["tasks"]], is_text=True),
+        Column("state", [_state(task, seen["workers_that_answered"]) for task in seen["tasks"]], is_text=True),
+        Column("lag", [_number(task["lag"]) for task in seen["tasks"]]),
+        Column("duplicates", [_share(task["verdicts"]) for task in seen["tasks"]]),
+        Column("IDs", [_number(task["state_ids"]) for task in seen["tasks"]]),
+        Column("bytes", [_bytes(task) for task in seen["tasks"]]),
+        Column("committed", [_number(task["committed"]) for task in seen["tasks"]]),
+        Column("end", [_number(task["end"]) for task in seen["tasks"]]),
+        Column("changelog", [_number(_changelog(task)) for task in seen["tasks"]]),
+    ]
+    if len(kinds) > 1:
+        columns.insert(1, Column("task", [task["task"] for task in seen["tasks"]], is_text=True))
+    lines: list[RenderableType] = [_headline(seen), fitted(columns, width)]
     for name, what in (("dead_letters", "dead letters"), ("other_formats", "of them in a format other than JSON")):
         if seen[name]:
             counts = ", ".join(f"{count:,} {reason}" for reason, count in seen[name].items())
             lines.append(f"{what}: {counts}, since the responding workers started")
-    lines += [f"attention: {alert}" for alert in seen["alerts"]]
-    if seen["missing_topics"]:
-        lines.append(f"missing topics: {', '.join(seen['missing_topics'])}; `dedup apply` creates them")
-    return Lines(*lines)
+    return Lines(*lines, *(f"attention: {alert}" for alert in seen["alerts"]))
+
+
+def _headline(seen: dict[str, Any]) -> str:
+    workers = [f"{each['worker']} at {each['host']}" for each in seen["members"]] or seen["workers_that_answered"]
+    age = "" if seen["oldest_age_ms"] is None else f", oldest record waiting: {_age(seen['oldest_age_ms'])}"
+    arriving, committed = seen["arriving_per_s"], seen["committed_per_s"]
+    rates = "" if arriving is None else f"; {arriving:,.0f} records/s arrive, {committed:,.0f}/s are committed"
+    return f"{seen['topology']}: lag {seen['lag']:,}{age}{rates}; workers: {', '.join(workers) or 'none'}"
+
+
+def _place(task: dict[str, Any], tasks: Sequence[dict[str, Any]]) -> str:
+    """Return topic/partition, with the middle of a long topic left out unless it is needed to tell topics apart."""
+    return f"{shortened(task['topic'], {each['topic'] for each in tasks})}/{task['partition']}"
+
+
+def _state(task: dict[str, Any], answered: Sequence[str]) -> str:
+    if task["owner"] is None:
+        return "not running"
+    if task["state"] is None:
+        return "starting" if task["owner"] in answered else "no answer"
+    left, total = task["restore_remaining"], task["restore_total"]
+    if task["state"] != "restoring" or left is None:
+        return str(task["state"])
+    return f"restoring {1 - left / total:.0%}, {left:,} left" if total else "restoring"
+
+
+def _changelog(task: dict[str, Any]) -> int | None:
+    begin, end = task["changelog_begin"], task["changelog_end"]
+    return None if end is None else end - begin
+
+
+def _age(age_ms: int) -> str:
+    """Return a duration in one unit, rounded down, such as ``3 min``."""
+    for unit, unit_ms in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1_000)):
+        if age_ms >= 2 * unit_ms:
+            return f"{age_ms // unit_ms:,} {unit}"
+    return f"{age_ms / 1000:.1f} s"
 
 
 def _number(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
-
-
-def _restoring(task: dict[str, Any]) -> str:
-    left, total = task["restore_remaining"], task["restore_total"]
-    if task["state"] != "restoring" or left is None:
-        return "-"
-    return f"{1 - left / total:.0%}, {left:,} left" if total else "starting"
 
 
 def _bytes(task: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from dedup.connect.transactional_outbox import DEADLINE_MS, PAUSE_S
 from dedup.errors import BrokerUnavailable, CommitUnknown
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import TopicCheck
+from dedup.kafka.outage_lines import AWAY
 from dedup.kafka.record_batch import Columns, Header, Line, fill
 from dedup.kafka.topic_admin import Topic
 from dedup.kafka.transactional_producer import Session
@@ -131,7 +132,7 @@ class DeadLetterProducer:
                 )
                 await state.session.commit({state.source: Position(end)})
             except CommitUnknown as unknown:
-                log.warning("%s", unknown)
+                log.warning("%s", unknown, extra=AWAY)
                 state.sent |= await self._sent_before(state, range(min(offsets), max(offsets) + 1))
             else:
                 state.sent |= offsets
@@ -145,7 +146,7 @@ class DeadLetterProducer:
                 await state.session.open()
                 return await self._in_topic(state, offsets)
             except (BrokerUnavailable, CommitUnknown) as again:
-                log.warning("waiting for the broker: %s", again)
+                log.warning("waiting for the broker: %s", again, extra=AWAY)
                 await asyncio.sleep(PAUSE_S)
 
     async def close(self) -> None:

@@ -13,6 +13,7 @@ from dedup.connect.open_database import RetryingDatabase
 from dedup.errors import CommitUnknown
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import Answer, FeedFetcher, TopicCheck
+from dedup.kafka.outage_lines import AWAY
 from dedup.kafka.topic_admin import Topic
 from dedup.kafka.wire import TopicNow, TopicPartition
 from dedup.worker.offsets import bounds_of
@@ -112,7 +113,7 @@ class FencedConsumer:
                 await self._check.confirm()
                 break
             except CommitUnknown as silent:
-                log.warning("%s: %s", self.offsets.reader, silent)
+                log.warning("%s: %s", self.offsets.reader, silent, extra=AWAY)
                 if self._stopped():
                     return None
         unanswered: list[T] = []

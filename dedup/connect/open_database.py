@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 import time
@@ -10,7 +11,7 @@ from typing import Final, TypeVar
 
 from dedup.connect import sqlite
 from dedup.connect.database import DatabaseAway, DatabaseConnection, shown
-from dedup.errors import DatabaseUnavailable, Problem, SettingsError
+from dedup.errors import DatabaseUnavailable, PackageMissing, Problem, SettingsError
 
 POSTGRES: tuple[str, ...] = ("postgresql://", "postgres://")
 START_WITHIN_S: Final = 30.0
@@ -20,20 +21,25 @@ log: Final = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def refuse_unusable(url: str) -> None:
+    """Raise SettingsError for an unsupported URL, and PackageMissing if the database's driver is not installed."""
+    if url.startswith(POSTGRES):
+        if importlib.util.find_spec("psycopg") is None:
+            raise PackageMissing("PostgreSQL", "postgres")
+    elif not url.startswith(sqlite.PREFIX):
+        raise SettingsError(
+            [Problem("url", f"{shown(url)!r} is neither sqlite:///FILE nor postgresql://USER@HOST/DATABASE")]
+        )
+
+
 def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
-    """Return a new connection. Raises SettingsError for an unsupported URL, and DatabaseAway without a response."""
+    """Return a new connection. Raises as `refuse_unusable` does, and DatabaseAway without a response."""
+    refuse_unusable(url)
     if url.startswith(sqlite.PREFIX):
         return sqlite.SqliteConnection(url, read_only=read_only)
-    if url.startswith(POSTGRES):
-        try:
-            from dedup.connect.postgres import PostgresConnection  # noqa: PLC0415  # only where it is installed
-        except ModuleNotFoundError as error:
-            text = "PostgreSQL needs the package psycopg: pip install -r requirements-postgres.lock"
-            raise SettingsError([Problem("url", text)]) from error
-        return PostgresConnection(url)
-    raise SettingsError(
-        [Problem("url", f"{shown(url)!r} is neither sqlite:///FILE nor postgresql://USER@HOST/DATABASE")]
-    )
+    from dedup.connect.postgres import PostgresConnection  # noqa: PLC0415  # only where its driver is installed
+
+    return PostgresConnection(url)
 
 
 class RetryingDatabase:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 
 from dedup.errors import BrokerUnavailable, CommitUnknown, RecordRefused, StateIncompatible, TaskMigrated
+from dedup.kafka.outage_lines import AWAY
 from dedup.kafka.record_batch import Line, fill
 from dedup.kafka.topic_admin import BROKER_DEFAULT, Admin, Topic, WantedTopic
 from dedup.kafka.transactional_producer import Session
@@ -161,7 +162,7 @@ class TransactionalOutbox:
 
     async def _happened(self, unknown: CommitUnknown) -> bool:
         """Tell whether a commit without a response took effect. Retries until a broker responds."""
-        log.warning("%s", unknown)
+        log.warning("%s", unknown, extra=AWAY)
         return (await self._begin_epoch()).transaction == self._number
 
     async def _begin_epoch(self) -> _Owner:
@@ -172,7 +173,7 @@ class TransactionalOutbox:
                 await self._session.open()
                 return await self._refuse_if_overtaken()
             except CommitUnknown as unknown:
-                log.warning("waiting for the broker: %s", unknown)
+                log.warning("waiting for the broker: %s", unknown, extra=AWAY)
                 if self._stopped():
                     raise BrokerUnavailable(
                         f"stopped while no broker answered: {unknown} The next start finds out whether the last "

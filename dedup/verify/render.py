@@ -13,6 +13,7 @@ from rich.table import Table
 from dedup.verify.report import MEANINGS, VERDICTS, Books, Report, Timeline
 
 _SHOWN_ON_THE_TERMINAL: Final = 20
+_SHORTEST_NAME: Final = 12
 _COLOURS: Final = ("#2a78d6", "#eda100", "#1baf7a", "#e34948")
 _EXEMPT_COLOUR: Final = "#8a63d2"
 WIDTH, LEFT = 960, 64
@@ -40,21 +41,13 @@ svg{width:100%;height:auto}svg text{fill:var(--soft);font:12px system-ui,sans-se
 
 def print_report(report: Report, console: Console) -> None:
     """Print a report's counts, violations, number of records that are not provable, and closing line."""
-    table = Table(title=f"{report.topology}: {report.method}, {report.read:,} records in {report.seconds:.1f} s")
-    sums = [sum(column) for column in zip(*map(_numbers, report.books), strict=True)]
-    # Empty columns are left out, because they would take space on a narrow terminal.
-    shown = [at for at, name in enumerate(_COLUMNS) if name not in _ONLY_IF_ANY or (sums and sums[at])]
-    table.add_column("partition", no_wrap=True)
-    for at in shown:
-        table.add_column(_COLUMNS[at].replace("_", " "), justify="right")
-    table.add_column("balanced")
-    for books in report.books:
-        numbers = _numbers(books)
-        cells = [f"{numbers[at]:,}" for at in shown]
-        table.add_row(f"{books.topic}/{books.partition}", *cells, "yes" if books.balanced else "NO")
-    if len(report.books) > 1:
-        table.add_section()
-        table.add_row("all", *(f"{sums[at]:,}" for at in shown), "")
+    places = [f"{books.topic}/{books.partition}" for books in report.books]
+    table = _books(report, places)
+    if _too_wide(table, console) > 0:
+        # A narrow terminal shows no lines and not the middle of long names, but every number and partition.
+        longest = max(map(len, places))
+        most = longest - _too_wide(_books(report, places, with_lines=False), console)
+        table = _books(report, [_cut(place, max(most, _SHORTEST_NAME)) for place in places], with_lines=False)
     console.print(table)
     for sentence in report.blind_spots():
         console.print(sentence, style="bold yellow", highlight=False)
@@ -66,6 +59,37 @@ def print_report(report: Report, console: Console) -> None:
     for reason, number in report.not_provable.items():
         console.print(f"not provable, {number:,} records: {reason}", style="yellow", markup=False, highlight=False)
     console.print(report.closing_line(), style="bold" if report.passed else "bold red", highlight=False)
+
+
+def _books(report: Report, places: Sequence[str], *, with_lines: bool = True) -> Table:
+    table = Table(title=f"{report.topology}: {report.method}, {report.read:,} records in {report.seconds:.1f} s")
+    if not with_lines:
+        table.box, table.pad_edge, table.padding = None, False, (0, 2, 0, 0)
+    sums = [sum(column) for column in zip(*map(_numbers, report.books), strict=True)]
+    # Empty columns are left out, because they would take space on a narrow terminal.
+    shown = [at for at, name in enumerate(_COLUMNS) if name not in _ONLY_IF_ANY or (sums and sums[at])]
+    table.add_column("partition", no_wrap=True)
+    for at in shown:
+        table.add_column(_COLUMNS[at].replace("_", " "), justify="right", no_wrap=True)
+    table.add_column("balanced", no_wrap=True)
+    for place, books in zip(places, report.books, strict=True):
+        numbers = _numbers(books)
+        table.add_row(place, *(f"{numbers[at]:,}" for at in shown), "yes" if books.balanced else "NO")
+    if len(report.books) > 1:
+        table.add_section()
+        table.add_row("all", *(f"{sums[at]:,}" for at in shown), "")
+    return table
+
+
+def _too_wide(table: Table, console: Console) -> int:
+    """Return how many columns of the terminal a table lacks."""
+    return console.measure(table, options=console.options.update(width=1_000)).maximum - console.width
+
+
+def _cut(name: str, most: int) -> str:
+    """Return a name of at most ``most`` characters, which has lost its middle if it was longer."""
+    half = (most - 1) // 2
+    return name if len(name) <= most else f"{name[:half]}…{name[half + 1 - most :]}"
 
 
 def to_html(report: Report, command: str = "dedup verify") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from dedup.errors import CommitUnknown, TaskCorrupted, TaskMigrated
+from dedup.kafka.outage_lines import BACK, Gathered
 from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.wire import Position, TopicPartition
 from dedup.metrics import Place, TaskNumbers
@@ -30,6 +32,8 @@ _MOST_RESTORES: Final = 2
 FIRST_PAUSE_S: Final = 0.2
 """The pause before a task whose commit got no response is rebuilt; it doubles until a commit succeeds."""
 LONGEST_PAUSE_S: Final = 10.0
+_MOST_NAMED: Final = 8
+"""The number of groups that one log line names."""
 
 
 async def ended(loops: Iterable[asyncio.Task[Any]]) -> None:
@@ -105,6 +109,10 @@ class TaskManager:
         self._lives: dict[TopicPartition, int] = {}
         """Maps each partition to the number from `Membership.begin`; batches with other numbers are dropped."""
         self._member: Final = member
+        self._waiting: Final[set[Members]] = set()
+        """The groups whose last commit got no response."""
+        self._waits: Final = Gathered(self._say_waits)
+        self._goes_on: Final = Gathered(self._say_goes_on)
         self._damaged: Final[Counter[TopicPartition]] = Counter()
         self.fenced = 0
         self.corrupted = 0
@@ -216,8 +224,8 @@ class TaskManager:
             member.halt(feeding)
         await group.close(drain=False)
         if not outage.tries:
-            what = "this partition waits; it is" if len(members) == 1 else "these partitions wait; they are"
-            log.warning("%s: %s Only %s retried until a commit succeeds.", _named(members), error, what)
+            self._waiting.add(members)
+            self._waits.add(members, error)
         counted_in: bool | None = None
         while counted_in is None:
             await asyncio.sleep(outage.next_pause_s(time.monotonic()))
@@ -268,6 +276,18 @@ class TaskManager:
         self._factory.wipe(feeding)
         self._give_back(members)
 
+    @staticmethod
+    def _say_waits(found: Mapping[Members, CommitUnknown]) -> None:
+        alone = sum(map(len, found)) == 1
+        what = "this partition waits; it is" if alone else "these partitions wait; they are"
+        log.warning(
+            "%s: %s Only %s retried until a commit succeeds.", _all_named(found), next(iter(found.values())), what
+        )
+
+    def _say_goes_on(self, found: Mapping[Members, float]) -> None:
+        extra = None if self._waiting else BACK
+        log.info("%s: commits succeed again, after %.1f s", _all_named(found), max(found.values()), extra=extra)
+
     def _note_fenced(self, members: Members, error: TaskMigrated) -> None:
         expected = self._member().rebalancing
         log.log(logging.INFO if expected else logging.WARNING, "%s: %s", _named(members), error)
@@ -287,6 +307,7 @@ class TaskManager:
         for feeding in members:
             self._tasks.pop(feeding, None)
             self._lives.pop(feeding, None)
+        self._waiting.discard(members)
         return self._groups.pop(members), self._loops.pop(members)
 
     async def _commit_by_the_clock(self, group: TaskGroup, outage: Outage) -> None:
@@ -298,8 +319,8 @@ class TaskManager:
             begun = time.monotonic()
             await group.commit()
             if outage.tries:
-                took_s = time.monotonic() - outage.since_s
-                log.info("%s: commits succeed again, after %.1f s", _named(tuple(group.tasks)), took_s)
+                self._goes_on.add(tuple(group.tasks), time.monotonic() - outage.since_s)
+                self._waiting.discard(tuple(group.tasks))
                 outage.tries = 0
 
     def _interval_s(self) -> float:
@@ -337,6 +358,11 @@ class TaskManager:
         for feeding, task in group.tasks.items():
             place = (task.task_id.sub_topology, feeding.topic, feeding.partition)
             self.ended.setdefault(place, TaskNumbers()).add_counters(task.numbers)
+
+
+def _all_named(found: Collection[Members]) -> str:
+    shown = ", ".join(map(_named, itertools.islice(found, _MOST_NAMED)))
+    return shown + (f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else "")
 
 
 def _named(members: Members) -> str:

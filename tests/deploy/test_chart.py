@@ -1,0 +1,139 @@
+"""The Helm chart makes what config/kubernetes makes, valid by the published schemas; its values are checked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+from ruamel.yaml import YAML
+
+from dedup.topology.parse import parse
+from tests.deploy.conftest import tool
+from tests.deploy.test_files import CONFIG, KUBERNETES, VERSIONS, load, manifests, settings_of
+
+CHART = CONFIG / "helm" / "dedup"
+SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+HELM_LABELS = {"app.kubernetes.io/version", "app.kubernetes.io/managed-by", "helm.sh/chart"}
+
+
+def rendered(*options: str, version: str = VERSIONS[-1]) -> dict[str, Any]:
+    """Return the manifests of the release `orders` by kind."""
+    command = [tool("helm", "the Helm project"), "template", "orders", str(CHART), "--kube-version", version, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return {each["kind"]: each for each in YAML(typ="safe").load_all(done.stdout) if each}
+
+
+def without_helm(found: Any) -> Any:
+    """Return a manifest without what only Helm adds: labels of the release, and the checksum of the ConfigMap."""
+    if isinstance(found, dict):
+        kept = {
+            key: without_helm(value) for key, value in found.items() if key not in {*HELM_LABELS, "checksum/config"}
+        }
+        labels = kept.get("labels")
+        if "name" in kept and labels == {"app.kubernetes.io/name": "dedup", "app.kubernetes.io/instance": "orders"}:
+            del kept["labels"]  # config/kubernetes labels pods only
+        return kept
+    return [without_helm(each) for each in found] if isinstance(found, list) else found
+
+
+def test_the_default_values_make_the_manifests_of_the_kustomization():
+    made = rendered()
+    for name in manifests():
+        wanted = load(KUBERNETES / name)
+        if wanted["kind"] == "StatefulSet":
+            (image,) = load(KUBERNETES / "kustomization.yaml")["images"]
+            wanted["spec"]["template"]["spec"]["containers"][0]["image"] = f"{image['newName']}:{image['newTag']}"
+        assert without_helm(made[wanted["kind"]]) == wanted, name
+    assert made.keys() == {load(KUBERNETES / name)["kind"] for name in manifests()} | {"ConfigMap"}
+
+
+def test_the_config_map_is_the_topology_and_the_config_of_the_kustomization(tmp_path):
+    data = rendered()["ConfigMap"]["data"]
+    assert data.keys() == {"topology.yaml", "worker.yaml"}
+    for name, text in data.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    both = [(KUBERNETES / "topology.yaml").read_text(encoding="utf-8"), data["topology.yaml"]]
+    assert parse(both[0], name="t") == parse(both[1], name="t")
+    assert settings_of(tmp_path / "worker.yaml", tmp_path) == settings_of(KUBERNETES / "worker.yaml", tmp_path)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("more", [[], ["--set", "autoscaling.enabled=true", "--set", "storage.className=fast"]])
+def test_what_is_rendered_is_valid_by_the_published_schema(version, more):
+    made = rendered(*more, version=version)
+    for document in made.values():
+        kubernetes_validate.validate(document, version, strict=True)
+    assert ("HorizontalPodAutoscaler" in made) is bool(more)
+    assert ("replicas" in made["StatefulSet"]["spec"]) is not bool(more)
+
+
+def test_another_topology_replaces_the_pods():
+    sums = [
+        rendered(*more)["StatefulSet"]["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
+        for more in ([], ["--set", "topology.guard_period=2h"], [])
+    ]
+    assert sums[0] == sums[2] != sums[1]
+
+
+def values() -> Any:
+    return load(CHART / "values.yaml")
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        (("replica",), 3),
+        (("replicas",), "three"),
+        (("storage", "size"), "40GB"),
+        (("config", "brokers"), []),
+        (("config", "worker_id"), "a"),
+        (("config", "state_dir"), "/data"),
+        (("topology", "name"), ""),
+        (("terminationGracePeriodSeconds",), 10),
+        (("network", "brokerPorts"), ["9092"]),
+        (("autoscaling", "cpuPercent"), 700),
+    ],
+)
+def test_a_wrong_value_is_refused(path, wrong):
+    jsonschema.validate(values(), SCHEMA)
+    document = values()
+    inner = document
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = wrong
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, SCHEMA)
+
+
+def test_helm_refuses_by_the_schema():
+    command = [tool("helm", "the Helm project"), "template", "orders", str(CHART), "--set", "storage.size=40GB"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert "40GB" in done.stderr or "storage" in done.stderr
+
+
+def test_the_example_for_keda_names_what_the_chart_makes():
+    authentication, scaled = YAML(typ="safe").load_all((CONFIG / "helm" / "keda.yaml").read_text(encoding="utf-8"))
+    topology, config = values()["topology"], values()["config"]
+    (trigger,) = scaled["spec"]["triggers"]
+    found = trigger["metadata"]
+    assert (found["consumerGroup"], found["topic"]) == (topology["name"], topology["source"]["topics"][0])
+    assert found["bootstrapServers"] == ",".join(config["brokers"])
+    assert found["username"] == config["security"]["username"]
+    assert scaled["spec"]["scaleTargetRef"]["name"] == load(KUBERNETES / "statefulset.yaml")["metadata"]["name"]
+    assert trigger["authenticationRef"]["name"] == authentication["metadata"]["name"]
+    key = Path(config["security"]["password"].removesuffix("}")).name
+    assert authentication["spec"]["secretTargetRef"][0]["key"] == key
+
+
+def test_the_versions_of_the_chart_and_of_the_package_are_one():
+    chart = load(CHART / "Chart.yaml")
+    project = (CONFIG.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'\nversion = "{chart["appVersion"]}"\n' in project
+    assert chart["version"] == chart["appVersion"]

@@ -1,0 +1,112 @@
+"""Workflows and issue forms: valid by the published schemas, pinned, and nothing in them that does not run elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from dedup.core.tracking_id import ENCODING_VERSION
+from dedup.spark import table_sink
+from dedup.store import changelog, checkpoint, rocks
+from dedup.worker import layout
+from tests.deploy.test_files import ROOT, load, schema
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+JOB = ROOT / ".ci" / "job"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def steps(path: Path):
+    return [step for job in load(path)["jobs"].values() for step in job.get("steps", ())]
+
+
+def matrix(job: str, name: str) -> list[str]:
+    return load(ROOT / ".github" / "workflows" / "ci.yml")["jobs"][job]["strategy"]["matrix"][name]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_is_valid_by_the_published_schema(path):
+    document = load(path)
+    jsonschema.validate(document, schema("github-workflows"))
+    next(iter(document["jobs"].values()))["step"] = []
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, schema("github-workflows"))
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_an_issue_form_is_valid_by_the_published_schema(path):
+    jsonschema.validate(load(path), schema("github-issue-config" if path.stem == "config" else "github-issue-forms"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_what_a_workflow_runs_is_a_job_that_runs_anywhere(path):
+    named = subprocess.run(["bash", JOB], capture_output=True, text=True, check=False)
+    assert named.returncode == 1
+    known = set(named.stderr.partition("there are: ")[2].split())
+    runs = [step["run"] for step in steps(path) if "run" in step]
+    assert {re.match(r"\.ci/job (\w+)[^\n]*$", run)[1] for run in runs} <= known
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_every_action_is_pinned_to_a_commit_with_its_version_beside_it(path):
+    lines = [
+        line for line in path.read_text(encoding="utf-8").splitlines() if "uses: " in line and "uses: ./" not in line
+    ]
+    assert lines
+    assert [line for line in lines if not re.search(r"uses: [\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line)] == []
+
+
+def test_every_suite_is_in_a_shard():
+    suites = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    suites |= {path.parents[1].name for path in (ROOT / "tests" / "unit").glob("*/test_*.py")}
+    sharded = [name for shard in matrix("suites", "suites") for name in shard.split()]
+    assert sorted(sharded) == sorted(suites - {"unit", "property", "contract"})
+
+
+def test_the_pythons_are_the_same_everywhere():
+    pythons = matrix("quick", "python")
+    classifiers = [each.rpartition(" :: ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)]
+    assert pythons == classifiers
+    assert PROJECT["requires-python"] == f">={pythons[0]}"
+    for page in ("README.md", "docs/index.md", "docs/pypi.md"):
+        assert f"Python {pythons[0]} to {pythons[-1]}" in (ROOT / page).read_text(encoding="utf-8"), page
+    assert set(matrix("package", "python")) <= set(pythons)
+
+
+@pytest.mark.parametrize(
+    ("tag", "wrong"), [(f"v{PROJECT['version']}", "placeholder"), ("v99.0.0", f"version is {PROJECT['version']}")]
+)
+def test_a_release_without_an_address_or_with_another_version_is_refused(tag, wrong):
+    done = subprocess.run(["bash", JOB, "publishable", tag], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert wrong in done.stderr
+
+
+def test_the_versions_page_has_the_numbers_of_the_code():
+    page = (ROOT / "docs" / "versioning.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([^|]+?) \| [^|]+ \| (\d[\d; a-z]*) \|$", page, re.MULTILINE))
+    assert rows == {
+        "tracking ID": str(ENCODING_VERSION),
+        "sighting": str(changelog._CHANGELOG_VERSION >> 4),
+        "task record": f"{changelog._RECORD_VERSION}; reads {changelog._RECORD_WITHOUT_ID}",
+        "seed mark": str(changelog._MARK_VERSION),
+        "layout": str(layout._VERSION),
+        "local state": rocks._FORMAT,
+        "checkpoint": str(checkpoint._FORMAT),
+        "position of `dedup spark sink`": str(table_sink._VERSION),
+    }
+
+
+def test_the_page_on_pypi_links_to_nothing_that_is_not_there():
+    page = (ROOT / PROJECT["readme"]).read_text(encoding="utf-8")
+    assert re.findall(r"\]\((?!https://)[^)]*\)", page) == []
+    extras = set(re.findall(r"`dedup-streams\[(\w+)\]` \|", page))
+    assert extras == PROJECT["optional-dependencies"].keys() - {"dev", "docs"}
+    assert json.dumps(PROJECT["urls"]).count("https://") == len(PROJECT["urls"])

@@ -1,0 +1,144 @@
+"""What commands show on terminals of 80 and 120 columns, as files; `python -m tests.unit.cli.test_snapshots` writes them.
+
+A change of a file is a change of what users see, so look at it before you commit it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from dedup.cli.inputs import Column, fitted
+from dedup.cli.main import COMMANDS, create_app
+from dedup.cli.status import Look, looked, table
+from dedup.verify.render import print_report
+from dedup.verify.report import Books, Report
+
+ROOT: Final = Path(__file__).parents[3]
+SNAPSHOTS: Final = Path(__file__).parent / "snapshots"
+WIDTHS: Final = (80, 120)
+NOW_MS: Final = 1_700_000_000_000
+TOPIC: Final = "payments.card-authorizations.production.eu-central-1.v2"
+
+
+def printed_by(command: str, width: int) -> str:
+    environ = {"COLUMNS": str(width), "NO_COLOR": "1"}
+    before = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        return CliRunner().invoke(create_app(), command.split(), env=environ).output
+    finally:
+        os.chdir(before)
+
+
+def on_a_console(show: Callable[[Console], None], width: int) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True, highlight=False)
+    show(console)
+    return console.export_text()
+
+
+def task(partition: int, owner: str | None, lag: int) -> dict[str, Any]:
+    return {
+        "task": "dedup", "topic": TOPIC, "partition": partition, "owner": owner, "committed": 184_000_000 - lag,
+        "end": 184_000_000, "lag": lag, "oldest_ms": NOW_MS - 61_000 if lag else None, "changelog_begin": 0,
+        "changelog_end": 41_000_000,
+    }  # fmt: skip
+
+
+def page_of(worker: str, *partitions: int) -> dict[str, Any]:
+    tasks = [
+        {"task": "dedup", "topic": TOPIC, "partition": partition, "state": "running", "state_ids": 12_400_000,
+         "state_bytes": 903_000_000, "state_max_bytes": None, "restore_remaining": 0, "restore_total": 0,
+         "verdicts": {"unique": 9_000, "duplicate": 1_000}, "seconds_since_commit": 0.1}
+        for partition in partitions
+    ]  # fmt: skip
+    return {"topology": "payments", "worker": worker, "tasks": tasks, "dead_letters": {"not_json": 12}}
+
+
+def status(console: Console) -> None:
+    """A fleet of three: one works, one does not answer, and one is gone."""
+    members = [{"worker": name, "host": f"10.0.0.{at}", "partitions": []} for at, name in enumerate(("pay-0", "pay-1"))]
+    tasks = [task(0, "pay-0", 0), task(9, "pay-0", 1_250), task(10, "pay-1", 77_000), task(11, None, 5_300_000)]
+    surveyed = {"topology": "payments", "members": members, "missing_topics": [], "tasks": tasks}
+    past = {
+        **surveyed,
+        "tasks": [{**each, "end": each["end"] - 900, "committed": each["committed"] - 700} for each in tasks],
+    }
+    pages = [page_of("pay-0", 0, 9)]
+    seen = looked(Look(surveyed, pages, NOW_MS), Look(past, pages, NOW_MS - 1_000))
+    console.print(table(seen, console.width))
+
+
+def verify(console: Console, topic: str = "flights") -> None:
+    books = [Books(topic, each, read=120_345_678, unique=100_345_678, duplicates=20_000_000) for each in range(2)]
+    print_report(Report("flights", "127.0.0.1:9092", "replay", NOW_MS, 812.5, books=books), console)
+
+
+SHOWN: Final[dict[str, Callable[[int], str]]] = {
+    **{
+        name: partial(printed_by, command)
+        for name, command in {
+            "help": "--help",
+            "spark-help": "spark --help",
+            "check": "check topologies/simplest.yaml topologies/orders.yaml",
+            "describe": "describe topologies/orders.yaml",
+            "try": "try topologies/simplest.yaml tests/data/sample.jsonl --now 2024-01-02T00:00:00Z",
+            "size": "size --rate 1000 --guard 1d",
+        }.items()
+    },
+    "status": partial(on_a_console, status),
+    "verify": partial(on_a_console, verify),
+    "verify-long-name": partial(on_a_console, partial(verify, topic=TOPIC)),
+}
+WRAPPED_BY_THE_TERMINAL: Final = {"check", "try"}
+"""Commands whose lines are messages, one for each finding, which people also search and pipe."""
+
+
+def file_of(name: str, width: int) -> Path:
+    return SNAPSHOTS / f"{name}-{width}.txt"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", SHOWN)
+def test_it_looks_as_it_did(name, width):
+    shown = SHOWN[name](width)
+    assert shown == file_of(name, width).read_text(encoding="utf-8"), "python -m tests.unit.cli.test_snapshots"
+    if name not in WRAPPED_BY_THE_TERMINAL:
+        assert max(map(len, shown.splitlines())) <= width
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_no_number_is_cut(name):
+    narrow = SHOWN[name](80)
+    cut = {word for word in narrow.split() if "…" in word}
+    assert all(re.fullmatch(r"pay.*….*2/\d+", word) for word in cut), cut
+
+
+def test_each_command_is_one_line_of_the_help_at_80_columns():
+    lines = [line.strip("│ ") for name in ("help", "spark-help") for line in SHOWN[name](80).splitlines()]
+    for panel in COMMANDS.values():
+        for path, (_, purpose) in panel.items():
+            assert any(line.startswith(path.split()[-1]) and line.endswith(purpose) for line in lines), path
+
+
+def test_columns_are_left_out_whole_and_a_name_that_is_too_long_is_folded():
+    columns = [Column("partition", ["x" * 30], is_text=True), Column("lag", ["1"]), Column("end", ["2"])]
+    for width, heads in ((41, ["partition", "lag", "end"]), (36, ["partition", "lag"]), (20, ["partition"])):
+        text = on_a_console(lambda console, width=width: console.print(fitted(columns, width)), width)
+        assert text.splitlines()[0].split() == heads
+        assert text.count("x") == 30
+
+
+if __name__ == "__main__":
+    for name, show in SHOWN.items():
+        for width in WIDTHS:
+            file_of(name, width).write_text(show(width), encoding="utf-8")
