@@ -95,6 +95,14 @@ def open_session(
     return session_for(topology, master=master, packages=packages, conf=pairs_of("--conf", conf))
 
 
+def _refuse_unframed(topology: Topology, fmt: InputFormat | None, *, rows_are_events: bool = False) -> None:
+    """Raise SettingsError if the records of a history cannot have the framing that the topology reads."""
+    if topology.source.format == "json_schema" and (fmt == "json" or rows_are_events):
+        of = "--rows-are-events" if rows_are_events else "--format json"
+        text = "has values without the framing of `source.format: json_schema`; read records, or use `format: json`"
+        raise SettingsError([Problem(of, text)])
+
+
 def _packages(conf: list[str] | None, fmt: InputFormat | None, *places: str | None, **wanted: bool) -> list[Package]:
     """Return the packages in ``wanted``, and those that the input format and the paths in ``places`` need."""
     wanted["delta"] = wanted.get("delta", False) or fmt in {"delta", "table"}
@@ -284,6 +292,7 @@ def backfill_command(
     packages = _packages(conf, format_of, out, *(inputs or ()), kafka=not inputs, delta=out_format == "delta")
     with _job("backfill", parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
+            _refuse_unframed(parsed, fmt, rows_are_events=rows_are_events)
             history = read_files(spark, inputs, fmt, rows_are_events=rows_are_events)
         else:
             history = _kafka_history(spark, parsed, read_settings(config, overrides), start, until, repartitioned)
@@ -341,6 +350,7 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
     now_ms = None if now is None else time_of("--now", now)
     packages = _packages(conf, fmt, out, *inputs, delta=True)
     with _job("incremental", parsed, master, conf, packages, quiet=quiet) as spark:
+        _refuse_unframed(parsed, fmt, rows_are_events=rows_are_events)
         if fmt == "delta":
             source: NewFiles | NewVersions = NewVersions(spark, inputs[0], rows_are_events)
         else:
@@ -397,6 +407,7 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     options = SeedOptions(begins, commit_rows=commit_rows)
     packages = _packages(conf, fmt if history else None, *(history or ()), kafka=True)
     with _job("seed", parsed, master, conf, packages, quiet=quiet) as spark:
+        _refuse_unframed(parsed, fmt if history else None, rows_are_events=rows_are_events)
         files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
         done = seed(spark, parsed, settings, options, history=files, tell=_aside)
     say(*_seed_report(done), as_json=as_json)
@@ -452,6 +463,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
 
     packages = _packages(conf, fmt if history else None, *(history or ()), kafka=True)
     with _job("audit", parsed, master, conf, packages, quiet=quiet) as spark:
+        _refuse_unframed(parsed, fmt if history else None, rows_are_events=rows_are_events)
         files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
         found = audit(spark, parsed, settings, history=files, begins=offsets)
     publish(found, report, "dedup spark audit", as_json=as_json)
@@ -509,6 +521,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     packages = _packages(conf, fmt if inputs else None, delta, rejected, *(inputs or ()), **needs)
     with _job("upsert", parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
+            _refuse_unframed(parsed, fmt)
             records = read_files(spark, inputs, fmt).records
         else:
             records = output_records(spark, parsed, read_settings(config, overrides))
