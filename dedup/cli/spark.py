@@ -95,12 +95,13 @@ def open_session(
     return session_for(topology, master=master, packages=packages, conf=pairs_of("--conf", conf))
 
 
-def _refuse_unframed(topology: Topology, fmt: InputFormat | None, *, rows_are_events: bool = False) -> None:
-    """Raise SettingsError if the records of a history cannot have the framing that the topology reads."""
-    if topology.source.format == "json_schema" and (fmt == "json" or rows_are_events):
-        of = "--rows-are-events" if rows_are_events else "--format json"
+def _fit_for(topology: Topology, fmt: InputFormat | None, *, rows_are_events: bool = False) -> Topology:
+    """Return the topology. Raises SettingsError if a history of this format lacks the framing that it reads."""
+    if topology.source.framing is not None and (fmt == "json" or rows_are_events):
+        option = "--rows-are-events" if rows_are_events else "--format json"
         text = "has values without the framing of `source.format: json_schema`; read records, or use `format: json`"
-        raise SettingsError([Problem(of, text)])
+        raise SettingsError([Problem(option, text)])
+    return topology
 
 
 def _packages(conf: list[str] | None, fmt: InputFormat | None, *places: str | None, **wanted: bool) -> list[Package]:
@@ -288,11 +289,11 @@ def backfill_command(
     from dedup.spark.batch_verdicts import Counts
     from dedup.spark.files import read_files
 
-    parsed, format_of = read_topology(topology), fmt if inputs else None
+    format_of = fmt if inputs else None
+    parsed = _fit_for(read_topology(topology), format_of, rows_are_events=rows_are_events)
     packages = _packages(conf, format_of, out, *(inputs or ()), kafka=not inputs, delta=out_format == "delta")
     with _job("backfill", parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
-            _refuse_unframed(parsed, fmt, rows_are_events=rows_are_events)
             history = read_files(spark, inputs, fmt, rows_are_events=rows_are_events)
         else:
             history = _kafka_history(spark, parsed, read_settings(config, overrides), start, until, repartitioned)
@@ -346,11 +347,10 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.incremental import incremental
     from dedup.spark.incremental_input import NewFiles, NewVersions
 
-    parsed = read_topology(topology)
+    parsed = _fit_for(read_topology(topology), fmt, rows_are_events=rows_are_events)
     now_ms = None if now is None else time_of("--now", now)
     packages = _packages(conf, fmt, out, *inputs, delta=True)
     with _job("incremental", parsed, master, conf, packages, quiet=quiet) as spark:
-        _refuse_unframed(parsed, fmt, rows_are_events=rows_are_events)
         if fmt == "delta":
             source: NewFiles | NewVersions = NewVersions(spark, inputs[0], rows_are_events)
         else:
@@ -399,6 +399,7 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.seed import SeedOptions, seed
 
     parsed, settings = read_both(topology, config, overrides)
+    _fit_for(parsed, fmt if history else None, rows_are_events=rows_are_events)
     example = "latest, 2024-01-01T00:00:00Z or orders/0=1200,orders/1=900"
     if "=" in until:
         begins: Until = _parse_offsets(until, "--until")
@@ -407,7 +408,6 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     options = SeedOptions(begins, commit_rows=commit_rows)
     packages = _packages(conf, fmt if history else None, *(history or ()), kafka=True)
     with _job("seed", parsed, master, conf, packages, quiet=quiet) as spark:
-        _refuse_unframed(parsed, fmt if history else None, rows_are_events=rows_are_events)
         files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
         done = seed(spark, parsed, settings, options, history=files, tell=_aside)
     say(*_seed_report(done), as_json=as_json)
@@ -455,6 +455,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     dedup spark audit topologies/orders.yaml --history /data/orders --config config/production.yaml
     """
     parsed, settings = read_both(topology, config, overrides)
+    _fit_for(parsed, fmt if history else None, rows_are_events=rows_are_events)
     offsets = None if begins is None else _parse_offsets(begins, "--from")
     refuse_no_page(report)
     # Importing Spark takes seconds, so errors that can be found without Spark are reported first.
@@ -463,7 +464,6 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
 
     packages = _packages(conf, fmt if history else None, *(history or ()), kafka=True)
     with _job("audit", parsed, master, conf, packages, quiet=quiet) as spark:
-        _refuse_unframed(parsed, fmt if history else None, rows_are_events=rows_are_events)
         files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
         found = audit(spark, parsed, settings, history=files, begins=offsets)
     publish(found, report, "dedup spark audit", as_json=as_json)
@@ -515,13 +515,12 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.tables import keep_rejected, output_records, table_rows, upsert_delta, upsert_jdbc
 
     began_s = time.monotonic()
-    parsed = read_topology(topology)
+    parsed = _fit_for(read_topology(topology), fmt if inputs else None)
     to = _target(delta, jdbc, table, user)
     needs = {"kafka": not inputs, "delta": delta is not None, "jdbc": jdbc is not None}
     packages = _packages(conf, fmt if inputs else None, delta, rejected, *(inputs or ()), **needs)
     with _job("upsert", parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
-            _refuse_unframed(parsed, fmt)
             records = read_files(spark, inputs, fmt).records
         else:
             records = output_records(spark, parsed, read_settings(config, overrides))
