@@ -103,6 +103,8 @@ def main() -> None:
     measure("field uuid, its name again deeper", event_id, elsewhere, ts)
     escaped = [value.replace(b"/catalogue", b'\\n\\"\\u00e9') for value in events]
     measure("field uuid, escapes in every value", event_id, escaped, ts)
+    framed = [b"\0\0\0\0\7" + value for value in events]
+    measure("field uuid, field time ms, json_schema", event_id, framed, ts, fmt="json_schema")
     one_odd = [*events[:-1], b'{"event_id": 1.5, "ts": 1}']
     measure("field uuid, one odd value a batch", event_id, one_odd, ts)
     measure("key, json", KeyRule(), events, RecordTime())

@@ -232,6 +232,8 @@ _OTHER_FORMAT: Final = "The producers send another format, or the topic is wrong
 _REMEDIES: Final[Mapping[str, str]] = {
     "not_json": _OTHER_FORMAT,
     "not_utf8": _OTHER_FORMAT,
+    "wrong_magic_byte": "The producers do not frame values: compare `source.format` with what they send.",
+    "schema_id_missing": "Compare `source.schema_id` with what the producers send.",
     "future_time": "Compare the clocks of this machine and of the producers.",
     "refused_by_broker": "Compare max.message.bytes of the topics with the size of the records.",
     "id_missing": "Compare `tracking_id` with what the producers send.",

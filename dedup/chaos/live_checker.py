@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, Self
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from dedup.core.extract import compile_extractor
 from dedup.errors import BrokerUnavailable
+from dedup.topology.model import extractor_of
 from dedup.verify.evidence import VERDICT_HEADER, header
 from dedup.verify.kafka_reader import RecordColumns, client_config
 
@@ -134,9 +134,7 @@ class LiveChecker:
             raise ValueError(f"{topology.name} forwards nothing: it has no output topic")
         self._topic: Final = topology.output.topic
         self._guard_ms: Final = topology.window.guard_ms
-        self._extract: Final = compile_extractor(
-            topology.tracking_id, topology.event_time, fmt=topology.source.format, fingerprint=False
-        )
+        self._extract: Final = extractor_of(topology, fingerprint=False)
         # If conflicts are forwarded, an ID may be in the output a second time, with another payload.
         self._by_payload: Final = topology.fingerprints_wanted
         self._next: Final = dict(ends)

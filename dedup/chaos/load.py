@@ -18,6 +18,7 @@ from confluent_kafka.cimpl import NewTopic
 
 from dedup.core.event_time import FieldTime
 from dedup.core.fold import OnConflict
+from dedup.core.framing import framed
 from dedup.core.partitioner import partitions as partitions_of
 from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule
 from dedup.errors import BrokerUnavailable
@@ -101,16 +102,20 @@ class MadeRecords:
 
     def at(self, now_ms: int) -> Made:
         """Return the next record: a repeated record, or a new record with the event time ``now_ms``."""
-        dice = self._dice
+        dice, is_json = self._dice, self._topology.source.format != "bytes"
         if self._sent and dice.random() < _REPEATS:
             made = self._sent[-1 - int(dice.random() ** 3 * len(self._sent))]
             changed = self._topology.fingerprints_wanted and dice.random() < _REPEATS
             # With `on_conflict: fail`, a conflict would stop the workers.
-            if changed and self._topology.on_conflict is not OnConflict.FAIL and self._topology.source.format == "json":
+            if (
+                changed
+                and self._topology.on_conflict is not OnConflict.FAIL
+                and self._topology.source.format != "bytes"
+            ):
                 return replace(made, value=made.value.replace(_PADDING.encode(), b"y" * len(_PADDING)))
             return made
         made = self.new(now_ms)
-        if self._topology.source.format == "json" and dice.random() < _BAD:
+        if is_json and dice.random() < _BAD:
             return replace(made, value=b'{"broken":')
         if len(self._sent) < _REMEMBERED:
             self._sent.append(made)
@@ -143,7 +148,8 @@ class MadeRecords:
             document = _with(document, event_time.path, written)
         topic = self._dice.choice(self._topology.source.topics)
         (partition,) = partitions_of([text.encode()], self._partitions[topic])
-        return Made(topic, partition, text.encode(), json.dumps(document).encode(), headers, now_ms)
+        value, added = framed(self._topology.source.framing, json.dumps(document).encode())
+        return Made(topic, partition, text.encode(), value, (*headers, *added), now_ms)
 
 
 def _with(here: Any, path: Path, value: object) -> Any:  # noqa: ANN401  # a JSON value

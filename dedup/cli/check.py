@@ -242,6 +242,8 @@ def try_records(
 
     FILE contains one JSON value per line. The lines are judged in order, as if they were the records of one partition.
     With --envelope, each line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}.
+    In place of "value", "value_base64" takes any bytes. With `source.format: json_schema`, `dedup try` adds the framing
+    to each JSON value.
 
     Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
     """
@@ -258,7 +260,7 @@ def try_records(
     except OSError as error:
         raise AuthorMistake([Problem(name, f"cannot be read: {error.strerror}; name a file")]) from error
     with opened as lines:
-        for entry in entries(lines, name=name, envelope=envelope, start_ms=start_ms):
+        for entry in entries(lines, name=name, envelope=envelope, start_ms=start_ms, framing=parsed.source.framing):
             judgment = judge.judge(entry)
             counts[judgment.verdict] += 1
             typer.echo(judgment.as_json() if as_json else judgment.as_text())

@@ -95,6 +95,15 @@ def open_session(
     return session_for(topology, master=master, packages=packages, conf=pairs_of("--conf", conf))
 
 
+def _fit_for(topology: Topology, fmt: InputFormat | None, *, rows_are_events: bool = False) -> Topology:
+    """Return the topology. Raises SettingsError if a history of this format lacks the framing that it reads."""
+    if topology.source.framing is not None and (fmt == "json" or rows_are_events):
+        option = "--rows-are-events" if rows_are_events else "--format json"
+        text = "has values without the framing of `source.format: json_schema`; read records, or use `format: json`"
+        raise SettingsError([Problem(option, text)])
+    return topology
+
+
 def _packages(conf: list[str] | None, fmt: InputFormat | None, *places: str | None, **wanted: bool) -> list[Package]:
     """Return the packages in ``wanted``, and those that the input format and the paths in ``places`` need."""
     wanted["delta"] = wanted.get("delta", False) or fmt in {"delta", "table"}
@@ -280,7 +289,8 @@ def backfill_command(
     from dedup.spark.batch_verdicts import Counts
     from dedup.spark.files import read_files
 
-    parsed, format_of = read_topology(topology), fmt if inputs else None
+    format_of = fmt if inputs else None
+    parsed = _fit_for(read_topology(topology), format_of, rows_are_events=rows_are_events)
     packages = _packages(conf, format_of, out, *(inputs or ()), kafka=not inputs, delta=out_format == "delta")
     with _job("backfill", parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
@@ -337,7 +347,7 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.incremental import incremental
     from dedup.spark.incremental_input import NewFiles, NewVersions
 
-    parsed = read_topology(topology)
+    parsed = _fit_for(read_topology(topology), fmt, rows_are_events=rows_are_events)
     now_ms = None if now is None else time_of("--now", now)
     packages = _packages(conf, fmt, out, *inputs, delta=True)
     with _job("incremental", parsed, master, conf, packages, quiet=quiet) as spark:
@@ -389,6 +399,7 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.seed import SeedOptions, seed
 
     parsed, settings = read_both(topology, config, overrides)
+    _fit_for(parsed, fmt if history else None, rows_are_events=rows_are_events)
     example = "latest, 2024-01-01T00:00:00Z or orders/0=1200,orders/1=900"
     if "=" in until:
         begins: Until = _parse_offsets(until, "--until")
@@ -444,6 +455,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     dedup spark audit topologies/orders.yaml --history /data/orders --config config/production.yaml
     """
     parsed, settings = read_both(topology, config, overrides)
+    _fit_for(parsed, fmt if history else None, rows_are_events=rows_are_events)
     offsets = None if begins is None else _parse_offsets(begins, "--from")
     refuse_no_page(report)
     # Importing Spark takes seconds, so errors that can be found without Spark are reported first.
@@ -503,7 +515,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.tables import keep_rejected, output_records, table_rows, upsert_delta, upsert_jdbc
 
     began_s = time.monotonic()
-    parsed = read_topology(topology)
+    parsed = _fit_for(read_topology(topology), fmt if inputs else None)
     to = _target(delta, jdbc, table, user)
     needs = {"kafka": not inputs, "delta": delta is not None, "jdbc": jdbc is not None}
     packages = _packages(conf, fmt if inputs else None, delta, rejected, *(inputs or ()), **needs)

@@ -9,12 +9,13 @@ from typing import Final, Literal
 
 import msgspec
 
-from dedup.core.extract import Extractor, compile_extractor
+from dedup.core.extract import Extractor
 from dedup.core.fold import Outcome, Rows, Sightings, fold
+from dedup.core.framing import HEADER, SchemaIdPlace, framed
 from dedup.core.window import Feed, Sighting, StreamTime
 from dedup.errors import AuthorMistake, Problem
 from dedup.quantities import format_duration, instant
-from dedup.topology.model import LateForward, LateTo, Topology
+from dedup.topology.model import LateForward, LateTo, Topology, extractor_of
 
 _FEED: Final = Feed(0, 0)
 _EXEMPT: Final = {
@@ -63,14 +64,34 @@ class _Envelope(msgspec.Struct):
     key: str | None = None
     headers: dict[str, str] = {}
     timestamp: int | None = None
+    value_base64: bytes | None = None
+    """The bytes of the value, which msgspec decodes from base64."""
+
+    def record(self, framing: SchemaIdPlace | None) -> tuple[bytes | None, bytes | None, tuple[tuple[str, bytes], ...]]:
+        """Return the key, the value, and the headers. Raises ValueError if there are two values."""
+        key = None if self.key is None else self.key.encode()
+        headers = tuple((header, content.encode()) for header, content in self.headers.items())
+        value = bytes(self.value)
+        if self.value_base64 is not None:
+            if value != b"null":
+                raise ValueError("it has both value and value_base64")
+            return key, self.value_base64, headers
+        if value == b"null":
+            return key, None, headers
+        if HEADER in self.headers and framing != "prefix":
+            return key, value, headers
+        value, added = framed(framing, value)
+        return key, value, (*headers, *added)
 
 
-def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int) -> Iterator[Entry]:
+def entries(
+    lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int, framing: SchemaIdPlace | None
+) -> Iterator[Entry]:
     """Yield the records in a file, and skip blank lines.
 
     Line n has the timestamp ``start_ms`` plus n-1 seconds, unless ``envelope`` is set and the line contains a
-    timestamp. The value of a record does not need to be JSON. Raises AuthorMistake if ``envelope`` is set and a line is
-    not an envelope.
+    timestamp. The value of a record does not need to be JSON. Values get the ``framing`` that the topology reads,
+    unless they are base64. Raises AuthorMistake if ``envelope`` is set and a line is not an envelope.
     """
     for number, line in enumerate(lines, 1):
         text = line.rstrip(b"\r\n")
@@ -78,17 +99,16 @@ def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int)
             continue
         timestamp_ms = start_ms + (number - 1) * 1_000
         if not envelope:
-            yield Entry(number, None, text, (), timestamp_ms)
+            yield Entry(number, None, *framed(framing, text), timestamp_ms)
             continue
         try:
             whole = msgspec.json.decode(text, type=_Envelope)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            key, value, headers = whole.record(framing)
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
             remedy = 'write {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}, or leave --envelope out'
             raise AuthorMistake([Problem(f"{name}:{number}:1", f"is not an envelope ({error}); {remedy}")]) from error
-        key, value = None if whole.key is None else whole.key.encode(), bytes(whole.value)
-        headers = tuple((header, content.encode()) for header, content in whole.headers.items())
         at_ms = timestamp_ms if whole.timestamp is None else whole.timestamp
-        yield Entry(number, key, None if value == b"null" else value, headers, at_ms)
+        yield Entry(number, key, value, headers, at_ms)
 
 
 class RecordJudge:
@@ -97,13 +117,7 @@ class RecordJudge:
     def __init__(self, topology: Topology, *, now_ms: int) -> None:
         self._topology: Final = topology
         self._now_ms: Final = now_ms
-        self._extractor: Final[Extractor] = compile_extractor(
-            topology.tracking_id,
-            topology.event_time,
-            fmt=topology.source.format,
-            fingerprint=topology.fingerprints_wanted,
-            fingerprint_exclude=topology.fingerprint_exclude,
-        )
+        self._extractor: Final[Extractor] = extractor_of(topology)
         self._stream_time = StreamTime.before([_FEED])
         self._known: Final[dict[bytes, dict[int, Sightings]]] = {}
 

@@ -26,6 +26,8 @@ from dedup.connect.database import (
 from dedup.connect.dead_letter_producer import RejectedRecord
 from dedup.core.event_time import rfc3339_ms
 from dedup.core.exact_json import Number, Unreadable, canonical_json, decode
+from dedup.core.extract_one import Headers
+from dedup.core.framing import payload_of
 from dedup.core.json_path import Path
 from dedup.errors import StateIncompatible
 from dedup.kafka.record_batch import Columns
@@ -55,6 +57,7 @@ class RowMaker:
 
     def __init__(self, topology: Topology, columns: Sequence[SinkColumn]) -> None:
         self._extract: Final = extractor_of(topology)
+        self._framing: Final = topology.source.framing
         self._columns: Final = [(column.name, _CONVERTERS[column.type], column.path) for column in columns]
         self._exact: Final = any(column.type == "json" for column in columns)
 
@@ -63,13 +66,13 @@ class RowMaker:
         made = SinkRows()
         for source, columns in batches:
             found = self._extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
-            records = zip(found.ids, found.times_ms, columns.keys, columns.values, strict=True)
-            for at, (tracking_id, time_ms, key, value) in enumerate(records):
+            records = zip(found.ids, found.times_ms, columns.keys, columns.values, columns.headers, strict=True)
+            for at, (tracking_id, time_ms, key, value, headers) in enumerate(records):
                 fault = found.faults.get(at)
                 if fault is not None:
                     made.bad.append(RejectedRecord(source, columns, at, fault.code, fault.detail))
                     continue
-                payload = self._payload(value) if self._columns else (key, value)
+                payload = self._payload(value, headers) if self._columns else (key, value)
                 if isinstance(payload, tuple):
                     made.rows.append((tracking_id, time_ms, *payload))
                     made.records.append((source, columns, at))
@@ -77,11 +80,13 @@ class RowMaker:
                     made.bad.append(RejectedRecord(source, columns, at, "wrong_type", payload))
         return made
 
-    def _payload(self, value: bytes | None) -> Row | str:
+    def _payload(self, value: bytes | None, headers: Headers) -> Row | str:
         """Return the values of the columns, or a sentence about a value that has the wrong type."""
         if value is None:
             return (None,) * len(self._columns)
         try:
+            if self._framing is not None:
+                value = payload_of(self._framing, value, headers)
             # Decoding numbers exactly takes time, and only columns of type json need it.
             record = decode(value) if self._exact else orjson.loads(value)
         except (ValueError, Unreadable) as error:

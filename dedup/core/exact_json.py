@@ -162,7 +162,7 @@ def decode(value: bytes) -> JsonValue:
     try:
         text = value.decode()
     except UnicodeDecodeError as error:
-        raise _no_json(value, "not_utf8", f"the value is not UTF-8 (byte {error.start})") from None
+        raise with_foreign_format(value, "not_utf8", f"the value is not UTF-8 (byte {error.start})") from None
     if len(text) > MAX_DEPTH and _depth(text) > MAX_DEPTH:
         raise Unreadable("too_deep", f"the value is nested more than {MAX_DEPTH} levels deep")
     # json.loads is not used, because it guesses encodings. The text of JSONDecodeError is not used, because it reveals
@@ -172,14 +172,15 @@ def decode(value: bytes) -> JsonValue:
         decoded, end = _DECODER.raw_decode(stripped)
     except json.JSONDecodeError as error:
         text = f"the value is not JSON (character {error.pos} of {len(stripped)})"
-        raise _no_json(value, "not_json", text) from None
+        raise with_foreign_format(value, "not_json", text) from None
     if end != len(stripped):
         raise Unreadable("not_json", f"the value continues after its JSON ends (character {end} of {len(stripped)})")
     found: JsonValue = decoded
     return found
 
 
-def _no_json(value: bytes, code: str, detail: str) -> Unreadable:
+def with_foreign_format(value: bytes, code: str, detail: str) -> Unreadable:
+    """Return an error that also names the format that the value seems to have, if its first bytes suggest one."""
     found = foreign_format(value)
     if found is None:
         return Unreadable(code, detail)

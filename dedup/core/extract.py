@@ -43,6 +43,7 @@ from dedup.core.extract_one import (
     normalize_bytes,
     value_digest,
 )
+from dedup.core.framing import SchemaIdPlace, payloads_of
 from dedup.core.json_path import Path
 from dedup.core.tracking_id import (
     CONTENT,
@@ -389,6 +390,7 @@ def compile_extractor(
     fmt: Format,
     fingerprint: bool,
     fingerprint_exclude: tuple[Path, ...] = (),
+    schema_id: SchemaIdPlace = "auto",
 ) -> Extractor:
     """Return a topology's extractor. Raises ValueError if the topology's rules can never find an ID or a time."""
     if fmt == "bytes" and isinstance(tracking_id.rule, FieldRule | FieldsRule | ContentRule):
@@ -397,7 +399,7 @@ def compile_extractor(
         raise ValueError("format bytes has no fields; use format json, or event_time: record")
     if isinstance(tracking_id.rule, FieldsRule) and not tracking_id.rule.paths:
         raise ValueError("fields is empty; name at least one path")
-    return Extractor(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude))
+    return Extractor(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude, schema_id))
 
 
 class _Batch(NamedTuple):
@@ -428,7 +430,7 @@ class Extractor:
             case _:
                 paths = ()
         time = recipe.event_time if isinstance(recipe.event_time, FieldTime) else None
-        self._json: Final = compile_columns(paths, time) if recipe.fmt == "json" else None
+        self._json: Final = None if recipe.fmt == "bytes" else compile_columns(paths, time)
         parts = len(paths) if isinstance(recipe.tracking_id.rule, FieldsRule) else 0
         self._memos: Final = [PartMemo(recipe.tracking_id.normalize) for _ in range(parts)]
         self._normalize: Final = normalizer(recipe.tracking_id.normalize)
@@ -444,7 +446,7 @@ class Extractor:
         return self._extract(_Batch(keys, values, headers, timestamps_ms))
 
     def _extract(self, batch: _Batch) -> Extracted:
-        if len(batch.values) <= _FEW or (self._json is None and self.recipe.fmt == "json"):
+        if len(batch.values) <= _FEW or (self._json is None and self.recipe.fmt != "bytes"):
             return self._one_by_one(batch)
         found = self._in_columns(batch)
         if found is not None:
@@ -497,21 +499,27 @@ class Extractor:
             return None
         members: list[list[str | int]] = []
         times_ms: list[int] | None = None
+        payloads: Sequence[bytes | None] | None = batch.values
+        if self.recipe.fmt == "json_schema":
+            payloads = payloads_of(self.recipe.schema_id, batch.values, batch.headers)
+        if payloads is None:
+            return None
         if self._json is not None:
-            decoded = self._json.decode(batch.values)
+            decoded = self._json.decode(payloads)
             if decoded is None:
                 return None
             members, times_ms = decoded
-        ids = self._ids(batch, members)
+        ids = self._ids(batch, payloads, members)
         if ids is None:
             return None
         fingerprints = None
         if self.recipe.fingerprint:
-            fingerprints = [self._fingerprint(value) for value in batch.values if value is not None]
+            fingerprints = [self._fingerprint(payload) for payload in payloads if payload is not None]
         return Extracted(list(ids), list(batch.timestamps_ms) if times_ms is None else times_ms, fingerprints, {})
 
-    def _ids(self, batch: _Batch, members: list[list[str | int]]) -> list[bytes] | None:
-        values = (value for value in batch.values if value is not None)
+    def _ids(
+        self, batch: _Batch, payloads: Sequence[bytes | None], members: list[list[str | int]]
+    ) -> list[bytes] | None:
         match self.recipe.tracking_id.rule:
             case KeyRule():
                 return self._bytes(batch.keys)
@@ -525,19 +533,19 @@ class Extractor:
             case FieldsRule():
                 return composite_keys(members, self._memos)
             case RawContentRule():
-                return bytes_keys(list(values))
+                return bytes_keys([value for value in batch.values if value is not None])
             case ContentRule(exclude):
                 with suppress(Unreadable):
-                    return [state_key(CONTENT + content_of(value, exclude)) for value in values]
+                    return [state_key(CONTENT + content_of(each, exclude)) for each in payloads if each is not None]
                 return None
             case never:
                 assert_never(never)
 
-    def _fingerprint(self, value: bytes) -> bytes:
-        if self.recipe.fmt == "json":
+    def _fingerprint(self, payload: bytes) -> bytes:
+        if self.recipe.fmt != "bytes":
             with suppress(Unreadable):
-                return content_digest(content_of(value, self.recipe.fingerprint_exclude))
-        return value_digest(value)
+                return content_digest(content_of(payload, self.recipe.fingerprint_exclude))
+        return value_digest(payload)
 
     def _bytes(self, column: Sequence[bytes | None]) -> list[bytes] | None:
         present = [value for value in column if value is not None]

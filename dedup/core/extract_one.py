@@ -26,6 +26,7 @@ from dedup.core.exact_json import (
     canonical_json,
     look_up,
 )
+from dedup.core.framing import SchemaIdPlace, payload_of
 from dedup.core.json_path import Path, format_path
 from dedup.core.tracking_id import (
     ContentRule,
@@ -39,7 +40,7 @@ from dedup.core.tracking_id import (
     state_key,
 )
 
-Format = Literal["json", "bytes"]
+Format = Literal["json", "json_schema", "bytes"]
 Headers = Sequence[tuple[str, bytes | None]]
 
 _FINGERPRINT_BYTES: Final = 8
@@ -95,6 +96,8 @@ class Recipe:
     fmt: Format = "json"
     fingerprint: bool = False
     fingerprint_exclude: tuple[Path, ...] = ()
+    schema_id: SchemaIdPlace = "auto"
+    """Where the schema ID is, with format json_schema."""
 
 
 class _MissingId(NotJudged):
@@ -110,17 +113,19 @@ def extract_one(
 
     The order of faults is TOMBSTONE, UNREADABLE, MISSING_ID, BAD_TIME. A null value is a TOMBSTONE if the ID or the
     event time comes from the value. If the ID comes from the key or a header, MISSING_ID is reported before TOMBSTONE.
-    With format json, a value that is not JSON is UNREADABLE even if only the key or a header is needed.
+    A value that does not have its format, JSON or JSON behind a framing, is UNREADABLE even if only the key or a header
+    is needed.
     """
     try:
         if value is None:
             return _of_tombstone(recipe, key, headers, timestamp_ms)
-        content = exact_json.decode(value) if recipe.fmt == "json" else ABSENT
+        payload = payload_of(recipe.schema_id, value, headers) if recipe.fmt == "json_schema" else value
+        content = ABSENT if recipe.fmt == "bytes" else exact_json.decode(payload)
         time = recipe.event_time
         found = look_up(content, time.path) if isinstance(time, FieldTime) else ABSENT
         canonical = _canonical_id(recipe.tracking_id, key, value, headers, content)
         time_ms = time_ms_of(found, time) if isinstance(time, FieldTime) else timestamp_ms
-        return One(state_key(canonical), time_ms, _fingerprint(recipe, value, content))
+        return One(state_key(canonical), time_ms, _fingerprint(recipe, payload, content))
     except NotJudged as refused:
         return Fault(FaultKind(refused.kind), refused.code, refused.detail, refused.format_name)
 
@@ -232,14 +237,14 @@ def _of_text(text: str, tracking_id: TrackingId, place: str) -> bytes:
         raise Unreadable("lone_surrogate", f"{place} has an unpaired surrogate, which UTF-8 cannot encode") from None
 
 
-def _fingerprint(recipe: Recipe, value: bytes, content: JsonValue | Absent) -> bytes:
-    """Return the fingerprint of a value's canonical JSON, or of its raw bytes if it has no canonical JSON."""
+def _fingerprint(recipe: Recipe, payload: bytes, content: JsonValue | Absent) -> bytes:
+    """Return the fingerprint of a payload's canonical JSON, or of its raw bytes if it has no canonical JSON."""
     if not recipe.fingerprint:
         return b""
     if not isinstance(content, Absent):
         with suppress(Unreadable):
             return content_digest(canonical_json(content, exact_json.excluded(recipe.fingerprint_exclude)))
-    return value_digest(value)
+    return value_digest(payload)
 
 
 def content_digest(canonical: bytes) -> bytes:

@@ -130,8 +130,9 @@ def _without_columns(topology: Topology) -> Iterator[Problem]:
         yield Problem("tracking_id", f"is taken from the record's key or a header, {lacks}")
     if isinstance(topology.event_time, RecordTime):
         yield Problem("event_time", f"is the record's timestamp, {lacks}")
-    if topology.source.format == "bytes":
-        yield Problem("source.format", f"bytes reads an opaque value, {lacks}")
+    reads = {"bytes": "an opaque value", "json_schema": "a schema registry's framing"}.get(topology.source.format)
+    if reads is not None:
+        yield Problem("source.format", f"{topology.source.format} reads {reads}, {lacks}")
 
 
 def _records(df: DataFrame, shape: Shape) -> DataFrame:

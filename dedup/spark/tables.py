@@ -20,10 +20,11 @@ from typing import Any, Final, cast
 
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as fn
 from pyspark.sql import types as t
 
+from dedup.core.framing import HEADER, PREFIX_BYTES, SchemaIdPlace
 from dedup.errors import DedupError, InvariantBroken, Problem, SettingsError, StateIncompatible
 from dedup.settings import Settings
 from dedup.spark.columns import identified
@@ -39,6 +40,7 @@ ORDER: Final = ("order_value", "order_partition", "order_offset")
 _EVENT_TIME, _OFFSET = "event_time", "offset"
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?")
 _BAD_JSON: Final = "_dedup_bad_json"
+_MOST_BYTES: Final = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,9 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
         # silently become null.
         asked = t.StructType([*payload.fields, t.StructField(_BAD_JSON, t.StringType())])
         options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _BAD_JSON}
-        known = known.withColumn("_payload", fn.from_json(fn.col("value").cast("string"), asked, options))
+        known = known.withColumn(
+            "_payload", fn.from_json(_json_of(topology.source.framing).cast("string"), asked, options)
+        )
         # Spark parses an empty or blank value as null and does not report it.
         unread = fn.col("value").isNotNull() & fn.col("_payload").isNull()
         bad = fn.col(f"_payload.{_BAD_JSON}").isNotNull() | unread
@@ -165,6 +169,17 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
         fn.coalesce("offset", fn.lit(-1)).cast("long").alias("order_offset"),
     )
     return TableRows(rows, marked.where("reason IS NOT NULL").select(*records.columns, "reason", "detail"))
+
+
+def _json_of(framing: SchemaIdPlace | None) -> Column:
+    """Return the column `value` without its framing. Rows whose framing is damaged have a fault in `dedup_fault`."""
+    value = fn.col("value")
+    if framing in {None, "header"}:
+        return value
+    behind = value.substr(PREFIX_BYTES + 1, _MOST_BYTES)
+    if framing == "prefix":
+        return behind
+    return fn.when(fn.exists("headers", lambda header: header["key"] == HEADER), value).otherwise(behind)
 
 
 def output_records(spark: SparkSession, topology: Topology, settings: Settings) -> DataFrame:

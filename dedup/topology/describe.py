@@ -26,6 +26,7 @@ _ARROW_HEAD: Final = (
     '<path d="M0 0L8 4L0 8z" fill="#555"/></marker>'
 )
 
+_SCHEMA_IDS: Final = {"auto": "in the header or prefix", "header": "in the header", "prefix": "in the prefix"}
 _OUTSIDE: Final = "forwarded, marked; outside the guarantee"
 _STOPS: Final = "stops the worker"
 _FILLS: Final = {"topic": "#eef4fb", "agent": "#fdf3e0", "table": "#e9f5ea"}
@@ -196,8 +197,10 @@ def _agent_facts(topology: Topology) -> Iterator[tuple[str, str]]:
 
 
 def _topic_facts(topology: Topology) -> Iterator[tuple[str, str]]:
-    for topic in topology.source.topics:
-        yield topic, f"read, {topology.source.format}, from {topology.source.start}"
+    source = topology.source
+    read = source.format + ("" if source.framing is None else f" with the schema id {_SCHEMA_IDS[source.framing]}")
+    for topic in source.topics:
+        yield topic, f"read, {read}, from {source.start}"
     labels = dict(topology.outlets)
     for topic in topology.written_topics:
         if topic == topology.repartition_topic and not topology.direct:

@@ -167,6 +167,9 @@ def _tracking_id(topology: Topology) -> Iterator[Finding]:
         if topology.fingerprints_wanted and not (isinstance(rule, ContentRule) and rule.exclude):
             text = "conflicts and on_conflict have no effect: records with equal content have equal payloads."
             yield warning("no_conflicts_possible", text)
-    if isinstance(rule, RawContentRule) and topology.source.format == "json":
-        text = "tracking_id.content: true compares bytes: a change of white space or member order makes a new event."
+    if isinstance(rule, RawContentRule) and topology.source.format != "bytes":
+        change = "a change of white space or member order"
+        if topology.source.format == "json_schema":
+            change = "a change of white space, member order, or schema id"
+        text = f"tracking_id.content: true compares bytes: {change} makes a new event."
         yield warning("bytes_compared", text)

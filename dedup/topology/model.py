@@ -11,7 +11,9 @@ from typing import Final, Literal, Self, assert_never
 
 from dedup.core.event_time import EventTime, FieldTime, RecordTime
 from dedup.core.extract import Extractor, compile_extractor
+from dedup.core.extract_one import Format
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone, Rules
+from dedup.core.framing import SchemaIdPlace
 from dedup.core.json_path import Path, format_path
 from dedup.core.tracking_id import (
     ENCODING_VERSION,
@@ -36,7 +38,6 @@ _MOST_ALONE: Final = 16
 _AUTO_GROUPS: Final = 8
 _MOST_AUTO: Final = 64
 
-Format = Literal["json", "bytes"]
 SubTopology = Literal["dedup", "repartition"]
 """The two sub-topologies, each of which has its own kind of task."""
 
@@ -50,6 +51,13 @@ class SourceSpec:
     partitioned_by_tracking_id: bool = False
     """True if the producers put equal IDs into the same partition."""
     start: Start = "earliest"
+    schema_id: SchemaIdPlace = "auto"
+    """Where the schema ID of a value is, with format json_schema."""
+
+    @property
+    def framing(self) -> SchemaIdPlace | None:
+        """Where the schema ID of a value is, or None if values have no framing."""
+        return self.schema_id if self.format == "json_schema" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,12 +305,16 @@ def rule_text(rule: Rule) -> str:
             assert_never(never)
 
 
-def extractor_of(topology: Topology) -> Extractor:
-    """Return the extractor of IDs, event times, and, if the topology compares payloads, payload fingerprints."""
+def extractor_of(topology: Topology, *, fingerprint: bool = True) -> Extractor:
+    """Return the extractor of IDs, event times, and, if the topology compares payloads, payload fingerprints.
+
+    Without ``fingerprint``, payloads have no fingerprints.
+    """
     return compile_extractor(
         topology.tracking_id,
         topology.event_time,
         fmt=topology.source.format,
-        fingerprint=topology.fingerprints_wanted,
+        fingerprint=fingerprint and topology.fingerprints_wanted,
         fingerprint_exclude=topology.fingerprint_exclude,
+        schema_id=topology.source.schema_id,
     )

@@ -46,7 +46,7 @@ _SINK_LETTERS: Final = "the topic of the sink's dead letters"
 
 def parse(text: str, *, name: str) -> Topology:
     """Parse the text of the topology file ``name``. Raises TopologyError, which lists every problem in the file."""
-    return _topology(checked_file(text, name, TopologyFile, (_one_rule, _bytes_have_no_fields, _one_role_each)))
+    return _topology(checked_file(text, name, TopologyFile, (_one_rule, _format_fits, _one_role_each)))
 
 
 def checked_file(text: str, name: str, model: type[_File], checks: Iterable[_Check]) -> _File:
@@ -91,7 +91,7 @@ def _topology(file: TopologyFile) -> Topology:
     conflicts = file.conflicts if isinstance(file.conflicts, ConflictsFile) else ConflictsFile(topic=file.conflicts)
     return Topology(
         name=file.name,
-        source=SourceSpec(tuple(source.topics), source.format, declared or implied, source.start),
+        source=SourceSpec(tuple(source.topics), source.format, declared or implied, source.start, source.schema_id),
         tracking_id=tracking_id,
         window=Window(file.guard_period, grace_ms, file.extend, cap_ms if file.extend else 0),
         dead_letter=file.dead_letter or f"{side_prefix}.dead-letter",
@@ -164,8 +164,13 @@ def _one_rule(document: Document) -> Iterator[Problem]:
         yield Problem(place, f"tracking_id: {' and '.join(written)} exclude each other; keep exactly one")
 
 
-def _bytes_have_no_fields(document: Document) -> Iterator[Problem]:
-    if document.get(("source", "format")) != "bytes":
+def _format_fits(document: Document) -> Iterator[Problem]:
+    """Report keys that the format of the values leaves without a meaning."""
+    found = document.get(("source", "format"))
+    schema_id: At = ("source", "schema_id")
+    if found != "json_schema" and document.has(schema_id):
+        yield Problem(document.place_of_key(schema_id), "source.schema_id: needs `source.format: json_schema`")
+    if found != "bytes":
         return
     fields: list[At] = [("tracking_id", "field"), ("tracking_id", "fields"), ("tracking_id", "content", "exclude")]
     for at in [*fields, ("event_time", "field"), ("conflicts", "exclude")]:

@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic_core.core_schema import no_info_after_validator_function, str_schema
 
 from dedup.core.event_time import TimeUnit, rfc3339_ms
+from dedup.core.framing import SchemaIdPlace
 from dedup.core.json_path import Path, format_path, parse_path
 from dedup.core.tracking_id import Normalizing
 from dedup.quantities import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
@@ -119,10 +120,10 @@ _True = Annotated[
     accepting(lambda value: value is True, "takes true only; leave it out to use another rule", kind=BeforeValidator),
 ]
 _Format = Annotated[
-    Literal["json", "bytes"],
+    Literal["json", "json_schema", "bytes"],
     accepting(
-        lambda text: str(text).lower() not in {"avro", "protobuf", "json_schema", "json-schema"},
-        '"{}" is not supported; use json, or bytes with the ID in the key or a header',
+        lambda text: str(text).lower() not in {"avro", "protobuf"},
+        '"{}" is not supported; use json, json_schema, or bytes with the ID in the key or a header',
         kind=BeforeValidator,
     ),
 ]
@@ -219,7 +220,11 @@ class SourceFile(Keys):
     topics: Annotated[list[_Topic], some("topic")] = Field(json_schema_extra={"minItems": 1})
     """Topics to read. Several topics are always repartitioned."""
     format: _Format = "json"
-    """Format of values. With bytes, values are not parsed, so the ID is the key, a header, or the whole value."""
+    """Format of values. With json_schema, values are JSON with a schema registry's framing, and no registry is needed.
+    With bytes, values are not parsed, so the ID is the key, a header, or the whole value."""
+    schema_id: SchemaIdPlace = "auto"
+    """Where the schema ID is, with format json_schema: in the header __value_schema_id, in the first 5 bytes of the
+    value (prefix), or in the header if the record has it, else in the prefix (auto)."""
     partitioned_by: Literal["tracking_id"] | None = Field(
         default=None,
         description="Declares that producers put equal IDs into the same partition. If this key is missing, records go "

@@ -13,11 +13,10 @@ non-transactional commit. If there is a replay mark but no position, nothing is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from dedup.core.event_time import RecordTime
-from dedup.core.extract import compile_extractor
 from dedup.core.partitioner import partitions
 from dedup.errors import CommitUnknown, Problem, RecordRefused, SettingsError, StateIncompatible
 from dedup.kafka.client import KafkaWire
@@ -27,7 +26,7 @@ from dedup.kafka.topic_admin import Group
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import Position, TopicPartition
 from dedup.settings import Settings
-from dedup.topology.model import Topology
+from dedup.topology.model import Topology, extractor_of
 from dedup.worker.offsets import bounds_of, committed_offset
 from dedup.worker.record_collector import DETAIL, REASON, REPLAYED, SOURCE, TIMESTAMP, VERDICT
 from dedup.worker.topics import Cluster
@@ -236,8 +235,7 @@ class Replay:
             return TopicPartition(output, source.partition)
         key = columns.keys[row]
         if key is None:
-            rule, fmt = self.topology.tracking_id, self.topology.source.format
-            extract = compile_extractor(rule, RecordTime(), fmt=fmt, fingerprint=False)
+            extract = extractor_of(replace(self.topology, event_time=RecordTime()), fingerprint=False)
             key = extract([key], [columns.values[row]], [columns.headers[row]], [0]).ids[0] or b""
         count = self.cluster.topics[output].partitions
         return TopicPartition(output, partitions([key], count)[0])

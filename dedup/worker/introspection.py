@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final, assert_never, cast
@@ -19,9 +19,10 @@ from prometheus_client.utils import floatToGoString
 from yarl import URL
 
 from dedup.core.extract_one import Fault, Recipe, extract_one
+from dedup.core.framing import framed
 from dedup.core.json_path import Path
 from dedup.core.partitioner import partitions
-from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule
+from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule, Rule
 from dedup.core.window import Sighting
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.kafka.wire import TopicPartition
@@ -35,7 +36,7 @@ from dedup.worker_view import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPu
 
 _FRESH_S: Final = 2.0
 """Maximum age of a response from a partition's leader; the leader of a quiet partition responds five times a second."""
-_Record = tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]
+_Record = tuple[bytes | None, bytes | None, Sequence[tuple[str, bytes | None]]]
 Value = float | Durations | Mapping[str, float] | None
 """One sample's value (None if unknown), or a mapping from the values of the metric's last label to sample values."""
 
@@ -291,7 +292,8 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
     For example, the input ``7`` may stand for the string "7" or the number 7. Users write a composite ID as a JSON
     array of its parts, and a content ID as the content itself.
     """
-    recipe = Recipe(topology.tracking_id, fmt=topology.source.format)
+    source = topology.source
+    recipe = Recipe(topology.tracking_id, fmt=source.format, schema_id=source.schema_id)
     keys: list[bytes] = []
     why = "it is not one"
     for key, value, headers in _records(topology, text):
@@ -307,11 +309,21 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
 
 def _records(topology: Topology, text: str) -> list[_Record]:
     """Return one record for each ID that a user's input may stand for."""
-    match topology.tracking_id.rule:
+    rule, framing = topology.tracking_id.rule, topology.source.framing
+    if framing is not None and isinstance(rule, RawContentRule):
+        return [(None, text.encode(), []), (None, *framed("header", text.encode()))]  # the framing belongs to the ID
+    return [
+        (key, value, headers) if value is None else (key, *framed(framing, value))
+        for key, value, headers in _unframed(rule, topology.name, text)
+    ]
+
+
+def _unframed(rule: Rule, name: str, text: str) -> list[_Record]:
+    match rule:
         case KeyRule():
             return [(text.encode(), None, [])]
-        case HeaderRule(name):
-            return [(None, None, [(name, text.encode())])]
+        case HeaderRule(header):
+            return [(None, None, [(header, text.encode())])]
         case FieldRule(path):
             literals = [json.dumps(text), *([text] if _is_json(text) else [])]
             return [(None, _nested([(path, literal)]).encode(), []) for literal in literals]
@@ -319,7 +331,7 @@ def _records(topology: Topology, text: str) -> list[_Record]:
             parts = json.loads(text) if _is_json(text) else None
             if not isinstance(parts, list) or len(parts) != len(paths):
                 why = f"write it as a JSON array of its {len(paths)} parts"
-                raise SettingsError([Problem("ID", f"the ID of {topology.name!r} is composite; {why}")])
+                raise SettingsError([Problem("ID", f"the ID of {name!r} is composite; {why}")])
             pairs = [(path, json.dumps(part)) for path, part in zip(paths, parts, strict=True)]
             return [(None, _nested(pairs).encode(), [])]
         case ContentRule() | RawContentRule():

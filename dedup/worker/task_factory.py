@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from dedup.core.extract import compile_extractor
 from dedup.core.window import Feed
 from dedup.errors import InvariantBroken
 from dedup.kafka.consumer import TopicCheck
@@ -211,9 +210,7 @@ class TaskFactory:
             feeding=feeding,
             target=target.name,
             partitions=target.partitions,
-            extractor=compile_extractor(
-                topology.tracking_id, topology.event_time, fmt=source.format, fingerprint=False
-            ),
+            extractor=extractor_of(topology, fingerprint=False),
             topic=source.topics.index(feeding.topic),
             # `latest` would skip what producers sent to a new partition before a worker noticed it.
             start="earliest" if self.cluster.is_new(feeding) else source.start,

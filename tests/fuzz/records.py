@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.property.extract_cases import EVENTS
+from tests.property.extract_cases import EVENTS, framed
 
 NASTY = [
     b"\x00",
@@ -81,8 +81,11 @@ def mutated(dice: random.Random, values: list[bytes]) -> bytes:
     return value
 
 
-def records(dice: random.Random, count: int) -> Iterator[Record]:
-    """Yield records; stretches of good ones between, so that whole batches are taken in columns, too."""
+def records(dice: random.Random, count: int, *, framing: bool = False) -> Iterator[Record]:
+    """Yield records; stretches of good ones between, so that whole batches are taken in columns, too.
+
+    ``framing``: with a schema registry's framing before values or in headers, in some records damaged.
+    """
     values, good = corpus(), EVENTS[:6]
     for at in range(count):
         if at % STRETCH == 0:
@@ -94,5 +97,10 @@ def records(dice: random.Random, count: int) -> Iterator[Record]:
         headers: list[tuple[str, bytes | None]] = []
         if dice.random() < 0.3:
             headers = [(dice.choice(("h", "h", "g", "")), dice.choice((None, b"", b"x", value))) for _ in range(2)]
+        if framing:
+            value, added = framed(value, dice, 0 if clean else 0.3)
+            headers += added
+            if not clean and value is not None:
+                value = mutated(dice, [value])
         time_ms = dice.choice(TIMES_MS) if dice.random() < 0.1 else NOW_MS + dice.randrange(-200_000, 200_000)
         yield key, value, headers, time_ms

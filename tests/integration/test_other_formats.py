@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -73,3 +75,30 @@ def test_a_topic_of_framed_values_is_told_of_once_and_counted(make_job: MakeJob,
     assert worker.log.count("ERROR") == 1, worker.log
     assert worker.stop() == 0, worker.log
     assert worker.log.count("fewer than 95% of the records") == 1
+
+
+@pytest.mark.parametrize("hops", ["direct", "repartitioned"])
+def test_framed_values_are_forwarded_unchanged_and_verified(
+    make_job: MakeJob, topic_names: Callable[[str], str], hops: str
+) -> None:
+    source = {"topics": [topic_names("schema-in")], "format": "json_schema"}
+    if hops == "direct":
+        source["partitioned_by"] = "tracking_id"
+    conflicts = topic_names("conflicts")
+    job = make_job(document={"source": source, "idle_after": "1s", "conflicts": conflicts})
+    in_header = (("__value_schema_id", b"\x01" + b"g" * 16),)
+    events = [framed(number // 2 * 2) for number in range(200)]
+    events += [replace(event, value=(event.value or b"")[5:], headers=in_header) for event in events[:100:2]]
+    bad = [Event(0, b'{"id":"f-2"}', BASE_MS), Event(0, b"\0\0\0\1", BASE_MS)]
+    bad.append(replace(framed(8), headers=(("__value_schema_id", b"8"),)))
+    job.send([*events, *bad])
+    job.finish()
+    forwarded = [each.value() for each in job.read(job.output)]
+    assert sorted(forwarded) == sorted(framed(number).value or b"" for number in range(0, 200, 2))
+    reasons = [dict(letter.headers() or [])["dedup-reason"] for letter in job.read(job.topology.dead_letter)]
+    assert sorted(reasons) == [b"bad_schema_id", b"truncated_framing", b"wrong_magic_byte"]
+    assert job.read(conflicts) == [], "another form of the framing is no other payload"
+    dedup(job, "verify")
+    found = json.loads(dedup(job, "explain", "f-8", "--json"))
+    assert sorted(each["verdict"] for each in found["records"]) == ["duplicate", "duplicate", "unique"]
+    assert found["contradictions"] == 0

@@ -32,6 +32,13 @@ RECIPES = {
     "raw bytes": Recipe(TrackingId(RawContentRule()), fmt="bytes", fingerprint=True),
     "content": Recipe(TrackingId(ContentRule((("t",), ("a", "id"))))),
     "fingerprint": Recipe(TrackingId(FieldRule(("id",))), fingerprint=True, fingerprint_exclude=(("t",),)),
+    "framed": Recipe(TrackingId(FieldRule(("id",))), FieldTime(("t",), "ms"), "json_schema", fingerprint=True),
+    "framed prefix": Recipe(TrackingId(FieldsRule((("id",), ("a",)))), fmt="json_schema", schema_id="prefix"),
+    "framed header": Recipe(TrackingId(FieldRule(("id",))), fmt="json_schema", fingerprint=True, schema_id="header"),
+    "framed key": Recipe(TrackingId(KeyRule()), fmt="json_schema"),
+    "framed index": Recipe(TrackingId(FieldRule(("a", 0, "id"))), fmt="json_schema"),
+    "framed raw": Recipe(TrackingId(RawContentRule()), fmt="json_schema"),
+    "framed content": Recipe(TrackingId(ContentRule((("t",),))), fmt="json_schema"),
 }
 EXTRACTORS = {name: Extractor(recipe) for name, recipe in RECIPES.items()}
 
@@ -92,3 +99,21 @@ EVENTS = [
     b"{}",
 ]
 FILLER = EVENTS[0]
+SCHEMA_IDS = [b"\0\0\0\0\7", b"\0\xff\xff\n}", b"\1" + b"g" * 16]
+BAD_SCHEMA_IDS = [None, b"", b"\0", b"\1\0\0\0\7", b"\2\0\0\0\7", b"\0\0\0\0\7\0"]
+NAME = "__value_schema_id"
+
+
+def framed(value, dice, spoilt):
+    """Return a value and the headers of its framing, in any form; ``spoilt`` is how often the framing is damaged."""
+    if value is None:
+        return None, []
+    schema_id, bad = dice.choice(SCHEMA_IDS), dice.random() < spoilt
+    if dice.random() < 0.3:
+        ids = dice.choice([[], [dice.choice(BAD_SCHEMA_IDS)], [schema_id, schema_id]]) if bad else [schema_id]
+        return value, [(NAME, each) for each in ids]
+    schema_id = dice.choice(SCHEMA_IDS[:2])
+    if bad:
+        damaged = [schema_id[: dice.randrange(5)], SCHEMA_IDS[2] + value, b"{" + value, schema_id[:4] + value]
+        return dice.choice(damaged), []
+    return schema_id + value, []

@@ -18,6 +18,7 @@ from dedup.core.reference_model import ModelFault, ModelRecord, ModelRules, Mode
 from dedup.core.window import Source
 from dedup.topology.model import Topology
 from tests.integration.workload import BASE_MS, Event
+from tests.property import extract_cases
 
 STEP_MS = 10
 GUARD_MS = 120_000
@@ -46,6 +47,15 @@ POLICIES: dict[str, dict[str, Any]] = {
     "lenient": {"tracking_id": {"field": "id", "missing": "forward", "tombstones": "dead_letter"}},
     "clamped": {"future": "clamp", "event_time": {"field": "at", "unit": "ms"}},
 }
+FRAMED: dict[str, dict[str, Any]] = {
+    "framed": {
+        "source": {"format": "json_schema"},
+        "conflicts": {"topic": "{name}-conflicts", "exclude": ["at", "order.placed"]},
+    },
+    "framed-fields": {**RULES["fields"], "source": {"format": "json_schema", "schema_id": "prefix"}},
+    "framed-content": {**RULES["content"], "source": {"format": "json_schema"}},
+}
+"""Topologies for the events that `framed` returns."""
 
 
 def document(name: str, options: Mapping[str, Any], topic: str | None = None) -> dict[str, Any]:
@@ -87,6 +97,16 @@ def stream(seed: int, count: int, partitions: int = 2) -> list[Event]:
         if dice.random() < 0.001:
             time_ms = YEAR_2099_MS + number
         made.append(_event(dice, number, chosen, time_ms, chosen % partitions))
+    return made
+
+
+def framed(seed: int, events: Iterable[Event]) -> list[Event]:
+    """Return the events with a schema registry's framing: most in the prefix, some in a header, a hundredth damaged."""
+    dice = random.Random(seed)
+    made = []
+    for event in events:
+        value, headers = extract_cases.framed(event.value, dice, 0.01)
+        made.append(replace(event, value=value, headers=(*event.headers, *headers)))
     return made
 
 
@@ -210,6 +230,7 @@ def recipe_of(topology: Topology) -> Recipe:
         topology.source.format,
         topology.fingerprints_wanted,
         topology.fingerprint_exclude,
+        topology.source.schema_id,
     )
 
 

@@ -25,7 +25,7 @@ from dedup.topology.model import Topology
 from dedup.topology.parse import parse
 from dedup.worker.record_collector import IDLE, TIMESTAMP
 from tests.integration.workload import Event
-from tests.spark.parity import NOW_MS, POLICIES, RULES, Row, by_model, document, stream
+from tests.spark.parity import FRAMED, NOW_MS, POLICIES, RULES, Row, by_model, document, framed, stream
 
 TOPIC = "parity-in"
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
@@ -85,10 +85,10 @@ def topology_of(options) -> Topology:
     return parse(json.dumps(document("parity", options, TOPIC)), name="parity")
 
 
-@pytest.mark.parametrize("name", [*RULES, *POLICIES])
+@pytest.mark.parametrize("name", [*RULES, *POLICIES, *FRAMED])
 def test_every_rule_and_policy(name):
-    topology = topology_of({**RULES, **POLICIES}[name])
-    events = stream(3, 3_000)
+    topology = topology_of({**RULES, **POLICIES, **FRAMED}[name])
+    events = framed(9, stream(3, 3_000)) if name in FRAMED else stream(3, 3_000)
     expected = {place: row for place, (row, _) in by_model(events, topology).items()}
     assert {"unique", "duplicate", "late", "dead_letter"} <= {row.verdict for row in expected.values()}
     # Each partition's log by itself, as Kafka's source reads it.

@@ -22,7 +22,19 @@ from dedup.spark.kafka_source import read_kafka
 from dedup.topology.parse import parse
 from tests.brokers import read_all
 from tests.integration.workload import BASE_MS, Event
-from tests.spark.parity import POLICIES, RULES, by_model, document, model_record, recipe_of, row_of, rules_of, stream
+from tests.spark.parity import (
+    FRAMED,
+    POLICIES,
+    RULES,
+    by_model,
+    document,
+    framed,
+    model_record,
+    recipe_of,
+    row_of,
+    rules_of,
+    stream,
+)
 from tests.spark.parity_topics import ANY_TIME, rows_in_topics, sent
 from tests.spark.test_parity_model import rows_of
 from tests.spark.test_parity_stream import start_judging
@@ -33,8 +45,8 @@ MANY = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", "100000"))
 FEW = 2_000
 BEHIND_A_REPARTITION = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", FEW))
 A_YEAR_LATER_MS = BASE_MS + 365 * 86_400_000
-ALL = {**RULES, **POLICIES}
-SEEN_IN_TOPICS = [name for name, options in ALL.items() if options.get("late") != "drop"]
+ALL = {**RULES, **POLICIES, **FRAMED}
+SEEN_IN_TOPICS = [name for name, options in {**RULES, **POLICIES}.items() if options.get("late") != "drop"]
 
 
 def start_worker(directory, topology_file, kafka, name) -> ChildProcess:
@@ -87,9 +99,9 @@ def compared(spark, kafka, admin, topic_names, tmp_path):
     It returns the topic, where each event is in it, and by topology what the model says.
     """
 
-    def compare(names, count, seed, within_s):
+    def compare(names, count, seed, within_s, change=list):
         topic = topic_names("parity-in")
-        events = stream(seed, count)
+        events = change(stream(seed, count))
         places = sent(admin, topic, events)
         settings = Settings(brokers=(kafka.bootstrap,), state_dir=tmp_path / "state")
         topologies, workers = {}, {}
@@ -157,6 +169,11 @@ def test_behind_a_repartition_topic_in_its_order(spark, kafka, admin, topic_name
 @pytest.mark.timeout(900)
 def test_every_rule_and_policy(compared):
     compared(SEEN_IN_TOPICS, FEW, seed=5, within_s=240)
+
+
+@pytest.mark.timeout(900)
+def test_framed_values(compared):
+    compared(list(FRAMED), FEW, seed=5, within_s=240, change=lambda events: framed(7, events))
 
 
 IN_CI = "fields"

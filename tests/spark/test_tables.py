@@ -212,6 +212,20 @@ def test_an_empty_value_is_rejected_and_a_null_one_is_a_row(spark):
     assert {(row.order_offset, row.note) for row in found.rows.collect()} == {(3, None), (4, None)}
 
 
+@pytest.mark.parametrize("schema_id", ["auto", "header", "prefix"])
+def test_framed_values_become_rows(spark, schema_id):
+    source = dataclasses.replace(TOPOLOGY.source, format="json_schema", schema_id=schema_id)
+    value, own, prefix = b'{"id":"o1","note":"x"}', [("__value_schema_id", b"\0\0\0\0\7")], b"\0\0\0\0\7"
+    values = [(prefix + value, None), (value, own), (b"\0\0" + value, None), (None, None)]
+    rows = [(b"k", each, headers, 5, "orders.unique", 0, at) for at, (each, headers) in enumerate(values)]
+    found = table_rows(
+        records(spark, *rows), dataclasses.replace(TOPOLOGY, source=source), schema="note STRING", order="offset"
+    )
+    read = {"auto": {0, 1}, "header": {1}, "prefix": {0}}[schema_id]
+    assert {(row.order_offset, row.note) for row in found.rows.collect()} == {(at, "x") for at in read}
+    assert {row.offset for row in found.rejected.collect()} == {0, 1, 2, 3} - read
+
+
 @pytest.mark.parametrize(
     "schema",
     [

@@ -31,9 +31,9 @@ SIMPLEST = str(ROOT / "topologies" / "simplest.yaml")
 SETTINGS = Settings(brokers=("localhost:1",), topics=TopicDefaults(replication_factor=3, min_insync_replicas=2))
 
 
-def topology(rule: str = "field: id", more: str = ""):
+def topology(rule: str = "field: id", more: str = "", source: str = "topics: [c]"):
     return parse(
-        f"dedup: 1\nname: t\nsource: {{topics: [c]}}\ntracking_id: {{{rule}}}\nguard_period: 10s\noutput: {{topic: out}}\n{more}\n",
+        f"dedup: 1\nname: t\nsource: {{{source}}}\ntracking_id: {{{rule}}}\nguard_period: 10s\noutput: {{topic: out}}\n{more}\n",
         name="t.yaml",
     )
 
@@ -143,6 +143,20 @@ class TestStateKeys:
 
     def test_it_is_normalized_as_records_are(self):
         assert state_keys(topology("field: id, normalize: [trim, lower]"), " AB ") == [b"\x01ab"]
+
+    @pytest.mark.parametrize("schema_id", ["auto", "header", "prefix"])
+    def test_what_a_framing_contains_is_looked_up_without_it(self, schema_id):
+        source = f"topics: [c], format: json_schema, schema_id: {schema_id}"
+        assert state_keys(topology("field: a.b", source=source), "7") == [b"\x017", b"\x04\x07"]
+        assert state_keys(topology("key: true", source=source), "7") == [b"\x027"]
+        assert state_keys(topology("content: {exclude: [at]}", source=source), '{"at": 1}') == [b"\x0a{}"]
+
+    def test_raw_content_is_looked_up_with_its_framing(self):
+        source = "topics: [c], format: json_schema"
+        assert state_keys(topology("content: true", source=source), "{}") == [b"\x02{}"]
+        assert state_keys(topology("content: true", source=source), "\0\0\0\0\1{}") == [b"\x02\0\0\0\0\1{}"]
+        with pytest.raises(SettingsError, match="no framing"):
+            state_keys(topology("content: true", source=f"{source}, schema_id: prefix"), "{}")
 
     def test_a_composite_is_a_list_of_its_parts(self):
         assert state_keys(topology("fields: [a.b, a.c]"), '["x", 7]') == [b"\x09\x02\x01x\x02\x04\x07"]

@@ -29,9 +29,9 @@ def dedup(*arguments: str, given: str | bytes | None = None) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def topology(tmp_path: Path, rule: str = "field: id", more: str = "") -> str:
+def topology(tmp_path: Path, rule: str = "field: id", more: str = "", source: str = "topics: [c]") -> str:
     path = tmp_path / "t.yaml"
-    text = f"dedup: 1\nname: t\nsource: {{topics: [c]}}\ntracking_id: {{{rule}}}\nguard_period: 10s\n{more}\n"
+    text = f"dedup: 1\nname: t\nsource: {{{source}}}\ntracking_id: {{{rule}}}\nguard_period: 10s\n{more}\n"
     path.write_text(text, encoding="utf-8")
     return str(path)
 
@@ -173,7 +173,21 @@ class TestTry:
         found = verdicts(path, '{"value":{"a": 1}}', '{"value":{"a":1}}', '{"value":{"a": 1}}', options=("--envelope",))
         assert [line.split(":")[0] for line in found] == ["unique", "unique", "duplicate"]
 
-    @pytest.mark.parametrize("line", ["{", "[]", '{"key":1}', '{"timestamp":"x"}'])
+    @pytest.mark.parametrize("schema_id", ["auto", "header", "prefix"])
+    def test_values_get_their_framing_unless_their_bytes_are_given(self, tmp_path, schema_id):
+        path = topology(tmp_path, source=f"topics: [c], format: json_schema, schema_id: {schema_id}")
+        assert [each.split(":")[0] for each in verdicts(path, '{"id":1}', '{"id": 1}')] == ["unique", "duplicate"]
+        lines = ['{"value":{"id":1}}', '{"value_base64":"MA=="}', '{"value":null}']
+        found = verdicts(path, *lines, options=("--envelope",))
+        code = "schema_id_missing" if schema_id == "header" else "wrong_magic_byte"
+        assert found[0].startswith("unique")
+        assert found[1].startswith(f"dead letter: {code}: ")
+        assert found[2].startswith("forwarded: its value is null")
+        if schema_id != "prefix":
+            lines = ['{"value":{"id":1},"headers":{"__value_schema_id":"\\u0000\\u0000\\u0000\\u0000"}}']
+            assert verdicts(path, *lines, options=("--envelope",))[0].startswith("dead letter: bad_schema_id: ")
+
+    @pytest.mark.parametrize("line", ["{", "[]", '{"key":1}', '{"timestamp":"x"}', '{"value":1,"value_base64":"MA=="}'])
     def test_a_line_that_is_no_envelope(self, tmp_path, line):
         code, output = dedup("try", topology(tmp_path), "-", "--envelope", given=f'{{"value":{{"id":1}}}}\n{line}\n')
         assert code == 2

@@ -45,6 +45,27 @@ def test_their_defaults_are_not(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        ["backfill", "TOPOLOGY", "--input", "in", "--format", "json", "--out", "out"],
+        ["backfill", "TOPOLOGY", "--input", "in", "--rows-are-events", "--out", "out"],
+        ["incremental", "TOPOLOGY", "--input", "in", "--format", "json", "--out", "out"],
+        ["seed", "TOPOLOGY", "--until", "latest", "--history", "in", "--format", "json"],
+        ["audit", "TOPOLOGY", "--history", "in", "--rows-are-events"],
+        ["upsert", "TOPOLOGY", "--input", "in", "--format", "json", "--delta", "out"],
+    ],
+)
+def test_a_history_without_framing_is_refused_where_the_topology_reads_one(given, tmp_path):
+    text = Path(SIMPLEST).read_text(encoding="utf-8").replace("source:\n", "source:\n  format: json_schema\n")
+    topology = tmp_path / "t.yaml"
+    topology.write_text(text, encoding="utf-8")
+    arguments = [str(topology) if each == "TOPOLOGY" else each for each in given]
+    error = CliRunner().invoke(create_app(), ["spark", *arguments]).exception
+    assert isinstance(error, SettingsError), error
+    assert "without the framing of `source.format: json_schema`" in str(error)
+
+
+@pytest.mark.parametrize(
     ("given", "names"),
     [
         (["sink", SIMPLEST], "dedup spark sink"),

@@ -83,6 +83,22 @@ def test_the_bytes_of_a_null_value_are_no_id(more):
     assert "tombstones_forwarded" not in codes(topology("content: true, tombstones: dead_letter"))
 
 
+@pytest.mark.parametrize(
+    ("more", "said"), [("", "or member order makes"), (", format: json_schema", "or schema id makes")]
+)
+def test_raw_content_warns_of_what_makes_a_new_event(more, said):
+    (found,) = [each for each in lint(topology("content: true", source=DIRECT + more)) if each.code == "bytes_compared"]
+    assert said in found.text
+
+
+@pytest.mark.parametrize(
+    ("schema_id", "said"), [("auto", "header or prefix"), ("header", "header"), ("prefix", "prefix")]
+)
+def test_a_description_says_where_the_schema_id_is(schema_id, said):
+    made = topology(source=f"{DIRECT}, format: json_schema, schema_id: {schema_id}")
+    assert f"read, json_schema with the schema id in the {said}, from earliest" in describe(made)
+
+
 def test_an_excluded_member_makes_conflicts_possible():
     assert "no_conflicts_possible" not in codes(topology("content: {exclude: [a]}", "conflicts: x"))
 

@@ -238,6 +238,8 @@ class TestStateFingerprint:
             topology(guard="2h"),
             topology(more="grace: 5m\nextend: true"),
             topology("field: id, missing: fail"),
+            # IDs and fingerprints of payloads are those of the JSON behind the framing.
+            topology(source="topics: [clicks], format: json_schema, schema_id: header"),
             topology(more="output: {topic: o}\nlate: drop\nduplicates: d"),
         ],
     )

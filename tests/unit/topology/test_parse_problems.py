@@ -174,12 +174,18 @@ def test_a_mistake_in_one_line(line, said):
         (
             "[clicks]",
             "[clicks]\n  format: avro",
-            '5:11: source.format: "avro" is not supported; use json, or bytes with the ID in the key or a header',
+            '5:11: source.format: "avro" is not supported; use json, json_schema, or bytes with the ID in the key or a header',
         ),
         (
             "[clicks]",
             "[clicks]\n  format: jsn",
-            '5:11: source.format: "jsn" is not one of json | bytes; did you mean "json"?',
+            '5:11: source.format: "jsn" is not one of json | json_schema | bytes; did you mean "json"?',
+        ),
+        ("[clicks]", "[clicks]\n  schema_id: prefix", "5:3: source.schema_id: needs `source.format: json_schema`"),
+        (
+            "[clicks]",
+            "[clicks]\n  format: json_schema\n  schema_id: none",
+            '6:14: source.schema_id: "none" is not one of auto | header | prefix',
         ),
         (
             "[clicks]",
