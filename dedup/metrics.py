@@ -65,7 +65,12 @@ METRICS: Final[tuple[Metric, ...]] = (
         "histogram",
         "Time from the start of a commit to its confirmation by the broker, for each partition in the transaction.",
     ),
-    Metric("dedup_end_to_end_seconds", "histogram", "Time from a record's timestamp to the commit of its verdict."),
+    Metric(
+        "dedup_end_to_end_seconds",
+        "histogram",
+        "Time to the commit of a verdict from the record's timestamp, or from the last time when the log did not have "
+        "the record yet, if that is later.",
+    ),
     Metric("dedup_stream_time_seconds", "gauge", "Stream time; absent before the first judged record."),
     Metric("dedup_state_ids", "gauge", "Estimated number of IDs in the store."),
     Metric("dedup_state_bytes", "gauge", "Estimated size of the store on disk."),

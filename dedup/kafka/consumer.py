@@ -7,6 +7,7 @@ aiokafka's fetcher, which creates an object for every record and thereby uses a 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -198,6 +199,8 @@ class Reading:
     """True if this reading has ended. Records that were fetched by an ended reading must not be judged."""
     doubts: int = 0
     """Number of consecutive responses according to which the log does not contain the position."""
+    caught_up_ms: int = 0
+    """The last time at which the log had no records after the position, or 0 if it has always had some."""
 
 
 class Answer(NamedTuple):
@@ -214,6 +217,8 @@ class Answer(NamedTuple):
     """The reading that requested these records."""
     leader_epoch: int
     """Leader epoch of all records in the response, or -1 if their leader epochs differ."""
+    appended_after_ms: int
+    """A time before which none of the records was in the log, or 0 if no such time is known."""
 
 
 class FeedFetcher:
@@ -341,6 +346,7 @@ class FeedFetcher:
             FetchFrom(*place, position, reading.leader_epoch, _PARTITION_BYTES)
             for place, (_, reading, position) in asked.items()
         ]
+        asked_ms = time.time_ns() // 1_000_000
         try:
             code, parts = await self._wire.fetch_partitions(
                 node, wanted, wait_ms=wait_ms, least_bytes=least_bytes, most_bytes=_REQUEST_BYTES, lane=_FEED_LANE
@@ -371,6 +377,8 @@ class FeedFetcher:
             if part.records:
                 self._flowing.add(node)
                 found.append(_taken(source, reading, begun, part))
+            if part.high_watermark <= reading.position:
+                reading.caught_up_ms = asked_ms  # what follows was appended after the response, hence after the request
         for source, reading, part in failed:
             await self._failed(source, reading, part)
         return found
@@ -415,4 +423,5 @@ def _taken(source: TopicPartition, reading: Reading, begun: int, part: FetchedPa
     first, last = leader_epochs(part.records)
     if position > begun:
         reading.position, reading.leader_epoch = position, last
-    return Answer(source, columns, begun, position, reading, last if first == last else NO_EPOCH)
+    epoch = last if first == last else NO_EPOCH
+    return Answer(source, columns, begun, position, reading, epoch, reading.caught_up_ms)

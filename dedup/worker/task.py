@@ -377,7 +377,9 @@ class Task:
             captured.frozen.apply(ends)
         crashpoints.reached("after_apply")
         for batch in self._held[: captured.held]:
-            self.numbers.settled(batch.timestamps_ms[0], batch.timestamps_ms[-1], len(batch.offsets))
+            least_ms = batch.appended_after_ms  # a producer's timestamp may be an event time that is long past
+            oldest_ms, newest_ms = max(batch.timestamps_ms[0], least_ms), max(batch.timestamps_ms[-1], least_ms)
+            self.numbers.settled(oldest_ms, newest_ms, len(batch.offsets))
         del self._held[: captured.held]
         self._refusals = Refusals()
         self.numbers.committed(captured.position.offset)

@@ -290,7 +290,12 @@ class Consumer(FaustConsumer):
         feeding = answer.source
         tp = TP(*feeding)
         batch = FeedBatch.of(
-            feeding, columns, follows=self._delivered[tp], leader_epoch=answer.leader_epoch, life=answer.reading.life
+            feeding,
+            columns,
+            follows=self._delivered[tp],
+            leader_epoch=answer.leader_epoch,
+            life=answer.reading.life,
+            appended_after_ms=answer.appended_after_ms,
         )
         self._delivered[tp] = batch.next_offset
         last_s = batch.timestamps_ms[-1] / 1000

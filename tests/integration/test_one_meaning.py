@@ -140,3 +140,22 @@ def test_a_worker_s_source_that_has_lost_its_beginning_is_never_told_lost(make_j
     job.admin.delete_below(job.topology.source.topics[0], {0: 1})
     _, report = of_verify(job)
     assert report.closing_line().startswith("lost 0  duplicated 0  not provable")
+
+
+def test_latency_does_not_count_how_old_an_event_time_is(make_job: MakeJob) -> None:
+    """Once a worker has read a log to its end, it knows that what comes later was not there before."""
+    job = make_job(partitions=2, config={"web": {"enabled": True, "port": 0}})
+    worker = job.start()
+    worker.until_logged("running from offset", times=2)
+    for number in range(3):
+        job.send([Event(row % 2, b'{"id":"old-%d-%d"}' % (number, row), BASE_MS + row) for row in range(100)])
+        job.until_done()
+    with urllib.request.urlopen(f"{pages(worker)}/metrics", timeout=10) as answer:
+        families = {each.name: each.samples for each in text_string_to_metric_families(answer.read().decode())}
+    counted: Counter[str] = Counter()
+    for sample in families["dedup_end_to_end_seconds"]:
+        counted[sample.labels.get("le", "")] += int(sample.value)
+    assert counted["+Inf"] == 300
+    # The first hundred may have been there before the worker looked.
+    assert counted["3600.0"] >= 200
+    assert worker.stop() == 0, worker.log

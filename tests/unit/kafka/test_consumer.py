@@ -1,6 +1,7 @@
 """The feeds' fetcher between two assignments."""
 
 import asyncio
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -125,8 +126,8 @@ class Answering(Wire):
         pass
 
 
-def part(records=b"", *, code=0, parts_at=None):
-    return FetchedPartition(IDS["in"].topic_id, 0, code, 100, 100, [], records, parts_at)
+def part(records=b"", *, code=0, parts_at=None, end=100):
+    return FetchedPartition(IDS["in"].topic_id, 0, code, end, end, [], records, parts_at)
 
 
 def fetcher_of(wire):
@@ -238,3 +239,18 @@ async def test_tasks_that_commit_at_the_same_time_share_one_question_asked_after
     go.set()
     await asyncio.gather(*first, *later)
     assert asked == 2, "an answer that was asked for before a fetch says nothing of what came after"
+
+
+async def test_records_were_appended_after_the_last_request_that_found_nothing_more(monkeypatch):
+    """A response that reaches the end of the log bounds the age of all records that come later, and of no others."""
+    clock = itertools.count(10, 10)
+    monkeypatch.setattr("dedup.kafka.consumer.time.time_ns", lambda: next(clock) * 1_000_000)
+    wire = Answering(part(batch_at(0)), part(batch_at(1), end=2), part(end=2), part(batch_at(2), end=3))
+    wire.go.set()
+    fetcher = fetcher_of(wire)
+    fetcher.begin(OLD, 0)
+    found = []
+    while len(found) < 3:
+        found += [(answer.columns.offsets, answer.appended_after_ms) for answer in await fetcher.poll([OLD])]
+    assert found == [([0], 0), ([1], 0), ([2], 30)]
+    fetcher.forget()
