@@ -68,8 +68,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "dedup_end_to_end_seconds",
         "histogram",
-        "Time to the commit of a verdict from the record's timestamp, or from the last time when the log did not have "
-        "the record yet, if that is later.",
+        "Time from a record's timestamp to the commit of its verdict. If the timestamp is over a minute older than the "
+        "last time when the record was not readable yet, it is an event time, and the time counts from then.",
     ),
     Metric("dedup_stream_time_seconds", "gauge", "Stream time; absent before the first judged record."),
     Metric("dedup_state_ids", "gauge", "Estimated number of IDs in the store."),

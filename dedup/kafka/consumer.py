@@ -200,7 +200,7 @@ class Reading:
     doubts: int = 0
     """Number of consecutive responses according to which the log does not contain the position."""
     caught_up_ms: int = 0
-    """The last time at which the log had no records after the position, or 0 if it has always had some."""
+    """The last time at which no record after the position was readable, or 0 if there has always been one."""
 
 
 class Answer(NamedTuple):
@@ -217,8 +217,8 @@ class Answer(NamedTuple):
     """The reading that requested these records."""
     leader_epoch: int
     """Leader epoch of all records in the response, or -1 if their leader epochs differ."""
-    appended_after_ms: int
-    """A time before which none of the records was in the log, or 0 if no such time is known."""
+    readable_after_ms: int
+    """A time before which no reader could have read any of the records, or 0 if no such time is known."""
 
 
 class FeedFetcher:
@@ -377,8 +377,8 @@ class FeedFetcher:
             if part.records:
                 self._flowing.add(node)
                 found.append(_taken(source, reading, begun, part))
-            if part.high_watermark <= reading.position:
-                reading.caught_up_ms = asked_ms  # what follows was appended after the response, hence after the request
+            if part.high_watermark == reading.position:
+                reading.caught_up_ms = asked_ms  # later records became readable after the request
         for source, reading, part in failed:
             await self._failed(source, reading, part)
         return found

@@ -367,8 +367,8 @@ class FeedBatch:
     """Leader epoch of the last record (KIP-320), or -1 if it is unknown."""
     life: int = 0
     """The number of the reading that fetched the batch. A partition may be read again from an earlier offset."""
-    appended_after_ms: int = 0
-    """A time before which none of the records was in the log, or 0 if no such time is known."""
+    readable_after_ms: int = 0
+    """A time before which no reader could have read any of the records, or 0 if no such time is known."""
 
     next_offset: int = field(init=False)
     """The offset after the last record, which is the offset to commit."""
@@ -385,12 +385,12 @@ class FeedBatch:
         follows: int,
         leader_epoch: int = -1,
         life: int = 0,
-        appended_after_ms: int = 0,
+        readable_after_ms: int = 0,
     ) -> FeedBatch:
         """Return a batch that consists of fetched columns, which must contain consecutive records of one partition."""
         given = {name: getattr(columns, name) for name in (*_COLUMNS, "odd_names")}
         return cls(
-            feeding, follows=follows, leader_epoch=leader_epoch, life=life, appended_after_ms=appended_after_ms, **given
+            feeding, follows=follows, leader_epoch=leader_epoch, life=life, readable_after_ms=readable_after_ms, **given
         )
 
     def __len__(self) -> int:

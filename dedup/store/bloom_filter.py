@@ -21,6 +21,7 @@ contains at least the IDs that the filter had when the copy began.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -267,6 +268,8 @@ class SegmentFilter:
         """The snapshot that is being read while the log is being loaded, or else the one that is being written."""
         self._copied, self._copied_crc = 0, 0
         """The number of words of ``_copy`` that were read or written, and their CRC."""
+        self._copied_at = 0
+        """The number of hashes that the log had when a snapshot was last begun."""
         self._next_key: bytes | None = None
         """The key after which the segment is read, or None if the segment is not being read."""
 
@@ -307,7 +310,7 @@ class SegmentFilter:
 
     @property
     def _snapshot_is_due(self) -> bool:
-        known = 0 if self._log.snapshot is None else self._log.snapshot.hashes
+        known = max(self._copied_at, 0 if self._log.snapshot is None else self._log.snapshot.hashes)
         least = max(SNAPSHOT_FROM_IDS, known + known // _SNAPSHOT_EVERY)
         return self._logged and self._log.hashes >= least and self._log.hashes > known
 
@@ -391,17 +394,26 @@ class SegmentFilter:
 
     def _write_snapshot(self, keys: int) -> int:
         path = self._snapshot_path.with_suffix(NEW_SNAPSHOT_SUFFIX)
-        if self._copy is None:
-            path.unlink(missing_ok=True)
-            self._copy = self._filter.snapshot(self._log)
-        part = self._filter.part(self._copied, min(keys * WORDS_PER_KEY, PIECE_WORDS)).tobytes()
-        _write(path, part, self._copied)
-        self._copied += len(part) // _HASH_BYTES
-        self._copied_crc = zlib.crc32(part, self._copied_crc)
-        if self._copied == self._copy.words:
-            path.replace(self._snapshot_path)
-            self._log = replace(self._log, snapshot=replace(self._copy, crc=self._copied_crc))
+        try:
+            if self._copy is None:
+                self._copied_at = self._log.hashes
+                path.unlink(missing_ok=True)
+                self._copy = self._filter.snapshot(self._log)
+            part = self._filter.part(self._copied, min(keys * WORDS_PER_KEY, PIECE_WORDS)).tobytes()
+            _write(path, part, self._copied)
+            self._copied += len(part) // _HASH_BYTES
+            self._copied_crc = zlib.crc32(part, self._copied_crc)
+            if self._copied == self._copy.words:
+                path.replace(self._snapshot_path)
+                self._log = replace(self._log, snapshot=replace(self._copy, crc=self._copied_crc))
+                self._end_copy()
+        except (OSError, DedupError) as error:
+            # The log has everything that the snapshot would have. It is tried again when the log has grown.
+            log.warning("No snapshot of a Bloom filter: %s The next start loads the filter from its log.", error)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
             self._end_copy()
+            return keys
         return -(-len(part) // _HASH_BYTES // WORDS_PER_KEY)
 
     def _end_copy(self) -> None:

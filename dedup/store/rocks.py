@@ -517,7 +517,8 @@ class RocksStore:
         contain all IDs, lookups are correct but slower.
         """
         self._refuse_if_closed()
-        segments = self._segments.items()
+        # Filters that are not complete yet are more urgent than snapshots.
+        segments = sorted(self._segments.items(), key=lambda each: each[1].filter.complete)
         for start, held in segments:
             if not held.filter.idle and ids > 0:
                 ids = self._warm(start, held, ids)

@@ -166,28 +166,45 @@ def _tasks(tasks: Iterable[TaskSeen]) -> Iterator[Notice]:
             yield Notice("error" if share > 1 else "warning", f"{text}, with nothing lost. {remedy}", about)
 
 
-def summary(seen: WorkerSeen, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the figures of one worker that its peers add up for the whole fleet."""
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of one worker, which its peers add up for the whole fleet."""
+
+    format: int
+    topology: str
+    worker: str
+    ready: bool
+    tasks: int
+    records_per_s: float | None
+    lag_records: float | None
+    p99_s: float | None
+    state_bytes: int | None
+    totals: dict[str, int]
+    """Records by verdict, conflicts, fenced groups, and damaged stores since the worker's start."""
+
+
+def summary(seen: WorkerSeen, samples: Sequence[Sample]) -> Summary:
+    """Return the figures of this worker."""
     counted, last = seen.total(), samples[-1] if samples else None
     running = [task for task in seen.tasks if task.state == "running"]
     latencies = [sample["p99_s"] for sample in samples if sample["p99_s"] is not None]
-    return {
-        "format": FORMAT,
-        "topology": seen.topology,
-        "worker": seen.worker_id,
-        "ready": seen.not_ready is None,
-        "tasks": len(seen.tasks),
-        "records_per_s": None if last is None else round(sum(last[name] or 0.0 for name in PLOTTED), 2),
-        "lag_records": None if last is None else last["lag_records"],
-        "p99_s": latencies[-1] if latencies else None,
-        "state_bytes": sum(task.state_bytes for task in running) if running else None,
-        "totals": {
+    return Summary(
+        format=FORMAT,
+        topology=seen.topology,
+        worker=seen.worker_id,
+        ready=seen.not_ready is None,
+        tasks=len(seen.tasks),
+        records_per_s=None if last is None else round(sum(last[name] or 0.0 for name in PLOTTED), 2),
+        lag_records=None if last is None else last["lag_records"],
+        p99_s=latencies[-1] if latencies else None,
+        state_bytes=sum(task.state_bytes for task in running) if running else None,
+        totals={
             **{name: counted.verdicts[name] for name in PLOTTED},
             "conflict": counted.conflicts,
             "fenced": seen.fenced,
             "corrupted": seen.corrupted,
         },
-    }
+    )
 
 
 def board(
@@ -203,7 +220,7 @@ def board(
 
     ``others`` contains the `summary` of each other worker or, if it did not answer, its name and the reason (`why`).
     """
-    own = summary(seen, history.samples)
+    own = asdict(summary(seen, history.samples))
     return {
         **{name: own[name] for name in ("format", "topology", "worker", "ready", "totals")},
         "now_ms": now_ms,

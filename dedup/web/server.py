@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 from urllib.parse import quote
 
+import msgspec
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from yarl import URL
 
 from dedup.errors import DedupError, SettingsError
 from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
 from dedup.settings import Web, is_loopback
-from dedup.web.dashboard import EVERY_S, FORMAT, MetricHistory, board, summary
+from dedup.web.dashboard import EVERY_S, FORMAT, MetricHistory, Summary, board, summary
 from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
 
 if TYPE_CHECKING:
@@ -74,23 +75,27 @@ async def ask_owners(own: LookedUp, peers: Sequence[Peer], token: Secret | None)
     return asdict(own) | {"sightings": sightings, "asked": sorted(asked), "unreached": unreached}
 
 
-async def summaries(topology: str, peers: Sequence[Peer], token: Secret | None) -> list[dict[str, Any]]:
+async def summaries(topology: str, peers: Sequence[Peer], session: ClientSession) -> list[dict[str, Any]]:
     """Return the `summary` of each other worker with its URL or, if it did not answer, its name and the reason."""
     others = [peer for peer in peers if not peer.here]
-    if not others:
-        return []
-    async with _session(token, _SUMMARY_TIMEOUT_S) as session:
-        answers = await asyncio.gather(*(_get(session, peer, "/api/summary") for peer in others))
-    found = []
-    for peer, answer in zip(others, answers, strict=True):
-        known = {"worker": peer.worker, "url": peer.url}
-        if isinstance(answer, str):
-            found.append(known | {"why": answer})
-        elif answer.get("topology") == topology and answer.get("format") == FORMAT:
-            found.append(answer | known)
-        else:
-            found.append(known | {"why": _ANOTHER})
-    return found
+    answers = await asyncio.gather(*(_get(session, peer, "/api/summary") for peer in others))
+    return [_summary_of(topology, peer, answer) for peer, answer in zip(others, answers, strict=True)]
+
+
+def _summary_of(topology: str, peer: Peer, answer: dict[str, Any] | str) -> dict[str, Any]:
+    known = {"worker": peer.worker, "url": peer.url}
+    if isinstance(answer, str):
+        return known | {"why": answer}
+    try:
+        summary = msgspec.convert(answer, Summary)
+    except msgspec.ValidationError:
+        return known | {"why": _ANOTHER}
+    if summary.topology != topology or summary.format != FORMAT:
+        return known | {"why": _ANOTHER}
+    if summary.worker != peer.worker:
+        # Workers on two machines may both announce a loopback address.
+        return known | {"why": f"worker {summary.worker} answers at this address; set web.advertise"}
+    return asdict(summary) | known
 
 
 _ANOTHER: Final = "it is a worker of another topology or release"
@@ -98,16 +103,19 @@ _ANOTHER: Final = "it is a worker of another topology or release"
 
 def _session(token: Secret | None, timeout_s: float) -> ClientSession:
     """Return a client for other workers' pages."""
-    headers = {} if token is None else {"Authorization": f"Bearer {token.get_secret_value()}"}
-    return ClientSession(timeout=ClientTimeout(total=timeout_s), headers=headers)
+    headers = {"Accept-Encoding": "identity"}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token.get_secret_value()}"
+    return ClientSession(timeout=ClientTimeout(total=timeout_s), headers=headers, auto_decompress=False)
 
 
 async def _ask(session: ClientSession, peer: Peer, own: LookedUp) -> dict[str, Any] | str:
     # Slashes in the ID are also encoded, because they do not separate path segments.
     found = await _get(session, peer, f"/api/ids/{quote(own.id, safe='')}?here=1")
-    if isinstance(found, str) or (found.get("topology") == own.topology and {"sightings", "asked"} <= found.keys()):
+    if isinstance(found, str):
         return found
-    return _ANOTHER
+    named = found.get("topology") == own.topology and found.get("worker") == peer.worker
+    return found if named and {"sightings", "asked"} <= found.keys() else _ANOTHER
 
 
 async def _get(session: ClientSession, peer: Peer, path: str) -> dict[str, Any] | str:
@@ -119,11 +127,16 @@ async def _get(session: ClientSession, peer: Peer, path: str) -> dict[str, Any] 
         async with session.get(URL(f"{peer.url}{path}", encoded=True), allow_redirects=False) as answer:
             if answer.status != OK:
                 return f"it answered {answer.status}"
-            if (answer.content_length or 0) > MOST_ANSWER_BYTES:
-                return "its answer is too long"
-            found: Any = json.loads(await answer.read())
+            body = bytearray()
+            async for chunk in answer.content.iter_any():
+                body += chunk
+                if len(body) > MOST_ANSWER_BYTES:
+                    return "its answer is too long"
+            found: Any = msgspec.json.decode(body)  # raises for NaN, too
     except TimeoutError:
         return f"no answer in {session.timeout.total:g} s"
+    except (msgspec.DecodeError, RecursionError):
+        return "its answer is not JSON"
     except (ClientError, OSError, ValueError) as error:
         return f"unreachable ({type(error).__name__})"
     return found if isinstance(found, dict) else _ANOTHER
@@ -188,7 +201,12 @@ class WebServer:
         self._runner: Final = web.AppRunner(self._app(), access_log=None, handle_signals=False)
         self._history: Final = MetricHistory()
         self._sampling: asyncio.Task[None] | None = None
-        self._board: tuple[float, dict[str, Any]] = (0.0, {})
+        self._board: asyncio.Task[dict[str, Any]] | None = None
+        """The dashboard's content that is being made, or that was made last."""
+        self._made_s = 0.0
+        """When it was made, according to the monotonic clock."""
+        self._peers: ClientSession | None = None
+        """A client for the figures of other workers, kept open while the server runs."""
         self.url: str | None = None
         """The URL at which the server listens, or None while it does not listen."""
 
@@ -203,6 +221,7 @@ class WebServer:
 
     async def __aenter__(self) -> Self:
         host = self._settings.host.strip("[]")
+        self._peers = _session(self._settings.token, _SUMMARY_TIMEOUT_S)
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, host, self._settings.port).start()
@@ -226,6 +245,11 @@ class WebServer:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sampling
         await self._runner.cleanup()
+        if self._board is not None:
+            self._board.cancel()
+            await asyncio.wait({self._board})
+        if self._peers is not None:
+            await self._peers.close()
 
     async def _sample(self) -> None:
         while True:
@@ -302,19 +326,24 @@ class WebServer:
         return _json(await ask_owners(found, self._answers.peers(), self._settings.token))
 
     async def _dashboard(self, _: web.Request) -> web.Response:
-        now_s = time.monotonic()
-        made_s, shown = self._board
-        if not shown or now_s - made_s > _SHARED_S:
-            answers = self._answers
-            seen, peers = answers.seen(), answers.peers()
-            others = await summaries(seen.topology, peers, self._settings.token)
-            now_ms = time.time_ns() // 1_000_000
-            shown = board(answers.seen(), self._history, answers.latest(), peers, others, now_ms=now_ms)
-            self._board = (time.monotonic(), shown)
-        return _json(shown)
+        # All pages that are open share one board, also while a worker that does not answer is waited for.
+        old = self._board is None or (self._board.done() and time.monotonic() - self._made_s > _SHARED_S)
+        if self._board is None or old:
+            self._board = asyncio.create_task(self._made_board(), name="dashboard")
+        return _json(await asyncio.shield(self._board))
+
+    async def _made_board(self) -> dict[str, Any]:
+        answers, session = self._answers, self._peers
+        peers = answers.peers()
+        seen = answers.seen()
+        others = [] if session is None else await summaries(seen.topology, peers, session)
+        now_ms = time.time_ns() // 1_000_000
+        made = board(seen, self._history, answers.latest(), peers, others, now_ms=now_ms)
+        self._made_s = time.monotonic()
+        return made
 
     async def _summary(self, _: web.Request) -> web.Response:
-        return _json(summary(self._answers.seen(), self._history.samples))
+        return _json(asdict(summary(self._answers.seen(), self._history.samples)))
 
     async def _record(self, request: web.Request) -> web.Response:
         topic, partition, offset = (request.match_info[name] for name in ("topic", "partition", "offset"))

@@ -36,6 +36,10 @@ from dedup.worker.offsets import committed_offset, committed_position, refuse_ot
 from dedup.worker.recent_outcomes import Recent
 from dedup.worker.record_collector import RecordCollector, Refusals
 
+_EVENT_TIME_MS: Final = 60_000
+"""A timestamp that is this much older than the record's arrival is an event time, not a delay of the log. (A follower
+that is stuck can hide records for `replica.lag.time.max.ms`, 30 s.)
+"""
 _MOST_WAITING: Final = 16_000
 """The number of records that a task may judge during a commit before it waits for the commit to end."""
 
@@ -377,9 +381,11 @@ class Task:
             captured.frozen.apply(ends)
         crashpoints.reached("after_apply")
         for batch in self._held[: captured.held]:
-            least_ms = batch.appended_after_ms  # a producer's timestamp may be an event time that is long past
-            oldest_ms, newest_ms = max(batch.timestamps_ms[0], least_ms), max(batch.timestamps_ms[-1], least_ms)
-            self.numbers.settled(oldest_ms, newest_ms, len(batch.offsets))
+            times_ms, since_ms = batch.timestamps_ms, batch.readable_after_ms
+            oldest_ms, newest_ms = (
+                since_ms if since_ms - time_ms > _EVENT_TIME_MS else time_ms for time_ms in (times_ms[0], times_ms[-1])
+            )
+            self.numbers.settled(oldest_ms, newest_ms, len(times_ms))
         del self._held[: captured.held]
         self._refusals = Refusals()
         self.numbers.committed(captured.position.offset)

@@ -295,7 +295,7 @@ class Consumer(FaustConsumer):
             follows=self._delivered[tp],
             leader_epoch=answer.leader_epoch,
             life=answer.reading.life,
-            appended_after_ms=answer.appended_after_ms,
+            readable_after_ms=answer.readable_after_ms,
         )
         self._delivered[tp] = batch.next_offset
         last_s = batch.timestamps_ms[-1] / 1000

@@ -43,6 +43,7 @@ class Staged:
     payload: bytes = b'{"id": "a"}'
     partitions: int = 3
     topology: str = "orders"
+    name: str = "a"
     grows: int = 0
     """Unique records that each task judges between two looks at its numbers."""
 
@@ -50,7 +51,7 @@ class Staged:
         return self.why
 
     def seen(self) -> WorkerSeen:
-        return WorkerSeen(self.topology, "a", self.tasks, self.standby_lag, 0, 0, self.why)
+        return WorkerSeen(self.topology, self.name, self.tasks, self.standby_lag, 0, 0, self.why)
 
     def metrics(self) -> bytes:
         return b""
@@ -61,7 +62,7 @@ class Staged:
         found = (self.sightings[text],) if text in self.sightings else ()
         asked = tuple(task.partition for task in self.tasks if task.state == "running")
         every = tuple(range(self.partitions))
-        return LookedUp("orders", "a", text, found, asked, self.partitions, None, every, ("orders",))
+        return LookedUp("orders", self.name, text, found, asked, self.partitions, None, every, ("orders",))
 
     def pulse(self) -> list[TaskPulse]:
         for task in self.tasks:

@@ -118,7 +118,7 @@ def test_an_id_is_looked_up_by_keyboard(open_page: Open, serve: Serve) -> None:
 
 def test_any_worker_answers_by_asking_the_owner(open_page: Open, serve: Serve) -> None:
     token = Secret(TOKEN)
-    owner = Staged(tasks=(running(1), running(2)), sightings={"x": seen(partition=1, source="orders/1/9")})
+    owner = Staged(name="b", tasks=(running(1), running(2)), sightings={"x": seen(partition=1, source="orders/1/9")})
     theirs = serve(owner, token=token)
     there = Peer("b", theirs, (("orders", 1), ("orders", 2)), here=False)
     asked = Staged(tasks=(running(0),), others=(there,))
@@ -134,26 +134,30 @@ def test_any_worker_answers_by_asking_the_owner(open_page: Open, serve: Serve) -
 
 def test_the_totals_are_those_of_all_workers_that_answer(open_page: Open, serve: Serve) -> None:
     token = Secret(TOKEN)
-    theirs = serve(Staged(tasks=(running(1, unique=100, duplicate=100, dead_letter=5),), grows=1_000), token=token)
+    theirs = serve(
+        Staged(name="b", tasks=(running(1, unique=100, duplicate=100, dead_letter=5),), grows=1_000), token=token
+    )
     other = serve(Staged(topology="payments"), token=token)
     peers = (
         Peer("a", "http://127.0.0.1:1", (("orders", 0),), here=True),
         Peer("b", theirs, (("orders", 1),), here=False),
         Peer("c", other, (("orders", 2),), here=False),
         Peer("d", None, (("orders", 3),), here=False),
+        Peer("e", theirs, (("orders", 4),), here=False),
     )
     own = Staged(tasks=(running(0, unique=90, duplicate=10, late=2),), others=peers)
     url = serve(own, token=token)
     page = open_page(url, expected=("401",))
     page.get_by_label("This worker requires its token").fill(TOKEN)
     page.keyboard.press("Enter")
-    expect(page.locator("#fleet-title")).to_have_text("Fleet: 2 of 4 workers")
+    expect(page.locator("#fleet-title")).to_have_text("Fleet: 2 of 5 workers")
     workers = page.locator("#workers tbody tr")
-    expect(workers).to_have_count(4)
+    expect(workers).to_have_count(5)
     expect(workers.nth(0)).to_contain_text("ready (this page)")
     expect(workers.nth(1).get_by_role("link", name="b")).to_have_attribute("href", theirs)
     expect(workers.nth(2)).to_contain_text("no answer: it is a worker of another topology or release")
     expect(workers.nth(3)).to_contain_text("no answer: it serves no pages")
+    expect(workers.nth(4)).to_contain_text("no answer: worker b answers at this address; set web.advertise")
 
     def tile(name: str):
         return page.locator("#tiles > div", has=page.get_by_text(name, exact=True)).locator("dd")

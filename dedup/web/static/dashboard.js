@@ -136,8 +136,13 @@ async function look() {
   const { ok, locked, data } = await ask("/api/dashboard");
   if (paused) return;
   by("token-form").hidden = !locked;
-  if (ok) show(data);
-  else if (locked) {
+  if (ok) {
+    try {
+      show(data);
+    } catch (error) {
+      connection(`This page cannot show the worker's answer (${error.message}). Reload the page.`, true);
+    }
+  } else if (locked) {
     const given = sessionStorage.getItem(TOKEN) !== null;
     sessionStorage.removeItem(TOKEN);
     if (given) write(by("token-wrong"), "This is not the worker's token.");

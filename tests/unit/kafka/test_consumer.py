@@ -1,7 +1,6 @@
 """The feeds' fetcher between two assignments."""
 
 import asyncio
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -108,11 +107,13 @@ class Answering(Wire):
         self.metadata.set()
         self.parts = list(parts)
         self.now = topics or IDS
+        self.now_ms = 0
         self.go = asyncio.Event()
 
     async def fetch_partitions(self, _node, wanted, **_options):
         self.asked += [(each.position, each.leader_epoch) for each in wanted]
         self.sent.set()
+        self.now_ms += 5  # the response comes later than the request
         await self.go.wait()
         return 0, [self.parts.pop(0)] if self.parts else []
 
@@ -126,8 +127,8 @@ class Answering(Wire):
         pass
 
 
-def part(records=b"", *, code=0, parts_at=None, end=100):
-    return FetchedPartition(IDS["in"].topic_id, 0, code, end, end, [], records, parts_at)
+def part(records=b"", *, code=0, parts_at=None, end=100, stable=None):
+    return FetchedPartition(IDS["in"].topic_id, 0, code, end, end if stable is None else stable, [], records, parts_at)
 
 
 def fetcher_of(wire):
@@ -243,14 +244,19 @@ async def test_tasks_that_commit_at_the_same_time_share_one_question_asked_after
 
 async def test_records_were_appended_after_the_last_request_that_found_nothing_more(monkeypatch):
     """A response that reaches the end of the log bounds the age of all records that come later, and of no others."""
-    clock = itertools.count(10, 10)
-    monkeypatch.setattr("dedup.kafka.consumer.time.time_ns", lambda: next(clock) * 1_000_000)
-    wire = Answering(part(batch_at(0)), part(batch_at(1), end=2), part(end=2), part(batch_at(2), end=3))
+    wire = Answering(
+        part(batch_at(0)),
+        part(batch_at(1), end=2),
+        part(end=2),  # asked at 10
+        part(end=5, stable=2),  # an open transaction hides what is there
+        part(batch_at(2), end=5),
+    )
+    monkeypatch.setattr("dedup.kafka.consumer.time.time_ns", lambda: wire.now_ms * 1_000_000)
     wire.go.set()
     fetcher = fetcher_of(wire)
     fetcher.begin(OLD, 0)
     found = []
     while len(found) < 3:
-        found += [(answer.columns.offsets, answer.appended_after_ms) for answer in await fetcher.poll([OLD])]
-    assert found == [([0], 0), ([1], 0), ([2], 30)]
+        found += [(answer.columns.offsets, answer.readable_after_ms) for answer in await fetcher.poll([OLD])]
+    assert found == [([0], 0), ([1], 0), ([2], 10)]
     fetcher.forget()

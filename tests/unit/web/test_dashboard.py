@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
 
 from dedup.cli.status import in_words
 from dedup.core.event_time import RecordTime
@@ -26,13 +30,14 @@ from dedup.errors import SettingsError
 from dedup.metrics import DeadLetterAlert, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.settings import Web, load_settings
 from dedup.topology.parse import parse
-from dedup.web.dashboard import KEPT, PLOTTED, MetricHistory, board, notices, quantile
-from dedup.web.server import WebServer, ask_owners, status_of
+from dedup.web import server
+from dedup.web.dashboard import FORMAT, KEPT, PLOTTED, MetricHistory, board, notices, quantile, summary
+from dedup.web.server import MOST_ANSWER_BYTES, WebServer, ask_owners, status_of, summaries
 from dedup.worker.app import identity
 from dedup.worker.introspection import state_keys
 from dedup.worker.recent_outcomes import MOST_KEPT, MOST_OF_A_BATCH, Recent
 from dedup.worker_view import LookedUp, Noted, Peer, SeenId, TaskPulse
-from tests.unit.web.test_server import Worker
+from tests.unit.web.test_server import Worker, get
 
 TOPICS = ("orders",)
 
@@ -266,6 +271,75 @@ def looked_up(**changes) -> LookedUp:
     return replace(LookedUp("orders", "a", "x", (), (0,), 3, None, (0, 1, 2), ("orders",)), **changes)
 
 
+SUMMARY = asdict(summary(replace(seen(task()), worker_id="b"), []))
+
+
+class TestSummaries:
+    """What other workers answer may be anything; none of it is taken for figures of the fleet."""
+
+    async def of(self, body: bytes, *, status: int = 200, peer: str = "b", **headers: str) -> dict[str, Any]:
+        async def answer(_: web.Request) -> web.Response:
+            return web.Response(body=body, status=status, headers=headers)
+
+        app = web.Application()
+        app.router.add_get("/api/summary", answer)
+        async with TestServer(app) as served, ClientSession() as session:
+            (found,) = await summaries(
+                "orders", [Peer(peer, str(served.make_url("/")).rstrip("/"), (), here=False)], session
+            )
+        return found
+
+    async def test_the_figures_of_a_peer_are_taken(self):
+        found = await self.of(json.dumps(SUMMARY).encode())
+        assert "why" not in found
+        assert found == SUMMARY | {"url": found["url"]}
+
+    @pytest.mark.parametrize(
+        ("body", "why"),
+        [
+            (b"[" * 200_000, "not JSON"),
+            (b"{" + b" " * MOST_ANSWER_BYTES + b"}", "too long"),
+            (b"anything", "not JSON"),
+            (b"[]", "another topology or release"),
+            (json.dumps(SUMMARY | {"topology": "clicks"}).encode(), "another topology or release"),
+            (json.dumps(SUMMARY | {"format": FORMAT + 1}).encode(), "another topology or release"),
+            (json.dumps(SUMMARY | {"lag_records": "5"}).encode(), "another topology or release"),
+            (json.dumps(SUMMARY | {"p99_s": float("nan")}).encode(), "not JSON"),
+            (
+                json.dumps({"format": FORMAT, "topology": "orders", "worker": "b"}).encode(),
+                "another topology or release",
+            ),
+        ],
+        ids=["deep", "long", "text", "list", "topology", "format", "type", "nan", "fields"],
+    )
+    async def test_what_is_no_summary_is_named_and_not_added(self, body, why):
+        found = await self.of(body)
+        assert why in found["why"]
+        assert set(found) == {"worker", "url", "why"}
+
+    async def test_figures_of_a_worker_that_answers_for_another_are_not_counted_twice(self):
+        """With the default web.host, workers on two machines announce the same loopback address."""
+        found = await self.of(json.dumps(SUMMARY).encode(), peer="c")
+        assert found["why"] == "worker b answers at this address; set web.advertise"
+
+    async def test_a_refusal_is_told(self):
+        assert (await self.of(b"", status=404))["why"] == "it answered 404"
+
+    async def test_many_pages_share_one_board(self, monkeypatch):
+        asked = []
+
+        async def slow(*_):
+            asked.append(1)
+            await asyncio.sleep(0.1)
+            return []
+
+        monkeypatch.setattr(server, "summaries", slow)
+        async with WebServer(Web(port=0), Worker()) as pages:
+            answers = await asyncio.gather(*(get(pages, "/api/dashboard") for _ in range(20)))
+        assert {code for code, _ in answers} == {200}
+        assert len(asked) == 1
+
+
 class TestOwners:
     async def test_partitions_that_nobody_has_are_told(self):
         own = Peer("a", None, (("orders", 0),), here=True)
@@ -282,12 +356,18 @@ class TestOwners:
         assert [row["worker"] for row in found["unreached"]] == ["b"]
 
     async def test_a_worker_of_another_topology_is_not_believed(self):
-        async with WebServer(Web(port=0), Worker()) as pages:
+        worker = Worker()
+        worker.name = "b"
+        async with WebServer(Web(port=0), worker) as pages:
             other = Peer("b", pages.url, (("orders", 1),), here=False)
             found = await ask_owners(looked_up(topology="clicks", candidates=(0, 1)), (other,), None)
             assert found["unreached"][0]["why"] == "it is a worker of another topology or release"
             found = await ask_owners(looked_up(id="known", candidates=(0, 1)), (other,), None)
-        assert [each["worker"] for each in found["sightings"]] == ["b"]
+            assert [each["worker"] for each in found["sightings"]] == ["b"]
+            another = Peer("c", pages.url, (("orders", 1),), here=False)
+            found = await ask_owners(looked_up(id="known", candidates=(0, 1)), (another,), None)
+        assert found["sightings"] == []
+        assert [row["worker"] for row in found["unreached"]] == ["c"]
 
     async def test_without_an_assignment_nothing_is_said_to_be_unknown(self):
         found = await ask_owners(looked_up(partitions=0, candidates=(), asked=()), (), None)

@@ -32,13 +32,14 @@ class Worker:
     why: str | None = None
     others: tuple[Peer, ...] = ()
     candidates: tuple[int, ...] = (0,)
+    name = "a"
 
     def not_ready(self) -> str | None:
         return self.why
 
     def seen(self) -> WorkerSeen:
         task = TaskSeen("dedup", "orders", 0, "running", NUMBERS, 4, 0)
-        return WorkerSeen("orders", "a", (task,), {1: 0}, 0, 0, self.why)
+        return WorkerSeen("orders", self.name, (task,), {1: 0}, 0, 0, self.why)
 
     def metrics(self) -> bytes:
         return b"dedup_lag_records 4\n"
@@ -48,7 +49,7 @@ class Worker:
             raise SettingsError([Problem("ID", "is none")])
         seen = SeenId(0, 1, 1, 2, "orders/0/1", live=True, went="orders.unique/0")
         found = (seen,) if text == "known" else ()
-        return LookedUp("orders", "a", text, found, (0,), 2, None, self.candidates, ("orders",))
+        return LookedUp("orders", self.name, text, found, (0,), 2, None, self.candidates, ("orders",))
 
     def pulse(self):
         return [TaskPulse(NUMBERS, 4)]
