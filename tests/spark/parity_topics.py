@@ -59,7 +59,7 @@ def rows_in_topics(bootstrap: str, topology: Topology, places: Sequence[Place]) 
 
 
 def _headers(message: Message) -> dict[str, str]:
-    return {name: (content or b"").decode() for name, content in message.headers() or ()}
+    return {name: (content or b"").decode(errors="replace") for name, content in message.headers() or ()}
 
 
 def _forwarded(headers: dict[str, str]) -> Row:
