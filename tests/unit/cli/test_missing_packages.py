@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,8 @@ def test_a_sink_into_postgresql(tmp_path):
 def refused(done, extra):
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.endswith(f"install them: {sys.executable} -m pip install 'dedup-streams[{extra}]'")
+    python = os.path.normpath(sys.executable)  # as a new interpreter finds itself
+    assert line.endswith(f"install them: {python} -m pip install 'dedup-streams[{extra}]'")
 
 
 def test_without_pip_uv_installs(monkeypatch):
