@@ -28,16 +28,15 @@ from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StructTy
 
 from dedup.core.window import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
-from dedup.spark.columns import Batches, integers_of
+from dedup.spark.columns import ARROW_RECORDS, COORDINATES, RECORDS, Batches, as_records, integers_of
 from dedup.spark.delta_log import DeltaLog
 from dedup.spark.log_order import PartitionBounds
 from dedup.spark.manifest import files_of_runs
 from dedup.spark.map_side import OffsetRuns
-from dedup.spark.rows import ARROW_RECORDS, COORDINATES, RECORDS, as_records
 
 FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 """With ``json``, each line of a file is an event. With ``json-records``, each line is a row with the columns of
-`rows.RECORDS` as text. ``table`` is a table in one of Spark's catalogs, given by its name.
+`columns.RECORDS` as text. ``table`` is a table in one of Spark's catalogs, given by its name.
 """
 
 LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
@@ -58,7 +57,7 @@ _CAST: Final[Mapping[str, tuple[pa.DataType, ...]]] = {
     "partition": (pa.int16(), pa.int8()),
     "offset": (pa.int32(),),
 }
-"""The types that Arrow may cast to the types of `rows.RECORDS`."""
+"""The types that Arrow may cast to the types of `columns.RECORDS`."""
 _COUNTED: Final = dict.fromkeys(("first", "last", "placed", "rows"), pa.int64())
 _FOUND: Final = pa.schema({"topic": pa.string(), "partition": pa.int32(), **_COUNTED})
 """Per topic and partition: the bounds of the offsets, the number of rows with an offset, and the number of all rows."""
@@ -92,7 +91,7 @@ class InputSplits:
     frame: DataFrame
     """A row (`file`, `row_group`) for each row group, in as many Spark partitions as there should be tasks."""
     columns: tuple[str, ...]
-    """The columns of `rows.RECORDS` in the files. Missing headers are read as empty, other missing columns as null."""
+    """The columns of a record in the files. Missing headers are read as empty, other missing columns as null."""
     logs: tuple[LogSplits, ...] = ()
     """The row groups by Kafka partition, or nothing if a row group contains several Kafka partitions or is not in log
     order.
@@ -104,7 +103,7 @@ class History:
     """Records to judge, and what dedup knows about their order."""
 
     records: DataFrame
-    """Rows with the columns of `rows.RECORDS`, and with any columns that file paths contain."""
+    """Rows with the columns of `columns.RECORDS`, and with any columns that file paths contain."""
     placed: bool
     """Whether rows have Kafka coordinates."""
     contiguous: bool

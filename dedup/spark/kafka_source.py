@@ -13,8 +13,8 @@ from pyspark.sql import DataFrame, SparkSession
 from dedup.core.window import Feed
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible
 from dedup.settings import Security, Settings
+from dedup.spark.columns import as_records
 from dedup.spark.files import History
-from dedup.spark.rows import as_records
 from dedup.spark.session import RECORD_BYTES
 from dedup.topology.model import Topology
 from dedup.verify.cut import begun_with

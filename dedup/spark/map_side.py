@@ -28,8 +28,15 @@ from dedup.core.fold import Outcome, Rows, screen
 from dedup.core.window import BEFORE_ALL_TIME, Feed, StreamTime
 from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.spark.columnar_fold import Integers
-from dedup.spark.columns import Batches, binary_column, extract_batch, integers_of, topics_of
-from dedup.spark.rows import ARROW_RECORDS, COORDINATES
+from dedup.spark.columns import (
+    ARROW_RECORDS,
+    COORDINATES,
+    Batches,
+    binary_column,
+    extract_batch,
+    integers_of,
+    topics_of,
+)
 from dedup.topology.model import Topology, extractor_of
 from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP
 
@@ -474,7 +481,7 @@ class MapPlan:
 
 
 def map_rows(plan: MapPlan, batches: Iterable[pa.RecordBatch]) -> Batches:
-    """Run one map task: read records with the schema `rows.RECORDS`, and yield them as rows of `PACKED_ROWS`."""
+    """Run one map task: read records with the schema `columns.RECORDS`, and yield them as rows of `PACKED_ROWS`."""
     screener = Screener(plan)
     with Packer(plan.targets, plan.batch_rows) as packer:
         for batch in batches:

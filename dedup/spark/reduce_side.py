@@ -24,7 +24,7 @@ from dedup.spark.columnar_fold import (
     SortedRows,
     judge_sorted,
 )
-from dedup.spark.columns import IDENTIFIED, Batches, content_digests, integers_of, topics_of
+from dedup.spark.columns import COORDINATES, IDENTIFIED, Batches, content_digests, integers_of, topics_of
 from dedup.spark.map_side import (
     FINGERPRINT,
     ID,
@@ -46,7 +46,6 @@ from dedup.spark.map_side import (
     ends_of,
     read_notice,
 )
-from dedup.spark.rows import COORDINATES
 from dedup.spark.sightings import SIGHTINGS, LayerWriter, current, live, merged, report_row, sightings_of
 from dedup.topology.model import Topology
 

@@ -126,7 +126,7 @@ class TableRows:
 
 
 def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = None, order: str) -> TableRows:
-    """Convert records (`rows.RECORDS`) to rows of a table.
+    """Convert records (`columns.RECORDS`) to rows of a table.
 
     ``schema`` is Spark DDL for the members of the JSON value that become columns; records with values of other types
     are rejected. Without ``schema``, the columns are `key` and `value` as bytes. A record with a null value becomes a

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from dedup.core.window import Feed
 from dedup.errors import StateIncompatible
-from dedup.spark.columns import content_digests
+from dedup.spark.columns import RECORDS, content_digests
 from dedup.spark.map_side import BATCH_BYTES, TARGET, MapPlan, Mode, map_rows
 from dedup.spark.reduce_side import ReducePlan, reduce_rows
-from dedup.spark.rows import RECORDS
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
 from dedup.worker.record_collector import IDLE, TIMESTAMP
