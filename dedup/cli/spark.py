@@ -44,11 +44,10 @@ if TYPE_CHECKING:
 
     from dedup.kafka.wire import TopicPartition
     from dedup.settings import Settings
-    from dedup.spark.delta_log import DeltaLog
     from dedup.spark.files import History
-    from dedup.spark.iceberg_log import IcebergLog
     from dedup.spark.seed import Seeded, Until
     from dedup.spark.spark_jars import Package
+    from dedup.spark.table_log import DeltaLog, IcebergLog
     from dedup.spark.table_sink import Appended
     from dedup.spark.tables import Jdbc
     from dedup.spark.task_attempt import BatchReport
@@ -587,8 +586,7 @@ def sink_command(
 
 
 def _table_of(delta: str | None, iceberg: str | None) -> Callable[[SparkSession], DeltaLog | IcebergLog] | None:
-    from dedup.spark.delta_log import DeltaLog
-    from dedup.spark.iceberg_log import IcebergLog
+    from dedup.spark.table_log import DeltaLog, IcebergLog
 
     if delta is not None and iceberg is not None:
         raise SettingsError([Problem("--delta, --iceberg", "name one table, not two")])

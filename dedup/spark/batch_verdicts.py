@@ -30,7 +30,7 @@ from dedup.core.window import Feed
 from dedup.errors import InvariantBroken, Problem, SettingsError, TopologyError
 from dedup.spark.columnar_fold import Integers
 from dedup.spark.columns import COORDINATES, RECORDS, BatchFunction, headers_of
-from dedup.spark.files import History, read_splits, rows_of
+from dedup.spark.files import History, partly_placed, read_splits, rows_of
 from dedup.spark.log_order import in_log_order, ranges_of, spread
 from dedup.spark.log_tasks import assigned, frame_of, judge_logs
 from dedup.spark.map_side import KNOWN, MOST_REDUCERS, PACKED_ROWS, TARGET, LogEnds, MapPlan, Mode, map_rows
@@ -287,8 +287,7 @@ def history_of(df: DataFrame, *, identified: bool) -> History:
     row = df.agg(F.count("offset").alias("placed"), F.count(F.lit(1)).alias("rows"), digest_of.alias("sum")).first()
     placed, rows, digest = (0, 0, None) if row is None else (row["placed"], row["rows"], row["sum"])
     if 0 < placed < rows:
-        text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"
-        raise SettingsError([Problem("the DataFrame", text)])
+        raise partly_placed("the DataFrame", placed, rows)
     identity = f"a DataFrame of {rows} rows, digest {digest or 0}"
     size_bytes = rows * RECORD_BYTES
     return History(df, placed > 0, contiguous=False, identity=identity, place=f"{rows:,} rows", size_bytes=size_bytes)

@@ -29,10 +29,10 @@ from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StructTy
 from dedup.core.window import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.columns import ARROW_RECORDS, COORDINATES, RECORDS, Batches, as_records, integers_of
-from dedup.spark.delta_log import DeltaLog
 from dedup.spark.log_order import PartitionBounds
 from dedup.spark.manifest import files_of_runs
 from dedup.spark.map_side import OffsetRuns
+from dedup.spark.table_log import DeltaLog
 
 FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 """With ``json``, each line of a file is an event. With ``json-records``, each line is a row with the columns of
@@ -356,8 +356,7 @@ def _log_order(records: DataFrame, place: str, splits: InputSplits | None) -> _L
     rows, placed = sum(each["rows"] for each in found), sum(each["placed"] for each in whole)
     anywhere = any(each["placed"] or (each["topic"], each["partition"]) != (None, None) for each in found)
     if anywhere and placed < rows:
-        text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"
-        raise SettingsError([Problem(place, text)])
+        raise partly_placed(place, placed, rows)
     bounds = tuple(PartitionBounds(*list(each.values())[:-1]) for each in whole)
     if not placed or any(each["runs"] is None for each in reports):
         return _LogOrder(placed > 0, bounds=bounds)
@@ -365,6 +364,12 @@ def _log_order(records: DataFrame, place: str, splits: InputSplits | None) -> _L
     contiguous = all(before[:2] != after[:2] or before[3] < after[2] for before, after in pairwise(runs))
     begins = frozenset((topic, partition, first) for topic, partition, first, _ in runs)
     return _LogOrder(placed=True, contiguous=contiguous, bounds=bounds, begins=begins)
+
+
+def partly_placed(place: str, placed: int, rows: int) -> SettingsError:
+    """Return the error for an input in which only some rows have offsets."""
+    text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"
+    return SettingsError([Problem(place, text)])
 
 
 def _united(parts: Sequence[pa.Table]) -> pa.Table:

@@ -22,9 +22,9 @@ from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.batch_verdicts import history_of
 from dedup.spark.columns import as_records
-from dedup.spark.delta_log import DeltaLog
 from dedup.spark.files import LOSSLESS, FileFormat, History, as_events, read_files, read_table
 from dedup.spark.session import HadoopDirectory
+from dedup.spark.table_log import DeltaLog
 from dedup.topology.model import Topology
 
 Pinned = Mapping[str, Any]

@@ -398,17 +398,19 @@ def _write_partitions(plan: WritePlan, arrow: Iterable[pa.RecordBatch]) -> Itera
         yield pa.RecordBatch.from_pylist([written], schema=_WRITTEN)
 
 
+@dataclass(frozen=True, slots=True)
 class _SeedWriter:
     """Writes the marks, sightings, and offsets of `dedup spark seed` under the fleet's transactional IDs."""
 
-    def __init__(self, plan: WritePlan, wire: KafkaWire) -> None:
-        self._plan: Final = plan
-        self._settings: Final = plan.settings.reveal()
-        self._topology: Final = plan.topology
-        self._wire: Final = wire
+    _plan: WritePlan
+    _wire: KafkaWire
+
+    @property
+    def _topology(self) -> Topology:
+        return self._plan.topology
 
     def _session(self, kind: SubTopology, partition: int, topic: str | None = None) -> Session:
-        topology, timeout_ms = self._topology, self._settings.transaction_timeout_ms
+        topology, timeout_ms = self._topology, self._plan.settings.plain.transaction_timeout_ms
         name = topology.transactional_id(kind, partition, topic)
         return Session(self._wire, name, topology.name, timeout_ms=timeout_ms, deadline_ms=_DEADLINE_MS)
 
@@ -514,7 +516,7 @@ class _SeedWriter:
                     if offsets and await self._is_begun(*offsets):
                         return
                 for target, part in lines.items():
-                    session.add(fill(target, part, compression=self._settings.topics.compression))
+                    session.add(fill(target, part, compression=self._plan.settings.plain.topics.compression))
                 await session.commit(offsets or {})
             except CommitUnknown:
                 # The partition's leader has moved, or does not know the new topic yet.

@@ -27,9 +27,9 @@ from pyspark.sql import types as t
 from dedup.errors import DedupError, InvariantBroken, Problem, SettingsError, StateIncompatible
 from dedup.settings import Settings
 from dedup.spark.columns import identified
-from dedup.spark.delta_log import DeltaLog
 from dedup.spark.kafka_source import history_of_range
 from dedup.spark.session import described
+from dedup.spark.table_log import DeltaLog
 from dedup.topology.model import Topology
 from dedup.verify.kafka_reader import KafkaReader
 

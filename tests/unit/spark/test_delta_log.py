@@ -2,7 +2,7 @@
 
 import pytest
 
-from dedup.spark.delta_log import TableCommit
+from dedup.spark.table_log import TableCommit
 
 
 def test_only_a_line_feed_ends_an_action():
