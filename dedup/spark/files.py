@@ -510,18 +510,12 @@ def _logs_of(places: Sequence[_GroupPlace | None]) -> tuple[LogSplits, ...]:
     placed = sorted(place for place in places if place is not None)
     if len(placed) < len(places):
         return ()
-    logs = groupby(placed, key=lambda place: (place.topic, place.partition))
-    gathered = ((*where, list(groups)) for where, groups in logs)
-    return tuple(
-        LogSplits(
-            topic,
-            partition,
-            [each.group for each in groups],
-            sum(each.rows for each in groups),
-            [each.first_offset for each in groups],
-        )
-        for topic, partition, groups in gathered
-    )
+    logs = []
+    for (topic, partition), found in groupby(placed, key=lambda place: (place.topic, place.partition)):
+        groups = list(found)
+        names, firsts = [each.group for each in groups], [each.first_offset for each in groups]
+        logs.append(LogSplits(topic, partition, names, sum(each.rows for each in groups), firsts))
+    return tuple(logs)
 
 
 def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[dict[str, Any]]:

@@ -77,22 +77,20 @@ class PicklableSettings:
     """
 
     plain: Settings
-    password: str | None = field(repr=False)
-    key_password: str | None = field(repr=False)
+    secrets: Mapping[str, str] = field(repr=False)
+    """The secrets of `Settings.security` by name."""
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
         """Return the settings in picklable form, without the settings for a worker's web pages."""
-        security = settings.security
-        without = security.model_copy(update={"password": None, "key_password": None})
-        plain = settings.model_copy(update={"security": without, "web": Web()})
-        secrets = (security.password, security.key_password)
-        return cls(plain, *(None if secret is None else secret.get_secret_value() for secret in secrets))
+        secrets = {name: each.get_secret_value() for name, each in settings.security if isinstance(each, Secret)}
+        without = settings.security.model_copy(update=dict.fromkeys(secrets))
+        return cls(settings.model_copy(update={"security": without, "web": Web()}), secrets)
 
     def reveal(self) -> Settings:
         """Return the settings with their secrets as `Secret` objects."""
-        password, key_password = (None if text is None else Secret(text) for text in (self.password, self.key_password))
-        security = self.plain.security.model_copy(update={"password": password, "key_password": key_password})
+        secrets = {name: Secret(text) for name, text in self.secrets.items()}
+        security = self.plain.security.model_copy(update=secrets)
         return self.plain.model_copy(update={"security": security})
 
 
