@@ -228,8 +228,8 @@ class _StreamProgress(VerdictProgress):
     def add(self, report: BatchReport) -> None:
         """Count a micro-batch."""
         self._batches += 1
-        for name in _VERDICTS:
-            self.verdicts[name] += report.total(name)
+        verdicts = report.verdicts
+        self.verdicts.update({name: verdicts[name] for name in _VERDICTS})
         per_s = self.verdicts.total() / (time.monotonic() - self._began_s)
         self.show(f"{self._batches} micro-batches", per_s)
 

@@ -39,7 +39,14 @@ from dedup.spark.columns import feeding_columns
 from dedup.spark.kafka_source import kafka_options
 from dedup.spark.session import ERRORS_BY_NAME, HadoopDirectory, PicklableSettings, connected, described
 from dedup.spark.stream_monitor import StreamMonitor, lag_after
-from dedup.spark.task_attempt import REPORT, AttemptPlan, BatchReport, deleted_unjudged, judge_partition
+from dedup.spark.task_attempt import (
+    REPORT,
+    AttemptPlan,
+    BatchReport,
+    PartitionReport,
+    deleted_unjudged,
+    judge_partition,
+)
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import SubTopology, Topology
 from dedup.worker.clock import SteadyClock
@@ -335,14 +342,15 @@ class _Query:
         plan = AttemptPlan(ready.topology, settings, ready.cluster, self.options.commit_rows)
         with self.busy, described(rows.sparkSession, f"{self.name}: judge and commit micro-batch {batch_id}"):
             judged = feeding_columns(rows).mapInArrow(partial(judge_partition, plan), REPORT)
-            reports = tuple(row.asDict() for row in judged.collect())
-        for row in reports:
+            found = judged.collect()
+        reports: list[PartitionReport] = []
+        for row in found:
             if row["failure"] is not None:
                 self.failure = ERRORS_BY_NAME.get(row["failure"], DedupError)(row["failure_text"])
                 raise self.failure
             # The value is safe to unpickle, because an executor of this stream sent it over a connection that also
             # carries passwords.
-            row["numbers"] = pickle.loads(row["numbers"])  # noqa: S301
+            reports.append(pickle.loads(row["report"]))  # noqa: S301
         report = BatchReport(self.sub_topology, batch_id, reports, time.monotonic() - began_s)
         self.monitor.add(report)
         if self.options.on_batch is not None:

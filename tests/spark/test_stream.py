@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import pickle
 import threading
 import urllib.request
 from collections import Counter
@@ -25,7 +26,7 @@ from dedup.settings import Settings, Web
 from dedup.spark.session import PicklableSettings
 from dedup.spark.stream import StreamOptions, prepared, start_stream
 from dedup.spark.stream_monitor import StreamMonitor
-from dedup.spark.task_attempt import AttemptPlan, BatchReport, judge_partition
+from dedup.spark.task_attempt import AttemptPlan, BatchReport, PartitionReport, judge_partition
 from dedup.topology.parse import parse
 from tests.integration.fleet import Job, until
 from tests.integration.workload import BASE_MS, Event, workload
@@ -63,7 +64,9 @@ def run(spark):
 
 
 def total(reports, name):
-    return sum(report.total(name) for report in reports)
+    if name == "replayed":
+        return sum(each.numbers.replayed for report in reports for each in report.partitions)
+    return sum(report.verdicts.total() if name == "judged" else report.verdicts[name] for report in reports)
 
 
 def test_verdicts_are_the_models_and_a_restart_goes_on(make_job, run):
@@ -183,9 +186,9 @@ def test_while_no_broker_answers_a_line_says_that_the_lag_is_unknown(caplog):
     monitor = StreamMonitor(topology, nowhere, {"dedup": {Place("in", 0): 0}})
     caplog.set_level(logging.INFO, logger="dedup.spark.stream_monitor")
     numbers = TaskNumbers(verdicts=Counter(unique=4_000, duplicate=1), stream_time_ms=BASE_MS)
-    counts = {"next_offset": 4_001, "numbers": numbers, "state_ids": 7, "state_bytes": 9}
+    report = PartitionReport(Place("in", 0), numbers, next_offset=4_001, state_ids=7, state_bytes=9)
     monitor.start()
-    monitor.add(BatchReport("dedup", 3, ({"topic": "in", "partition": 0, **counts},), 0.25))
+    monitor.add(BatchReport("dedup", 3, [report], 0.25))
     monitor.stop()
     line = "shop-dedup: micro-batch 3: 4,001 records in 0.2 s: duplicate 1, unique 4,000; lag unknown"
     assert logged(caplog) == [line]
@@ -320,6 +323,12 @@ def plan_of():
     return plan
 
 
+def row_of(plan, batches):
+    """Return the row that an attempt sends to the driver, and the report in it."""
+    (row,) = next(judge_partition(plan, batches)).to_pylist()
+    return row, row["report"] and pickle.loads(row["report"])
+
+
 def one_partition(events):
     return [dataclasses.replace(event, partition=0) for event in events]
 
@@ -328,10 +337,10 @@ def test_an_input_that_ends_too_soon_is_a_prefix(make_job, plan_of):
     job = make_job(partitions=1)
     job.send(one_partition(workload(10, 1_000)))
     batches = arrow_of(job, 100)
-    (cut,) = next(judge_partition(plan_of(job), batches[:3])).to_pylist()
-    assert (cut["next_offset"], cut["failure"]) == (300, None)
-    (whole,) = next(judge_partition(plan_of(job, "elsewhere"), batches)).to_pylist()
-    assert (whole["replayed"], whole["judged"], whole["next_offset"]) == (300, 700, 1_000)
+    row, cut = row_of(plan_of(job), batches[:3])
+    assert (cut.next_offset, row["failure"]) == (300, None)
+    _, whole = row_of(plan_of(job, "elsewhere"), batches)
+    assert (whole.numbers.replayed, whole.numbers.verdicts.total(), whole.next_offset) == (300, 700, 1_000)
     job.judge()
 
 
@@ -343,8 +352,8 @@ def test_a_partition_that_was_added_is_refused(make_job, plan_of):
     before = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, topics=topics))
     (first,) = arrow_of(job, 100)
     moved = first.set_column(1, "partition", pa.array([1] * 100, pa.int32()))
-    (report,) = next(judge_partition(before, [moved])).to_pylist()
-    assert "had 1 partitions when the stream started, but now has partition 1" in report["failure_text"]
+    row, _ = row_of(before, [moved])
+    assert "had 1 partitions when the stream started, but now has partition 1" in row["failure_text"]
 
 
 def test_an_input_that_stalls_keeps_no_transaction_open(make_job, plan_of):
@@ -357,8 +366,8 @@ def test_an_input_that_stalls_keeps_no_transaction_open(make_job, plan_of):
         until(lambda: job.committed()[0] == 200, "the first half is committed while the input stalls")
         yield from batches[2:]
 
-    (report,) = next(judge_partition(plan_of(job, commit_rows=10_000), stalling())).to_pylist()
-    assert (report["judged"], report["failure"]) == (400, None)
+    row, report = row_of(plan_of(job, commit_rows=10_000), stalling())
+    assert (report.numbers.verdicts.total(), row["failure"]) == (400, None)
     job.judge()
 
 
@@ -367,8 +376,8 @@ def test_a_header_name_that_is_not_utf8_is_a_dead_letter(make_job, plan_of):
     events = [Event(0, b'{"id":"%d"}' % n, BASE_MS, headers=(("h", b"1"),)) for n in range(3)]
     events[1] = dataclasses.replace(events[1], headers=(("h", b"1"), ("\ufffdx", b"2")))
     job.send(events)
-    (report,) = next(judge_partition(plan_of(job), arrow_of(job, 100))).to_pylist()
-    assert (report["unique"], report["dead_letter"]) == (2, 1)
+    _, report = row_of(plan_of(job), arrow_of(job, 100))
+    assert (report.numbers.verdicts["unique"], report.numbers.verdicts["dead_letter"]) == (2, 1)
     (dead,) = job.read(job.topology.dead_letter)
     assert dict(dead.headers())["dedup-reason"] == b"header_not_utf8"
 
