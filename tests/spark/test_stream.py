@@ -386,10 +386,10 @@ def test_rows_that_begin_behind_the_state_are_refused(make_job, plan_of):
     job = make_job(partitions=1)
     job.send(one_partition(workload(11, 1_000)))
     before = job.written()[job.output]
-    (report,) = next(judge_partition(plan_of(job), arrow_of(job, 100)[5:])).to_pylist()
-    assert report["failure"] == "StateIncompatible"
-    assert "continues at offset 500" in report["failure_text"]
-    assert "0 is the first that would be lost" in report["failure_text"]
+    row, _ = row_of(plan_of(job), arrow_of(job, 100)[5:])
+    assert row["failure"] == "StateIncompatible"
+    assert "continues at offset 500" in row["failure_text"]
+    assert "0 is the first that would be lost" in row["failure_text"]
     assert job.written()[job.output] == before
 
 
@@ -417,10 +417,10 @@ def test_a_speculative_copy_fences_the_first_attempt(make_job, plan_of):
     thread = threading.Thread(target=first_attempt)
     thread.start()
     assert half_way.wait(60)
-    (report,) = next(judge_partition(plan_of(job, "second"), batches)).to_pylist()
+    _, report = row_of(plan_of(job, "second"), batches)
     overtaken.set()
     thread.join(60)
-    assert report["judged"] + report["replayed"] == 1_000
-    assert 0 < report["replayed"] < 1_000
+    assert report.numbers.verdicts.total() + report.numbers.replayed == 1_000
+    assert 0 < report.numbers.replayed < 1_000
     assert len(failures) == 1
     job.judge()
