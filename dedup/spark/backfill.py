@@ -182,7 +182,7 @@ class RunDirectory:
         attempt = self._root.at(f"_attempt-{self._run}-{uuid4().hex[:_MARK_DIGITS]}")
         codec = codec_of(self._spark)
         if self._files.getScheme() == "file" and codec is not None:
-            _write_files(verdicts, Path(attempt.toUri().getPath()), codec)
+            _write_files(verdicts, Path(self._files.makeQualified(attempt).toUri().getPath()), codec)
         else:
             verdicts.frame().write.partitionBy("verdict").parquet(str(attempt))
         made = report(self._spark.read.schema(verdicts.schema).parquet(str(attempt)))

@@ -176,7 +176,8 @@ def test_a_stream_is_seen_as_a_worker_is(make_job, spark, caplog):
     assert f"{job.name}-dedup: judge and commit micro-batch 0" in described
 
 
-def test_while_no_broker_answers_a_line_says_that_the_lag_is_unknown(caplog):
+def test_while_no_broker_answers_a_line_says_that_the_lag_is_unknown(caplog, monkeypatch):
+    monkeypatch.setattr("dedup.spark.stream_monitor._ANSWER_WITHIN_S", 0.2)
     topology = parse(
         "{dedup: 1, name: shop, source: {topics: [in], partitioned_by: tracking_id}, tracking_id: {field: id}, "
         "guard_period: 1d, output: {topic: out}}",
