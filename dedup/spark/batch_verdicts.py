@@ -224,7 +224,7 @@ def balanced(history: History, counts: Mapping[str, int]) -> int:
     """Return the number of records in the history. Raises InvariantBroken if the verdicts in ``counts`` do not add up
     to this number.
     """
-    rows = history.records.count()
+    rows = history.records.count() if history.pieces is None else history.pieces.rows
     if rows != sum(counts.values()):
         raise InvariantBroken(
             f"{history.place} has {rows:,} records, but they received {sum(counts.values()):,} verdicts. Nothing was "

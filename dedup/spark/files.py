@@ -92,6 +92,7 @@ class InputSplits:
     """A row (`file`, `row_group`) for each row group, in as many Spark partitions as there should be tasks."""
     columns: tuple[str, ...]
     """The columns of a record in the files. Missing headers are read as empty, other missing columns as null."""
+    rows: int
     logs: tuple[LogSplits, ...] = ()
     """The row groups by Kafka partition, or nothing if a row group contains several Kafka partitions or is not in log
     order.
@@ -458,9 +459,9 @@ def _input_splits(table: DataFrame) -> InputSplits | None:
     columns = tuple(name for name in RECORDS.names if name in table.columns)
     if "timestamp_ms" not in columns and "timestamp" in table.columns:
         return None
-    rows: list[tuple[str, int]] = []
+    groups: list[tuple[str, int]] = []
     places: list[_GroupPlace | None] = []
-    total_bytes = 0
+    rows = total_bytes = 0
     for file in sorted(files):
         with pq.ParquetFile(_path(file)) as parquet:
             schema = parquet.schema_arrow
@@ -470,16 +471,17 @@ def _input_splits(table: DataFrame) -> InputSplits | None:
             for at in range(parquet.num_row_groups):
                 group = parquet.metadata.row_group(at)
                 if group.num_rows:
-                    rows.append((file, at))
+                    groups.append((file, at))
                     places.append(_place_of(group, (file, at)))
+                    rows += group.num_rows
                     total_bytes += group.total_byte_size
-    if not rows:
+    if not groups:
         return None
     spark = table.sparkSession
     context = spark.sparkContext
-    tasks = min(len(rows), max(_TASKS_PER_CORE * context.defaultParallelism, -(-total_bytes // _TASK_BYTES)))
-    frame = spark.createDataFrame(context.parallelize(rows, tasks), "file string, row_group int")
-    return InputSplits(frame, columns, _logs_of(places))
+    tasks = min(len(groups), max(_TASKS_PER_CORE * context.defaultParallelism, -(-total_bytes // _TASK_BYTES)))
+    frame = spark.createDataFrame(context.parallelize(groups, tasks), "file string, row_group int")
+    return InputSplits(frame, columns, rows, _logs_of(places))
 
 
 class _GroupPlace(NamedTuple):

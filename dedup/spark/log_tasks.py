@@ -7,7 +7,7 @@ the log at a time, and keeps only the sightings of earlier parts that have not e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -102,8 +102,10 @@ class _Part(NamedTuple):
     notices: list[bytes]
     sightings: pa.Table
 
-    def rows(self) -> Batches:
-        yield from self.screened
+    def rows(self, without: Collection[str] = ()) -> Batches:
+        yield from (
+            rows.drop_columns([name for name in rows.schema.names if name in without]) for rows in self.screened
+        )
 
     def known_of(self, ids: pa.Array) -> Batches:
         yield from self.sightings.filter(pc.is_in(self.sightings.column("id"), value_set=ids)).to_batches()
