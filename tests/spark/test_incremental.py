@@ -420,7 +420,7 @@ def test_a_driver_that_is_killed_before_its_commit_leaves_a_run_to_be_finished(s
     made |= {"tracking_id": {"field": "id"}, "guard_period": "10s", "grace": "5s", "output": {"topic": "orders.unique"}}
     (tmp_path / "shop.yaml").write_text(json.dumps(made))
     ended = subprocess.run(
-        [sys.executable, "-c", DRIVER, *QUIET, *INTERPRETED, "--conf", "spark.databricks.delta.snapshotPartitions=2"],
+        [sys.executable, "-c", DRIVER, *QUIET, *INTERPRETED],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
