@@ -39,7 +39,7 @@ from dedup.spark.map_side import LogEnd, LogEnds, Mode, ends_after
 from dedup.spark.reduce_side import layer_rows
 from dedup.spark.session import shuffles_for, translated_errors
 from dedup.spark.sightings import LAYER, PACKED_AT_ONCE, Layer
-from dedup.spark.table_log import DeltaLog, TableCommit
+from dedup.spark.table_log import DeltaLog, TableCommit, metadata_object
 from dedup.topology.model import Topology
 
 _STATE: Final = "_dedup"
@@ -455,7 +455,7 @@ def _run_in(name: str) -> float:
 
 def _named(commit: TableCommit) -> Attempt | None:
     try:
-        named = commit.named["dedup"]
+        named = metadata_object(commit.metadata)["dedup"]
         return Attempt(named["run"], named["attempt"])
     except (KeyError, TypeError):
         return None

@@ -72,11 +72,6 @@ class TableCommit:
         return f"{self.operation} (version {self.version}, {made:%Y-%m-%d %H:%M:%S} UTC)"
 
     @property
-    def named(self) -> Mapping[str, Any]:
-        """The commit's metadata if it is a JSON object with the member `dedup`, and otherwise an empty object."""
-        return metadata_object(self.metadata)
-
-    @property
     def replaces(self) -> bool:
         """Whether this commit may have removed rows that earlier commits added."""
         mode = self.parameters.get("mode"), self.parameters.get("outputMode")
@@ -209,11 +204,6 @@ class SnapshotCommit:
         return self.summary.get(_METADATA)
 
     @property
-    def named(self) -> Mapping[str, Any]:
-        """The snapshot's metadata if it is a JSON object with the member `dedup`, and otherwise an empty object."""
-        return metadata_object(self.metadata)
-
-    @property
     def rows(self) -> int:
         """The number of rows that the snapshot added to the table."""
         return int(self.summary.get("added-records", 0))
@@ -226,10 +216,6 @@ class SnapshotCommit:
         if self.summary.get("replace-partitions") == "true":
             return True
         return int(self.summary.get("deleted-records", 0)) > 0 and int(self.summary["total-records"]) == self.rows
-
-    def is_of(self, application: str, number: int) -> bool:
-        """Return whether this snapshot is the append of ``application`` with the number ``number``."""
-        return (self.summary.get(_APPLICATION), self.summary.get(_NUMBER)) == (application, str(number))
 
 
 class IcebergLog:

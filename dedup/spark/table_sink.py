@@ -26,7 +26,7 @@ from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompa
 from dedup.settings import Settings
 from dedup.spark.kafka_source import read_range
 from dedup.spark.session import translated_errors
-from dedup.spark.table_log import DeltaLog, IcebergLog, SnapshotCommit, TableCommit
+from dedup.spark.table_log import DeltaLog, IcebergLog, SnapshotCommit, TableCommit, metadata_object
 from dedup.topology.model import Topology
 from dedup.verify.kafka_reader import KafkaReader
 
@@ -240,7 +240,7 @@ class TableSink:
 
     def _sink_commit(self, entry: TableCommit | SnapshotCommit) -> Appended | None:
         """Convert an entry of the table's log to `Appended`, or return None if it is not a commit of this sink."""
-        found = entry.named
+        found = metadata_object(entry.metadata)
         if found.get("sink") != self._sink:
             return None
         if found["dedup"] != _VERSION:
