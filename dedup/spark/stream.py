@@ -37,7 +37,7 @@ from dedup.kafka.wire import NoAnswer, TopicPartition
 from dedup.settings import Settings
 from dedup.spark.columns import feeding_columns
 from dedup.spark.kafka_source import kafka_options
-from dedup.spark.session import ERRORS_BY_NAME, HadoopDirectory, PicklableSettings, connected, described
+from dedup.spark.session import HadoopDirectory, PicklableSettings, connected, described
 from dedup.spark.stream_monitor import StreamMonitor, lag_after
 from dedup.spark.task_attempt import (
     REPORT,
@@ -341,20 +341,20 @@ class _Query:
         settings = PicklableSettings.of(ready.settings)
         plan = AttemptPlan(ready.topology, settings, ready.cluster, self.options.commit_rows)
         with self.busy, described(rows.sparkSession, f"{self.name}: judge and commit micro-batch {batch_id}"):
-            judged = feeding_columns(rows).mapInArrow(partial(judge_partition, plan), REPORT)
-            found = judged.collect()
+            found = feeding_columns(rows).mapInArrow(partial(judge_partition, plan), REPORT).collect()
         reports: list[PartitionReport] = []
         for row in found:
-            if row["failure"] is not None:
-                self.failure = ERRORS_BY_NAME.get(row["failure"], DedupError)(row["failure_text"])
-                raise self.failure
             # The value is safe to unpickle, because an executor of this stream sent it over a connection that also
             # carries passwords.
-            reports.append(pickle.loads(row["report"]))  # noqa: S301
-        report = BatchReport(self.sub_topology, batch_id, reports, time.monotonic() - began_s)
-        self.monitor.add(report)
+            report = pickle.loads(row["report"])  # noqa: S301
+            if isinstance(report, DedupError):
+                self.failure = report
+                raise report
+            reports.append(report)
+        judged = BatchReport(self.sub_topology, batch_id, reports, time.monotonic() - began_s)
+        self.monitor.add(judged)
         if self.options.on_batch is not None:
-            self.options.on_batch(report)
+            self.options.on_batch(judged)
 
     def goes_on(self, spark: SparkSession) -> bool:
         """Return whether the query is active; if a defect of Spark has stopped it, start it again, but only once."""

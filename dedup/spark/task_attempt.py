@@ -37,7 +37,7 @@ from dedup.kafka.record_batch import GC_THRESHOLD, FeedBatch
 from dedup.kafka.wire import TopicPartition
 from dedup.metrics import TaskNumbers
 from dedup.spark.columns import feed_batches
-from dedup.spark.session import PicklableSettings, connected
+from dedup.spark.session import ERRORS_BY_NAME, PicklableSettings, connected
 from dedup.store.directory import own_state
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import SubTopology, Topology
@@ -54,8 +54,8 @@ _MARGIN: Final = 4
 _BROKER_TROUBLE: Final = 5
 """Exit code of BrokerUnavailable, which is, besides TaskMigrated, the only error that a new attempt may avoid."""
 
-REPORT: Final = "report binary, failure string, failure_text string"
-"""The row that an attempt sends to the driver: a pickled `PartitionReport`, or the name and text of an error."""
+REPORT: Final = "report binary"
+"""The row that an attempt sends to the driver: a pickled `PartitionReport`, or a pickled error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +112,18 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
     first = next(batches, None)
     if first is None:
         return
-    row: dict[str, bytes | str | None] = {"report": None, "failure": None, "failure_text": None}
+    report: PartitionReport | DedupError
     try:
         with asyncio.Runner() as runner:
-            row["report"] = pickle.dumps(runner.run(_judge(plan, first, batches)))
+            report = runner.run(_judge(plan, first, batches))
     except TaskMigrated:
         raise
     except DedupError as error:
         if error.exit_code == _BROKER_TROUBLE:
             raise
-        row |= {"failure": type(error).__name__, "failure_text": str(error)}
-    kinds = (pa.binary(), pa.string(), pa.string())
-    yield pa.RecordBatch.from_pydict({name: pa.array([row[name]], kind) for name, kind in zip(row, kinds, strict=True)})
+        # Some errors cannot be unpickled.
+        report = ERRORS_BY_NAME.get(type(error).__name__, DedupError)(str(error))
+    yield pa.RecordBatch.from_pydict({"report": pa.array([pickle.dumps(report)], pa.binary())})
 
 
 async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatch]) -> PartitionReport:
