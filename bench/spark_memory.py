@@ -23,9 +23,9 @@ import numpy as np
 import pyarrow as pa
 import typer
 
+from dedup.spark.columns import RECORDS
 from dedup.spark.map_side import MapPlan, map_rows
 from dedup.spark.reduce_side import ReducePlan, reduce_rows
-from dedup.spark.rows import RECORDS
 from dedup.topology.parse import parse
 
 TOPOLOGY: Final = """

@@ -36,9 +36,9 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page
 from bench.workload import Workload, load
 from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.settings import Settings
-from dedup.spark.delta_log import DeltaLog
 from dedup.spark.session import session_for
 from dedup.spark.stream import StreamOptions, start_stream
+from dedup.spark.table_log import DeltaLog
 from dedup.spark.table_sink import TableSink, following
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse

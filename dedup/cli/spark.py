@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -43,11 +44,10 @@ if TYPE_CHECKING:
 
     from dedup.kafka.wire import TopicPartition
     from dedup.settings import Settings
-    from dedup.spark.delta_log import DeltaLog
     from dedup.spark.files import History
-    from dedup.spark.iceberg_log import IcebergLog
     from dedup.spark.seed import Seeded, Until
     from dedup.spark.spark_jars import Package
+    from dedup.spark.table_log import DeltaLog, IcebergLog
     from dedup.spark.table_sink import Appended
     from dedup.spark.tables import Jdbc
     from dedup.spark.task_attempt import BatchReport
@@ -125,13 +125,14 @@ def _job(
     *,
     quiet: bool,
 ) -> Iterator[SparkSession]:
-    """Yield a Spark session with a progress bar, and stop the session at the end."""
-    from dedup.spark.session import described, job_progress, translated_errors
+    """Yield a Spark session that shows its stages on a terminal unless ``quiet``, and stop the session at the end."""
+    from dedup.spark.session import described, translated_errors
 
-    spark = open_session(topology, master, conf, packages)
+    bars = f"spark.ui.showConsoleProgress={str(not quiet and sys.stderr.isatty()).lower()}"
+    spark = open_session(topology, master, [bars, *(conf or ())], packages)
     text, group = f"{topology.name}: {command}", f"dedup {command} {topology.name}"
     try:
-        with translated_errors(), described(spark, text, group=group), job_progress(spark, enabled=not quiet):
+        with translated_errors(), described(spark, text, group=group):
             yield spark
     finally:
         spark.stop()
@@ -236,8 +237,8 @@ class _StreamProgress(VerdictProgress):
     def add(self, report: BatchReport) -> None:
         """Count a micro-batch."""
         self._batches += 1
-        for name in _VERDICTS:
-            self.verdicts[name] += report.total(name)
+        verdicts = report.verdicts
+        self.verdicts.update({name: verdicts[name] for name in _VERDICTS})
         per_s = self.verdicts.total() / (time.monotonic() - self._began_s)
         self.show(f"{self._batches} micro-batches", per_s)
 
@@ -396,7 +397,7 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     dedup spark seed topologies/orders.yaml --history /data/orders --format delta --until orders/0=1200,orders/1=900
     """
     from dedup.spark.files import read_files
-    from dedup.spark.seed import SeedOptions, seed
+    from dedup.spark.seed import seed
 
     parsed, settings = read_both(topology, config, overrides)
     _fit_for(parsed, fmt if history else None, rows_are_events=rows_are_events)
@@ -405,11 +406,10 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
         begins: Until = _parse_offsets(until, "--until")
     else:
         begins = cast("Until", _word_or_time("--until", until, "earliest", "latest", example=example))
-    options = SeedOptions(begins, commit_rows=commit_rows)
     packages = _packages(conf, fmt if history else None, *(history or ()), kafka=True)
     with _job("seed", parsed, master, conf, packages, quiet=quiet) as spark:
         files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
-        done = seed(spark, parsed, settings, options, history=files, tell=_aside)
+        done = seed(spark, parsed, settings, begins, commit_rows=commit_rows, history=files, tell=_aside)
     say(*_seed_report(done), as_json=as_json)
 
 
@@ -598,8 +598,7 @@ def sink_command(
 
 
 def _table_of(delta: str | None, iceberg: str | None) -> Callable[[SparkSession], DeltaLog | IcebergLog] | None:
-    from dedup.spark.delta_log import DeltaLog
-    from dedup.spark.iceberg_log import IcebergLog
+    from dedup.spark.table_log import DeltaLog, IcebergLog
 
     if delta is not None and iceberg is not None:
         raise SettingsError([Problem("--delta, --iceberg", "name one table, not two")])

@@ -12,7 +12,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -153,13 +153,22 @@ def locked(artifact: Artifact) -> Jar:
     return Jar(hashlib.sha256(content).hexdigest(), len(content), coordinate)
 
 
+def resolved(wanted: Iterable[str], repository: Path) -> list[Artifact]:
+    """Return the artifacts at these Maven coordinates, and all artifacts that they need at run time.
+
+    ``repository`` is the directory for downloads. Raises OSError or RuntimeError if Maven Central cannot be reached or
+    lacks an artifact.
+    """
+    context = _maven(repository, lambda _: None)
+    roots = [context.create_dependency(replace(Coordinate.parse(root), scope="compile")) for root in wanted]
+    inputs, transitive = context.resolver.resolve(roots)
+    needed = [*inputs, *(each for each in transitive if each.scope in {"compile", "runtime"})]
+    return [each.artifact for each in needed]
+
+
 def _print_lock_file() -> None:
     with tempfile.TemporaryDirectory() as temporary:
-        context = _maven(Path(temporary), lambda _: None)
-        roots = [context.create_dependency(replace(Coordinate.parse(root), scope="compile")) for root in _ROOTS]
-        inputs, transitive = context.resolver.resolve(roots)
-        needed = [*inputs, *(found for found in transitive if found.scope in {"compile", "runtime"})]
-        jars = [locked(found.artifact) for found in needed]
+        jars = [locked(artifact) for artifact in resolved(_ROOTS, Path(temporary))]
     os.write(
         1, b"# The jars of Kafka's broker: sha256, bytes, coordinate. Written by: python -m dedup.embedded.kafka_jars\n"
     )

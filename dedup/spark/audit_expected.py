@@ -14,10 +14,9 @@ from dedup.errors import Problem, SettingsError
 from dedup.kafka.wire import TopicPartition
 from dedup.settings import Settings
 from dedup.spark.batch_verdicts import judged
-from dedup.spark.columns import IDENTIFIED, identified
+from dedup.spark.columns import COORDINATES, HEADERS, IDENTIFIED, RECORDS, identified
 from dedup.spark.files import History
 from dedup.spark.kafka_source import feeds_of, history_of_range, offsets_at
-from dedup.spark.rows import COORDINATES, HEADERS, RECORDS
 from dedup.spark.seed_history import OUTSIDE_KAFKA, placed, seed_marks
 from dedup.spark.session import RECORD_BYTES
 from dedup.topology.model import LateForward, LateTo, Topology
@@ -82,8 +81,8 @@ class AuditCut:
         self.contiguous: Final = history is None or not topology.direct or history.contiguous
         """See `batch_verdicts.judged`."""
         self.log, self.known = self._judged_by_the_fleet(history)
-        """`log` contains the records that the fleet judged (`rows.RECORDS`), including a seed's history. `known` maps
-        each log partition to True if nothing is missing before its first record.
+        """`log` contains the records that the fleet judged (`columns.RECORDS`), including a seed's history. `known`
+        maps each log partition to True if nothing is missing before its first record.
         """
 
     def _starts(

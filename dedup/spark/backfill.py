@@ -84,7 +84,7 @@ def backfill(
 ) -> RunReport:
     """Publish the verdict of every record of the history under ``path``, exactly once, and return the report.
 
-    ``history`` is the result of `files.read_files` or `kafka_source.read_kafka`, or a DataFrame of `rows.RECORDS` in
+    ``history`` is the result of `files.read_files` or `kafka_source.read_kafka`, or a DataFrame of `columns.RECORDS` in
     which either all rows or no rows have offsets. The files have the columns of `batch_verdicts.judged`, and are
     partitioned by verdict. All verdicts are published together, under ``run=<run>``; a run that is already published is
     not written again. ``now_ms`` is the clock time in ms that decides which event times are in the future (by default,
@@ -182,7 +182,7 @@ class RunDirectory:
         attempt = self._root.at(f"_attempt-{self._run}-{uuid4().hex[:_MARK_DIGITS]}")
         codec = codec_of(self._spark)
         if self._files.getScheme() == "file" and codec is not None:
-            _write_files(verdicts, Path(attempt.toUri().getPath()), codec)
+            _write_files(verdicts, Path(self._files.makeQualified(attempt).toUri().getPath()), codec)
         else:
             verdicts.frame().write.partitionBy("verdict").parquet(str(attempt))
         made = report(self._spark.read.schema(verdicts.schema).parquet(str(attempt)))

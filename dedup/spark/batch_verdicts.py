@@ -29,13 +29,12 @@ from pyspark.sql.types import BinaryType, StructType
 from dedup.core.window import Feed
 from dedup.errors import InvariantBroken, Problem, SettingsError, TopologyError
 from dedup.spark.columnar_fold import Integers
-from dedup.spark.columns import BatchFunction
-from dedup.spark.files import History, read_splits, rows_of
-from dedup.spark.log_order import in_log_order, ranges_of, spread_function
-from dedup.spark.log_tasks import assigned, frame_of, judge_function
+from dedup.spark.columns import COORDINATES, RECORDS, BatchFunction, headers_of
+from dedup.spark.files import History, partly_placed, read_splits, rows_of
+from dedup.spark.log_order import in_log_order, ranges_of, spread
+from dedup.spark.log_tasks import assigned, frame_of, judge_logs
 from dedup.spark.map_side import KNOWN, MOST_REDUCERS, PACKED_ROWS, TARGET, LogEnds, MapPlan, Mode, map_rows
 from dedup.spark.reduce_side import JUDGED, ReducePlan, reduce_rows
-from dedup.spark.rows import COORDINATES, RECORDS, headers_of
 from dedup.spark.session import RECORD_BYTES, shuffle_partitions
 from dedup.spark.sightings import routed
 from dedup.topology.model import Topology
@@ -92,7 +91,7 @@ def judged(
 ) -> DataFrame:
     """Return the records with the columns `reduce_side.JUDGED` appended, in no particular order.
 
-    ``df`` has the columns of `rows.RECORDS`, and may have others. `verdict` is unique, duplicate, conflict, late,
+    ``df`` has the columns of `columns.RECORDS`, and may have others. `verdict` is unique, duplicate, conflict, late,
     dead_letter, or exempt. Exempt records are forwarded by policy without being judged, with the reason missing_id or
     tombstone. A conflict that the policy `on_conflict: forward` forwards has the verdict unique and the reason
     conflict.
@@ -122,7 +121,9 @@ def judging(history: History, topology: Topology, *, now_ms: int) -> Judging:
         return shuffled(history, topology, now_ms=now_ms).judging
     plan = MapPlan(topology, mode, now_ms + topology.max_clock_skew_ms)
     reduce = ReducePlan(topology, mode, history.records.schema.names)
-    return Judging(frame_of(spark, bins), judge_function(plan, reduce, pieces), _judged_schema(history.records))
+    return Judging(
+        frame_of(spark, bins), partial(judge_logs, plan, reduce, pieces.columns), _judged_schema(history.records)
+    )
 
 
 def _judged_schema(records: DataFrame) -> StructType:
@@ -161,9 +162,9 @@ def shuffled(
         ready = ready.coalesce(_map_tasks(spark, history.size_bytes, reducers))
     if to_sort and history.bounds:
         topics = topology.source.topics
-        spread = spread_function(ranges_of(history.bounds, topics, reducers), topics, targets, batch_rows)
-        ready = ready.mapInArrow(_chained(read, spread), PACKED_ROWS).repartition(reducers, TARGET)
-        read = in_log_order(topics)
+        send = partial(spread, ranges_of(history.bounds, topics, reducers), topics, targets, batch_rows)
+        ready = ready.mapInArrow(_chained(read, send), PACKED_ROWS).repartition(reducers, TARGET)
+        read = partial(in_log_order, topics)
     elif to_sort:
         ready = ready.repartitionByRange(reducers, *COORDINATES).sortWithinPartitions(*COORDINATES)
     elif mode == "log":
@@ -223,7 +224,7 @@ def balanced(history: History, counts: Mapping[str, int]) -> int:
     """Return the number of records in the history. Raises InvariantBroken if the verdicts in ``counts`` do not add up
     to this number.
     """
-    rows = history.records.count()
+    rows = history.records.count() if history.pieces is None else history.pieces.rows
     if rows != sum(counts.values()):
         raise InvariantBroken(
             f"{history.place} has {rows:,} records, but they received {sum(counts.values()):,} verdicts. Nothing was "
@@ -257,7 +258,7 @@ ORDER_TEXTS: Final[Mapping[Mode, str]] = {
 
 
 def refuse_other_shape(df: DataFrame) -> None:
-    """Raise TopologyError if ``df`` lacks a column of `rows.RECORDS`, or has a column that judging adds."""
+    """Raise TopologyError if ``df`` lacks a column of `columns.RECORDS`, or has a column that judging adds."""
     found = {field.name: field.dataType for field in df.schema.fields}
     problems = [
         Problem(f"column {field.name}", f"is {found.get(field.name, 'missing')}; it must be {field.dataType}")
@@ -272,7 +273,7 @@ def refuse_other_shape(df: DataFrame) -> None:
 
 
 def history_of(df: DataFrame, *, identified: bool) -> History:
-    """Return a DataFrame of `rows.RECORDS` as a history, identified by the number of its rows.
+    """Return a DataFrame of `columns.RECORDS` as a history, identified by the number of its rows.
 
     If ``identified`` is true, the history's identity also contains a digest of all rows, for which Spark reads all
     columns. Raises SettingsError if only some rows have offsets.
@@ -286,8 +287,7 @@ def history_of(df: DataFrame, *, identified: bool) -> History:
     row = df.agg(F.count("offset").alias("placed"), F.count(F.lit(1)).alias("rows"), digest_of.alias("sum")).first()
     placed, rows, digest = (0, 0, None) if row is None else (row["placed"], row["rows"], row["sum"])
     if 0 < placed < rows:
-        text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"
-        raise SettingsError([Problem("the DataFrame", text)])
+        raise partly_placed("the DataFrame", placed, rows)
     identity = f"a DataFrame of {rows} rows, digest {digest or 0}"
     size_bytes = rows * RECORD_BYTES
     return History(df, placed > 0, contiguous=False, identity=identity, place=f"{rows:,} rows", size_bytes=size_bytes)

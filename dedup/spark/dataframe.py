@@ -17,8 +17,8 @@ from dedup.core.event_time import RecordTime
 from dedup.core.tracking_id import HeaderRule, KeyRule
 from dedup.errors import Problem, SettingsError
 from dedup.spark.batch_verdicts import Order, judged
+from dedup.spark.columns import COORDINATES, as_records
 from dedup.spark.files import as_events
-from dedup.spark.rows import COORDINATES, as_records
 from dedup.topology.model import LateForward, Topology
 from dedup.topology.parse import parse
 from dedup.yaml_document import text_of
@@ -136,7 +136,7 @@ def _without_columns(topology: Topology) -> Iterator[Problem]:
 
 
 def _records(df: DataFrame, shape: Shape) -> DataFrame:
-    """Return ``df`` as `rows.RECORDS`, with the original columns in the struct `_ROW`."""
+    """Return ``df`` as `columns.RECORDS`, with the original columns in the struct `_ROW`."""
     row = F.struct(*(F.col(f"`{name}`") for name in df.columns)).alias(_ROW)
     table = df.select("*", row) if shape == "kafka" else df.select(as_events(df).alias("value"), row)
     return as_records(table, place="the DataFrame", others=(_ROW,))

@@ -28,16 +28,15 @@ from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StructTy
 
 from dedup.core.window import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
-from dedup.spark.columns import Batches, integers_of
-from dedup.spark.delta_log import DeltaLog
+from dedup.spark.columns import ARROW_RECORDS, COORDINATES, RECORDS, Batches, as_records, integers_of
 from dedup.spark.log_order import PartitionBounds
 from dedup.spark.manifest import files_of_runs
 from dedup.spark.map_side import OffsetRuns
-from dedup.spark.rows import ARROW_RECORDS, COORDINATES, RECORDS, as_records
+from dedup.spark.table_log import DeltaLog
 
 FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 """With ``json``, each line of a file is an event. With ``json-records``, each line is a row with the columns of
-`rows.RECORDS` as text. ``table`` is a table in one of Spark's catalogs, given by its name.
+`columns.RECORDS` as text. ``table`` is a table in one of Spark's catalogs, given by its name.
 """
 
 LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
@@ -58,7 +57,7 @@ _CAST: Final[Mapping[str, tuple[pa.DataType, ...]]] = {
     "partition": (pa.int16(), pa.int8()),
     "offset": (pa.int32(),),
 }
-"""The types that Arrow may cast to the types of `rows.RECORDS`."""
+"""The types that Arrow may cast to the types of `columns.RECORDS`."""
 _COUNTED: Final = dict.fromkeys(("first", "last", "placed", "rows"), pa.int64())
 _FOUND: Final = pa.schema({"topic": pa.string(), "partition": pa.int32(), **_COUNTED})
 """Per topic and partition: the bounds of the offsets, the number of rows with an offset, and the number of all rows."""
@@ -92,7 +91,8 @@ class InputSplits:
     frame: DataFrame
     """A row (`file`, `row_group`) for each row group, in as many Spark partitions as there should be tasks."""
     columns: tuple[str, ...]
-    """The columns of `rows.RECORDS` in the files. Missing headers are read as empty, other missing columns as null."""
+    """The columns of a record in the files. Missing headers are read as empty, other missing columns as null."""
+    rows: int
     logs: tuple[LogSplits, ...] = ()
     """The row groups by Kafka partition, or nothing if a row group contains several Kafka partitions or is not in log
     order.
@@ -104,7 +104,7 @@ class History:
     """Records to judge, and what dedup knows about their order."""
 
     records: DataFrame
-    """Rows with the columns of `rows.RECORDS`, and with any columns that file paths contain."""
+    """Rows with the columns of `columns.RECORDS`, and with any columns that file paths contain."""
     placed: bool
     """Whether rows have Kafka coordinates."""
     contiguous: bool
@@ -357,8 +357,7 @@ def _log_order(records: DataFrame, place: str, splits: InputSplits | None) -> _L
     rows, placed = sum(each["rows"] for each in found), sum(each["placed"] for each in whole)
     anywhere = any(each["placed"] or (each["topic"], each["partition"]) != (None, None) for each in found)
     if anywhere and placed < rows:
-        text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"
-        raise SettingsError([Problem(place, text)])
+        raise partly_placed(place, placed, rows)
     bounds = tuple(PartitionBounds(*list(each.values())[:-1]) for each in whole)
     if not placed or any(each["runs"] is None for each in reports):
         return _LogOrder(placed > 0, bounds=bounds)
@@ -366,6 +365,12 @@ def _log_order(records: DataFrame, place: str, splits: InputSplits | None) -> _L
     contiguous = all(before[:2] != after[:2] or before[3] < after[2] for before, after in pairwise(runs))
     begins = frozenset((topic, partition, first) for topic, partition, first, _ in runs)
     return _LogOrder(placed=True, contiguous=contiguous, bounds=bounds, begins=begins)
+
+
+def partly_placed(place: str, placed: int, rows: int) -> SettingsError:
+    """Return the error for an input in which only some rows have offsets."""
+    text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"
+    return SettingsError([Problem(place, text)])
 
 
 def _united(parts: Sequence[pa.Table]) -> pa.Table:
@@ -454,9 +459,9 @@ def _input_splits(table: DataFrame) -> InputSplits | None:
     columns = tuple(name for name in RECORDS.names if name in table.columns)
     if "timestamp_ms" not in columns and "timestamp" in table.columns:
         return None
-    rows: list[tuple[str, int]] = []
+    groups: list[tuple[str, int]] = []
     places: list[_GroupPlace | None] = []
-    total_bytes = 0
+    rows = total_bytes = 0
     for file in sorted(files):
         with pq.ParquetFile(_path(file)) as parquet:
             schema = parquet.schema_arrow
@@ -466,16 +471,17 @@ def _input_splits(table: DataFrame) -> InputSplits | None:
             for at in range(parquet.num_row_groups):
                 group = parquet.metadata.row_group(at)
                 if group.num_rows:
-                    rows.append((file, at))
+                    groups.append((file, at))
                     places.append(_place_of(group, (file, at)))
+                    rows += group.num_rows
                     total_bytes += group.total_byte_size
-    if not rows:
+    if not groups:
         return None
     spark = table.sparkSession
     context = spark.sparkContext
-    tasks = min(len(rows), max(_TASKS_PER_CORE * context.defaultParallelism, -(-total_bytes // _TASK_BYTES)))
-    frame = spark.createDataFrame(context.parallelize(rows, tasks), "file string, row_group int")
-    return InputSplits(frame, columns, _logs_of(places))
+    tasks = min(len(groups), max(_TASKS_PER_CORE * context.defaultParallelism, -(-total_bytes // _TASK_BYTES)))
+    frame = spark.createDataFrame(context.parallelize(groups, tasks), "file string, row_group int")
+    return InputSplits(frame, columns, rows, _logs_of(places))
 
 
 class _GroupPlace(NamedTuple):
@@ -506,18 +512,12 @@ def _logs_of(places: Sequence[_GroupPlace | None]) -> tuple[LogSplits, ...]:
     placed = sorted(place for place in places if place is not None)
     if len(placed) < len(places):
         return ()
-    logs = groupby(placed, key=lambda place: (place.topic, place.partition))
-    gathered = ((*where, list(groups)) for where, groups in logs)
-    return tuple(
-        LogSplits(
-            topic,
-            partition,
-            [each.group for each in groups],
-            sum(each.rows for each in groups),
-            [each.first_offset for each in groups],
-        )
-        for topic, partition, groups in gathered
-    )
+    logs = []
+    for (topic, partition), found in groupby(placed, key=lambda place: (place.topic, place.partition)):
+        groups = list(found)
+        names, firsts = [each.group for each in groups], [each.first_offset for each in groups]
+        logs.append(LogSplits(topic, partition, names, sum(each.rows for each in groups), firsts))
+    return tuple(logs)
 
 
 def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ time, and the sightings that have not expired. A run writes three things in this
   attempt's state the state of the table.
 
 If two runs continue from the same earlier run, Delta commits only one of them (`txnAppId`, `txnVersion`; see
-`delta_log`).
+`table_log`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import StateIncompatible
 from dedup.spark.batch_verdicts import ORDER_TEXTS, Shuffled, balanced, mode_of, shuffled
-from dedup.spark.delta_log import DeltaLog, TableCommit
 from dedup.spark.files import LOSSLESS, History
 from dedup.spark.incremental_input import GrowingInput, id_types
 from dedup.spark.map_side import LogEnd, LogEnds, Mode, ends_after
 from dedup.spark.reduce_side import layer_rows
 from dedup.spark.session import shuffles_for, translated_errors
 from dedup.spark.sightings import LAYER, PACKED_AT_ONCE, Layer
+from dedup.spark.table_log import DeltaLog, TableCommit, metadata_object
 from dedup.topology.model import Topology
 
 _STATE: Final = "_dedup"
@@ -455,7 +455,7 @@ def _run_in(name: str) -> float:
 
 def _named(commit: TableCommit) -> Attempt | None:
     try:
-        named = commit.named["dedup"]
+        named = metadata_object(commit.metadata)["dedup"]
         return Attempt(named["run"], named["attempt"])
     except (KeyError, TypeError):
         return None

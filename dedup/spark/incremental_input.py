@@ -21,10 +21,10 @@ from dedup.core.json_path import Path
 from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.batch_verdicts import history_of
-from dedup.spark.delta_log import DeltaLog
+from dedup.spark.columns import as_records
 from dedup.spark.files import LOSSLESS, FileFormat, History, as_events, read_files, read_table
-from dedup.spark.rows import as_records
 from dedup.spark.session import HadoopDirectory
+from dedup.spark.table_log import DeltaLog
 from dedup.topology.model import Topology
 
 Pinned = Mapping[str, Any]
@@ -225,7 +225,7 @@ class NewVersions:
 class NewRows:
     """The rows of a DataFrame, all of which are new.
 
-    The DataFrame has the columns of `rows.RECORDS` or, if each row is an event, any columns. If the number and the
+    The DataFrame has the columns of `columns.RECORDS` or, if each row is an event, any columns. If the number and the
     digest of the rows are the same as in the last run, the run judges nothing.
     """
 

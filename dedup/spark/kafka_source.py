@@ -13,8 +13,8 @@ from pyspark.sql import DataFrame, SparkSession
 from dedup.core.window import Feed
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible
 from dedup.settings import Security, Settings
+from dedup.spark.columns import as_records
 from dedup.spark.files import History
-from dedup.spark.rows import as_records
 from dedup.spark.session import RECORD_BYTES
 from dedup.topology.model import Topology
 from dedup.verify.cut import begun_with
@@ -29,6 +29,16 @@ Ranges = Mapping[str, Mapping[int, tuple[int, int]]]
 """Maps a topic and a partition to the first offset to read and the offset after the last one to read."""
 
 _SHOWN: Final = 5
+_CONSUMER: Final = {
+    # Records of an aborted transaction must never be judged.
+    "kafka.isolation.level": "read_committed",
+    "includeHeaders": "true",
+    "failOnDataLoss": "true",
+    # After each poll, Spark asks for the partition's first and last offsets, and then discards records that were
+    # fetched in advance. By default, a poll returns only 500 records.
+    "kafka.max.poll.records": "50000",
+    "kafka.max.partition.fetch.bytes": str(4 << 20),
+}
 _LOGIN: Final[Mapping[str, str]] = {
     "PLAIN": "org.apache.kafka.common.security.plain.PlainLoginModule",
     "SCRAM-SHA-256": "org.apache.kafka.common.security.scram.ScramLoginModule",
@@ -42,17 +52,9 @@ def kafka_options(settings: Settings) -> dict[str, str]:
     Raises SettingsError for settings that Spark's connector does not support, and for unreadable certificates.
     """
     security = settings.security
-    options = {
+    options = _CONSUMER | {
         "kafka.bootstrap.servers": ",".join(settings.brokers),
         "kafka.security.protocol": security.protocol,
-        # Records of an aborted transaction must never be judged.
-        "kafka.isolation.level": "read_committed",
-        "includeHeaders": "true",
-        "failOnDataLoss": "true",
-        # After each poll, Spark asks for the partition's first and last offsets, and then discards records that were
-        # fetched in advance. By default, a poll returns only 500 records.
-        "kafka.max.poll.records": "50000",
-        "kafka.max.partition.fetch.bytes": str(4 << 20),
     }
     if security.protocol.endswith("SSL"):
         options |= _tls(security)

@@ -11,9 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dedup.spark.columnar_fold import Integers
-from dedup.spark.columns import Batches, BatchFunction, integers_of, topics_of
+from dedup.spark.columns import COORDINATES, Batches, integers_of, topics_of
 from dedup.spark.map_side import Packer, ReceivedRows
-from dedup.spark.rows import COORDINATES
 
 _PART_BYTES: Final = 256 << 20
 """Approximate size of the rows that a task sorts in memory at a time."""
@@ -62,37 +61,32 @@ def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: i
     return ranges
 
 
-def spread_function(
-    ranges: Sequence[PlaceRanges], topics: tuple[str, ...], targets: tuple[int, ...], batch_rows: int
-) -> BatchFunction:
-    """Return a function for `mapInArrow` that packs the records of each range, addressed to the task that sorts it.
+def spread(
+    ranges: Sequence[PlaceRanges],
+    topics: tuple[str, ...],
+    targets: tuple[int, ...],
+    batch_rows: int,
+    batches: Iterable[pa.RecordBatch],
+) -> Batches:
+    """Pack the records of each range, addressed to the task that sorts it, as rows of `map_side.PACKED_ROWS`.
 
-    The packed rows have the schema `map_side.PACKED_ROWS`. The returned function raises StateIncompatible for a record
-    of a topic that the topology does not read.
+    Raises StateIncompatible for a record of a topic that the topology does not read.
     """
-
-    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
-        with Packer(targets, batch_rows) as packer:
-            for batch in batches:
-                positions, partitions = topics_of(batch, topics), integers_of(batch, "partition")
-                offsets, numbers = integers_of(batch, "offset"), np.zeros(batch.num_rows, np.uint16)
-                for topic, partition, first, cuts in ranges:
-                    rows = np.flatnonzero((positions == topic) & (partitions == partition))
-                    numbers[rows] = first + np.searchsorted(np.array(cuts, np.int64), offsets[rows], side="right")
-                yield from packer.add(batch, numbers)
-            yield from packer.rest()
-
-    return run
+    with Packer(targets, batch_rows) as packer:
+        for batch in batches:
+            positions, partitions = topics_of(batch, topics), integers_of(batch, "partition")
+            offsets, numbers = integers_of(batch, "offset"), np.zeros(batch.num_rows, np.uint16)
+            for topic, partition, first, cuts in ranges:
+                rows = np.flatnonzero((positions == topic) & (partitions == partition))
+                numbers[rows] = first + np.searchsorted(np.array(cuts, np.int64), offsets[rows], side="right")
+            yield from packer.add(batch, numbers)
+        yield from packer.rest()
 
 
-def in_log_order(topics: Sequence[str]) -> BatchFunction:
-    """Return a function for `mapInArrow` that unpacks `map_side.PACKED_ROWS` and yields the records in log order."""
-
-    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
-        with ReceivedRows(batches) as received:
-            yield from _sorted(received, topics)
-
-    return run
+def in_log_order(topics: Sequence[str], batches: Iterable[pa.RecordBatch]) -> Batches:
+    """Unpack rows of `map_side.PACKED_ROWS`, and yield the records in log order."""
+    with ReceivedRows(batches) as received:
+        yield from _sorted(received, topics)
 
 
 def _sorted(received: ReceivedRows, topics: Sequence[str]) -> Batches:

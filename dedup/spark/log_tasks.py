@@ -7,9 +7,8 @@ the log at a time, and keeps only the sightings of earlier parts that have not e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
@@ -17,8 +16,8 @@ import pyarrow.compute as pc
 from pyspark.sql import DataFrame, SparkSession
 
 from dedup.errors import StateIncompatible
-from dedup.spark.columns import Batches, BatchFunction
-from dedup.spark.files import InputSplits, LogSplits, read_splits
+from dedup.spark.columns import Batches
+from dedup.spark.files import LogSplits, read_splits
 from dedup.spark.map_side import (
     NOTHING_JUDGED,
     LogEnds,
@@ -72,20 +71,18 @@ def frame_of(spark: SparkSession, bins: Sequence[Sequence[LogSplits]]) -> DataFr
     return spark.createDataFrame(spark.sparkContext.parallelize(rows, len(rows)), _SCHEMA)
 
 
-def judge_function(
-    plan: MapPlan, reduce: ReducePlan, splits: InputSplits, *, part_rows: int = _PART_ROWS
-) -> BatchFunction:
-    """Return a function for `mapInArrow` that reads the logs in `frame_of`, and yields the records with the columns
-    `reduce_side.JUDGED` appended.
-
-    When the function runs, it raises the errors that `backfill.backfill` lists.
-    """
-    return partial(_judge_logs, plan, reduce, splits.columns, part_rows)
-
-
-def _judge_logs(
-    plan: MapPlan, reduce: ReducePlan, columns: Sequence[str], part_rows: int, batches: Iterable[pa.RecordBatch]
+def judge_logs(
+    plan: MapPlan,
+    reduce: ReducePlan,
+    columns: Sequence[str],
+    batches: Iterable[pa.RecordBatch],
+    *,
+    part_rows: int = _PART_ROWS,
 ) -> Batches:
+    """Read the logs in rows of `frame_of`, and yield the records with the columns `reduce_side.JUDGED` appended.
+
+    ``columns`` lists the columns that the files have. Raises the errors that `backfill.backfill` lists.
+    """
     for log in (log for batch in batches for row in batch.column("logs").to_pylist() for log in row):
         judge = _LogJudge(plan, reduce, log)
         held: list[pa.RecordBatch] = []
@@ -105,8 +102,10 @@ class _Part(NamedTuple):
     notices: list[bytes]
     sightings: pa.Table
 
-    def rows(self) -> Batches:
-        yield from self.screened
+    def rows(self, without: Collection[str] = ()) -> Batches:
+        yield from (
+            rows.drop_columns([name for name in rows.schema.names if name in without]) for rows in self.screened
+        )
 
     def known_of(self, ids: pa.Array) -> Batches:
         yield from self.sightings.filter(pc.is_in(self.sightings.column("id"), value_set=ids)).to_batches()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,8 +28,15 @@ from dedup.core.fold import Outcome, Rows, screen
 from dedup.core.window import BEFORE_ALL_TIME, Feed, StreamTime
 from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.spark.columnar_fold import Integers
-from dedup.spark.columns import Batches, binary_column, extract_batch, integers_of, topics_of
-from dedup.spark.rows import ARROW_RECORDS, COORDINATES
+from dedup.spark.columns import (
+    ARROW_RECORDS,
+    COORDINATES,
+    Batches,
+    binary_column,
+    extract_batch,
+    integers_of,
+    topics_of,
+)
 from dedup.topology.model import Topology, extractor_of
 from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP
 
@@ -70,13 +77,15 @@ _ROWS_PER_REDUCER: Final = 4_096
 _MOST_ROWS: Final = 131_072
 _MOST_BYTES: Final = 64 << 20
 """A map task holds at most about `_MOST_ROWS` rows or `_MOST_BYTES` bytes before it sorts them."""
-_LEAST_ROWS: Final = 1_024
-_LEAST_BYTES: Final = 256 << 10
-"""A packed value should contain at least `_LEAST_ROWS` rows or `_LEAST_BYTES` bytes."""
+_LEAST_ROWS: Final = 2_048
+_LEAST_BYTES: Final = 512 << 10
+"""Before its input ends, a map task sends values of at least `_LEAST_ROWS` rows or `_LEAST_BYTES` bytes on average."""
+_UNPACKED_REDUCERS: Final = 128
+"""A map task unpacks the buffered rows of so many reduce tasks at a time, which are about 64 MB."""
 _MOST_PACKED_BYTES: Final = 16 << 20
 """Uncompressed size at which a packed value is full; further rows for the same reduce task begin a new value."""
 _IN_MEMORY_BYTES: Final = 256 << 20
-"""Total size of packed or buffered rows above which a task writes them to a file."""
+"""Total size of packed rows above which a task writes them to a file."""
 _MOST_RUNS: Final = 10_000
 """Maximum number of offset runs in one Spark task; a log that is read in order has one run for each partition."""
 
@@ -291,20 +300,22 @@ class _Buffers:
 class Packer:
     """Packs the rows of one map task into separate values for each reduce task.
 
-    The overhead of a packed value equals that of about a hundred rows. Therefore, the packer buffers sorted rows, in a
-    file if necessary, until the values are large enough or the map task ends.
+    The overhead of a packed value equals that of about a hundred rows. Therefore, the packer buffers sorted rows,
+    compressed and in a file if necessary, until the values are large enough or the map task ends.
     """
 
     def __init__(self, targets: Sequence[int], batch_rows: int) -> None:
         """Spark passes batches of up to ``batch_rows`` rows to Python."""
         self._targets: Final = targets
+        self._groups: Final = list(pairwise([*range(0, len(targets), _UNPACKED_REDUCERS), len(targets)]))
+        """The reduce tasks whose buffered rows are unpacked at a time: the first one, and the one after the last."""
         self._batch_rows: Final = batch_rows
         self._full: Final = min(_MOST_ROWS, _ROWS_PER_REDUCER * len(targets))
         self._held: Final[list[tuple[pa.RecordBatch, npt.NDArray[np.uint16]]]] = []
         self._rows = 0
         self._bytes = 0
         self._waiting: Final = _Buffers()
-        self._borders: Final[list[Integers]] = []
+        self._borders: Final[list[list[int]]] = []
         """For each sorted batch, the position where each reduce task's rows begin, followed by the end of the batch."""
         self._sorted_rows = 0
         self._sorted_bytes = 0
@@ -328,7 +339,8 @@ class Packer:
             if self._sorted_rows >= _LEAST_ROWS * count or self._sorted_bytes >= _LEAST_BYTES * count:
                 yield from self._packed(rows)
             else:
-                self._waiting.add(packed_stream(rows, None))
+                for first, end in self._groups:
+                    self._waiting.add(packed_stream(_rows_of(rows, self._borders[-1], first, end)))
 
     def rest(self) -> Batches:
         """Pack and yield the rows that `add` has not yielded yet."""
@@ -339,7 +351,7 @@ class Packer:
         # NumPy's stable sort of 16-bit integers is a radix sort, which is fast and keeps the rows in log order.
         order = np.argsort(reducers, kind="stable")
         rows = pa.concat_batches([batch for batch, _ in self._held]).take(pa.array(order))
-        self._borders.append(np.searchsorted(reducers[order], np.arange(len(self._targets) + 1)))
+        self._borders.append(np.searchsorted(reducers[order], np.arange(len(self._targets) + 1)).tolist())
         self._sorted_rows += rows.num_rows
         self._sorted_bytes += rows.nbytes
         self._held.clear()
@@ -348,27 +360,30 @@ class Packer:
 
     def _packed(self, last: pa.RecordBatch | None) -> Batches:
         """Pack and yield the buffered rows, followed by ``last``."""
-        rows_of_all = [*map(unpacked, self._waiting.all()), *([] if last is None else [last])]
-        # The size of a batch is computed once, because computing it takes as long as packing a few rows.
-        parts = [
-            (rows, rows.nbytes // rows.num_rows, starts.tolist())
-            for rows, starts in zip(rows_of_all, self._borders, strict=True)
-        ]
-        rows_of_all.clear()
-        for reducer, target in enumerate(self._targets):
-            slices: list[pa.RecordBatch] = []
-            size_bytes = 0
-            for rows, row_bytes, starts in parts:
-                begin, end = starts[reducer], starts[reducer + 1]
-                if begin < end:
-                    slices.append(rows.slice(begin, end - begin))
-                    size_bytes += row_bytes * (end - begin)
-                    if size_bytes >= _MOST_PACKED_BYTES:
-                        yield self._pack(target, slices)
-                        slices, size_bytes = [], 0
-            if slices:
-                yield self._pack(target, slices)
-        parts.clear()
+        waiting = self._waiting.all()
+        for number, (first, end) in enumerate(self._groups):
+            batches = list(map(unpacked, waiting[number :: len(self._groups)]))
+            if last is not None:
+                batches.append(_rows_of(last, self._borders[-1], first, end))
+            # The size of a batch is computed once, because computing it takes as long as packing a few rows.
+            parts = [
+                (rows, rows.nbytes // rows.num_rows, borders)
+                for rows, borders in zip(batches, self._borders, strict=True)
+                if rows.num_rows
+            ]
+            for reducer in range(first, end):
+                slices: list[pa.RecordBatch] = []
+                size_bytes = 0
+                for rows, row_bytes, borders in parts:
+                    count = borders[reducer + 1] - borders[reducer]
+                    if count:
+                        slices.append(rows.slice(borders[reducer] - borders[first], count))
+                        size_bytes += row_bytes * count
+                        if size_bytes >= _MOST_PACKED_BYTES:
+                            yield self._pack(self._targets[reducer], slices)
+                            slices, size_bytes = [], 0
+                if slices:
+                    yield self._pack(self._targets[reducer], slices)
         self._borders.clear()
         self._waiting.clear()
         self._sorted_rows = self._sorted_bytes = 0
@@ -426,12 +441,20 @@ class ReceivedRows:
         for batch in self.known():
             yield batch.filter(pc.is_in(batch.column("id"), value_set=ids))
 
-    def rows(self) -> Batches:
-        """Unpack and yield the rows, in the same order on every call; a yielded batch may combine several values."""
+    def rows(self, without: Collection[str] = ()) -> Batches:
+        """Unpack and yield the rows, in the same order on every call; a yielded batch may combine several values.
+
+        The columns in ``without`` are not unpacked.
+        """
         held: list[pa.RecordBatch] = []
         count = size_bytes = 0
+        options = _READ_OPTIONS
         for packed in self._packed.all():
-            batch = unpacked(packed)
+            if without and options is _READ_OPTIONS:
+                names = pa.ipc.read_schema(packed).names
+                wanted = [at for at, name in enumerate(names) if name not in without]
+                options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=wanted)
+            batch = unpacked(packed, options)
             held.append(batch)
             count, size_bytes = count + batch.num_rows, size_bytes + packed.size
             if count >= _BATCH_ROWS or size_bytes >= _MOST_PACKED_BYTES:
@@ -441,17 +464,21 @@ class ReceivedRows:
             yield _together(held)
 
 
-def packed_stream(rows: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None = _WRITE_OPTIONS) -> pa.Buffer:
-    """Return rows as an Arrow stream, compressed by default."""
+def packed_stream(rows: pa.RecordBatch) -> pa.Buffer:
+    """Return rows as a compressed Arrow stream."""
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, rows.schema, options=options) as writer:
+    with pa.ipc.new_stream(sink, rows.schema, options=_WRITE_OPTIONS) as writer:
         writer.write_batch(rows)
     return sink.getvalue()
 
 
-def unpacked(stream: pa.Buffer) -> pa.RecordBatch:
+def unpacked(stream: pa.Buffer, options: pa.ipc.IpcReadOptions = _READ_OPTIONS) -> pa.RecordBatch:
     """Return the rows of an Arrow stream that `packed_stream` made."""
-    return pa.ipc.open_stream(stream, options=_READ_OPTIONS).read_next_batch()
+    return pa.ipc.open_stream(stream, options=options).read_next_batch()
+
+
+def _rows_of(rows: pa.RecordBatch, borders: Sequence[int], first: int, end: int) -> pa.RecordBatch:
+    return rows.slice(borders[first], borders[end] - borders[first])
 
 
 def _together(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
@@ -474,7 +501,7 @@ class MapPlan:
 
 
 def map_rows(plan: MapPlan, batches: Iterable[pa.RecordBatch]) -> Batches:
-    """Run one map task: read records with the schema `rows.RECORDS`, and yield them as rows of `PACKED_ROWS`."""
+    """Run one map task: read records with the schema `columns.RECORDS`, and yield them as rows of `PACKED_ROWS`."""
     screener = Screener(plan)
     with Packer(plan.targets, plan.batch_rows) as packer:
         for batch in batches:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Final, Protocol
 
@@ -24,7 +24,7 @@ from dedup.spark.columnar_fold import (
     SortedRows,
     judge_sorted,
 )
-from dedup.spark.columns import IDENTIFIED, Batches, content_digests, integers_of, topics_of
+from dedup.spark.columns import COORDINATES, IDENTIFIED, Batches, content_digests, integers_of, topics_of
 from dedup.spark.map_side import (
     FINGERPRINT,
     ID,
@@ -46,7 +46,6 @@ from dedup.spark.map_side import (
     ends_of,
     read_notice,
 )
-from dedup.spark.rows import COORDINATES
 from dedup.spark.sightings import SIGHTINGS, LayerWriter, current, live, merged, report_row, sightings_of
 from dedup.topology.model import Topology
 
@@ -186,8 +185,8 @@ class Received(Protocol):
     def notices(self) -> list[bytes]:
         """Descriptions of the offset runs in the form that `read_notice` accepts."""
 
-    def rows(self) -> Batches:
-        """Yield the screened records, in the same order on every call."""
+    def rows(self, without: Collection[str] = ()) -> Batches:
+        """Yield the screened records without some columns, in the same order on every call."""
 
     def known_of(self, ids: pa.Array) -> Batches:
         """Yield the sightings of earlier jobs or parts that have one of the IDs."""
@@ -201,10 +200,7 @@ class Reducer:
         self._received: Final = received
         self._topics: Final = plan.topology.source.topics
         own = () if plan.mode == "event_time" else COORDINATES
-        parts = [
-            rows.select([name for name in rows.schema.names if name in own or name not in plan.names])
-            for rows in received.rows()
-        ]
+        parts = list(received.rows(without=set(plan.names).difference(own)))
         self._rows: Final = pa.Table.from_batches(parts) if parts else None
 
     def judged(self, folded: FoldedRows) -> Batches:

@@ -85,14 +85,6 @@ class PartitionTruncated(DedupError):
 
 
 @dataclass(frozen=True, slots=True)
-class SeedOptions:
-    """The options of `dedup spark seed`."""
-
-    until: Until
-    commit_rows: int = _COMMIT_ROWS
-
-
-@dataclass(frozen=True, slots=True)
 class SeededPartition:
     """The result of `dedup spark seed` for one changelog partition."""
 
@@ -148,27 +140,28 @@ def seed(
     spark: SparkSession,
     topology: Topology,
     settings: Settings,
-    options: SeedOptions,
+    until: Until,
     *,
+    commit_rows: int = _COMMIT_ROWS,
     history: History | DataFrame | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Seeded:
-    """Write a fleet's changelog and offsets as if the fleet had judged the history up to `SeedOptions.until`.
+    """Write a fleet's changelog and offsets as if the fleet had judged the history up to ``until``.
 
-    ``history`` is a `History` of files, a DataFrame of `rows.RECORDS`, or None for the source topics from their start.
-    Rows that the fleet will read itself, according to their offset or timestamp, are ignored. Raises StateIncompatible
-    and writes no seed if the group or the changelog contains state that `dedup spark seed` did not write, or if an
-    earlier run began a different seed.
+    ``history`` is a `History` of files, a DataFrame of `columns.RECORDS`, or None for the source topics from their
+    start. Rows that the fleet will read itself, according to their offset or timestamp, are ignored. ``commit_rows`` is
+    the number of changelog records in a transaction. Raises StateIncompatible and writes no seed if the group or the
+    changelog contains state that `dedup spark seed` did not write, or if an earlier run began a different seed.
     """
     began_s = time.monotonic()
     work = partial(on_cluster, settings, f"dedup-{topology.name}-seed")
-    found = work(partial(_cluster_state, topology, settings, options))
+    found = work(partial(_cluster_state, topology, settings, until))
     topology = topology.grouped_by(1)
     if history is None:
         whole = _of_topics(spark, settings, found)
     else:
         given = history if isinstance(history, History) else history_of(history, identified=False)
-        whole = _before(given, found, options.until)
+        whole = _before(given, found, until)
     with shuffles_for(spark, whole.size_bytes), described(spark, f"{topology.name}: seed from {whole.place}"):
         with translated_errors():
             folded = fold_history(
@@ -182,7 +175,7 @@ def seed(
         rows = rows.withColumn("hash", fn.xxhash64("key", "value")).persist()
         try:
             marks, records = _marks(topology, found, folded, rows, "topics" if history is None else "files")
-            plan = WritePlan(topology, PicklableSettings.of(settings), marks, records, options.commit_rows)
+            plan = WritePlan(topology, PicklableSettings.of(settings), marks, records, commit_rows)
             work(lambda wire, _: _SeedWriter(plan, wire).begin(found))
             total = sum(mark.sightings for mark in marks.values())
             tell(f"{'finishing' if found.marks else 'writing'} seed {marks[0].seed}: {total:,} records of sightings")
@@ -281,7 +274,7 @@ def _write_sightings(rows: DataFrame, plan: WritePlan) -> dict[int, bool]:
 
 
 async def _cluster_state(
-    topology: Topology, settings: Settings, options: SeedOptions, wire: KafkaWire, admin: Admin
+    topology: Topology, settings: Settings, until: Until, wire: KafkaWire, admin: Admin
 ) -> _ClusterState:
     """Create missing topics, and return the state of the cluster.
 
@@ -298,7 +291,7 @@ async def _cluster_state(
         mark = next(iter(marks.values()))
         by_topic = ((topic, enumerate(offsets)) for topic, offsets in mark.begins.items())
         begins = {TopicPartition(topic, at): offset for topic, offsets in by_topic for at, offset in offsets}
-        _refuse_other_begins(topology, options.until, begins)
+        _refuse_other_begins(topology, until, begins)
         if len(marks) < tasks:
             raise _not_new(topology, f"{tasks - len(marks)} of {tasks} partitions have no seed mark")
         next_offsets = {task: mark.next_offset for task, mark in marks.items()}
@@ -310,7 +303,7 @@ async def _cluster_state(
     logs = [TopicPartition(topology.feeding_topics[0], task) for task in range(tasks)]
     if not topology.direct:
         await _refuse_used(topology, wire, sources, logs)
-    begins = await _begins(topology, wire, sources, options.until)
+    begins = await _begins(topology, wire, sources, until)
     next_offsets = {
         log.partition: begins[log] if topology.direct else (await bounds_of(wire, log)).start for log in logs
     }
@@ -405,17 +398,19 @@ def _write_partitions(plan: WritePlan, arrow: Iterable[pa.RecordBatch]) -> Itera
         yield pa.RecordBatch.from_pylist([written], schema=_WRITTEN)
 
 
+@dataclass(frozen=True, slots=True)
 class _SeedWriter:
     """Writes the marks, sightings, and offsets of `dedup spark seed` under the fleet's transactional IDs."""
 
-    def __init__(self, plan: WritePlan, wire: KafkaWire) -> None:
-        self._plan: Final = plan
-        self._settings: Final = plan.settings.reveal()
-        self._topology: Final = plan.topology
-        self._wire: Final = wire
+    _plan: WritePlan
+    _wire: KafkaWire
+
+    @property
+    def _topology(self) -> Topology:
+        return self._plan.topology
 
     def _session(self, kind: SubTopology, partition: int, topic: str | None = None) -> Session:
-        topology, timeout_ms = self._topology, self._settings.transaction_timeout_ms
+        topology, timeout_ms = self._topology, self._plan.settings.plain.transaction_timeout_ms
         name = topology.transactional_id(kind, partition, topic)
         return Session(self._wire, name, topology.name, timeout_ms=timeout_ms, deadline_ms=_DEADLINE_MS)
 
@@ -521,7 +516,7 @@ class _SeedWriter:
                     if offsets and await self._is_begun(*offsets):
                         return
                 for target, part in lines.items():
-                    session.add(fill(target, part, compression=self._settings.topics.compression))
+                    session.add(fill(target, part, compression=self._plan.settings.plain.topics.compression))
                 await session.commit(offsets or {})
             except CommitUnknown:
                 # The partition's leader has moved, or does not know the new topic yet.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
@@ -15,8 +14,6 @@ import pyspark
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
-from rich.console import Console
-from rich.progress import Progress as Bars
 
 from dedup.core.fold import RecordFailed
 from dedup.embedded.java import use_java_of_spark
@@ -62,7 +59,6 @@ _CONF: Final = {
 }
 _LOCAL_CONF: Final = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 """A local session must not depend on whether the machine's host name can be resolved."""
-_LOOK_S: Final = 0.5
 _SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
 _DEFAULT_PARTITIONS: Final = 200
 _PARTITION_BYTES: Final = 32 << 20
@@ -81,55 +77,21 @@ class PicklableSettings:
     """
 
     plain: Settings
-    password: str | None = field(repr=False)
-    key_password: str | None = field(repr=False)
+    secrets: Mapping[str, str] = field(repr=False)
+    """The secrets of `Settings.security` by name."""
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
         """Return the settings in picklable form, without the settings for a worker's web pages."""
-        security = settings.security
-        without = security.model_copy(update={"password": None, "key_password": None})
-        plain = settings.model_copy(update={"security": without, "web": Web()})
-        secrets = (security.password, security.key_password)
-        return cls(plain, *(None if secret is None else secret.get_secret_value() for secret in secrets))
+        secrets = {name: each.get_secret_value() for name, each in settings.security if isinstance(each, Secret)}
+        without = settings.security.model_copy(update=dict.fromkeys(secrets))
+        return cls(settings.model_copy(update={"security": without, "web": Web()}), secrets)
 
     def reveal(self) -> Settings:
         """Return the settings with their secrets as `Secret` objects."""
-        password, key_password = (None if text is None else Secret(text) for text in (self.password, self.key_password))
-        security = self.plain.security.model_copy(update={"password": password, "key_password": key_password})
+        secrets = {name: Secret(text) for name, text in self.secrets.items()}
+        security = self.plain.security.model_copy(update=secrets)
         return self.plain.model_copy(update={"security": security})
-
-
-@contextmanager
-def job_progress(spark: SparkSession, *, enabled: bool) -> Iterator[None]:
-    """Show a progress bar for each running Spark stage inside the ``with`` block, if standard error is a terminal."""
-    console = Console(stderr=True)
-    if not (enabled and console.is_terminal):
-        yield
-        return
-    over = threading.Event()
-    with Bars(console=console, transient=True) as bars:
-        thread = threading.Thread(target=_show_stages, args=(spark, bars, over), name="spark-progress", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-
-def _show_stages(spark: SparkSession, bars: Bars, over: threading.Event) -> None:
-    shown, tracker = {}, spark.sparkContext.statusTracker()
-    while not over.wait(_LOOK_S):
-        active = set(tracker.getActiveStageIds())
-        for stage in active:
-            info = tracker.getStageInfo(stage)
-            if info is not None:
-                if stage not in shown:
-                    shown[stage] = bars.add_task(f"stage {stage}: {info.name.split(' at ')[0]}")
-                bars.update(shown[stage], total=info.numTasks, completed=info.numCompletedTasks)
-        for stage in shown.keys() - active:
-            bars.remove_task(shown.pop(stage))
 
 
 class HadoopDirectory:

@@ -14,16 +14,15 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Final, Literal, get_args
 
 import pyspark
-from jgo.maven import Artifact, MavenContext, PythonResolver
-from jgo.parse import Coordinate
+from jgo.maven import Artifact
 
-from dedup.embedded.kafka_jars import Jar, locked, read_lock
+from dedup.embedded.kafka_jars import Jar, locked, read_lock, resolved
 from dedup.errors import BrokerUnavailable
 
 Package = Literal["kafka", "delta", "iceberg", "s3", "jdbc"]
@@ -51,7 +50,6 @@ RELEASES: Final[Mapping[str, Release]] = {
 }
 _JDBC: Final = ("org.postgresql:postgresql:42.7.4", "org.xerial:sqlite-jdbc:3.46.1.3")
 _LOCK_FILE: Final = "spark-jars.lock"
-_ANSWER_WITHIN_S: Final = 60
 _VERSIONED: Final = re.compile(r"-\d[\w.\-]*\.jar$")
 
 
@@ -149,19 +147,11 @@ def _refuse_other(found: Jar, locks: Mapping[str, Jar]) -> None:
         )
 
 
-def _resolve(wanted: Iterable[str], repository: Path) -> list[Artifact]:
-    context = MavenContext(resolver=PythonResolver(), repo_cache=repository, timeout=_ANSWER_WITHIN_S)
-    roots = [context.create_dependency(replace(Coordinate.parse(root), scope="compile")) for root in wanted]
-    inputs, transitive = context.resolver.resolve(roots)
-    needed = [*inputs, *(each for each in transitive if each.scope in {"compile", "runtime"})]
-    return [each.artifact for each in needed]
-
-
 def _beside_spark(wanted: Iterable[str], repository: Path) -> Iterator[Artifact]:
     """Yield the resolved artifacts that PySpark does not include, not even in another version."""
     own = (Path(pyspark.__file__).parent / "jars").glob("*.jar")
     bundled = {_VERSIONED.sub("", jar.name) for jar in own}
-    for artifact in _resolve(wanted, repository):
+    for artifact in resolved(wanted, repository):
         if _VERSIONED.sub("", artifact.resolve().name) not in bundled:
             yield artifact
 

@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -37,9 +37,16 @@ from dedup.kafka.wire import NoAnswer, TopicPartition
 from dedup.settings import Settings
 from dedup.spark.columns import feeding_columns
 from dedup.spark.kafka_source import kafka_options
-from dedup.spark.session import ERRORS_BY_NAME, HadoopDirectory, PicklableSettings, connected, described
+from dedup.spark.session import HadoopDirectory, PicklableSettings, connected, described
 from dedup.spark.stream_monitor import StreamMonitor, lag_after
-from dedup.spark.task_attempt import REPORT, AttemptPlan, BatchReport, deleted_unjudged, judge_partition
+from dedup.spark.task_attempt import (
+    REPORT,
+    AttemptPlan,
+    BatchReport,
+    PartitionReport,
+    deleted_unjudged,
+    judge_partition,
+)
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import SubTopology, Topology
 from dedup.worker.clock import SteadyClock
@@ -292,92 +299,87 @@ class StreamOptions:
     on_batch: Callable[[BatchReport], None] | None = None
 
 
+@dataclass(slots=True)
 class _Query:
     """One streaming query, which judges and commits its micro-batches."""
 
-    def __init__(
-        self,
-        sub_topology: SubTopology,
-        ready: Prepared,
-        options: StreamOptions,
-        monitor: StreamMonitor,
-        busy: AbstractContextManager[object],
-    ) -> None:
-        self._sub_topology: Final[SubTopology] = sub_topology
-        self._name: Final = f"{ready.topology.name}-{sub_topology}"
-        self._ready: Final = ready
-        settings = PicklableSettings.of(ready.settings)
-        self._plan: Final = AttemptPlan(ready.topology, settings, ready.cluster, options.commit_rows)
-        self._options: Final = options
-        self._monitor: Final = monitor
-        self._busy: Final = busy
-        """A context that is entered while a micro-batch is running."""
-        self._failure: DedupError | None = None
-        """The error that stopped the query; it is kept here, because Spark passes on only the text of an error."""
-        self._query: StreamingQuery | None = None
-        self._restarted = False
+    sub_topology: SubTopology
+    ready: Prepared
+    options: StreamOptions
+    monitor: StreamMonitor
+    busy: AbstractContextManager[object]
+    """A context that is entered while a micro-batch is running."""
+    failure: DedupError | None = None
+    """The error that stopped the query; it is kept here, because Spark passes on only the text of an error."""
+    query: StreamingQuery | None = None
+    restarted: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.ready.topology.name}-{self.sub_topology}"
 
     def start(self, spark: SparkSession) -> None:
         """Start the query from its checkpoint or, if it has no checkpoint, from `Prepared.positions`."""
-        options, starting = self._options, dict[str, dict[str, int]]()
-        for at, offset in self._ready.feeding(self._sub_topology).items():
+        options, starting = self.options, dict[str, dict[str, int]]()
+        for at, offset in self.ready.feeding(self.sub_topology).items():
             starting.setdefault(at.topic, {})[str(at.partition)] = offset
         rows = (
             spark.readStream.format("kafka")
-            .options(**kafka_options(self._ready.settings))
+            .options(**kafka_options(self.ready.settings))
             .option("subscribe", ",".join(starting))
             .option("startingOffsets", json.dumps(starting))
             .option("maxOffsetsPerTrigger", options.most_offsets)
             .load()
         )
-        writer = rows.writeStream.queryName(self._name).foreachBatch(self._judge)
-        writer = writer.option("checkpointLocation", f"{options.checkpoint}/{self._sub_topology}")
-        self._query = (writer.trigger(availableNow=True) if options.exit_when_done else writer).start()
+        writer = rows.writeStream.queryName(self.name).foreachBatch(self._judge)
+        writer = writer.option("checkpointLocation", f"{options.checkpoint}/{self.sub_topology}")
+        self.query = (writer.trigger(availableNow=True) if options.exit_when_done else writer).start()
 
     def _judge(self, rows: DataFrame, batch_id: int) -> None:
         """Judge and commit a micro-batch; if an attempt of a Spark task reported an error, raise that error."""
-        began_s = time.monotonic()
-        with self._busy, described(rows.sparkSession, f"{self._name}: judge and commit micro-batch {batch_id}"):
-            judged = feeding_columns(rows).mapInArrow(partial(judge_partition, self._plan), REPORT)
-            reports = tuple(row.asDict() for row in judged.collect())
-        for row in reports:
-            if row["failure"] is not None:
-                self._failure = ERRORS_BY_NAME.get(row["failure"], DedupError)(row["failure_text"])
-                raise self._failure
+        began_s, ready = time.monotonic(), self.ready
+        settings = PicklableSettings.of(ready.settings)
+        plan = AttemptPlan(ready.topology, settings, ready.cluster, self.options.commit_rows)
+        with self.busy, described(rows.sparkSession, f"{self.name}: judge and commit micro-batch {batch_id}"):
+            found = feeding_columns(rows).mapInArrow(partial(judge_partition, plan), REPORT).collect()
+        reports: list[PartitionReport] = []
+        for row in found:
             # The value is safe to unpickle, because an executor of this stream sent it over a connection that also
             # carries passwords.
-            row["numbers"] = pickle.loads(row["numbers"])  # noqa: S301
-        report = BatchReport(self._sub_topology, batch_id, reports, time.monotonic() - began_s)
-        self._monitor.add(report)
-        if self._options.on_batch is not None:
-            self._options.on_batch(report)
+            report = pickle.loads(row["report"])  # noqa: S301
+            if isinstance(report, DedupError):
+                self.failure = report
+                raise report
+            reports.append(report)
+        judged = BatchReport(self.sub_topology, batch_id, reports, time.monotonic() - began_s)
+        self.monitor.add(judged)
+        if self.options.on_batch is not None:
+            self.options.on_batch(judged)
 
     def goes_on(self, spark: SparkSession) -> bool:
         """Return whether the query is active; if a defect of Spark has stopped it, start it again, but only once."""
-        if self._query is None or self._query.isActive:
-            return self._query is not None
-        if self._failure is not None or self._restarted or not _failed_in_report(self._query):
+        if self.query is None or self.query.isActive:
+            return self.query is not None
+        if self.failure is not None or self.restarted or not _failed_in_report(self.query):
             return False
-        log.warning(
-            "%s: Spark failed to report a micro-batch that it had committed; the query starts again", self._name
-        )
-        self._restarted = True
+        log.warning("%s: Spark failed to report a micro-batch that it had committed; the query starts again", self.name)
+        self.restarted = True
         self.start(spark)
         return True
 
     def stop(self) -> None:
-        if self._query is not None:
-            self._query.stop()
+        if self.query is not None:
+            self.query.stop()
 
     def raise_failure(self) -> None:
         """Raise the query's error if the query has failed."""
-        if self._failure is not None:
-            raise self._failure
-        error = None if self._query is None else self._query.exception()
+        if self.failure is not None:
+            raise self.failure
+        error = None if self.query is None else self.query.exception()
         if error is not None:
             text = "\n".join(str(error).splitlines()[:_ERROR_LINES])
             raise DedupError(
-                f"the query {self._name} failed: {text}\nNothing is lost: fix the cause and start it again with the "
+                f"the query {self.name} failed: {text}\nNothing is lost: fix the cause and start it again with the "
                 f"same checkpoint."
             )
 
@@ -394,27 +396,17 @@ def _failed_in_report(query: StreamingQuery) -> bool:
     return any((frame.getClassName(), frame.getMethodName()) in _REPORTING for frame in frames)
 
 
+@dataclass(slots=True)
 class Running:
-    """A running stream; its method `wait` returns when the stream has ended.
+    """A running stream; its method `wait` returns when the stream has ended."""
 
-    If ``in_turn`` is true, each query starts only after the previous query has read all its input.
-    """
-
-    def __init__(
-        self,
-        spark: SparkSession,
-        queries: Sequence[_Query],
-        monitor: StreamMonitor,
-        *,
-        in_turn: bool,
-        idle_marks: _IdleMarks | None,
-    ) -> None:
-        self._spark: Final = spark
-        self._first: Final = queries[:1] if in_turn else queries
-        self._later: Final = queries[1:] if in_turn else ()
-        self._monitor: Final = monitor
-        self._idle_marks: Final = idle_marks
-        self._stopping: Final = threading.Event()
+    _spark: SparkSession
+    _queries: Sequence[_Query]
+    _monitor: StreamMonitor
+    _in_turn: bool
+    """Whether each query starts only after the previous query has read all its input."""
+    _idle_marks: _IdleMarks | None
+    _stopping: threading.Event = field(default_factory=threading.Event)
 
     @property
     def url(self) -> str | None:
@@ -425,7 +417,7 @@ class Running:
         """Start all queries, or only the first query if the queries run one after another."""
         self._monitor.start()
         try:
-            for query in self._first:
+            for query in self._queries[:1] if self._in_turn else self._queries:
                 query.start(self._spark)
         except BaseException:
             self._monitor.stop()
@@ -436,18 +428,18 @@ class Running:
     def wait(self) -> None:
         """Wait until every query has stopped or has read all its input. If a query has failed, raise its error."""
         try:
-            self._watch(self._first)
-            for query in self._later:
+            self._watch(self._queries[:1] if self._in_turn else self._queries)
+            for query in self._queries[1:] if self._in_turn else ():
                 if not self._stopping.is_set():
                     query.start(self._spark)
                     self._watch([query])
         finally:
             if self._idle_marks is not None:
                 self._idle_marks.stop()
-            for query in (*self._first, *self._later):
+            for query in self._queries:
                 query.stop()
             self._monitor.stop()
-        for query in (*self._first, *self._later):
+        for query in self._queries:
             query.raise_failure()
 
     def stop(self) -> None:
@@ -477,10 +469,9 @@ def start_stream(spark: SparkSession, topology: Topology, settings: Settings, op
     kinds: tuple[SubTopology, ...] = ("dedup",) if topology.direct else ("repartition", "dedup")
     monitor = StreamMonitor(topology, settings, {kind: ready.feeding(kind) for kind in kinds})
     idle_marks = None if topology.direct or options.exit_when_done else _IdleMarks(ready)
-    queries = []
-    for kind in kinds:
-        marks = idle_marks if kind == "repartition" else None
-        queries.append(_Query(kind, ready, options, monitor, nullcontext() if marks is None else marks.busy))
-    running = Running(spark, queries, monitor, in_turn=options.exit_when_done, idle_marks=idle_marks)
+    # Only the query `repartition` writes to the repartition topic, as the idle markers do.
+    busy = {"repartition": nullcontext() if idle_marks is None else idle_marks.busy}
+    queries = [_Query(kind, ready, options, monitor, busy.get(kind, nullcontext())) for kind in kinds]
+    running = Running(spark, queries, monitor, options.exit_when_done, idle_marks)
     running.start()
     return running

@@ -11,7 +11,6 @@ import logging
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
@@ -150,15 +149,14 @@ class StreamMonitor:
         self._log_ended()
 
     def _take(self, report: BatchReport) -> None:
-        for row in report.partitions:
-            seen = self._seen[report.sub_topology, TopicPartition(row["topic"], row["partition"])]
-            counted: TaskNumbers = row["numbers"]
+        for each in report.partitions:
+            seen, counted = self._seen[report.sub_topology, each.feeding], each.numbers
             seen.numbers.add_counters(counted)
             seen.numbers.stream_time_ms = counted.stream_time_ms
-            seen.numbers.committed_offset = row["next_offset"]
+            seen.numbers.committed_offset = each.next_offset
             seen.numbers.committed_time_ms = counted.committed_time_ms
             seen.numbers.last_commit_s = time.monotonic()
-            seen.state_ids, seen.state_bytes = row["state_ids"], row["state_bytes"]
+            seen.state_ids, seen.state_bytes = each.state_ids, each.state_bytes
         self._ended.append(report)
         self._news.set()
 
@@ -168,7 +166,7 @@ class StreamMonitor:
         self._ended.clear()
 
     def _line(self, report: BatchReport) -> str:
-        verdicts: Counter[str] = sum((row["numbers"].verdicts for row in report.partitions), Counter())
+        verdicts = report.verdicts
         counts = ", ".join(f"{name} {count:,}" for name, count in sorted(verdicts.items())) or "none new"
         lags = [seen.lag_records for (kind, _), seen in self._seen.items() if kind == report.sub_topology]
         known = [lag for lag in lags if lag is not None]

@@ -4,7 +4,7 @@ The metadata of each table commit contains the Kafka offsets where the commit en
 together, so no checkpoint is needed: if a driver is killed, the next driver continues after the last table commit.
 
 If two sinks write to the same table, one of them fails: an append fails if another sink has committed since this sink
-last read the table (`delta_log`, `iceberg_log`). A sink reads each of its table commits back and checks the ID in the
+last read the table (`table_log`). A sink reads each of its table commits back and checks the ID in the
 metadata.
 """
 
@@ -24,10 +24,9 @@ from pyspark.sql import SparkSession
 
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible
 from dedup.settings import Settings
-from dedup.spark.delta_log import DeltaLog, TableCommit
-from dedup.spark.iceberg_log import IcebergLog, SnapshotCommit
 from dedup.spark.kafka_source import read_range
 from dedup.spark.session import translated_errors
+from dedup.spark.table_log import DeltaLog, IcebergLog, SnapshotCommit, TableCommit, metadata_object
 from dedup.topology.model import Topology
 from dedup.verify.kafka_reader import KafkaReader
 
@@ -241,7 +240,7 @@ class TableSink:
 
     def _sink_commit(self, entry: TableCommit | SnapshotCommit) -> Appended | None:
         """Convert an entry of the table's log to `Appended`, or return None if it is not a commit of this sink."""
-        found = entry.named
+        found = metadata_object(entry.metadata)
         if found.get("sink") != self._sink:
             return None
         if found["dedup"] != _VERSION:

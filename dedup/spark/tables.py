@@ -28,9 +28,9 @@ from dedup.core.framing import HEADER, PREFIX_BYTES, SchemaIdPlace
 from dedup.errors import DedupError, InvariantBroken, Problem, SettingsError, StateIncompatible
 from dedup.settings import Settings
 from dedup.spark.columns import identified
-from dedup.spark.delta_log import DeltaLog
 from dedup.spark.kafka_source import history_of_range
 from dedup.spark.session import described
+from dedup.spark.table_log import DeltaLog
 from dedup.topology.model import Topology
 from dedup.verify.kafka_reader import KafkaReader
 
@@ -128,7 +128,7 @@ class TableRows:
 
 
 def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = None, order: str) -> TableRows:
-    """Convert records (`rows.RECORDS`) to rows of a table.
+    """Convert records (`columns.RECORDS`) to rows of a table.
 
     ``schema`` is Spark DDL for the members of the JSON value that become columns; records with values of other types
     are rejected. Without ``schema``, the columns are `key` and `value` as bytes. A record with a null value becomes a

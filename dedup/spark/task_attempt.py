@@ -20,16 +20,16 @@ import asyncio
 import gc
 import pickle
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
-from pyspark.sql.pandas.types import from_arrow_schema
 
 from dedup.errors import CommitUnknown, DedupError, StateIncompatible, TaskCorrupted, TaskMigrated
 from dedup.kafka.client import KafkaWire
@@ -37,7 +37,7 @@ from dedup.kafka.record_batch import GC_THRESHOLD, FeedBatch
 from dedup.kafka.wire import TopicPartition
 from dedup.metrics import TaskNumbers
 from dedup.spark.columns import feed_batches
-from dedup.spark.session import PicklableSettings, connected
+from dedup.spark.session import ERRORS_BY_NAME, PicklableSettings, connected
 from dedup.store.directory import own_state
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import SubTopology, Topology
@@ -51,20 +51,11 @@ _MOST_RENEWALS: Final = 3
 """Maximum number of new epochs in which a commit is retried; then the attempt fails, and Spark starts a new attempt."""
 _MARGIN: Final = 4
 """The broker aborts a transaction after a timeout, so the attempt commits after a quarter of the timeout."""
-_VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt", "repartitioned")
 _BROKER_TROUBLE: Final = 5
 """Exit code of BrokerUnavailable, which is, besides TaskMigrated, the only error that a new attempt may avoid."""
 
-_REPORT_SCHEMA: Final = pa.schema(
-    {
-        **dict.fromkeys(("topic", "failure", "failure_text"), pa.string()),
-        "partition": pa.int32(),
-        **dict.fromkeys(("next_offset", "judged", "replayed", *_VERDICTS, "state_ids", "state_bytes"), pa.int64()),
-        "numbers": pa.binary(),
-    }
-)
-REPORT: Final = from_arrow_schema(_REPORT_SCHEMA)
-"""The columns of the row that an attempt reports to the driver; `numbers` is a pickled `TaskNumbers`."""
+REPORT: Final = "report binary"
+"""The row that an attempt sends to the driver: a pickled `PartitionReport`, or a pickled error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +70,29 @@ class AttemptPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PartitionReport:
+    """The result of an attempt for one Kafka partition that had records."""
+
+    feeding: TopicPartition
+    numbers: TaskNumbers
+    next_offset: int
+    state_ids: int
+    state_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class BatchReport:
     """The result of one micro-batch."""
 
     sub_topology: SubTopology
     batch_id: int
-    partitions: tuple[Mapping[str, Any], ...]
-    """A row of `REPORT` for each Kafka partition that had records, with `numbers` already decoded to `TaskNumbers`."""
+    partitions: Sequence[PartitionReport]
     took_s: float
 
-    def total(self, name: str) -> int:
-        """Return the sum of the count ``name`` over all partitions."""
-        return sum(row[name] for row in self.partitions)
+    @property
+    def verdicts(self) -> Counter[str]:
+        """The number of records by verdict, in all partitions together."""
+        return sum((each.numbers.verdicts for each in self.partitions), Counter())
 
 
 @cache
@@ -110,25 +112,21 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
     first = next(batches, None)
     if first is None:
         return
-    report: dict[str, Any] = {
-        **dict.fromkeys(REPORT.names, 0),
-        **dict.fromkeys(("next_offset", "numbers", "failure", "failure_text")),
-        "topic": first.feeding.topic,
-        "partition": first.feeding.partition,
-    }
+    report: PartitionReport | DedupError
     try:
         with asyncio.Runner() as runner:
-            report |= runner.run(_judge(plan, first, batches))
+            report = runner.run(_judge(plan, first, batches))
     except TaskMigrated:
         raise
     except DedupError as error:
         if error.exit_code == _BROKER_TROUBLE:
             raise
-        report |= {"failure": type(error).__name__, "failure_text": str(error)}
-    yield pa.RecordBatch.from_pylist([report], schema=_REPORT_SCHEMA)
+        # Some errors cannot be unpickled.
+        report = ERRORS_BY_NAME.get(type(error).__name__, DedupError)(str(error))
+    yield pa.RecordBatch.from_pydict({"report": pa.array([pickle.dumps(report)], pa.binary())})
 
 
-async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatch]) -> dict[str, Any]:
+async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatch]) -> PartitionReport:
     had = plan.cluster.topics[first.feeding.topic].partitions
     if first.feeding.partition >= had:
         raise StateIncompatible(
@@ -164,7 +162,7 @@ class _Attempt:
     def _task(self) -> Task:
         return self._group.tasks[self._feeding]
 
-    async def run(self, first: FeedBatch, batches: Iterator[FeedBatch]) -> dict[str, Any]:
+    async def run(self, first: FeedBatch, batches: Iterator[FeedBatch]) -> PartitionReport:
         try:
             await self._start()
             await _refuse_gap(self._wire, self._task, first)
@@ -228,21 +226,13 @@ class _Attempt:
             await self._task.process(replace(batch, follows=follows))
             follows = batch.next_offset
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self) -> PartitionReport:
         task, done = self._task, self._done
         done.add_counters(task.numbers)
         done.stream_time_ms, done.committed_time_ms = task.numbers.stream_time_ms, task.numbers.committed_time_ms
-        counts = {name: done.verdicts[name] for name in _VERDICTS}
         store = task.work.store
-        return {
-            **counts,
-            "judged": sum(counts.values()),
-            "replayed": done.replayed,
-            "next_offset": task.next_offset,
-            "numbers": pickle.dumps(done),
-            "state_ids": 0 if store is None else store.count_ids(),
-            "state_bytes": 0 if store is None else store.approximate_bytes(),
-        }
+        state = (0, 0) if store is None else (store.count_ids(), store.approximate_bytes())
+        return PartitionReport(self._feeding, done, task.next_offset, *state)
 
 
 async def _refuse_gap(wire: KafkaWire, task: Task, first: FeedBatch) -> None:

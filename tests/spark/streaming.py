@@ -39,6 +39,9 @@ QUIET = (
     f"spark.driver.extraJavaOptions={FAST_JAVA}",
     "--conf",
     "spark.sql.shuffle.partitions=2",
+    # As in the run's session.
+    "--conf",
+    "spark.databricks.delta.snapshotPartitions=2",
 )
 
 

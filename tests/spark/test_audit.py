@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from dedup.cli.main import create_app, main
 from dedup.errors import SettingsError, VerificationFailed
 from dedup.spark.audit import audit
-from dedup.spark.rows import RECORDS
+from dedup.spark.columns import RECORDS
 from dedup.verify.cut import WHY_RESET
 from dedup.verify.report import Report
 from dedup.verify.verifier import verify

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pyspark.sql import SparkSession
 
-from dedup.spark.columns import identified
-from dedup.spark.rows import RECORDS
+from dedup.spark.columns import RECORDS, identified
 from dedup.topology.parse import parse
 
 TOPOLOGY = """

@@ -19,8 +19,8 @@ from dedup.core.fold import RecordFailed
 from dedup.errors import SettingsError, StateIncompatible, TopologyError
 from dedup.spark.backfill import RunDirectory, backfill
 from dedup.spark.batch_verdicts import judged
+from dedup.spark.columns import RECORDS
 from dedup.spark.files import History, read_files
-from dedup.spark.rows import RECORDS
 from dedup.spark.session import shuffle_partitions, shuffles_for
 from dedup.topology.parse import parse
 
@@ -272,7 +272,7 @@ def test_damage_inside_a_file_is_told_and_nothing_is_published(spark, tmp_path):
 
 
 def read_columns(spark, path):
-    from dedup.spark.rows import as_records  # noqa: PLC0415 - only here
+    from dedup.spark.columns import as_records  # noqa: PLC0415 - only here
 
     return as_records(spark.read.parquet(str(path)))
 

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from dedup.core.window import Feed
 from dedup.errors import StateIncompatible
-from dedup.spark.columns import content_digests
+from dedup.spark.columns import RECORDS, content_digests
 from dedup.spark.map_side import BATCH_BYTES, TARGET, MapPlan, Mode, map_rows
 from dedup.spark.reduce_side import ReducePlan, reduce_rows
-from dedup.spark.rows import RECORDS
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
 from dedup.worker.record_collector import IDLE, TIMESTAMP
@@ -135,11 +134,13 @@ def test_one_id_that_comes_again_and_again_is_judged_in_parts():
     assert rows_of(by_halves(batches(events), topology, [], rows=1_000)) == expected
 
 
-def test_packed_rows_beyond_what_memory_may_hold_are_read_again_from_a_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize("at_a_time", [1, 128])
+def test_packed_rows_beyond_what_memory_may_hold_are_read_again_from_a_file(tmp_path, monkeypatch, at_a_time):
     monkeypatch.setenv("SPARK_LOCAL_DIRS", str(tmp_path))
     topology = topology_of({})
     events = [each for each in stream(4, 2_000) if each.partition == 0]
     in_memory = by_halves(batches(events), topology, [700], rows=50)
+    monkeypatch.setattr("dedup.spark.map_side._UNPACKED_REDUCERS", at_a_time)
     with patch("dedup.spark.map_side._IN_MEMORY_BYTES", 2_000), patch("mmap.mmap", wraps=mmap.mmap) as mapped:
         in_file = by_halves(batches(events), topology, [700], rows=50)
     assert mapped.call_count == 2 + len(READERS), (

@@ -16,9 +16,9 @@ from pyspark.sql.types import IntegerType, StringType, TimestampType
 from dedup.errors import SettingsError, TopologyError
 from dedup.spark import dedup, unique
 from dedup.spark.batch_verdicts import _spark_hash, _targets, judged
+from dedup.spark.columns import as_records
 from dedup.spark.dataframe import Shape
 from dedup.spark.files import as_events
-from dedup.spark.rows import as_records
 from dedup.topology.parse import parse
 
 FILE = """

@@ -9,7 +9,7 @@ from py4j.protocol import Py4JJavaError
 from pyspark.sql.functions import lit
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
-from dedup.spark.iceberg_log import IcebergLog
+from dedup.spark.table_log import IcebergLog
 from dedup.spark.table_sink import TableSink
 from tests.spark.streaming import NEEDS_ICEBERG
 from tests.spark.test_table_sink import DAY_MS, append_during, fill, job, names, now_ms, of_topic, put

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from dedup.spark.incremental import OutputTable, incremental, store_warning
 from dedup.spark.incremental_input import NewFiles, NewRows, NewVersions
 from dedup.topology.parse import parse
 from tests.spark.parity import NOW_MS, POLICIES, Row, by_model, document, model_record, recipe_of, rules_of, stream
+from tests.spark.streaming import INTERPRETED, QUIET
 from tests.spark.test_batch_files import BASE_MS, topology, write
 from tests.spark.test_batch_files import NOW_MS as FILES_NOW_MS
 from tests.spark.test_batch_halves import batches
@@ -131,12 +133,24 @@ LEFT = {"state": "runs/*", "sightings": "state/*/*.parquet"}
 LINES = [(b'{"id":%d}' % (number // 2), number, 0, number) for number in range(6)]
 
 
-@pytest.fixture
-def grown(spark, tmp_path):
-    """Return the input of two runs and their table; a third file is there to be read."""
+@pytest.fixture(scope="module")
+def two_runs(spark, tmp_path_factory):
+    """Return a directory with the input of two runs and their table."""
+    made = tmp_path_factory.mktemp("two-runs")
     for number in range(2):
-        write(tmp_path / "bronze" / f"{number}.parquet", LINES[2 * number : 2 * number + 2])
-        append(spark, tmp_path / "bronze", tmp_path / "silver", topology(), FILES_NOW_MS)
+        write(made / "bronze" / f"{number}.parquet", LINES[2 * number : 2 * number + 2])
+        append(spark, made / "bronze", made / "silver", topology(), FILES_NOW_MS)
+    return made
+
+
+@pytest.fixture
+def grown(two_runs, tmp_path):
+    """Return a copy of the input of two runs and of their table; a third file is there to be read."""
+    shutil.copytree(two_runs, tmp_path, dirs_exist_ok=True)
+    for state in (tmp_path / "silver" / "_dedup" / "runs").glob("*.json"):
+        # A run names the files that it has read.
+        state.write_text(state.read_text(encoding="utf-8").replace(str(two_runs), str(tmp_path)), encoding="utf-8")
+        (state.parent / f".{state.name}.crc").unlink(missing_ok=True)
     write(tmp_path / "bronze" / "2.parquet", LINES[4:])
     return tmp_path / "bronze", tmp_path / "silver"
 
@@ -386,7 +400,7 @@ from dedup.spark.incremental import OutputTable
 
 command = ["spark", "incremental", "shop.yaml", "--input", "bronze", "--out", "silver", "--json"]
 command += ["--now", "2027-01-15T00:00:00Z", "--master", "local[1]", "--quiet"]
-sys.argv[1:] = command
+sys.argv[1:] = [*command, *sys.argv[1:]]
 with _session_stays():
     try:
         main()
@@ -406,7 +420,7 @@ def test_a_driver_that_is_killed_before_its_commit_leaves_a_run_to_be_finished(s
     made |= {"tracking_id": {"field": "id"}, "guard_period": "10s", "grace": "5s", "output": {"topic": "orders.unique"}}
     (tmp_path / "shop.yaml").write_text(json.dumps(made))
     ended = subprocess.run(
-        [sys.executable, "-c", DRIVER],
+        [sys.executable, "-c", DRIVER, *QUIET, *INTERPRETED],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

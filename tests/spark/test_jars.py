@@ -92,7 +92,7 @@ def test_a_jar_that_differs_is_refused_and_nothing_is_kept(tmp_path):
     (tmp_path / "maven").mkdir()
     (root,) = coordinates("kafka", pyspark.__version__)
     with (
-        patch.object(jars, "_resolve", lambda _wanted, _repository: [Fetched(tmp_path / "maven", root)]),
+        patch.object(jars, "resolved", lambda _wanted, _repository: [Fetched(tmp_path / "maven", root)]),
         pytest.raises(BrokerUnavailable, match=r"spark-jars.lock expects [0-9a-f]{64}\. Nothing was kept"),
     ):
         jars_for(("kafka",), {"XDG_CACHE_HOME": str(tmp_path / "cache")})

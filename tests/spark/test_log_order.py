@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,7 @@ from dedup.spark import log_order
 from dedup.spark.backfill import backfill
 from dedup.spark.batch_verdicts import _map_tasks
 from dedup.spark.files import read_files
-from dedup.spark.log_order import PartitionBounds, in_log_order, ranges_of, spread_function
+from dedup.spark.log_order import PartitionBounds, in_log_order, ranges_of, spread
 from tests.spark.test_batch_files import BASE_MS, NOW_MS, topology
 
 TOPICS = ("a", "b")
@@ -46,12 +47,12 @@ def test_each_task_gets_a_range_and_yields_it_in_order(monkeypatch, part_bytes):
     places = np.random.default_rng(5).permutation(np.array(logs))
     bounds = [PartitionBounds(TOPICS[topic], at, 5, 2 + 3 * size, size) for (topic, at), size in sizes.items()]
     targets = (10, 20, 30)
-    spread = spread_function(ranges_of(bounds, TOPICS, len(targets)), TOPICS, targets, 10_000)
-    sent = [batch for half in np.array_split(places, 2) for batch in spread([rows_of(half)])]
+    send = partial(spread, ranges_of(bounds, TOPICS, len(targets)), TOPICS, targets, 10_000)
+    sent = [batch for half in np.array_split(places, 2) for batch in send([rows_of(half)])]
     whole = []
     for target in targets:
         mine = [each.filter(pa.compute.equal(each.column(0), target)) for each in sent]
-        parts = list(in_log_order(TOPICS)(mine))
+        parts = list(in_log_order(TOPICS, mine))
         assert (len(parts) > 1) == (part_bytes < 1 << 20)
         found = places_of(parts)
         assert abs(len(found) - len(logs) / len(targets)) <= len(sizes)
@@ -61,11 +62,11 @@ def test_each_task_gets_a_range_and_yields_it_in_order(monkeypatch, part_bytes):
 
 
 def test_a_row_of_another_topic_is_refused_and_no_rows_are_none():
-    spread = spread_function(ranges_of([PartitionBounds("c", 0, 0, 9, 10)], TOPICS, 2), TOPICS, (0, 1), 10_000)
+    ranges = ranges_of([PartitionBounds("c", 0, 0, 9, 10)], TOPICS, 2)
     strange = rows_of(np.array([[0, 0, 1]])).set_column(1, "topic", pa.array(["c"]))
     with pytest.raises(StateIncompatible, match="records of topic c"):
-        list(spread([strange]))
-    assert list(in_log_order(TOPICS)([])) == []
+        list(spread(ranges, TOPICS, (0, 1), 10_000, [strange]))
+    assert list(in_log_order(TOPICS, [])) == []
 
 
 @pytest.mark.parametrize("shape", ["parquet", "hive"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pyarrow as pa
@@ -17,11 +18,11 @@ from dedup.errors import StateIncompatible
 from dedup.spark import log_tasks
 from dedup.spark.backfill import backfill
 from dedup.spark.batch_verdicts import judging
+from dedup.spark.columns import RECORDS
 from dedup.spark.files import LogSplits, read_files
-from dedup.spark.log_tasks import assigned, frame_of, judge_function
+from dedup.spark.log_tasks import assigned, frame_of, judge_logs
 from dedup.spark.map_side import MapPlan
 from dedup.spark.reduce_side import ReducePlan
-from dedup.spark.rows import RECORDS
 from tests.integration.workload import BASE_MS, Event
 from tests.spark.parity import NOW_MS, POLICIES, RULES, by_model, stream
 from tests.spark.test_batch_halves import TOPIC, batches, rows_of, topology_of
@@ -59,7 +60,7 @@ def judged(spark, history, topology) -> pa.Table:
     pieces = history.pieces
     plan = MapPlan(topology, "direct", NOW_MS + topology.max_clock_skew_ms)
     reduce = ReducePlan(topology, "direct", history.records.schema.names)
-    judge = judge_function(plan, reduce, pieces, part_rows=GROUP_ROWS)
+    judge = partial(judge_logs, plan, reduce, pieces.columns, part_rows=GROUP_ROWS)
     tasks = assigned(pieces.logs, tasks=2, cores=2)
     return pa.Table.from_batches(judge(frame_of(spark, tasks).toArrow().to_batches()))
 

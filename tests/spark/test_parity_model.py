@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.spark.batch_verdicts import judged
-from dedup.spark.rows import RECORDS
+from dedup.spark.columns import RECORDS
 from dedup.topology.parse import parse
 from tests.integration.workload import Event
 from tests.spark.parity import NOW_MS, POLICIES, RULES, Row, by_model, document, stream

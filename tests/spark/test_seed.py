@@ -22,8 +22,8 @@ from dedup.embedded.child_process import ChildProcess
 from dedup.errors import SettingsError, StateIncompatible
 from dedup.kafka.wire import TopicPartition
 from dedup.spark.audit import audit
-from dedup.spark.rows import RECORDS
-from dedup.spark.seed import SeedOptions, seed
+from dedup.spark.columns import RECORDS
+from dedup.spark.seed import seed
 from dedup.store.changelog import TASK_RECORD_KEY, SightingKey, decode_sightings, decode_task_record, parse_key
 from dedup.verify.verifier import verify
 from tests.integration.fleet import Job, until
@@ -124,7 +124,7 @@ def test_history_and_live_of_one_topic_meet_without_gap_or_double(spark, make_jo
     job = make_job()
     history, live = events(1, before), events(2, after, first=before)
     job.send(history)
-    done = seed(spark, job.topology, job.settings, SeedOptions("latest", commit_rows=commit_rows))
+    done = seed(spark, job.topology, job.settings, "latest", commit_rows=commit_rows)
     assert sum(each.sightings for each in done.partitions) > 500
     assert set(done.counts.verdicts) == {"unique", "duplicate", "late", "dead_letter"}
     job.send(live)
@@ -134,7 +134,7 @@ def test_history_and_live_of_one_topic_meet_without_gap_or_double(spark, make_jo
         assert forwarded(job, partition) == expected(parts, len(parts[0]))
     assert {seen.source.topic for _, _, seen in sightings_of(job)} == {0}
     with pytest.raises(StateIncompatible, match=r"cannot be seeded|this history makes"):
-        seed(spark, job.topology, job.settings, SeedOptions("latest"), history=as_files(spark, history[:100]))
+        seed(spark, job.topology, job.settings, "latest", history=as_files(spark, history[:100]))
 
 
 def test_files_without_coordinates_and_a_topic_that_overlaps_them(spark, make_job):
@@ -144,12 +144,12 @@ def test_files_without_coordinates_and_a_topic_that_overlaps_them(spark, make_jo
     job.send(live)
     begins = {TopicPartition(job.topology.source.topics[0], partition): 0 for partition in range(2)}
     files = as_files(spark, random.Random(4).sample(history, len(history)))
-    first = seed(spark, job.topology, job.settings, SeedOptions(begins), history=files)
-    second = seed(spark, job.topology, job.settings, SeedOptions(begins), history=files)
+    first = seed(spark, job.topology, job.settings, begins, history=files)
+    second = seed(spark, job.topology, job.settings, begins, history=files)
     assert second.name == first.name
     assert all(each.was_there for each in second.partitions)
     with pytest.raises(StateIncompatible, match=r"begins at .*/0=0,.*/1=0, and --until says .*/0=1,.*/1=0\."):
-        seed(spark, job.topology, job.settings, SeedOptions({**begins, min(begins): 1}), history=files)
+        seed(spark, job.topology, job.settings, {**begins, min(begins): 1}, history=files)
     job.finish()
     for partition in range(2):
         # A history without coordinates is judged by event time; of equal times it does not matter which is first.
@@ -165,7 +165,7 @@ def test_an_audit_leaves_out_what_the_seed_refused_for_its_time(spark, make_job)
     ahead = [Event(partition, b'{"id":"ahead"}', FAR_AHEAD_MS, b"ahead") for partition in range(2)]
     job.send(live)
     files = as_files(spark, [*history, *ahead])
-    done = seed(spark, job.topology, job.settings, SeedOptions("earliest"), history=files)
+    done = seed(spark, job.topology, job.settings, "earliest", history=files)
     assert done.counts.verdicts["dead_letter"] == sum(1 for event in history if event.value == b"bad") + len(ahead)
     job.finish()
     found = audit(spark, job.topology, job.settings, history=files)
@@ -200,7 +200,7 @@ def test_a_seed_of_what_extends_and_conflicts_is_the_state_that_a_fleet_has(spar
     one.send(history)
     one.finish()
     other.send(history)
-    seed(spark, other.topology, other.settings, SeedOptions("latest"))
+    seed(spark, other.topology, other.settings, "latest")
     by_fleet, by_seed = (sightings_of(job) for job in (one, other))
     assert len(by_seed) > 500
     assert any(seen.last_ms > seen.first_ms for _, _, seen in by_seed)
@@ -213,21 +213,21 @@ def test_what_can_not_be_seeded_is_refused_with_nothing_written(spark, make_job)
     job.send(events(6, 300))
     half = {TopicPartition(source, 0): 10}
     with pytest.raises(SettingsError, match=f"{source}/1 is missing"):
-        seed(spark, job.topology, job.settings, SeedOptions(half))
+        seed(spark, job.topology, job.settings, half)
     with pytest.raises(SettingsError, match="holds offsets 0 to"):
-        seed(spark, job.topology, job.settings, SeedOptions({TopicPartition(source, at): 9_999 for at in (0, 1)}))
+        seed(spark, job.topology, job.settings, {TopicPartition(source, at): 9_999 for at in (0, 1)})
     keyless = spark.createDataFrame([(None, b'{"id":"a"}', None, BASE_MS, None, None, None)], RECORDS)
     with pytest.raises(StateIncompatible, match="only a record's key shows to which partition its ID belongs"):
-        seed(spark, job.topology, job.settings, SeedOptions("latest"), history=keyless)
+        seed(spark, job.topology, job.settings, "latest", history=keyless)
     mixed = keyless.union(spark.createDataFrame([(b"a", b'{"id":"a"}', None, BASE_MS, source, 0, 0)], RECORDS))
     with pytest.raises(SettingsError, match="only 1 of 2 rows have topic, partition and offset"):
-        seed(spark, job.topology, job.settings, SeedOptions("latest"), history=mixed)
+        seed(spark, job.topology, job.settings, "latest", history=mixed)
     elsewhere = spark.createDataFrame([(b"a", b'{"id":"a"}', None, BASE_MS, source, 7, 0)], RECORDS)
     with pytest.raises(StateIncompatible, match=f"{source}/7"):
-        seed(spark, job.topology, job.settings, SeedOptions("latest"), history=elsewhere)
+        seed(spark, job.topology, job.settings, "latest", history=elsewhere)
     job.finish()
     with pytest.raises(StateIncompatible, match="cannot be seeded"):
-        seed(spark, job.topology, job.settings, SeedOptions("latest"))
+        seed(spark, job.topology, job.settings, "latest")
     report = verify(job.topology, job.settings)
     assert report.passed, report.closing_line()
     assert report.read == len(job.sent)
@@ -259,8 +259,8 @@ def test_a_seed_that_is_killed_half_way_is_refused_by_the_fleet_and_healed_by_a_
         assert "half a seed" in worker.log
         assert job.read(job.output) == []
     with pytest.raises(StateIncompatible, match="this history makes seed"):
-        seed(spark, job.topology, job.settings, SeedOptions("latest"), history=as_files(spark, history[:100]))
-    healed = seed(spark, job.topology, job.settings, SeedOptions("latest"))
+        seed(spark, job.topology, job.settings, "latest", history=as_files(spark, history[:100]))
+    healed = seed(spark, job.topology, job.settings, "latest")
     assert not all(each.was_there for each in healed.partitions)
     live = events(8, 1_500, first=6_000)
     job.send(live)

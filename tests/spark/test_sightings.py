@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from dedup.core.reference_model import ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
 from dedup.errors import StateIncompatible
-from dedup.spark.columns import content_digests
+from dedup.spark.columns import RECORDS, content_digests
 from dedup.spark.map_side import KNOWN, TARGET, LogEnd, LogEnds, MapPlan, Mode, map_rows
 from dedup.spark.reduce_side import ReducePlan, layer_rows, reduce_rows
-from dedup.spark.rows import RECORDS
 from dedup.topology.model import Topology
 from tests.integration.workload import Event
 from tests.spark.parity import NOW_MS, POLICIES, RULES, Row, by_model, model_record, recipe_of, row_of, rules_of, stream

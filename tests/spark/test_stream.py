@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import pickle
 import threading
 import urllib.request
 from collections import Counter
@@ -25,7 +26,7 @@ from dedup.settings import Settings, Web
 from dedup.spark.session import PicklableSettings
 from dedup.spark.stream import StreamOptions, prepared, start_stream
 from dedup.spark.stream_monitor import StreamMonitor
-from dedup.spark.task_attempt import AttemptPlan, BatchReport, judge_partition
+from dedup.spark.task_attempt import AttemptPlan, BatchReport, PartitionReport, judge_partition
 from dedup.topology.parse import parse
 from tests.integration.fleet import Job, until
 from tests.integration.workload import BASE_MS, Event, workload
@@ -63,7 +64,9 @@ def run(spark):
 
 
 def total(reports, name):
-    return sum(report.total(name) for report in reports)
+    if name == "replayed":
+        return sum(each.numbers.replayed for report in reports for each in report.partitions)
+    return sum(report.verdicts.total() if name == "judged" else report.verdicts[name] for report in reports)
 
 
 def test_verdicts_are_the_models_and_a_restart_goes_on(make_job, run):
@@ -173,7 +176,8 @@ def test_a_stream_is_seen_as_a_worker_is(make_job, spark, caplog):
     assert f"{job.name}-dedup: judge and commit micro-batch 0" in described
 
 
-def test_while_no_broker_answers_a_line_says_that_the_lag_is_unknown(caplog):
+def test_while_no_broker_answers_a_line_says_that_the_lag_is_unknown(caplog, monkeypatch):
+    monkeypatch.setattr("dedup.spark.stream_monitor._ANSWER_WITHIN_S", 0.2)
     topology = parse(
         "{dedup: 1, name: shop, source: {topics: [in], partitioned_by: tracking_id}, tracking_id: {field: id}, "
         "guard_period: 1d, output: {topic: out}}",
@@ -183,9 +187,9 @@ def test_while_no_broker_answers_a_line_says_that_the_lag_is_unknown(caplog):
     monitor = StreamMonitor(topology, nowhere, {"dedup": {Place("in", 0): 0}})
     caplog.set_level(logging.INFO, logger="dedup.spark.stream_monitor")
     numbers = TaskNumbers(verdicts=Counter(unique=4_000, duplicate=1), stream_time_ms=BASE_MS)
-    counts = {"next_offset": 4_001, "numbers": numbers, "state_ids": 7, "state_bytes": 9}
+    report = PartitionReport(Place("in", 0), numbers, next_offset=4_001, state_ids=7, state_bytes=9)
     monitor.start()
-    monitor.add(BatchReport("dedup", 3, ({"topic": "in", "partition": 0, **counts},), 0.25))
+    monitor.add(BatchReport("dedup", 3, [report], 0.25))
     monitor.stop()
     line = "shop-dedup: micro-batch 3: 4,001 records in 0.2 s: duplicate 1, unique 4,000; lag unknown"
     assert logged(caplog) == [line]
@@ -320,6 +324,12 @@ def plan_of():
     return plan
 
 
+def report_of(plan, batches):
+    """Return the report, or the error, that an attempt sends to the driver."""
+    (row,) = next(judge_partition(plan, batches)).to_pylist()
+    return pickle.loads(row["report"])
+
+
 def one_partition(events):
     return [dataclasses.replace(event, partition=0) for event in events]
 
@@ -328,10 +338,9 @@ def test_an_input_that_ends_too_soon_is_a_prefix(make_job, plan_of):
     job = make_job(partitions=1)
     job.send(one_partition(workload(10, 1_000)))
     batches = arrow_of(job, 100)
-    (cut,) = next(judge_partition(plan_of(job), batches[:3])).to_pylist()
-    assert (cut["next_offset"], cut["failure"]) == (300, None)
-    (whole,) = next(judge_partition(plan_of(job, "elsewhere"), batches)).to_pylist()
-    assert (whole["replayed"], whole["judged"], whole["next_offset"]) == (300, 700, 1_000)
+    assert report_of(plan_of(job), batches[:3]).next_offset == 300
+    whole = report_of(plan_of(job, "elsewhere"), batches)
+    assert (whole.numbers.replayed, whole.numbers.verdicts.total(), whole.next_offset) == (300, 700, 1_000)
     job.judge()
 
 
@@ -343,8 +352,8 @@ def test_a_partition_that_was_added_is_refused(make_job, plan_of):
     before = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, topics=topics))
     (first,) = arrow_of(job, 100)
     moved = first.set_column(1, "partition", pa.array([1] * 100, pa.int32()))
-    (report,) = next(judge_partition(before, [moved])).to_pylist()
-    assert "had 1 partitions when the stream started, but now has partition 1" in report["failure_text"]
+    error = report_of(before, [moved])
+    assert "had 1 partitions when the stream started, but now has partition 1" in str(error)
 
 
 def test_an_input_that_stalls_keeps_no_transaction_open(make_job, plan_of):
@@ -357,8 +366,7 @@ def test_an_input_that_stalls_keeps_no_transaction_open(make_job, plan_of):
         until(lambda: job.committed()[0] == 200, "the first half is committed while the input stalls")
         yield from batches[2:]
 
-    (report,) = next(judge_partition(plan_of(job, commit_rows=10_000), stalling())).to_pylist()
-    assert (report["judged"], report["failure"]) == (400, None)
+    assert report_of(plan_of(job, commit_rows=10_000), stalling()).numbers.verdicts.total() == 400
     job.judge()
 
 
@@ -367,8 +375,8 @@ def test_a_header_name_that_is_not_utf8_is_a_dead_letter(make_job, plan_of):
     events = [Event(0, b'{"id":"%d"}' % n, BASE_MS, headers=(("h", b"1"),)) for n in range(3)]
     events[1] = dataclasses.replace(events[1], headers=(("h", b"1"), ("\ufffdx", b"2")))
     job.send(events)
-    (report,) = next(judge_partition(plan_of(job), arrow_of(job, 100))).to_pylist()
-    assert (report["unique"], report["dead_letter"]) == (2, 1)
+    report = report_of(plan_of(job), arrow_of(job, 100))
+    assert (report.numbers.verdicts["unique"], report.numbers.verdicts["dead_letter"]) == (2, 1)
     (dead,) = job.read(job.topology.dead_letter)
     assert dict(dead.headers())["dedup-reason"] == b"header_not_utf8"
 
@@ -377,10 +385,10 @@ def test_rows_that_begin_behind_the_state_are_refused(make_job, plan_of):
     job = make_job(partitions=1)
     job.send(one_partition(workload(11, 1_000)))
     before = job.written()[job.output]
-    (report,) = next(judge_partition(plan_of(job), arrow_of(job, 100)[5:])).to_pylist()
-    assert report["failure"] == "StateIncompatible"
-    assert "continues at offset 500" in report["failure_text"]
-    assert "0 is the first that would be lost" in report["failure_text"]
+    error = report_of(plan_of(job), arrow_of(job, 100)[5:])
+    assert isinstance(error, StateIncompatible)
+    assert "continues at offset 500" in str(error)
+    assert "0 is the first that would be lost" in str(error)
     assert job.written()[job.output] == before
 
 
@@ -408,10 +416,10 @@ def test_a_speculative_copy_fences_the_first_attempt(make_job, plan_of):
     thread = threading.Thread(target=first_attempt)
     thread.start()
     assert half_way.wait(60)
-    (report,) = next(judge_partition(plan_of(job, "second"), batches)).to_pylist()
+    report = report_of(plan_of(job, "second"), batches)
     overtaken.set()
     thread.join(60)
-    assert report["judged"] + report["replayed"] == 1_000
-    assert 0 < report["replayed"] < 1_000
+    assert report.numbers.verdicts.total() + report.numbers.replayed == 1_000
+    assert 0 < report.numbers.replayed < 1_000
     assert len(failures) == 1
     job.judge()

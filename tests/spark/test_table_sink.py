@@ -14,7 +14,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.cimpl import NewPartitions
 
 from dedup.errors import BrokerUnavailable, SettingsError, StateIncompatible
-from dedup.spark.delta_log import DeltaLog
+from dedup.spark.table_log import DeltaLog
 from dedup.spark.table_sink import TableSink, catch_up, follow
 from dedup.verify.kafka_reader import KafkaReader
 from tests.brokers import producer_of

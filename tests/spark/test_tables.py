@@ -14,7 +14,7 @@ from pyspark.sql import functions as fn
 
 from dedup.core.tracking_id import KeyRule, TrackingId
 from dedup.errors import SettingsError, StateIncompatible
-from dedup.spark.rows import RECORDS
+from dedup.spark.columns import RECORDS
 from dedup.spark.tables import ORDER, Jdbc, _connected, _newest, table_rows, upsert_delta, upsert_jdbc
 from dedup.topology.parse import parse
 from tests.spark.postgres import USER, RunningPostgres, running_postgres

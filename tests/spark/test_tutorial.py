@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from pyspark.sql import SparkSession
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
+from dedup.spark.session import HadoopDirectory
 from tests.brokers import RunningKafka
 
 pytestmark = pytest.mark.broker
@@ -20,7 +22,6 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorial-history.md"
 FLIGHTS, LIVE, AGAIN = 1_500, 600, 200
 SMALLER = {"336776": str(FLIGHTS), "20000": str(LIVE), "5000": str(AGAIN)}
-PLACES = {"history", "verdicts"}
 ELSEWHERE = "dedup broker"
 """Runs in another terminal; the test run's own broker stands for it."""
 
@@ -31,24 +32,28 @@ def command_lines() -> list[str]:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kafka: RunningKafka) -> Path:
-    """Return a directory in which the tutorial's commands find what they name, and the run's broker."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kafka: RunningKafka, spark: SparkSession) -> Iterator[Path]:
+    """Yield a directory in which the tutorial's commands find what they name, and the run's broker."""
     monkeypatch.chdir(tmp_path)
+    # The session's Java was started in another directory.
+    disk = HadoopDirectory(spark, str(tmp_path)).files
+    before = disk.getWorkingDirectory()
+    disk.setWorkingDirectory(HadoopDirectory(spark, str(tmp_path)).path)
     (tmp_path / "config").mkdir()
     state = tmp_path / "state"
     text = f"brokers: ['{kafka.bootstrap}']\nstate_dir: {state}\nweb: {{enabled: false}}\n"
     (tmp_path / "config" / "local.yaml").write_text(text, encoding="utf-8")
     for name in ("topologies", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    return tmp_path
+    yield tmp_path
+    disk.setWorkingDirectory(before)
 
 
 def run(line: str, kafka: RunningKafka) -> str:
     """Return what a command printed; it must end well."""
     program, *arguments = [SMALLER.get(word, word) for word in shlex.split(line)]
-    if program == "dedup" and arguments[0] == "spark" and "--delta" not in arguments:
-        # In this process: it has a session already, whose Java was started in another directory.
-        arguments = [str(Path.cwd() / word) if word in PLACES else word for word in arguments]
+    if program == "dedup" and arguments[0] == "spark":
+        # In this process: it has a session already.
         result = CliRunner().invoke(create_app(), [*arguments, "--quiet"])
         assert result.exit_code == 0, (line, result.output, result.exception)
         return result.output

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dedup.spark.delta_log import TableCommit
+from dedup.spark.table_log import TableCommit, metadata_object
 
 
 def test_only_a_line_feed_ends_an_action():
@@ -20,7 +20,7 @@ def test_only_a_line_feed_ends_an_action():
 )
 def test_a_commit_of_another_writer_may_say_little(text):
     commit = TableCommit(0, text)
-    assert (commit.metadata, commit.rows, commit.restored_to, dict(commit.named)) == (None, 0, None, {})
+    assert (commit.metadata, commit.rows, commit.restored_to, metadata_object(commit.metadata)) == (None, 0, None, {})
     assert not commit.is_of("dedup", 1)
 
 
