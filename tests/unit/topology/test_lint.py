@@ -28,7 +28,7 @@ def test_a_quiet_topology_has_no_findings():
 
 def test_a_long_default_grace_is_a_warning_with_the_figures_of_size():
     (found,) = lint(topology(guard="7d", more="output: {topic: o}"))
-    assert "takes up to 70.72 GiB of disk, and 35.57 GiB with grace: 1h" in found.text
+    assert "takes up to 75.28 GiB of disk, and 37.86 GiB with grace: 1h" in found.text
     assert codes(topology(guard="7d", more="output: {topic: o}\ngrace: 1h")) == []
     assert codes(topology(guard="47h", more="output: {topic: o}")) == []
 
