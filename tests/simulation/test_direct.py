@@ -75,7 +75,7 @@ class OneAnswer(FeedFetcher):
             raise NoAnswer("broker 1 died")
         reading = self._readings[sources[0]]
         begun = reading.position
-        return [Answer(sources[0], Columns([begun], [0], [b"k"], [b"v"], [[]]), begun, begun + 1, reading, -1)]
+        return [Answer(sources[0], Columns([begun], [0], [b"k"], [b"v"], [[]]), begun, begun + 1, reading, -1, 0)]
 
 
 async def test_an_answer_of_an_older_assignment_is_not_handed_out():
