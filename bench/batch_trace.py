@@ -160,6 +160,7 @@ def main(
     print(f"one batch: {own}; with what runs meanwhile: {all_files}; {len(trace.functions)} functions")
     print(f"from the topology file to the first record judged: {len(trace.start_files)} files")
     print("batch:", *sorted(set(trace.own)))
+    print("to the first record:", *sorted(trace.start_files))
 
 
 if __name__ == "__main__":

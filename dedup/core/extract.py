@@ -433,7 +433,8 @@ class Extractor:
         self._json: Final = None if recipe.fmt == "bytes" else compile_columns(paths, time)
         parts = len(paths) if isinstance(recipe.tracking_id.rule, FieldsRule) else 0
         self._memos: Final = [PartMemo(recipe.tracking_id.normalize) for _ in range(parts)]
-        self._normalize: Final = normalizer(recipe.tracking_id.normalize)
+        steps = recipe.tracking_id.normalize
+        self._normalize: Final = normalizer(steps) if steps else None
 
     def __call__(
         self,

@@ -133,12 +133,12 @@ class OutageFilter(logging.Filter):
         _call_later(OVER_AFTER_S / 5, self._look)
 
 
+@dataclass(slots=True)
 class Gathered(Generic[K, V]):
     """Passes what is added within a second to one call of ``say``, so that it becomes one log line."""
 
-    def __init__(self, say: Callable[[Mapping[K, V]], None]) -> None:
-        self._say: Final = say
-        self._found: dict[K, V] = {}
+    say: Callable[[Mapping[K, V]], None]
+    _found: dict[K, V] = field(init=False, default_factory=dict)
 
     def add(self, key: K, value: V) -> None:
         """Add a value, in a running event loop."""
@@ -148,7 +148,7 @@ class Gathered(Generic[K, V]):
 
     def _flush(self) -> None:
         found, self._found = self._found, {}
-        self._say(found)
+        self.say(found)
 
 
 def _call_later(delay_s: float, call: Callable[[], None]) -> None:

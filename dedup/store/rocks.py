@@ -517,12 +517,12 @@ class RocksStore:
         contain all IDs, lookups are correct but slower.
         """
         self._refuse_if_closed()
+        busy = [each for each in self._segments.items() if not each[1].filter.idle]
         # Filters that are not complete yet are more urgent than snapshots.
-        segments = sorted(self._segments.items(), key=lambda each: each[1].filter.complete)
-        for start, held in segments:
-            if not held.filter.idle and ids > 0:
+        for start, held in sorted(busy, key=lambda each: each[1].filter.complete):
+            if ids > 0:
                 ids = self._warm(start, held, ids)
-        return all(held.filter.complete for _, held in segments)
+        return all(held.filter.complete for _, held in busy)
 
     def _warm(self, start: int, held: _Segment, ids: int) -> int:
         before = held.filter.log_complete, held.filter.snapshot

@@ -101,9 +101,10 @@ class WantedCheckpoint:
 
 
 class Bootstrap:
-    """Fetches checkpoints, and remembers which ones this process has used."""
+    """Fetches checkpoints from a URL, and remembers which ones this process has used."""
 
-    def __init__(self) -> None:
+    def __init__(self, url: str) -> None:
+        self._url: Final = url
         self.unusable = 0
         """The number of failed attempts to use a checkpoint that existed or may have existed."""
         self._slots: Final = asyncio.Semaphore(_MOST_AT_ONCE)
@@ -113,7 +114,7 @@ class Bootstrap:
         """Maps each directory to the checkpoint that was written into it, until the store is opened."""
         self._swept: Final[set[Path]] = set()
 
-    async def prepare(self, url: str, wire: Wire, wanted: WantedCheckpoint) -> None:
+    async def prepare(self, wire: Wire, wanted: WantedCheckpoint) -> None:
         """Fill the partition's directory from its checkpoint if the directory is empty and the checkpoint is usable.
 
         Raises StateIncompatible and changes nothing if the checkpoint belongs to another changelog or topology.
@@ -126,7 +127,7 @@ class Bootstrap:
             return
         try:
             async with self._slots:
-                await self._try(CheckpointStorage(url), wire, wanted)
+                await self._try(CheckpointStorage(self._url), wire, wanted)
         except CheckpointUnusable as error:
             self._count(wanted, str(error))
 

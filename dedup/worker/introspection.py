@@ -161,7 +161,7 @@ class Introspection:
             fenced=app.tasks.fenced,
             corrupted=app.tasks.corrupted,
             not_ready=self.not_ready(),
-            checkpoints_unusable=app.factory.bootstrap.unusable,
+            checkpoints_unusable=0 if app.factory.bootstrap is None else app.factory.bootstrap.unusable,
             alert=app.alert,
             ended=app.tasks.ended,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from dedup.core.fold import Outcome, Rows
@@ -36,12 +36,12 @@ class _Case:
     detail: str = ""
 
 
+@dataclass(slots=True)
 class Recent:
     """The latest samples of one task, from the open transaction and from committed ones."""
 
-    def __init__(self) -> None:
-        self._open: list[_Case] = []
-        self._committed: Final[dict[Kind, deque[_Case]]] = {}
+    _open: list[_Case] = field(init=False, default_factory=list)
+    _committed: Final[dict[Kind, deque[_Case]]] = field(init=False, default_factory=dict)
 
     def note(self, rows: Rows, outcome: Outcome, now_ms: int) -> None:
         """Keep a few samples from a batch that was just judged; `commit` makes them visible."""

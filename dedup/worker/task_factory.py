@@ -51,7 +51,8 @@ class TaskFactory:
     memory: RocksMemory
     pool: StorePool | None = None
     """Keeps released stores open for their next owner, or None if the next owner may be another process."""
-    bootstrap: Bootstrap = field(init=False, default_factory=Bootstrap)
+    bootstrap: Bootstrap | None = field(init=False, default=None)
+    """Fetches checkpoints, or None if the settings name no checkpoint URL."""
     lost_offsets: LostOffsets = field(init=False)
     logged: set[Hashable] = field(init=False, default_factory=set)
     check: TopicCheck = field(init=False)
@@ -73,6 +74,7 @@ class TaskFactory:
         self.limits = Limits(self.cluster.limits, self.clock, self.wire)
         if self.settings.state.checkpoint is not None:
             refuse_unreadable(self.settings.state.checkpoint)
+            self.bootstrap = Bootstrap(self.settings.state.checkpoint)
 
     def wanted(self, partition: int) -> WantedCheckpoint:
         """Return the identity that a partition's store must have, and the values that a checkpoint must match."""
@@ -89,8 +91,8 @@ class TaskFactory:
 
     def keeping(self, partition: int) -> Keeping:
         """Return the functions with which a task or a standby opens and releases the partition's store."""
-        url, pool = self.settings.state.checkpoint, self.pool
-        prepare = None if url is None else partial(self.bootstrap.prepare, url, self.wire, self.wanted(partition))
+        bootstrap, pool = self.bootstrap, self.pool
+        prepare = None if bootstrap is None else partial(bootstrap.prepare, self.wire, self.wanted(partition))
         opening = partial(self.open_store, partition)
         return Keeping(opening, prepare) if pool is None else Keeping(opening, prepare, partial(pool.put, partition))
 
@@ -110,7 +112,7 @@ class TaskFactory:
             memory=self.memory,
             log_filters=not self.topology.window.extend,
         )
-        return self.bootstrap.opened(wanted.directory, opening)
+        return opening() if self.bootstrap is None else self.bootstrap.opened(wanted.directory, opening)
 
     def fingerprint(self) -> bytes:
         """Return the state fingerprint of the topology on this cluster."""

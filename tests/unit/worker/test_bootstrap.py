@@ -372,4 +372,4 @@ def test_what_was_not_just_taken_is_opened_as_ever(tmp_path):
         raise TaskCorrupted("a block")
 
     with pytest.raises(TaskCorrupted, match="a block"):
-        Bootstrap().opened(tmp_path, damaged)
+        Bootstrap(str(tmp_path)).opened(tmp_path, damaged)
