@@ -121,7 +121,7 @@ class Run:
             with contextlib.suppress(BrokerUnavailable):
                 progress = self.watch.look()
                 in_topic, judged_now = progress.in_topic, progress.judged
-                self._crash_midway(judged_now)
+                self._crash_midway(judged_now, in_topic)
             if judged_now != judged:
                 judged, moved_s = judged_now, time.monotonic()
             bars.update(sent_bar, completed=sender.sent)
@@ -133,12 +133,12 @@ class Run:
                 )
             time.sleep(_POLL_EVERY_S)
 
-    def _crash_midway(self, judged: int) -> None:
+    def _crash_midway(self, judged: int, in_topic: int) -> None:
         if self.before is None:
             if judged >= self.size.flights // 2:
                 self.before = self.watch.members()
                 self.workers.kill(_KILLED_WORKER)
-                self.console.print(f"midway, at {judged:,} records: SIGKILL to {_KILLED_WORKER}")
+                self.console.print(f"{judged:,} of {in_topic:,} records are judged: SIGKILL to {_KILLED_WORKER}")
                 time.sleep(_WORKER_RESTART_AFTER_S)
                 self.workers.start(_KILLED_WORKER)
         elif not self.back and self.watch.members() - self.before:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from dedup.connect.fenced_consumer import FROM_START, TopicReader
-from dedup.connect.transactional_outbox import DEADLINE_MS, PAUSE_S
+from dedup.connect.transactional_outbox import PAUSE_S
 from dedup.errors import BrokerUnavailable, CommitUnknown
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import TopicCheck
@@ -81,7 +81,7 @@ class DeadLetterProducer:
         timeout_ms = self._settings.transaction_timeout_ms
         for number, position in positions.items():
             name = f"{self._group}.{number}"
-            session = Session(self._wire, name, self._group, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS)
+            session = Session(self._wire, name, self._group, timeout_ms=timeout_ms)
             await session.open()
             target = TopicPartition(self._topic.name, number % self._topic.partitions)
             state = _Partition(TopicPartition(self._source_topic, number), target, session)

@@ -21,7 +21,7 @@ from dedup.errors import BrokerUnavailable, CommitUnknown, RecordRefused, StateI
 from dedup.kafka.outage_lines import AWAY
 from dedup.kafka.record_batch import Line, fill
 from dedup.kafka.topic_admin import BROKER_DEFAULT, Admin, Topic, WantedTopic
-from dedup.kafka.transactional_producer import Session
+from dedup.kafka.transactional_producer import DEADLINE_MS, Session
 from dedup.kafka.wire import TopicPartition, Wire
 from dedup.worker.offsets import answered
 
@@ -32,7 +32,6 @@ OWNER_KEY: Final = b"owner"
 POSITION: Final = b"at:"
 FETCH_BYTES: Final = 4 << 20
 WAIT_MS: Final = 100
-DEADLINE_MS: Final = 20_000
 PAUSE_S: Final = 0.5
 TOPIC_CONFIGS: Final[Mapping[str, str]] = {
     "cleanup.policy": "compact",
@@ -100,9 +99,7 @@ class TransactionalOutbox:
         self._unsure = False
         """True if a commit failed or was canceled, so that only a new epoch can show whether it took effect."""
         self._one_at_a_time: Final = asyncio.Lock()
-        self._session: Final = Session(
-            wire, transactional_id, None, timeout_ms=settings.transaction_timeout_ms, deadline_ms=DEADLINE_MS
-        )
+        self._session: Final = Session(wire, transactional_id, None, timeout_ms=settings.transaction_timeout_ms)
 
     async def open(self) -> None:
         """Fence earlier owners, abort their transactions, and read the positions. May raise BrokerUnavailable."""

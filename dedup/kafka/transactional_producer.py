@@ -64,6 +64,8 @@ EPOCH_OVER: Final = frozenset({2, 3, 5, 6, 7, 8, 9, 13, 19, 20, 56, 74, 75, 120}
 COMPRESSION: Final = 76
 NOT_ATTEMPTED: Final = 55
 MOST_UNANSWERED: Final = 4
+DEADLINE_MS: Final = 20_000
+"""For how long a session repeats a request until it gives up."""
 PAUSE_MS: Final = 2
 LONGEST_PAUSE_MS: Final = 100
 
@@ -95,7 +97,7 @@ class Session:
     """Runs the transactions of one transactional ID, one epoch at a time."""
 
     def __init__(
-        self, wire: Wire, transactional_id: str, group: str | None, *, timeout_ms: int, deadline_ms: int
+        self, wire: Wire, transactional_id: str, group: str | None, *, timeout_ms: int, deadline_ms: int = DEADLINE_MS
     ) -> None:
         self.transactional_id: Final = transactional_id
         self._wire: Final = wire

@@ -71,7 +71,6 @@ Row = tuple[int, bytes, bytes, int]
 """The columns are the changelog partition, the key, the value, and a hash of key and value."""
 
 _COMMIT_ROWS: Final = 50_000
-_DEADLINE_MS: Final = 20_000
 _MOST_ATTEMPTS: Final = 50
 _RETRY_S: Final = 0.1
 _DIGEST_MASK: Final = (1 << 64) - 1
@@ -412,7 +411,7 @@ class _SeedWriter:
     def _session(self, kind: SubTopology, partition: int, topic: str | None = None) -> Session:
         topology, timeout_ms = self._topology, self._plan.settings.plain.transaction_timeout_ms
         name = topology.transactional_id(kind, partition, topic)
-        return Session(self._wire, name, topology.name, timeout_ms=timeout_ms, deadline_ms=_DEADLINE_MS)
+        return Session(self._wire, name, topology.name, timeout_ms=timeout_ms)
 
     async def _is_begun(self, place: TopicPartition) -> bool:
         """Return whether the group has committed an offset for a partition."""

@@ -145,7 +145,8 @@ def explain_id(
             _find_uncarried(search)
         _find_written(search)
         _find_sightings(search)
-    found.records.sort(key=lambda explained: (explained.event_time_ms, explained.place))
+    # Records with the same event time stay in the order in which they were judged.
+    found.records.sort(key=lambda explained: explained.event_time_ms)
     return found
 
 

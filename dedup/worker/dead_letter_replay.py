@@ -31,7 +31,6 @@ from dedup.worker.offsets import bounds_of, committed_offset
 from dedup.worker.record_collector import DETAIL, REASON, REPLAYED, SOURCE, TIMESTAMP, VERDICT
 from dedup.worker.topics import Cluster
 
-DEADLINE_MS: Final = 20_000
 WAIT_MS: Final = 200
 _MOST_UNKNOWN: Final = 10
 Begin = Literal["last", "start"]
@@ -159,7 +158,6 @@ class Replay:
             f"{self.topology.replay_group}.{kind}.{side.partition}",
             self.topology.replay_group,
             timeout_ms=self.settings.transaction_timeout_ms,
-            deadline_ms=DEADLINE_MS,
         )
         await session.open()
         # The position is committed in any case, so that offsets.retention.minutes begins again.

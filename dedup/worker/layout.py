@@ -35,7 +35,6 @@ _KEY: Final = b"layout"
 _VERSION: Final = 1
 _FETCH_BYTES: Final = 1 << 16
 _UNAUTHORIZED: Final = 29
-_DEADLINE_MS: Final = 20_000
 _MOST_ATTEMPTS: Final = 50
 _LOOK_AGAIN_MS: Final = 200
 _PATIENCE_S: Final = 10.0
@@ -260,7 +259,7 @@ class LayoutChange:
                 crashpoints.reached("after_fence")
 
     def _session(self, transactional_id: str) -> Session:
-        return Session(self.wire, transactional_id, None, timeout_ms=self.timeout_ms, deadline_ms=_DEADLINE_MS)
+        return Session(self.wire, transactional_id, None, timeout_ms=self.timeout_ms)
 
     async def _write(self, session: Session, layout: Layout) -> None:
         """Write a layout; afterwards, everybody reads it or a newer one.

@@ -33,7 +33,6 @@ from dedup.worker.layout import LayoutChange, read_layout, with_layout
 from dedup.worker.offsets import RESETTING, ends_of, first_offset
 from dedup.worker.topics import Cluster, known_names, missing_topics, state_topics
 
-DEADLINE_MS: Final = 20_000
 MOST_ATTEMPTS: Final = 50
 _KNOWN_WITHIN_S: Final = 30.0
 LOOK_S: Final = 0.1
@@ -152,7 +151,7 @@ class Reset:
 
     def _session(self, transactional_id: str) -> Session:
         timeout_ms = self.settings.transaction_timeout_ms
-        return Session(self.wire, transactional_id, self.topology.name, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS)
+        return Session(self.wire, transactional_id, self.topology.name, timeout_ms=timeout_ms)
 
     async def _until(self, there: int, names: Sequence[str], what: str) -> None:
         """Wait until exactly ``there`` of the named topics exist; brokers learn of changes at different times."""

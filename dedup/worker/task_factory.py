@@ -35,7 +35,6 @@ from dedup.worker.task import Committing, Task, TaskId, TaskWork
 from dedup.worker.task_group import Members, TaskGroup
 from dedup.worker.topics import Cluster, routes_of
 
-DEADLINE_MS: Final = 20_000
 _ONLY_WORKERS_FOLLOW: Final = "Only `dedup run` reads partitions that are added while it runs; continue with it."
 
 
@@ -154,7 +153,7 @@ class TaskFactory:
         else:
             transactional_id = topology.transactional_id("repartition", first.partition, first.topic)
         timeout_ms = self.settings.transaction_timeout_ms
-        session = Session(self.wire, transactional_id, topology.name, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS)
+        session = Session(self.wire, transactional_id, topology.name, timeout_ms=timeout_ms)
         refuse_layout = partial(refuse_other_layout, self.wire, topology, self.cluster)
         group = TaskGroup(session, self.check.confirm, refuse_layout, self.transactions)
         for feeding in members:

@@ -118,9 +118,7 @@ def group(wire, *partitions: int, start="earliest", judge=DedupTask, kind=TaskGr
     async def unchanged():
         pass
 
-    made = kind(
-        Session(wire, "t.dedup.g0", GROUP, timeout_ms=60_000, deadline_ms=20_000), unchanged, unchanged, Counter()
-    )
+    made = kind(Session(wire, "t.dedup.g0", GROUP, timeout_ms=60_000), unchanged, unchanged, Counter())
     for number in partitions:
         feeding = IN._replace(partition=number)
         plan = plan_of(EXTRACTOR, Rules(Window(10, 10)), start=start, feeding=feeding)

@@ -252,7 +252,7 @@ class Builder:
         name = transactional_id(scenario, members[0], grouped=self._process.grouped)
         if self._variant.id_per_process:
             name += f".w{self._process.worker}"
-        session = self._variant.session(self._wire, name, GROUP, timeout_ms=60_000, deadline_ms=20_000)
+        session = self._variant.session(self._wire, name, GROUP, timeout_ms=60_000)
         group = self._variant.group(session, self._check.confirm, self._refuse_layout, Counter())
         for feeding in members:
             note = offset_note(self._ids[feeding.topic], self._ids[CHANGELOG.topic] if dedup else None)

@@ -242,7 +242,7 @@ async def test_tasks_that_commit_at_the_same_time_share_one_question_asked_after
     assert asked == 2, "an answer that was asked for before a fetch says nothing of what came after"
 
 
-async def test_records_were_appended_after_the_last_request_that_found_nothing_more(monkeypatch):
+async def test_records_are_readable_after_the_last_request_that_found_nothing_more(monkeypatch):
     """A response that reaches the end of the log bounds the age of all records that come later, and of no others."""
     wire = Answering(
         part(batch_at(0)),

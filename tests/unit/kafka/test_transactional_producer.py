@@ -50,7 +50,7 @@ def rows(*values: bytes):
 @pytest.mark.parametrize("times", [0, 3])
 async def test_batches_are_in_order_and_no_epoch_is_lost_over_several_transactions(implicit, times):
     wire = PuttingOff(Cluster(implicit=implicit), times)
-    session = Session(wire, "id", "group", timeout_ms=60_000, deadline_ms=20_000)
+    session = Session(wire, "id", "group", timeout_ms=60_000)
     await session.open()
     for number in range(3):
         for part in range(4):
