@@ -39,6 +39,13 @@ def test_a_correct_run_contradicts_nothing_and_a_stray_does(told: Told) -> None:
     assert told(cluster, topology).contradictions == 1
 
 
+def test_records_with_one_event_time_are_listed_as_judged(told: Told) -> None:
+    topology = topology_of()
+    rows = [(f"other {n}", 0.0) for n in range(9)] + [("b", 1.0), ("b", 1.0)]
+    cluster = run_of(topology, rows, "U" * 10 + "D")
+    assert [each.verdict for each in told(cluster, topology).records] == ["unique", "duplicate"]
+
+
 def test_a_record_that_is_not_forwarded_contradicts(told: Told) -> None:
     topology = topology_of()
     cluster = run_of(topology, ROWS, "UUDU")
