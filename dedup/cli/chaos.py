@@ -26,7 +26,7 @@ from dedup.cli.inputs import (
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible, VerificationFailed
 
 if TYPE_CHECKING:
-    from dedup.chaos.chaos_report import ChaosReport
+    from dedup.chaos.checks import ChaosReport
     from dedup.chaos.fault_run import ScheduledFault, Tick
     from dedup.chaos.load import Age
     from dedup.embedded.fault_proxy import FaultProxy
@@ -181,8 +181,7 @@ def _run(
     kafka: EmbeddedKafka | None = None,
     proxy: FaultProxy | None = None,
 ) -> ChaosReport:
-    from dedup.chaos.chaos_report import ChaosReport
-    from dedup.chaos.checks import gather, oracles
+    from dedup.chaos.checks import ChaosReport, gather, oracles
     from dedup.chaos.fault_run import ChaosFleet, ChaosRun, ChaosStage, ClusterFaults
     from dedup.chaos.live_checker import LiveChecker, Watch
     from dedup.chaos.load import MadeRecords, Sender

@@ -21,7 +21,7 @@ COMMANDS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
         "describe": ("check.describe", "Show what a topology does with each record, and its topics."),
         "try": ("check.try_records", "Judge records from a file without a broker."),
         "schema": ("check.schema", "Print the JSON Schema of a kind of file, for use in editors."),
-        "size": ("size.size", "Predict the size of the state on disk and in memory."),
+        "size": ("check.size", "Predict the size of the state on disk and in memory."),
         "broker": ("broker.broker", "Run an embedded Kafka until Ctrl-C."),
     },
     "Run": {
@@ -40,7 +40,7 @@ COMMANDS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
         "replay": ("admin.replay", "Send dead letters back to their source, exactly once."),
         "reset": ("admin.reset", "Delete a topology's offsets and state, to start over."),
         "layout": ("admin.layout", "Show or change how many partitions share a transaction."),
-        "checkpoint": ("checkpoints.checkpoint", "Write each partition's state to a directory or object store."),
+        "checkpoint": ("admin.checkpoint", "Write each partition's state to a directory or object store."),
     },
     "Connect": {
         "ingest": ("connectors.ingest", "Send files or a table to a topic, each row exactly once."),

@@ -8,8 +8,7 @@ import pytest
 from confluent_kafka import KafkaError, Message
 
 from dedup.chaos import fault_run
-from dedup.chaos.chaos_report import ChaosReport, Oracle
-from dedup.chaos.checks import Evidence, oracles
+from dedup.chaos.checks import ChaosReport, Evidence, Oracle, oracles
 from dedup.chaos.fault_run import QUIET_S, ChaosEvents, ClusterFaults, FaultType, InjectedFault, Tick, draw, rates
 from dedup.chaos.live_checker import LiveChecker, Sightings
 from dedup.chaos.load import Age, MadeRecords
