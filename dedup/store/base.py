@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from dedup.errors import InvariantBroken
+
 Writes = Mapping[int, Mapping[bytes, bytes]]
 """Maps the start of each segment (in ms) to a mapping from state keys to encoded values; a value contains *all*
 sightings of its ID that end in the segment.
@@ -111,3 +113,14 @@ class Store(Protocol):
 
     def wipe(self) -> None:
         """Close the store and delete all its data."""
+
+
+def refuse_unstorable(stored: int, writes: Writes, position: int) -> None:
+    """Raise InvariantBroken if ``position`` is less than the stored position or a state key is empty."""
+    if any(b"" in values for values in writes.values()):
+        raise InvariantBroken("an empty state key cannot be stored, because no tracking ID has an empty encoding.")
+    if position < stored:
+        raise InvariantBroken(
+            f"a store at changelog position {stored} cannot be moved back to {position}: two owners write to one "
+            "store, or a batch was applied twice. Restart the worker; it restores the state from the changelog."
+        )

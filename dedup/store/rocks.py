@@ -28,7 +28,7 @@ from typing import Final, Self, cast
 import rocksdict
 
 from dedup.errors import DedupError, InvariantBroken, StateIncompatible, TaskCorrupted
-from dedup.store.base import StoreIdentity, TaskRecord, Writes
+from dedup.store.base import StoreIdentity, TaskRecord, Writes, refuse_unstorable
 from dedup.store.bloom_filter import Hashed, HashKey, LogMark, SegmentFilter
 from dedup.store.changelog import decode_task_record, encode_task_record
 from dedup.store.directory import (
@@ -665,17 +665,6 @@ def _refuse_early_end(family: rocksdict.Rdict, last_key: bytes) -> None:
     if iterator.valid():
         iterator.next()
     iterator.status()
-
-
-def refuse_unstorable(stored: int, writes: Writes, position: int) -> None:
-    """Raise InvariantBroken if ``position`` is less than the stored position or a state key is empty."""
-    if any(b"" in values for values in writes.values()):
-        raise InvariantBroken("an empty state key cannot be stored, because no tracking ID has an empty encoding.")
-    if position < stored:
-        raise InvariantBroken(
-            f"a store at changelog position {stored} cannot be moved back to {position}: two owners write to one "
-            "store, or a batch was applied twice. Restart the worker; it restores the state from the changelog."
-        )
 
 
 def _segment_key(start: int) -> bytes:

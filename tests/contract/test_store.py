@@ -10,8 +10,8 @@ import pytest
 from dedup.errors import InvariantBroken, StateIncompatible, TaskCorrupted
 from dedup.store.base import FeedTime, StoreIdentity, TaskRecord
 from dedup.store.directory import delete_store, store_directory
+from dedup.store.memory import MemoryStore
 from dedup.store.rocks import RocksMemory, RocksStore
-from tests.memory_store import MemoryStore
 
 IDENTITY = StoreIdentity("orders", 3, "q7BvLZ1nQ8i")
 RECORD = TaskRecord(b"f" * 16, 5_000, (FeedTime(0, 3, 5_000, idle=False),), 42, 100)

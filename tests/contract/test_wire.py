@@ -16,7 +16,9 @@ import pytest
 from dedup.errors import StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
+from dedup.kafka.memory_wire import MemoryWire
 from dedup.kafka.record_batch import Line, fill
+from dedup.kafka.topic_admin import Topic
 from dedup.kafka.transactional_producer import AGAIN_ANNOUNCING, FENCED, OK, OUT_OF_SEQUENCE, STILL_ENDING
 from dedup.kafka.wire import (
     UNSTABLE_OFFSET,
@@ -159,16 +161,25 @@ class Place:
 
 
 SIMULATED = ("simulated, version 1", "simulated, version 2")
+IN_MEMORY = "in memory, version 2"
 BROKER = ("broker, version 1", "broker, version 2")
 
 
-@pytest.fixture(params=[*SIMULATED, *(pytest.param(each, marks=pytest.mark.broker) for each in BROKER)])
+@pytest.fixture(params=[*SIMULATED, IN_MEMORY, *(pytest.param(each, marks=pytest.mark.broker) for each in BROKER)])
 async def place(request: pytest.FixtureRequest) -> AsyncIterator[Place]:
     implicit = request.param.endswith("2")
     if request.param in SIMULATED:
         cluster = Cluster(refuses=lambda _topic, record: len(record.value or b"") > LARGEST, implicit=implicit)
         make = lambda name: cluster.partition(TopicPartition(name, 0))  # noqa: E731
         yield Place(SimWire(AtOnce(), cluster), make, cluster.make_again)  # type: ignore[arg-type]  # all it needs
+        return
+    if request.param == IN_MEMORY:
+        memory = MemoryWire(lambda: 0)
+
+        def create(name: str) -> None:
+            memory.create(Topic(name, unique("id"), 1, {"max.message.bytes": str(LARGEST)}))
+
+        yield Place(memory, create, create)
         return
     kafka, admin = request.getfixturevalue("kafka"), request.getfixturevalue("admin")
     wire = (KafkaWire if implicit else OldWire)(Connection((kafka.bootstrap,), Security()))

@@ -20,10 +20,10 @@ from dedup.core.window import Source, Window
 from dedup.kafka.record_batch import FeedBatch, ProducerIdentity
 from dedup.metrics import TaskNumbers
 from dedup.store.directory import Keeping
+from dedup.store.memory import MemoryStore
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.record_collector import Limits, RecordCollector, Refusals, Route, Routes
 from tests.fuzz.records import NOW_MS, records
-from tests.memory_store import MemoryStore
 from tests.property.extract_cases import RECIPES
 from tests.simulation.cluster import Cluster
 from tests.simulation.direct import IN, DirectWire, plan_of

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dedup.store.base import StoreIdentity, TaskRecord
+from dedup.store.memory import MemoryStore
 from dedup.store.rocks import RocksMemory, RocksStore
-from tests.memory_store import MemoryStore
 
 IDENTITY = StoreIdentity("orders", 0, "topic-id")
 MEMORY = RocksMemory(cache_bytes=1 << 20, write_buffer_bytes=1 << 20)

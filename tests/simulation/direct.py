@@ -13,11 +13,11 @@ from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import TopicPartition
 from dedup.store.directory import Keeping
+from dedup.store.memory import MemoryStore
 from dedup.worker.dedup_task import DedupPlan, DedupTask
 from dedup.worker.record_collector import Limits, RecordCollector, Route, Routes
 from dedup.worker.task import Committing, Task, TaskId
 from dedup.worker.task_group import TaskGroup
-from tests.memory_store import MemoryStore
 from tests.simulation.cluster import Cluster
 from tests.simulation.scenario import CHANGELOG, EXTRACTOR, GROUP, StoppedClock
 

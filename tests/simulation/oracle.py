@@ -14,8 +14,8 @@ from dedup.core.window import Source
 from dedup.kafka.wire import TopicPartition
 from dedup.store.base import Store
 from dedup.store.changelog import collect, decode_sightings
+from dedup.store.memory import MemoryStore
 from dedup.worker.restore import apply_changelog
-from tests.memory_store import MemoryStore
 from tests.simulation.cluster import Cluster, Record
 
 Kind = Literal["lost", "duplicated", "order", "state", "books", "stopped", "stuck", "wrong"]

@@ -28,8 +28,8 @@ from dedup.kafka.wire import (
 )
 from dedup.store.base import TaskRecord, Writes
 from dedup.store.directory import StorePool
+from dedup.store.memory import MemoryStore
 from dedup.worker.task_manager import Factory, TaskManager
-from tests.memory_store import MemoryStore
 from tests.simulation.cluster import CONCURRENT, Cluster, Record
 from tests.simulation.loop import SimLoop
 
@@ -119,8 +119,8 @@ class DiskStore(MemoryStore):
         self.kept = kept
         self.process = process
         self._segments = kept._segments
-        self._task_record = kept.task_record
-        self._position = kept.position
+        self.task_record = kept.task_record
+        self.position = kept.position
 
     def get_each(self, segments: Sequence[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
         self.process.disk_read("lookup")
@@ -129,13 +129,13 @@ class DiskStore(MemoryStore):
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         self.process.disk_write("apply", lambda: self._torn(writes))
         super().apply(writes, record, position)
-        self.kept._task_record = self._task_record
-        self.kept._position = self._position
+        self.kept.task_record = self.task_record
+        self.kept.position = self.position
 
     def _torn(self, writes: Writes) -> None:
         """Half of the keys reach the disk, and neither task record nor position."""
         half = {start: dict(islice(values.items(), (len(values) + 1) // 2)) for start, values in writes.items()}
-        super().apply(half, None, self._position)
+        super().apply(half, None, self.position)
 
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
         if any(start + segment_ms <= oldest_live_ms for start in self._segments):

@@ -79,7 +79,7 @@ class FlushedApartStore(DiskStore):
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         self.disk.unflushed = {segment: dict(values) for segment, values in writes.items()}
-        self.disk.older = {segment: self.get_many(segment, list(values)) for segment, values in writes.items()}
+        self.disk.older = {each: self.get_each([each], list(values)).get(each, {}) for each, values in writes.items()}
         super().apply(writes, record, position)
 
 

@@ -22,8 +22,8 @@ from dedup.store.changelog import (
     parse_key,
     sighting_key,
 )
+from dedup.store.memory import MemoryStore
 from dedup.worker.restore import restore
-from tests.memory_store import MemoryStore
 from tests.simulation.cluster import fetched
 
 CHANGELOG = TopicPartition("t.changelog", 0)

@@ -6,7 +6,7 @@ import pytest
 
 from dedup.errors import InvariantBroken
 from dedup.store.directory import StorePool
-from tests.memory_store import MemoryStore
+from dedup.store.memory import MemoryStore
 
 
 class Noted(MemoryStore):

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from dedup.errors import InvariantBroken
 from dedup.store.base import TaskRecord
+from dedup.store.memory import MemoryStore
 from dedup.store.write_buffer import WriteBuffer
-from tests.memory_store import MemoryStore
 
 RECORD = TaskRecord(b"f", 0, (), 1, 100)
 SEGMENTS = (0, 100, 200)
@@ -35,7 +35,7 @@ def test_a_sighting_is_visible_from_the_fold_to_the_store(overlay, store):
     overlay.applied(generation, RECORD, 5)
     assert overlay._committing is None
     assert overlay.get_many([b"a"]) == {b"a": [b"1"]}
-    assert store.get_many(0, [b"a"]) == {b"a": b"1"}
+    assert store.get_each([0], [b"a"]) == {0: {b"a": b"1"}}
     assert (store.position, store.task_record) == (5, RECORD)
 
 

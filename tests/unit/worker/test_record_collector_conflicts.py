@@ -7,11 +7,11 @@ import pytest
 from dedup.kafka.record_batch import FeedBatch
 from dedup.metrics import TaskNumbers
 from dedup.store.directory import Keeping
+from dedup.store.memory import MemoryStore
 from dedup.topology.model import extractor_of
 from dedup.topology.parse import parse
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.record_collector import Limits, RecordCollector, Refusals, Route, Routes
-from tests.memory_store import MemoryStore
 from tests.simulation.cluster import Cluster
 from tests.simulation.direct import IN, DirectWire, plan_of
 from tests.simulation.scenario import CHANGELOG, StoppedClock

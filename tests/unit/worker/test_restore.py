@@ -7,8 +7,8 @@ from dedup.errors import StateIncompatible
 from dedup.kafka.wire import FetchedRecord, LogBounds, TopicPartition
 from dedup.store.base import NOT_SAID, TaskRecord
 from dedup.store.changelog import TASK_RECORD_KEY, encode_single_column, encode_task_record, sighting_key
+from dedup.store.memory import MemoryStore
 from dedup.worker.restore import refuse_other_feeding, restore
-from tests.memory_store import MemoryStore
 from tests.simulation.cluster import fetched
 
 CHANGELOG = TopicPartition("t.changelog", 0)

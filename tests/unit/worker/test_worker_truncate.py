@@ -3,7 +3,7 @@
 import pytest
 
 from dedup.store.base import NOT_SAID, TaskRecord
-from tests.memory_store import MemoryStore
+from dedup.store.memory import MemoryStore
 from tests.simulation.cluster import Cluster
 from tests.simulation.direct import DirectWire, task
 

@@ -1,4 +1,4 @@
-"""The in-memory twin of the RocksDB store: same contract, nothing survives the process."""
+"""Implements a store in memory, with the contract of the store in RocksDB. Nothing survives the process."""
 
 from __future__ import annotations
 
@@ -6,79 +6,66 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dedup.errors import InvariantBroken
-from dedup.store.base import TaskRecord, Writes
-from dedup.store.rocks import refuse_unstorable
+from dedup.store.base import TaskRecord, Writes, refuse_unstorable
 
 
 @dataclass(slots=True)
 class _Segment:
-    """One segment: its keys, the widest grid it was written under, the changelog position before its first key."""
-
     birth: int
+    """The changelog position before the first key."""
     width_ms: int = 0
+    """The greatest width that the segment was written with."""
     values: dict[bytes, bytes] = field(default_factory=dict)
 
 
 class MemoryStore:
-    """Keeps everything in dicts: the obvious version that the RocksDB store is compared with."""
+    """A store of dictionaries, for `TopologyTestDriver` and for tests that compare it with `RocksStore`."""
 
     def __init__(self) -> None:
+        self.task_record: TaskRecord | None = None
+        self.position = 0
         self._segments: dict[int, _Segment] = {}
-        self._task_record: TaskRecord | None = None
-        self._position = 0
         self._closed = False
 
-    @property
-    def task_record(self) -> TaskRecord | None:
-        """The last applied task record; None in a fresh store."""
-        return self._task_record
-
-    @property
-    def position(self) -> int:
-        """The changelog offset to restore from; 0 in a fresh store."""
-        return self._position
-
-    def get_many(self, segment: int, ids: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the encoded values of the IDs that the segment holds; unknown IDs are absent."""
-        self._refuse_if_closed()
-        held = self._segments.get(segment)
-        if held is None:
-            return {}
-        values = held.values
-        return {state_key: values[state_key] for state_key in values.keys() & ids}
-
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return ``get_many`` per segment, segments without a hit left out."""
-        return {segment: found for segment in segments if (found := self.get_many(segment, ids))}
+        """See `Store`."""
+        self._refuse_if_closed()
+        found: dict[int, dict[bytes, bytes]] = {}
+        for segment in segments:
+            held = self._segments.get(segment)
+            values = {} if held is None else {key: held.values[key] for key in held.values.keys() & ids}
+            if values:
+                found[segment] = values
+        return found
 
     def segments(self) -> dict[int, int]:
-        """Return all segments, ascending: start -> a changelog offset at or below the first record in it."""
+        """See `Store`."""
         self._refuse_if_closed()
         return {start: held.birth for start, held in sorted(self._segments.items())}
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
-        """Take over sightings, task record and position at once."""
+        """See `Store`."""
         self._refuse_if_closed()
-        refuse_unstorable(self._position, writes, position)
-        current = record or self._task_record
+        refuse_unstorable(self.position, writes, position)
+        current = record or self.task_record
         width_ms = current.segment_ms if current is not None else 0
         for start, values in writes.items():
             if not values:
                 continue
-            held = self._segments.setdefault(start, _Segment(birth=self._position))
+            held = self._segments.setdefault(start, _Segment(birth=self.position))
             held.width_ms = max(held.width_ms, width_ms)
             held.values.update(values)
-        self._task_record = current
-        self._position = position
+        self.task_record = current
+        self.position = position
 
     def clear(self) -> None:
-        """Forget sightings, task record and position."""
+        """See `Store`."""
         self._refuse_if_closed()
         self._segments.clear()
-        self._task_record, self._position = None, 0
+        self.task_record, self.position = None, 0
 
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
-        """Drop every segment that ends at or before ``oldest_live_ms``; return their starts, ascending."""
+        """See `Store`."""
         self._refuse_if_closed()
         dropped = tuple(
             start
@@ -89,8 +76,8 @@ class MemoryStore:
             del self._segments[start]
         return dropped
 
-    def warm(self, ids: int) -> bool:  # `Store`'s signature
-        """Return True: it is as quick as it gets."""
+    def warm(self, ids: int) -> bool:  # noqa: ARG002  # the signature of `Store`
+        """Return True, because there are no filters to load."""
         return True
 
     def approximate_bytes(self) -> int:
@@ -103,22 +90,21 @@ class MemoryStore:
         return sum(len(held.values) for held in self._segments.values())
 
     def sightings(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield (segment, state key, encoded value), ordered."""
+        """Yield sorted tuples (segment, state key, value)."""
         self._refuse_if_closed()
         for start, held in sorted(self._segments.items()):
             for state_key, value in sorted(held.values.items()):
                 yield start, state_key, value
 
     def close(self) -> None:
-        """Refuse every later use; closing twice is allowed."""
+        """Refuse every later use, except for another call of `close`."""
         self._closed = True
 
     def wipe(self) -> None:
-        """Close the store and forget all of it."""
+        """Close the store and delete all its data."""
         self.close()
         self._segments.clear()
-        self._task_record = None
-        self._position = 0
+        self.task_record, self.position = None, 0
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
