@@ -1,24 +1,98 @@
 """Exactly-once deduplication for Kafka topics.
 
-`IdempotentWriter` and `IdempotentReader` are for applications that produce to a deduplicated topic or consume from it.
-Each class is imported when it is first accessed, which keeps `import dedup` fast.
+`run` is `dedup run` for a program, `TopologyTestDriver` tests a topology file without a broker, and `IdempotentWriter`
+and `IdempotentReader` are for applications that produce to a deduplicated topic or consume from it. The errors are in
+`dedup.errors`. Everything else is imported when it is first accessed, which keeps `import dedup` fast.
 """
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from dedup import errors
 
 if TYPE_CHECKING:
-    from dedup.connect.idempotent_reader import Event, IdempotentReader, Work
-    from dedup.connect.idempotent_writer import IdempotentWriter
+    from collections.abc import Callable, Mapping
 
-__all__ = ["Event", "IdempotentReader", "IdempotentWriter", "Work"]
+    from dedup.connect.idempotent_reader import Event, IdempotentReader, Work
+    from dedup.connect.idempotent_writer import IdempotentWriter, Transaction
+    from dedup.settings import Settings, load_settings
+    from dedup.topology.model import Topology
+    from dedup.worker.topology_test_driver import OutputRecord, TopologyTestDriver
+    from dedup.worker.transport import DedupApp
+
+__all__ = [
+    "Event",
+    "IdempotentReader",
+    "IdempotentWriter",
+    "OutputRecord",
+    "Settings",
+    "Topology",
+    "TopologyTestDriver",
+    "Transaction",
+    "Work",
+    "errors",
+    "load_settings",
+    "load_topology",
+    "run",
+]
+
+_PLACES: Final[Mapping[str, str]] = {
+    "Event": "connect.idempotent_reader",
+    "IdempotentReader": "connect.idempotent_reader",
+    "IdempotentWriter": "connect.idempotent_writer",
+    "OutputRecord": "worker.topology_test_driver",
+    "Settings": "settings",
+    "Topology": "topology.model",
+    "TopologyTestDriver": "worker.topology_test_driver",
+    "Transaction": "connect.idempotent_writer",
+    "Work": "connect.idempotent_reader",
+    "load_settings": "settings",
+}
+"""The module of each name that is imported when it is first accessed."""
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401  # any of the public classes
-    """Import and return a public class."""
-    if name not in __all__:
+    """Import and return a public class or function."""
+    if name not in _PLACES:
         raise AttributeError(f"module 'dedup' has no attribute {name!r}")
-    module = "idempotent_writer" if name == "IdempotentWriter" else "idempotent_reader"
-    return getattr(import_module(f"dedup.connect.{module}"), name)
+    return getattr(import_module(f"dedup.{_PLACES[name]}"), name)
+
+
+def load_topology(path: Path | str) -> Topology:
+    """Return the topology that a file describes. Raises `TopologyError`, which lists every problem in the file."""
+    from dedup.topology.parse import parse
+    from dedup.yaml_document import text_of
+
+    return parse(text_of(Path(path)), name=str(path))
+
+
+def run(
+    topology: Topology,
+    settings: Settings,
+    *,
+    exit_when_done: bool = False,
+    onto_existing_output: bool = False,
+    on_tick: Callable[[DedupApp], None] | None = None,
+) -> None:
+    """Run a worker in this process, as `dedup run` does, until SIGTERM, SIGINT, or an error stops the worker.
+
+    With ``exit_when_done``, the worker stops when its group has judged everything that the topics held at the start.
+    ``onto_existing_output`` permits a new group to write to an output that holds records. ``on_tick`` is called about
+    20 times a second, for a progress display. Logging is left to the program.
+
+    Raises RuntimeError outside the main thread, because signals stop the worker, and otherwise the error that stopped
+    it: `StateIncompatible` if state or topics do not fit the topology, `BrokerUnavailable` if no broker answers, or
+    `RecordFailed` at a record whose policy is `fail`. Everything committed stays, and the next run goes on behind it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("call dedup.run in the main thread, because signals stop the worker")
+    from dedup.web.server import WebServer
+    from dedup.worker.worker import RunOptions, main_loop
+
+    make_pages = partial(WebServer, settings.web) if settings.web.enabled else None
+    main_loop(topology, settings, RunOptions(exit_when_done, on_tick, make_pages, onto_existing_output))

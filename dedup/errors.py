@@ -64,6 +64,10 @@ class StateIncompatible(DedupError):
     exit_code = 3
 
 
+class RecordFailed(DedupError):
+    """The policy for a record is `fail`, so the worker stops without committing the record."""
+
+
 class VerificationFailed(DedupError):
     """The records in Kafka differ from those that the model expects."""
 

@@ -7,6 +7,7 @@ Later sources override earlier ones: defaults, the config file, the environment 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_address
@@ -250,11 +251,14 @@ _TEXTS: Final = frozenset(at for at, annotation in _KEYS.items() if _takes(annot
 """The paths of keys that take a string. Their values are kept as written, because ``0042`` may be a name."""
 
 
-def load_settings(path: Path | None, overrides: Sequence[str], environ: Mapping[str, str]) -> Settings:
-    """Return the settings of a config file, overridden by the environment and then by the command line.
+def load_settings(
+    path: Path | str | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> Settings:
+    """Return the settings in a config file, overridden by the environment and then by ``overrides`` ("key=value").
 
     If ``path`` is None, `config/local.yaml` is read if it exists. Raises SettingsError, which lists every problem.
     """
+    path = None if path is None else Path(path)
     if path is None and _DEFAULT_CONFIG.is_file():
         path = _DEFAULT_CONFIG
     if path is None:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
+import dedup
 from dedup.errors import Problem, SettingsError
 
 if TYPE_CHECKING:
@@ -44,17 +45,12 @@ _CUT: Final = "…"
 
 def read_topology(path: Path) -> Topology:
     """Parse a topology file. Raises TopologyError, which lists every problem in the file."""
-    from dedup.topology.parse import parse
-    from dedup.yaml_document import text_of
-
-    return parse(text_of(path), name=str(path))
+    return dedup.load_topology(path)
 
 
 def read_settings(config: Path | None, overrides: list[str] | None = None) -> Settings:
     """Return the settings in a config file, overridden by the environment and by `--set`. May raise SettingsError."""
-    from dedup.settings import load_settings
-
-    return load_settings(config, overrides or [], os.environ)
+    return dedup.load_settings(config, overrides or [])
 
 
 def read_both(topology: Path, config: Path | None, overrides: list[str] | None) -> tuple[Topology, Settings]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
 import typer
@@ -13,6 +12,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+import dedup
 from dedup.cli.inputs import ConfigOption, SetOption, TopologyArgument, read_settings, read_topology
 
 if TYPE_CHECKING:
@@ -52,10 +52,9 @@ def run(
 
     dedup run topologies/simplest.yaml --onto-existing-output
     """
-    from dedup.web.server import WebServer
     from dedup.worker.logs import set_up_logging
     from dedup.worker.supervisor import FleetPlan, supervise
-    from dedup.worker.worker import RunOptions, kept_worker_id, main_loop
+    from dedup.worker.worker import kept_worker_id
 
     settings = read_settings(config, overrides)
     parsed = read_topology(topology)
@@ -65,9 +64,14 @@ def run(
         said = tuple(overrides or ())
         plan = FleetPlan(topology, config, said, settings, workers, exit_when_done, onto_existing_output)
         raise typer.Exit(supervise(plan))
-    make_pages = partial(WebServer, settings.web) if settings.web.enabled else None
     with RunProgress(enabled=not quiet) as progress:
-        main_loop(parsed, settings, RunOptions(exit_when_done, progress.tick, make_pages, onto_existing_output))
+        dedup.run(
+            parsed,
+            settings,
+            exit_when_done=exit_when_done,
+            onto_existing_output=onto_existing_output,
+            on_tick=progress.tick,
+        )
     progress.closing_line()
 
 

@@ -15,7 +15,7 @@ from typing import Final
 
 from dedup.core.extract import Extracted, FaultKind
 from dedup.core.window import Duplicate, Feed, Late, Sighting, Source, StreamTime, Unique, Window
-from dedup.errors import DedupError
+from dedup.errors import RecordFailed
 
 Sightings = tuple[Sighting, ...]
 Lookup = Callable[[Sequence[bytes], int], Mapping[bytes, Sightings]]
@@ -50,10 +50,6 @@ class OnConflict(enum.Enum):
     DUPLICATE = "duplicate"
     FORWARD = "forward"
     FAIL = "fail"
-
-
-class RecordFailed(DedupError):
-    """The policy for a record is `fail`, so the worker stops without committing the record."""
 
 
 @dataclass(frozen=True, slots=True)

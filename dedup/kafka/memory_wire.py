@@ -132,13 +132,15 @@ class MemoryWire:
     def read_in_order(self, topic: str, since: int) -> tuple[list[tuple[TopicPartition, Columns]], int]:
         """Return committed batches of all partitions in the order in which they were written, and where to go on.
 
-        ``since`` is 0 or the second value that an earlier call returned. No transaction may be open.
+        ``since`` is 0 or the second value that an earlier call returned; there must be no open transaction then.
         """
-        found = [
-            (each.order, place, each) for place in self._topics[topic].places for each in self._logs[place].batches
-        ]
-        new = sorted((order, place, each) for order, place, each in found if order >= since)
-        return [(place, columns_of(place, each.raw, (), 0)[0]) for _, place, each in new], self._appended
+        found = {
+            each.order: (place, each.raw)
+            for place in self._topics[topic].places
+            for each in self._logs[place].batches
+            if each.order >= since and each.producer_id is None
+        }
+        return [(place, columns_of(place, raw, (), 0)[0]) for _, (place, raw) in sorted(found.items())], self._appended
 
     def _store(self, target: TopicPartition, raw: bytes, count: int, producer_id: int | None) -> Produced:
         log, now_ms = self._logs[target], -1

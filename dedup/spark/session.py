@@ -15,9 +15,16 @@ from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from dedup.core.fold import RecordFailed
 from dedup.embedded.java import use_java_of_spark
-from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken, Problem, SettingsError, StateIncompatible
+from dedup.errors import (
+    BrokerUnavailable,
+    DedupError,
+    InvariantBroken,
+    Problem,
+    RecordFailed,
+    SettingsError,
+    StateIncompatible,
+)
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.settings import Secret, Settings, Web

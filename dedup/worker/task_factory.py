@@ -21,6 +21,7 @@ from dedup.settings import Settings
 from dedup.store.base import Store, StoreIdentity
 from dedup.store.checkpoint_storage import refuse_unreadable
 from dedup.store.directory import Keeping, StorePool, delete_store, store_directory
+from dedup.store.memory import MemoryStore
 from dedup.store.rocks import RocksMemory, RocksStore
 from dedup.topology.model import Topology, extractor_of
 from dedup.worker.bootstrap import Bootstrap, WantedCheckpoint
@@ -47,7 +48,8 @@ class TaskFactory:
     cluster: Cluster
     wire: Wire
     clock: SteadyClock
-    memory: RocksMemory
+    memory: RocksMemory | None
+    """The memory that the stores share, or None to keep the state in `MemoryStore`s, for `TopologyTestDriver`."""
     pool: StorePool | None = None
     """Keeps released stores open for their next owner, or None if the next owner may be another process."""
     bootstrap: Bootstrap | None = field(init=False, default=None)
@@ -103,6 +105,8 @@ class TaskFactory:
         waiting = None if self.pool is None else self.pool.take(partition)
         if waiting is not None:
             return waiting
+        if self.memory is None:
+            return MemoryStore()
         wanted = self.wanted(partition)
         opening = partial(
             RocksStore.open,

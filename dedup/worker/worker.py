@@ -384,10 +384,14 @@ async def run_worker(topology: Topology, settings: Settings, options: RunOptions
     The worker stops on a signal, on a failure, or, with `exit_when_done`, when all records that existed at the start
     are done. Raises the error that made the worker fail.
     """
-    gc.set_threshold(GC_THRESHOLD)
     settings = settings.model_copy(update={"worker_id": kept_worker_id(settings)})
-    with own_state(settings.state_dir, topology.name):
-        return await _run_alone(topology, settings, options)
+    before = gc.get_threshold()
+    gc.set_threshold(GC_THRESHOLD)
+    try:
+        with own_state(settings.state_dir, topology.name):
+            return await _run_alone(topology, settings, options)
+    finally:
+        gc.set_threshold(*before)  # the process may go on with something else
 
 
 async def _run_alone(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:

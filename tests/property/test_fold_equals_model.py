@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dedup.core.extract import Extracted, Fault, FaultKind
-from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone, Outcome, RecordFailed, Rows, Rules, fold
+from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone, Outcome, Rows, Rules, fold
 from dedup.core.reference_model import ModelRecord, ModelRules, ModelVerdict, model
 from dedup.core.window import Feed, Sighting, Source, StreamTime, Window
+from dedup.errors import RecordFailed
 
 FAULTS = {
     "missing_id": FaultKind.MISSING_ID,

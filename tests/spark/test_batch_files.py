@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import SparkSession
 
-from dedup.core.fold import RecordFailed
-from dedup.errors import SettingsError, StateIncompatible, TopologyError
+from dedup.errors import RecordFailed, SettingsError, StateIncompatible, TopologyError
 from dedup.spark.backfill import RunDirectory, backfill
 from dedup.spark.batch_verdicts import judged
 from dedup.spark.columns import RECORDS

@@ -18,8 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
-from dedup.core.fold import RecordFailed
-from dedup.errors import StateIncompatible, TaskMigrated
+from dedup.errors import RecordFailed, StateIncompatible, TaskMigrated
 from dedup.kafka.wire import TopicPartition as Place
 from dedup.metrics import METRICS, TaskNumbers
 from dedup.settings import Settings, Web

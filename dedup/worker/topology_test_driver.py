@@ -1,0 +1,344 @@
+"""Defines `TopologyTestDriver`, with which users test a topology file without a broker, like that of Kafka Streams.
+
+The driver runs a worker's own tasks, task groups, and transactions (KIP-247), on a cluster and stores in memory. Only
+what moves records between them is the driver's: each call is judged and committed before it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Coroutine, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, Self
+
+from dedup.core.event_time import rfc3339_ms
+from dedup.core.partitioner import partitions as partitions_of
+from dedup.kafka.memory_wire import MemoryWire
+from dedup.kafka.record_batch import OWN_ROW, FeedBatch, Header
+from dedup.kafka.topic_admin import Topic
+from dedup.kafka.wire import TopicPartition
+from dedup.quantities import parse_duration
+from dedup.settings import Settings
+from dedup.topology.model import LateTo, Topology
+from dedup.worker.clock import SteadyClock
+from dedup.worker.task_factory import TaskFactory
+from dedup.worker.task_group import TaskGroup
+from dedup.worker.topics import Cluster, missing_topics, refuse_misfits
+
+Text = bytes | str
+Value = bytes | str | Mapping[str, Any] | list[Any] | None
+Time = int | str | datetime
+"""Milliseconds since 1970, an RFC 3339 string, or a datetime with a time zone."""
+_BROKER: Final = "test-driver.invalid:9092"
+_LIMIT: Final = {"max.message.bytes": "1048588"}
+"""Kafka's default."""
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_CLOSED: Final = "the driver is closed"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRecord:
+    """A record that a topology has written to one of its topics."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[Header, ...]
+    """The record's own headers, and after them those that dedup has added."""
+
+    @property
+    def json(self) -> Any:  # noqa: ANN401  # any JSON value
+        """The value, decoded as JSON."""
+        return json.loads(self.value or b"null")
+
+    def header(self, name: str) -> bytes | None:
+        """Return the value of the last header with this name, or None if there is none."""
+        return next((value for own, value in reversed(self.headers) if own == name), None)
+
+
+class DriverClock(SteadyClock):
+    """A clock that stands still until the driver advances it."""
+
+    def __init__(self, time_ms: int) -> None:
+        super().__init__()
+        self._time_ms = time_ms
+
+    def now_ms(self) -> int:
+        """Return the driver's time in ms since 1970."""
+        return self._time_ms
+
+    def advance(self, by_ms: int) -> None:
+        """Advance the clock."""
+        self._time_ms += by_ms
+
+
+class TopologyTestDriver:
+    """Runs a topology in this process, without a broker, for tests of a topology file. Use it with ``with``.
+
+    Every record is judged and committed by the code of a worker before `feed` returns. Stream time moves only with the
+    event times of records, and the clock only with `advance_clock`, so results do not depend on how fast a test runs.
+    """
+
+    _closed = False
+
+    def __init__(self, topology: Topology, *, partitions: int | Mapping[str, int] = 1, now: Time | None = None) -> None:
+        """Start the tasks of the topology, which have no state.
+
+        ``partitions`` is the partition count of each source topic, or a mapping from source topics to counts. ``now``
+        is the time at which the driver's clock begins; the default is the machine's time.
+        """
+        counts = dict.fromkeys(topology.source.topics, partitions) if isinstance(partitions, int) else dict(partitions)
+        if counts.keys() != set(topology.source.topics) or min(counts.values()) < 1:
+            topics = ", ".join(topology.source.topics)
+            raise ValueError(f"partitions: name a count of at least 1 for each source topic: {topics}")
+        self.topology: Final = topology
+        """The topology under test."""
+        self._clock: Final = DriverClock(SteadyClock().now_ms() if now is None else _ms(now))
+        self._wire: Final = MemoryWire(self._clock.now_ms)
+        self._counts: Final = counts
+        self._factory: Final = _factory(topology, counts, self._clock, self._wire)
+        self._groups: Final[dict[TopicPartition, TaskGroup]] = {}
+        """Maps each feeding partition to its task group."""
+        self._read_to: Final[dict[str, int]] = {}
+        self._stopped_by: Exception | None = None
+        # A test may itself run in an event loop, so the tasks have one in a thread of their own.
+        self._thread: Final = ThreadPoolExecutor(1, thread_name_prefix="topology-test-driver")
+        self._runner: Final = asyncio.Runner()
+        self._run(self._start())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the tasks. Closing twice is allowed; every other call then raises ValueError."""
+        if not self._closed:
+            self._in_thread(self._close_groups())
+            self._thread.submit(self._runner.close).result()
+            self._thread.shutdown()
+            self._closed = True
+
+    def feed(
+        self,
+        *values: Value,
+        key: Text | None = None,
+        headers: Mapping[str, Text | None] | Iterable[tuple[str, Text | None]] = (),
+        timestamp: Time | None = None,
+        topic: str | None = None,
+        partition: int | None = None,
+    ) -> None:
+        """Write records to a source topic, judge them as one batch, and commit the results.
+
+        A value is bytes, a string, None for a tombstone, or an object or array that is encoded as JSON. All ``values``
+        get the same ``key``, ``headers``, and ``timestamp``, which is the clock's time by default. ``topic`` may be
+        omitted if there is only one source topic. Without ``partition``, Kafka's default partitioner chooses it by the
+        key; without a key, it is partition 0.
+
+        Raises the error with which a worker would stop, such as `RecordFailed` if a policy is `fail`. The batch is then
+        not committed, and every later call raises the same error.
+        """
+        data = None if key is None else _bytes(key)
+        place = self._source(topic, partition, data)
+        time_ms = self._clock.now_ms() if timestamp is None else _ms(timestamp)
+        pairs = headers.items() if isinstance(headers, Mapping) else headers
+        own: list[Header] = [(name, None if value is None else _bytes(value)) for name, value in pairs]
+        self._refuse_if_over()
+        self._wire.append(place, [(OWN_ROW, time_ms, data, _value(value), own) for value in values])
+        self._run(self._judge(place))
+
+    def idle(self, partition: int = 0, *, topic: str | None = None) -> None:
+        """Mark a source partition as idle, as a worker does after `idle_after` without records.
+
+        An idle partition does not hold stream time back until its next record. Raises ValueError for a topology that
+        reads its source directly, because its partitions have a stream time each, which only their records move.
+        """
+        if self.topology.direct:
+            raise ValueError(f"{self.topology.name} has no repartition topic, so no partition holds another one back")
+        self._run(self._mark_idle(self._source(topic, partition, None)))
+
+    def advance_clock(self, by: timedelta | str) -> None:
+        """Advance the clock by a duration such as ``"25h"``. Stream time and idle partitions stay as they are.
+
+        The clock is the default timestamp of records, and with `max_clock_skew` the limit for event times. Raises
+        ValueError for a negative duration.
+        """
+        by_ms = parse_duration(by) if isinstance(by, str) else by // timedelta(milliseconds=1)
+        if by_ms < 0:
+            raise ValueError("the clock never goes back; name a positive duration")
+        self._refuse_if_over()
+        self._clock.advance(by_ms)
+
+    @property
+    def now_ms(self) -> int:
+        """The clock's time in ms since 1970."""
+        return self._clock.now_ms()
+
+    @property
+    def verdicts(self) -> Counter[str]:
+        """The number of records with each verdict so far; a repartition task gives a verdict only to dead letters."""
+        tasks = [task for group in self._groups.values() for task in group.tasks.values()]
+        found = sum((task.numbers.verdicts for task in tasks), Counter[str]())
+        del found["repartitioned"]
+        return found
+
+    def read(self, topic: str) -> list[OutputRecord]:
+        """Return what a topic has received since the last call, in the order in which it was written.
+
+        Raises ValueError if the topology does not write to the topic.
+        """
+        if topic not in self.topology.written_topics:
+            known = ", ".join(self.topology.written_topics)
+            raise ValueError(f"{self.topology.name} does not write to {topic!r}, but to {known}")
+        if self._closed:
+            raise ValueError(_CLOSED)
+        found, self._read_to[topic] = self._wire.read_in_order(topic, self._read_to.get(topic, 0))
+        return [
+            OutputRecord(topic, place.partition, offset, time_ms, key, value, tuple(headers))
+            for place, rows in found
+            for offset, time_ms, key, value, headers in zip(
+                rows.offsets, rows.timestamps_ms, rows.keys, rows.values, rows.headers, strict=True
+            )
+        ]
+
+    def read_output(self) -> list[OutputRecord]:
+        """Return the forwarded records; see `read`. Raises ValueError if the topology has no output."""
+        output = self.topology.output
+        return self._read_role("output", None if output is None else output.topic)
+
+    def read_late(self) -> list[OutputRecord]:
+        """Return the late records; see `read`. Raises ValueError if they have no topic."""
+        late = self.topology.late
+        return self._read_role("late", late.topic if isinstance(late, LateTo) else None)
+
+    def read_duplicates(self) -> list[OutputRecord]:
+        """Return the duplicates; see `read`. Raises ValueError if they have no topic."""
+        return self._read_role("duplicates", self.topology.duplicates)
+
+    def read_conflicts(self) -> list[OutputRecord]:
+        """Return the duplicates with another payload; see `read`. Raises ValueError if they have no topic."""
+        return self._read_role("conflicts", self.topology.conflicts_go_to)
+
+    def read_dead_letters(self) -> list[OutputRecord]:
+        """Return the dead letters, whose header `dedup-reason` says what is wrong; see `read`."""
+        return self.read(self.topology.dead_letter)
+
+    def _read_role(self, role: str, topic: str | None) -> list[OutputRecord]:
+        if topic is None:
+            raise ValueError(f"{self.topology.name} names no topic for {role!r}")
+        return self.read(topic)
+
+    def _source(self, topic: str | None, partition: int | None, key: bytes | None) -> TopicPartition:
+        if topic is None and len(self._counts) == 1:
+            (topic,) = self._counts
+        if topic is None or topic not in self._counts:
+            raise ValueError(f"name one of the source topics: {', '.join(self._counts)}")
+        count = self._counts[topic]
+        if partition is None:
+            partition = 0 if key is None else partitions_of([key], count)[0]
+        if not 0 <= partition < count:
+            raise ValueError(f"{topic} has the partitions 0 to {count - 1}; pass `partitions` to the driver for more")
+        return TopicPartition(topic, partition)
+
+    def _refuse_if_over(self) -> None:
+        if self._closed:
+            raise ValueError(_CLOSED)
+        if self._stopped_by is not None:
+            raise self._stopped_by
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            self._refuse_if_over()
+        except BaseException:
+            work.close()
+            raise
+        try:
+            self._in_thread(work)
+        except Exception as error:
+            self._stopped_by = error
+            raise
+
+    def _in_thread(self, work: Coroutine[Any, Any, None]) -> None:
+        self._thread.submit(self._runner.run, work).result()
+
+    async def _start(self) -> None:
+        for places in self._hops:
+            for members in self._factory.grouped(places):
+                group = self._factory.build(members)
+                self._groups.update(dict.fromkeys(members, group))
+                await group.open()
+                for task in group.tasks.values():
+                    await task.start()
+                await group.commit()  # the position to start from, unless it is the earliest one
+
+    async def _close_groups(self) -> None:
+        for group in self._groups.values():
+            await group.close(drain=False)
+
+    @property
+    def _hops(self) -> list[list[TopicPartition]]:
+        """The feeding partitions of each sub-topology, in the order in which records pass them."""
+        cluster, sources = self._factory.cluster, self.topology.source.topics
+        return [cluster.places(topics) for topics in dict.fromkeys((sources, self.topology.feeding_topics))]
+
+    async def _judge(self, fed: TopicPartition) -> None:
+        """Judge what the partition has received, and then what the repartition topic has received from it."""
+        for place in (fed, *(place for hop in self._hops[1:] for place in hop)):
+            group = self._groups[place]
+            task = group.tasks[place]
+            columns = self._wire.read(place, task.next_offset)
+            if columns.offsets:
+                await task.process(FeedBatch.of(place, columns, follows=task.next_offset))
+                await group.commit()
+
+    async def _mark_idle(self, place: TopicPartition) -> None:
+        group = self._groups[place]
+        if group.tasks[place].say_idle():
+            await group.commit()
+        await self._judge(place)
+
+
+def _factory(topology: Topology, counts: Mapping[str, int], clock: SteadyClock, wire: MemoryWire) -> TaskFactory:
+    """Create the topics as a worker does, and return a factory of tasks whose state is in memory."""
+    settings = Settings(brokers=(_BROKER,))
+    sources = {name: Topic(name, f"{at:032x}", counts[name], _LIMIT) for at, name in enumerate(topology.source.topics)}
+    wanted = enumerate(missing_topics(topology, settings, sources), len(sources))
+    topics = sources | {
+        each.name: Topic(each.name, f"{at:032x}", each.partitions, {**_LIMIT, **each.configs}) for at, each in wanted
+    }
+    refuse_misfits(topology, topics)
+    for topic in topics.values():
+        wire.create(topic)
+    # How many partitions share a transaction does not change what the transaction writes.
+    return TaskFactory(topology.grouped_by(1), settings, Cluster(topics), wire, clock, None)
+
+
+def _value(value: Value) -> bytes | None:
+    if value is None:
+        return None
+    return _bytes(value) if isinstance(value, bytes | str) else json.dumps(value, allow_nan=False).encode()
+
+
+def _bytes(text: Text) -> bytes:
+    return text if isinstance(text, bytes) else text.encode()
+
+
+def _ms(time: Time) -> int:
+    if isinstance(time, int):
+        return time
+    if isinstance(time, datetime):
+        if time.tzinfo is None:
+            raise ValueError(f"{time!r} has no time zone; write for example datetime(2024, 1, 1, tzinfo=UTC)")
+        return (time - _EPOCH) // timedelta(milliseconds=1)
+    found = rfc3339_ms(time)
+    if found is None:
+        raise ValueError(f'"{time}" is not a time; write for example "2024-01-01T00:00:00Z"')
+    return found
