@@ -252,13 +252,17 @@ _TEXTS: Final = frozenset(at for at, annotation in _KEYS.items() if _takes(annot
 
 
 def load_settings(
-    path: Path | str | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+    path: Path | str | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> Settings:
-    """Return the settings in a config file, overridden by the environment and then by ``overrides`` ("key=value").
+    """Return the settings in a config file, overridden by environment variables and then by ``overrides``.
 
-    If ``path`` is None, `config/local.yaml` is read if it exists. Raises SettingsError, which lists every problem.
+    If ``path`` is None, `config/local.yaml` is read if it exists. An override is a string such as
+    ``commit_interval=50ms``. ``environ`` replaces the environment of the process.
+
+    Raises SettingsError, which lists every problem.
     """
     path = None if path is None else Path(path)
+    environ = os.environ if environ is None else environ
     if path is None and _DEFAULT_CONFIG.is_file():
         path = _DEFAULT_CONFIG
     if path is None:

@@ -32,7 +32,6 @@ from dedup.worker.topics import Cluster, missing_topics, refuse_misfits
 Text = bytes | str
 Value = bytes | str | Mapping[str, Any] | list[Any] | None
 Time = int | str | datetime
-"""Milliseconds since 1970, an RFC 3339 string, or a datetime with a time zone."""
 _BROKER: Final = "test-driver.invalid:9092"
 _LIMIT: Final = {"max.message.bytes": "1048588"}
 """Kafka's default."""
@@ -84,6 +83,7 @@ class TopologyTestDriver:
 
     Every record is judged and committed by the code of a worker before `feed` returns. Stream time moves only with the
     event times of records, and the clock only with `advance_clock`, so results do not depend on how fast a test runs.
+    Times are milliseconds since 1970, RFC 3339 strings, or datetimes with a time zone.
     """
 
     _closed = False
@@ -184,7 +184,7 @@ class TopologyTestDriver:
 
     @property
     def verdicts(self) -> Counter[str]:
-        """The number of records with each verdict so far; a repartition task gives a verdict only to dead letters."""
+        """How many records got each verdict so far. Conflicts count as duplicates."""
         tasks = [task for group in self._groups.values() for task in group.tasks.values()]
         found = sum((task.numbers.verdicts for task in tasks), Counter[str]())
         del found["repartitioned"]

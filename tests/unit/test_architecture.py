@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -156,11 +157,27 @@ def keys(schema: Mapping[str, object], place: str = "", *, whole: Mapping[str, o
         yield from keys(items, place, whole=whole)
 
 
+def signatures(name: str) -> Iterator[str]:
+    """Yield an exported name and, of a class of ours, its public members, with the parameters of what can be called."""
+    thing = getattr(dedup, name)
+    yield f"{name}{parameters(thing)}" if inspect.isfunction(thing) else name
+    if inspect.isclass(thing) and name not in {"Settings", "Topology"}:
+        yield f"{name}{parameters(thing)}"
+        for own, member in vars(thing).items():
+            if not own.startswith("_"):
+                yield f"{name}.{own}{parameters(member) if callable(member) else ''}"
+
+
+def parameters(thing: Callable[..., object]) -> str:
+    shown = [each.replace(annotation=each.empty) for each in inspect.signature(thing).parameters.values()]
+    return str(inspect.Signature([each for each in shown if each.name != "self"]))
+
+
 def public_api() -> dict[str, list[str]]:
     """What users name: a change of it is a change for them."""
     schemas = {"topology": json_schema(), "ingest": ingest_schema(), "config": settings_schema()}
     return {
-        "python": sorted(dedup.__all__),
+        "python": sorted({line for name in dedup.__all__ for line in signatures(name)}),
         "commands": sorted(options(get_command(create_app()), "")),
         "metrics": sorted(each.name for each in METRICS),
         **{f"{name} keys": sorted(set(keys(schema))) for name, schema in schemas.items()},

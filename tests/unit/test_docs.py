@@ -259,7 +259,7 @@ def generator():
     return module
 
 
-@pytest.mark.parametrize("page", ["topology-file.md", "config-file.md", "metrics.md", "cli.md"])
+@pytest.mark.parametrize("page", ["topology-file.md", "config-file.md", "metrics.md", "cli.md", "api.md"])
 def test_a_generated_page_has_not_drifted(page):
     made = generator().PAGES[page]()
     assert made == text_of(ROOT / "docs" / page), "run: python docs/generate.py"

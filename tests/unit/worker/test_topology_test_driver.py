@@ -1,0 +1,211 @@
+"""`TopologyTestDriver`: every place a record can end, the clock, idle partitions, refusals, and what it refuses."""
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from dedup import TopologyTestDriver, load_topology
+from dedup.errors import RecordFailed
+from dedup.topology.parse import parse
+
+ROOT = Path(__file__).parents[3]
+NOW = "2024-01-01T12:00:00Z"
+NOW_MS = 1_704_110_400_000
+SECOND_MS = 1_000
+
+
+def topology(**changes):
+    document = {
+        "dedup": 1,
+        "name": "t",
+        "source": {"topics": ["in"], "partitioned_by": "tracking_id"},
+        "tracking_id": {"field": "id"},
+        "guard_period": "10s",
+        "output": {"topic": "out"},
+    }
+    text = json.dumps({key: value for key, value in (document | changes).items() if value is not None})
+    return parse(text, name="t.yaml")
+
+
+def driver(topology, **options):
+    return TopologyTestDriver(topology, now=NOW, **options)
+
+
+def ids(records):
+    return [record.json["id"] for record in records]
+
+
+def test_every_record_goes_to_its_place_with_its_headers():
+    places = {"duplicates": "twice", "conflicts": "other", "output": {"topic": "out", "headers": True}}
+    with driver(topology(**places)) as made:
+        made.feed({"id": "a", "n": 1}, key="k", headers={"trace": "1", "none": None})
+        made.feed('{"id": "a", "n": 1}', {"id": "a", "n": 2}, b"no json", None, timestamp=NOW_MS + SECOND_MS)
+        made.feed({"id": "b"}, timestamp="2024-01-01T12:00:30Z")
+        made.feed({"id": "c"}, timestamp=datetime(2024, 1, 1, 12, 0, 19, 999_000, tzinfo=UTC))
+        out, twice, other = made.read_output(), made.read_duplicates(), made.read_conflicts()
+        late, dead = made.read_late(), made.read_dead_letters()
+        assert made.read("out") == []
+        assert made.verdicts == {"unique": 2, "duplicate": 2, "late": 1, "dead_letter": 1, "exempt": 1}
+    first = out[0]
+    assert (first.topic, first.partition, first.offset, first.timestamp_ms, first.key) == ("out", 0, 0, NOW_MS, b"k")
+    assert first.headers == (("trace", b"1"), ("none", None), ("dedup-source", b"in/0/0"))
+    assert (first.header("trace"), first.header("absent")) == (b"1", None)
+    assert [(record.value and record.json["id"], record.header("dedup-verdict")) for record in out] == [
+        ("a", None),
+        (None, b"tombstone"),
+        ("b", None),
+    ]
+    assert [record.header("dedup-first-source") for record in (*twice, *other)] == [b"in/0/0", b"in/0/0"]
+    assert [record.json["n"] for record in (*twice, *other)] == [1, 2]
+    assert (ids(late), late[0].header("dedup-source")) == (["c"], b"in/0/6")
+    # Their topics stamp records when they are appended.
+    assert {record.timestamp_ms for record in (*late, *dead)} == {NOW_MS}
+    assert [(record.value, record.header("dedup-reason")) for record in dead] == [(b"no json", b"not_json")]
+
+
+def test_the_clock_limits_event_times_and_moves_no_stream_time():
+    with driver(topology(max_clock_skew="1m")) as made:
+        ahead = NOW_MS + 61 * SECOND_MS
+        made.feed({"id": "a"}, timestamp=ahead)
+        assert made.read_dead_letters()[0].header("dedup-reason") == b"future_time"
+        made.advance_clock("1s")
+        made.feed({"id": "a"}, timestamp=ahead)
+        made.advance_clock(timedelta(days=1))
+        assert made.now_ms == NOW_MS + 86_401 * SECOND_MS
+        # Only a record moves stream time, so nothing was forgotten and nothing is late.
+        made.feed({"id": "a"}, {"id": "b"}, timestamp=ahead)
+        assert ids(made.read_output()) == ["a", "b"]
+        # The clock is the timestamp of a record that has none.
+        made.feed({"id": "a"})
+        assert made.read_output()[0].timestamp_ms == made.now_ms
+        with pytest.raises(ValueError, match="never goes back"):
+            made.advance_clock(timedelta(seconds=-1))
+        with pytest.raises(ValueError, match='"5" has no unit'):
+            made.advance_clock("5")
+
+
+def test_the_slowest_source_partition_holds_stream_time_back_until_it_is_idle():
+    with driver(topology(source={"topics": ["in", "more"]}), partitions={"in": 1, "more": 2}) as made:
+        made.feed({"id": "a"}, topic="in", timestamp=NOW_MS + 100 * SECOND_MS)
+        made.feed({"id": "b"}, topic="more", partition=1, timestamp=NOW_MS)
+        made.feed({"id": "c"}, topic="in", timestamp=NOW_MS + 50 * SECOND_MS)
+        assert made.read_late() == []
+        made.idle(0, topic="more")
+        made.idle(1, topic="more")
+        made.feed({"id": "d"}, topic="in", timestamp=NOW_MS + 50 * SECOND_MS)
+        assert ids(made.read_late()) == ["d"]
+        assert sorted(ids(made.read_output())) == ["a", "b", "c"]
+        # An ID is found again whichever partition it comes from.
+        made.feed({"id": "a"}, topic="more", partition=1, timestamp=NOW_MS + 99 * SECOND_MS)
+        assert (made.read_output(), made.verdicts["duplicate"]) == ([], 1)
+        assert {record.topic for record in made.read("t.repartition")} == {"t.repartition"}
+
+
+@pytest.mark.parametrize("source", [{"topics": ["in"], "partitioned_by": "tracking_id"}, {"topics": ["in"]}])
+def test_a_failing_record_stops_the_driver_like_a_worker(source):
+    policy = {"field": "id", "missing": "fail"}
+    with driver(topology(source=source, tracking_id=policy)) as made:
+        made.feed({"id": "a"})
+        with pytest.raises(RecordFailed, match=r"offset 2: .*`missing: fail`"):
+            made.feed({"id": "b"}, {"n": 1})
+        with pytest.raises(RecordFailed):
+            made.feed({"id": "c"})
+        assert ids(made.read_output()) == ["a"]
+
+
+def test_a_record_too_large_for_a_topic_is_a_dead_letter_also_when_only_the_broker_knows():
+    with driver(topology()) as made:
+        digits = "".join(f"{number:x}" for number in range(300_000))
+        made.feed({"id": "a", "pad": digits})
+        # The limits of topics are trusted for a minute; then the broker decides, in an aborted transaction.
+        made._wire._topics["out"].configs["max.message.bytes"] = "1000"
+        made.advance_clock("2m")
+        made.feed({"id": "b", "pad": digits[:10_000]}, {"id": "c"}, {"id": "c"})
+        assert ids(made.read_output()) == ["c"]
+        dead = made.read_dead_letters()
+        assert [record.header("dedup-reason") for record in dead] == [b"refused_by_broker"] * 2
+        assert [record.value is None for record in dead] == [True, False]
+        assert dead[0].header("dedup-digest").endswith(b" of %d bytes" % len(json.dumps({"id": "a", "pad": digits})))
+        assert made._factory.transactions == {"committed": 2, "aborted": 1}
+
+
+def test_keys_choose_partitions_as_the_default_partitioner_does():
+    keyed = topology(source={"topics": ["in"], "format": "bytes"}, tracking_id={"key": True})
+    with driver(keyed, partitions=4) as made:
+        for key in "abcdabcd":
+            made.feed(b"\xff", key=key)
+        found = made.read_output()
+    assert sorted(record.key for record in found) == [b"a", b"b", b"c", b"d"]
+    assert len({record.partition for record in found}) > 1
+
+
+def test_start_latest_reads_what_is_fed():
+    with driver(topology(source={"topics": ["in"], "start": "latest"})) as made:
+        made.feed({"id": "a"})
+        assert ids(made.read_output()) == ["a"]
+
+
+async def test_it_runs_inside_an_event_loop():
+    with driver(topology()) as made:
+        made.feed({"id": "a"})
+        await asyncio.sleep(0)
+        assert ids(made.read_output()) == ["a"]
+
+
+def test_what_is_asked_wrongly_is_said():
+    with driver(topology(output=None, late="drop", dead_letter="dead"), partitions=2) as made:
+        for role in ("output", "late", "duplicates", "conflicts"):
+            with pytest.raises(ValueError, match=f"names no topic for '{role}'"):
+                getattr(made, f"read_{role}")()
+        with pytest.raises(ValueError, match="does not write to 'in', but to dead, "):
+            made.read("in")
+        with pytest.raises(ValueError, match="name one of the source topics: in"):
+            made.feed({}, topic="dead")
+        with pytest.raises(ValueError, match="in has the partitions 0 to 1"):
+            made.feed({}, partition=2)
+        with pytest.raises(ValueError, match="no repartition topic"):
+            made.idle()
+        with pytest.raises(ValueError, match="has no time zone"):
+            made.feed({}, timestamp=datetime(2024, 1, 1))  # noqa: DTZ001  # that is the mistake
+        with pytest.raises(ValueError, match="is not a time"):
+            made.feed({}, timestamp="yesterday")
+    for wrong in ({"in": 0}, {"other": 1}, 0):
+        with pytest.raises(ValueError, match="for each source topic: in"):
+            driver(topology(), partitions=wrong)
+    made.close()
+    for call in (made.feed, lambda: made.read("dead"), lambda: made.advance_clock("1s")):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "name", ["chain", "content-hash", "flights", "observe-only", "orders", "payments-key", "simplest", "two-sources"]
+)
+def test_every_example_runs(name):
+    with TopologyTestDriver(load_topology(f"topologies/{name}.yaml"), partitions=3) as made:
+        for topic in made.topology.source.topics:
+            made.feed({}, topic=topic)
+        assert made.verdicts.total() == len(made.topology.source.topics)
+
+
+def test_the_examples_of_the_docs_pass_as_they_are_written(tmp_path):
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    examples = [
+        text for text in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "feed" in text
+    ]
+    assert len(examples) == 2
+    assert len(examples[0].splitlines()) <= 15
+    for number, text in enumerate(examples):
+        (tmp_path / f"test_example_{number}.py").write_text(text, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-c", str(tmp_path / "pytest.ini"), str(tmp_path)]
+    path = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | path, capture_output=True, text=True, check=False)
+    assert (done.returncode, "2 passed" in done.stdout) == (0, True), done.stdout + done.stderr
