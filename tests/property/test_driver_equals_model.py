@@ -73,7 +73,7 @@ def topologies(draw: st.DrawFn, topics: int) -> Topology:
 def steps(draw: st.DrawFn, topics: int, partitions_each: int) -> list[Step]:
     found: list[Step] = []
     base_ms = 500
-    for _ in range(draw(st.integers(1, 25))):
+    for _ in range(draw(st.integers(1, 18))):
         place = draw(st.integers(0, topics - 1)), draw(st.integers(0, partitions_each - 1))
         base_ms += draw(st.integers(0, 12))
         shape = draw(st.integers(0, 19))
@@ -174,7 +174,7 @@ def by_topic(lines: list[Line]) -> dict[str, list[Line]]:
 
 
 @pytest.mark.parametrize(("topics", "count"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_the_driver_says_what_the_model_says(topics: int, count: int, data: st.DataObject) -> None:
     topology, stream = data.draw(topologies(topics)), data.draw(steps(topics, count))
