@@ -146,6 +146,33 @@ def test_keys_choose_partitions_as_the_default_partitioner_does():
     assert len({record.partition for record in found}) > 1
 
 
+@pytest.mark.parametrize(
+    ("source_format", "rule", "value", "headers"),
+    [
+        ("json", {"field": "id"}, b'{"id": 1}', ()),
+        ("json_schema", {"field": "id"}, b'\0\0\0\0\x07{"id": 1}', ()),
+        ("json_schema", {"field": "id"}, b'{"id": 1}', {"__value_schema_id": b"\x01" + bytes(16)}),
+        ("json", {"content": {"exclude": ["at"]}}, b'{"id": 1}', ()),
+        ("bytes", {"content": True}, b"\xff\x00", ()),
+        ("bytes", {"header": "id"}, b"\xff\x00", {"id": "1"}),
+    ],
+)
+def test_values_of_every_format_and_ids_of_every_rule(source_format, rule, value, headers):
+    read = topology(source={"topics": ["in"], "format": source_format}, tracking_id=rule)
+    with driver(read) as made:
+        made.feed(value, value, headers=headers)
+        (found,) = made.read_output()
+        assert (found.value, dict(found.headers)) == (
+            value,
+            {name: made_bytes(each) for name, each in dict(headers).items()},
+        )
+        assert made.verdicts == {"unique": 1, "duplicate": 1}
+
+
+def made_bytes(text):
+    return text.encode() if isinstance(text, str) else text
+
+
 def test_start_latest_reads_what_is_fed():
     with driver(topology(source={"topics": ["in"], "start": "latest"})) as made:
         made.feed({"id": "a"})
