@@ -29,7 +29,7 @@ class Problem:
 
 
 class AuthorMistake(DedupError):
-    """A file or the command line has mistakes that the user must correct. The error lists all mistakes."""
+    """A file or the command line has mistakes that the user must correct. The error lists them all."""
 
     exit_code = 2
 
@@ -114,7 +114,7 @@ class RecordRefused(DedupError):
     An offset of -1 stands for a record that dedup itself created.
     """
     feeding: tuple[str, int] | None = None
-    """The feeding partition of these offsets, because the tasks of a group share a transaction; None without a task."""
+    """The feeding partition of these offsets, needed as a group's tasks share a transaction; None without a task."""
     reasons: Mapping[int, str] = field(default_factory=dict)
     """The broker's message about each refused record, if the broker names the records (KIP-467)."""
     too_large: bool = False
@@ -126,7 +126,7 @@ class RecordRefused(DedupError):
 
 
 class ClockBehind(DedupError):
-    """A record seems to be in the future only because the worker's clock is behind, so retry the transaction."""
+    """A record seems to be in the future only because the worker's clock is behind, so the caller must retry."""
 
 
 class InvariantBroken(DedupError):

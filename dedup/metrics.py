@@ -278,7 +278,7 @@ class DeadShare:
     def __init__(self) -> None:
         self.alert: DeadLetterAlert | None = None
         self._looks: Final[deque[tuple[int, int, Counter[str]]]] = deque()
-        """For each call of `look`, its time, the number of judged records, and the dead letters by reason."""
+        """For each call to `look`, the time, the number of judged records, and the dead letters by reason."""
 
     def look(self, numbers: Iterable[TaskNumbers], now_ms: int) -> bool:
         """Record the current counters of all tasks, and return whether an alert has begun or ended."""
@@ -309,7 +309,7 @@ class DeadShare:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSeen:
-    """A snapshot of a worker, from which its web pages are rendered."""
+    """A snapshot of a worker, from which the worker's web pages are rendered."""
 
     topology: str
     worker_id: str

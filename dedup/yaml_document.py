@@ -44,7 +44,7 @@ _MEANT: Final[Mapping[str, str]] = {
     "micros": "us",
     "microseconds": "us",
 }
-"""Other names of words that a file may contain, such as units of time."""
+"""Maps other names, such as those of time units, to the words that a file must use."""
 _WANTED: Final[Mapping[str, str]] = {
     "string_type": "must be text; put it in quotes",
     "bool_type": "must be true or false",

@@ -1,6 +1,6 @@
 """Computes the nine oracles of `dedup chaos`, which are conditions that must hold in every run.
 
-The evidence is gathered from Kafka, the stores, and the workers' logs and exit codes, when all workers have stopped.
+The evidence is gathered from Kafka, the stores, and the workers' logs and exit codes, once all workers have stopped.
 """
 
 from __future__ import annotations

@@ -190,8 +190,7 @@ class ChaosFleet(Processes):
         self._end(_name(self.most - 1))
 
     def bring_back(self) -> Counter[int]:
-        """Restart workers that ended although no fault stopped them, and return the number of these workers by exit
-        code.
+        """Restart workers that ended although no fault stopped them, and return their number by exit code.
 
         A worker may end only because the broker is down; `unprovoked` lists workers that ended for another reason.
         """
@@ -358,7 +357,7 @@ class ChaosEvents:
     injected: list[InjectedFault] = field(default_factory=list)
     ticks: list[Tick] = field(default_factory=list)
     restarts: Counter[int] = field(default_factory=Counter)
-    """Maps an exit code to the number of times that a worker ended with it without a fault and was restarted."""
+    """Maps each exit code to how often a worker ended with it although no fault had stopped it, and was restarted."""
     early: str | None = None
     """The reason why the run ended early, or None if it did not."""
 

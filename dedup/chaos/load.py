@@ -64,7 +64,7 @@ AT_LEAST_ONCE: Final[Mapping[str, Any]] = {
     "reconnect.backoff.ms": 10,
     "reconnect.backoff.max.ms": 100,
 }
-"""Options of a producer that retries soon after a lost response; if the broker has the record, a duplicate results."""
+"""Options of a producer that retries soon after a lost response, which duplicates a record that the broker has."""
 ANY_PARTITION: Final = -1
 """The partition number that lets the producer's partitioner choose the partition."""
 

@@ -19,7 +19,7 @@ from dedup.errors import DedupError
 
 Sightings = tuple[Sighting, ...]
 Lookup = Callable[[Sequence[bytes], int], Mapping[bytes, Sightings]]
-"""Returns the sightings of the given IDs that were seen before; the integer is the batch's smallest event time."""
+"""Returns the sightings of each given ID that was seen before; the integer is the batch's smallest event time."""
 
 
 class OnMissing(enum.Enum):
@@ -103,11 +103,12 @@ class Outcome:
 
     unique: list[int] = field(default_factory=list)
     exempt: dict[int, str] = field(default_factory=dict)
-    """Rows that a policy forwards, each with the reason for `dedup-verdict`. The conflicts are also in `unique`."""
+    """Rows that a policy forwards, each with the reason for `dedup-verdict`. Conflicts among them are also in `unique`.
+    """
     duplicates: list[tuple[int, Sighting]] = field(default_factory=list)
     """Rows that repeat a sighting but are not in `conflicts`, each with the sighting as it was before the row."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
-    """Rows that repeat an earlier row of this batch, each with that row. They are not also in `duplicates`."""
+    """Rows that repeat an earlier row of this batch, each with the earlier row. They are not in `duplicates`."""
     conflicts: list[tuple[int, Sighting]] = field(default_factory=list)
     """Duplicates whose payload differs from that of every sighting in range."""
     late: list[tuple[int, Late]] = field(default_factory=list)

@@ -30,7 +30,7 @@ _payload: Final[Callable[[Any], Any]] = itemgetter(slice(PREFIX_BYTES, None))
 
 
 def payload_of(place: SchemaIdPlace, value: bytes, headers: _Headers) -> bytes:
-    """Return the payload of a value. Raises Unreadable if the value has no framing, or one that is damaged."""
+    """Return the payload of a value. Raises Unreadable if the framing of the value is missing or damaged."""
     ids = [content for name, content in headers if name == HEADER] if place != "prefix" else []
     if len(ids) > 1:
         raise Unreadable("repeated_header", f"the header {HEADER} occurs {len(ids)} times")
@@ -51,7 +51,7 @@ def payload_of(place: SchemaIdPlace, value: bytes, headers: _Headers) -> bytes:
 def payloads_of(
     place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers]
 ) -> Sequence[bytes | None] | None:
-    """Return the payloads of a column of values, or None if `payload_of` must look at any row."""
+    """Return the payloads of a column of values, or None if any row must be passed to `payload_of`."""
     if None in values:
         return None
     there = cast("Sequence[bytes]", values)

@@ -159,7 +159,7 @@ class StreamTime:
 
     @classmethod
     def before(cls, feeds: Iterable[Feed]) -> StreamTime:
-        """Return the initial stream time, which holds until a record of these feeds arrives."""
+        """Return the initial stream time of a task with these feeds."""
         return cls(BEFORE_ALL_TIME, dict.fromkeys(feeds, FeedProgress()))
 
     def after_one_feed(self, times_ms: Sequence[int]) -> tuple[list[int], StreamTime]:
@@ -179,7 +179,8 @@ class StreamTime:
         """Return the stream time at each record, and the stream time after all records.
 
         Each record is a tuple of its feed, its event time (None if the record is not judged), and whether the record is
-        an idle marker. A feed that is not known yet, because its partition was added later, was idle until now.
+        an idle marker. A feed that is not known yet, because its partition was added later, counts as idle until its
+        first record.
         """
         progress = dict(self.feeds)
         value_ms = self.value_ms

@@ -359,7 +359,7 @@ class KafkaWire:
             ) from error
 
     async def known_everywhere(self, topic: str) -> bool:
-        """Return whether each broker that responds knows a topic; a broker that returns knows it before it responds."""
+        """Return whether every responding broker knows a topic; one that comes back learns of it before it responds."""
         for broker in self._client.cluster.brokers():
             try:
                 answer = await self.send(broker.nodeId, metadata_request((topic,)), _METADATA_LANE)

@@ -228,9 +228,11 @@ class Session:
                 raise self._failed(f"Produce to {batch.target.topic}/{batch.target.partition}", produced.error_code)
 
     async def _answers(self, flight: Unanswered) -> Mapping[TopicPartition, Produced]:
-        """Return the responses for a produce request, whose batches are sent again while the previous transaction ends.
+        """Return the responses to a produce request; its batches are sent again while the previous transaction is
+        ending.
 
-        Only a transaction's first batch of a partition may be answered so, and `_send_queue` sends none behind it.
+        Only a transaction's first batch for a partition can get that answer, and `_send_queue` sends no other before it
+        is accepted.
         """
         answers: dict[TopicPartition, Produced] = {}
         answer, waited_ms, pause_ms = flight.answer, 0, PAUSE_MS

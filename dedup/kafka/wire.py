@@ -72,7 +72,7 @@ class Produced:
     error_code: int
     base_offset: int
     refused: tuple[tuple[int, str], ...] = ()
-    """Index and reason of each record that caused the broker to reject the batch, if the broker names it (KIP-467)."""
+    """Index and reason of each record that made the broker reject the batch, if the broker names them (KIP-467)."""
     append_time_ms: int = -1
     """The time when the broker appended the batch, or -1 if the topic keeps the producer's timestamps."""
 
@@ -117,21 +117,21 @@ class Wire(Protocol):
     async def add_partitions(
         self, transactional_id: str, identity: ProducerIdentity, partitions: Sequence[TopicPartition]
     ) -> dict[TopicPartition, int]:
-        """Add partitions to the open transaction, and return an error code for each; needless if it is implicit."""
+        """Add partitions to the open transaction, and return an error code for each; not for an implicit identity."""
 
     async def produce(
         self, transactional_id: str, identity: ProducerIdentity, batches: Sequence[tuple[TopicPartition, bytes]]
     ) -> Awaitable[dict[TopicPartition, Produced]]:
         """Write one batch to each of several partitions. Every in-sync replica must acknowledge the batches.
 
-        If the identity is implicit, the partitions are added to the transaction first, which may answer 51 (the
-        previous transaction is still ending); a batch that was answered so was not appended, and is to be sent again.
-        The method returns an awaitable as soon as the request is sent, so that later requests are sent in order without
-        waiting for the response.
+        If the identity is implicit, the broker first adds the partitions to the transaction. Error 51 (the previous
+        transaction is still ending) means that the batch was not appended and must be sent again. The method returns an
+        awaitable as soon as the request is sent, so that later requests can be sent in order without waiting for the
+        response.
         """
 
     async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
-        """Add a group's offsets to the open transaction, and return an error code; needless if it is implicit."""
+        """Add a group's offsets to the open transaction, and return an error code; not for an implicit identity."""
 
     async def commit_offsets(
         self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, Position]

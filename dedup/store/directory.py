@@ -25,10 +25,10 @@ _STORE_FILE: Final = re.compile(
     re.ASCII,
 )
 FILTER_LOG: Final = "filter-log-"
-"""How the name of a Bloom filter's log begins; the segment's start in ms follows."""
+"""The prefix of the name of a Bloom filter's log; the segment's start in ms follows it."""
 SNAPSHOT_SUFFIX: Final = ".bits"
 NEW_SNAPSHOT_SUFFIX: Final = ".bits-new"
-"""What follows the name of a filter's log in the name of the filter's snapshot, and of one that is being written."""
+"""What is appended to the name of a filter's log to name the filter's snapshot, and one that is being written."""
 RESTORE: Final = "The directory will be deleted and restored from the changelog."
 
 

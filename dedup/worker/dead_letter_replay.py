@@ -46,7 +46,7 @@ class Replayed:
 
     sent: int = 0
     left: list[str] = field(default_factory=list)
-    """One sentence for each record that cannot be sent, which contains the record's position and the reason."""
+    """One sentence for each record that cannot be sent, with the record's position and the reason."""
 
 
 @dataclass(frozen=True, slots=True)

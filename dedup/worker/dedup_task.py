@@ -41,7 +41,7 @@ log: Final = logging.getLogger(__name__)
 _SAMPLED_IDS: Final = 8
 """Number of IDs per sample. Hashing them takes less time than judging a few hundred records."""
 _SAMPLE_EVERY: Final = 1000
-"""The number of records between two samples, which prevents sampling every small batch."""
+"""The number of records between two samples, so that not every small batch is sampled."""
 FOREIGN: Final = (
     "{topic}/{partition} offset {offset} was not written by a repartition task: it lacks the headers dedup-source and "
     "dedup-timestamp. Stop any other program that writes to that topic, then run `dedup reset`."
@@ -51,7 +51,7 @@ _WARM_IDS: Final = 20_000
 filter, eight times as many are loaded.
 """
 _MOST_FOLDS: Final = 3
-"""How often a whole batch is folded, each time without one more refused record, before it is judged in parts."""
+"""How many times a whole batch is folded, each time without one more refused record, before it is judged in parts."""
 PIECE: Final = 64
 """The number of records per part. Each record that its topic does not accept requires one more fold of its part."""
 _NO_HEADERS: Final[list[Header]] = []

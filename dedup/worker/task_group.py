@@ -41,7 +41,7 @@ class TaskGroup:
     ) -> None:
         """``confirm`` raises StateIncompatible if a topic has changed since the process started; see `TopicCheck`.
 
-        ``refuse_layout`` raises StateIncompatible if the partitions are grouped in another way on the cluster.
+        ``refuse_layout`` raises StateIncompatible if the layout on the cluster groups the partitions differently.
         ``transactions`` counts the transactions of all groups of the worker, by result.
         """
         self._session: Final = session
@@ -71,7 +71,7 @@ class TaskGroup:
         return self._session.epoch
 
     async def open(self) -> None:
-        """Begin a new epoch, which fences another owner of the group and ends the transaction that was left open.
+        """Begin a new epoch, which fences another owner of the group and ends any transaction that it left open.
 
         Raises CommitUnknown, BrokerUnavailable, or StateIncompatible.
         """
@@ -157,7 +157,7 @@ class TaskGroup:
     def _apply(captured: Sequence[Captured], ends: Mapping[TopicPartition, int]) -> None:
         """Apply every task's results, even if one of them fails, because all of them are committed.
 
-        Raises the first error afterwards. A task that has not applied its results restores them from the changelog.
+        Raises the first error afterward. A task that has not applied its results restores them from the changelog.
         """
         errors: list[Exception] = []
         for each in captured:
@@ -206,7 +206,7 @@ class TaskGroup:
             self.tasks[TopicPartition(*each.feeding)].learn(each)
 
     async def _look_at_limits(self, refused: Sequence[RecordRefused]) -> None:
-        """Read the size limits of the topics again that refused a record for its size; all tasks share the limits."""
+        """Read again the size limits of topics that refused a record for its size; all tasks share the limits."""
         too_large = sorted({(each.topic, each.partition) for each in refused if each.too_large})
         for task in self._running()[:1]:
             for topic, partition in too_large:

@@ -35,7 +35,7 @@ _FLAG: Final = "--onto-existing-output"
 
 
 class Retention(NamedTuple):
-    """For how long after their timestamps a topic keeps records, and why."""
+    """How long after their timestamps a topic keeps records, and why."""
 
     ms: float
     """Infinite if the topic keeps records forever."""
@@ -104,7 +104,7 @@ class Cluster:
 
     topics: Mapping[str, Topic]
     begun_with: Mapping[str, int] = field(default_factory=dict)
-    """The partition counts in the layout, with which the state began; empty if no layout was ever written."""
+    """The partition counts that the state began with, according to the layout; empty if no layout was ever written."""
 
     def feeds(self, topology: Topology) -> tuple[Feed, ...]:
         """Return every source partition that existed when the state began."""
@@ -127,7 +127,7 @@ class Cluster:
         return [place for name in names for place in self.topics[name].places]
 
     def source_partitions(self, topology: Topology) -> dict[str, int]:
-        """Return the partition count of each source topic and of the repartition topic, when the state began."""
+        """Return the partition count that each source topic and the repartition topic had when the state began."""
         names = (*topology.source.topics, *topology.feeding_topics)
         return {name: self.begun_with.get(name, self.topics[name].partitions) for name in names}
 
