@@ -81,9 +81,7 @@ class Frozen:
     apply: Callable[[Mapping[TopicPartition, int]], None]
     """Applies the generation to the store, given the offset after the last record written to each partition."""
     confirm: Callable[[int], None] = lambda _: None
-    """Receives the time in ms when a broker appended the records; raises ClockBehind if that time disproves a
-    verdict.
-    """
+    """Receives the time in ms when a broker appended the records; raises ClockBehind if this disproves a verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,9 +438,7 @@ class Task:
         self.send_waiting()
 
     def close_now(self) -> None:
-        """Discard everything that is not committed, and release the store; if `start` is under way, it does the
-        latter.
-        """
+        """Discard everything that is not committed, and release the store, which a running `start` does itself."""
         if self.state is TaskState.CLOSED:
             return
         restoring = self.state is TaskState.RESTORING

@@ -52,9 +52,7 @@ class Membership(Protocol):
     """The consumer group member that reads partitions on behalf of the tasks."""
 
     rebalancing: bool
-    """True while the group rebalances. Meanwhile, a partition's new owner may fence the task here before it is
-    closed.
-    """
+    """True while the group rebalances. A partition's new owner may then fence the task here before it is closed."""
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
         """Start to read a partition at a position, and return a number that identifies this reading."""

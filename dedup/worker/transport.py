@@ -171,9 +171,7 @@ class Consumer(FaustConsumer):
         await self.client.stop()
 
     async def _leave(self) -> None:
-        """Leave the group on a clean stop; otherwise, a static member's partitions would wait for the session
-        timeout.
-        """
+        """Leave the group on a clean stop; without this, a static member's partitions wait for the session timeout."""
         coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public API for this
         if coordinator.generation > 0 and coordinator.coordinator_id is not None:
             try:
@@ -201,9 +199,7 @@ class Consumer(FaustConsumer):
         self.fetcher.halt(feeding)
 
     def pause_partitions(self, tps: Iterable[TP]) -> None:
-        """Pause partitions, except those whose tasks continue; Faust calls this with all partitions of an
-        assignment.
-        """
+        """Pause partitions, except those whose tasks continue; Faust calls this with all assigned partitions."""
         super().pause_partitions([tp for tp in tps if self.fetcher.position(TopicPartition(*tp)) is None])
 
     async def is_member(self) -> bool | None:
