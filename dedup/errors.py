@@ -114,7 +114,7 @@ class RecordRefused(DedupError):
     An offset of -1 stands for a record that dedup itself created.
     """
     feeding: tuple[str, int] | None = None
-    """The feeding partition of these offsets, needed as a group's tasks share a transaction; None without a task."""
+    """The feeding partition of these offsets (a group's tasks share a transaction), or None without a task."""
     reasons: Mapping[int, str] = field(default_factory=dict)
     """The broker's message about each refused record, if the broker names the records (KIP-467)."""
     too_large: bool = False

@@ -43,7 +43,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class TaskPulse:
-    """The metrics of one task that are cheap to read every second."""
+    """Those metrics of one task that are cheap enough to read every second."""
 
     numbers: TaskNumbers
     """The task's live counters, not a copy. A task that is built again has new counters."""

@@ -84,7 +84,7 @@ def rates(*, harder: float, embedded: bool) -> dict[FaultType, float]:
 
 
 def draw(*, seed: int, seconds: float, workers: int, per_minute: Mapping[FaultType, float]) -> list[ScheduledFault]:
-    """Return the faults of a run in order of time; each kind of fault occurs at random times, at its own rate."""
+    """Return the faults of a run, sorted by time; each kind of fault occurs at random times, at its own rate."""
     dice = random.Random(seed)  # noqa: S311  # no secret; a run must be repeatable
     span_s = max(0.0, seconds - QUIET_S)
     return sorted(
@@ -112,7 +112,7 @@ _DELETED_WITHIN_S: Final = 10.0
 _PATIENCE_MS: Final = 5_000
 _KILLED: Final = 137
 _NOT_UP_YET: Final = 143
-"""Exit code of a worker that receives SIGTERM before it handles signals, when it has not done anything yet."""
+"""Exit code of a worker that receives SIGTERM before it handles signals, and thus before it has done anything."""
 _CLEAN_EXITS: Final = frozenset({0, BrokerUnavailable.exit_code, _NOT_UP_YET})
 _CONFIG_CHANGES: Final[tuple[Mapping[str, str], ...]] = (
     {"compression.type": "gzip"},

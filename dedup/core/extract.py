@@ -317,7 +317,7 @@ def _seconds_ms(column: list[msgspec.Raw]) -> list[int] | None:
 
 
 _FEW: Final = 4
-"""The largest number of rows for which another attempt on the fast path is not worthwhile."""
+"""With at most this many rows, another attempt on the fast path is not worthwhile."""
 _REFUSALS: Final = (*_DECODE_REFUSALS, OverflowError, Unreadable)
 """Exceptions that make the fast path leave the rows to the slow path."""
 

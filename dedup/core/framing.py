@@ -1,4 +1,4 @@
-"""Separates a value from the framing with which a schema registry's serializers name the value's schema.
+"""Separates the payload of a value from the framing with which a schema registry's serializers name its schema.
 
 A schema ID is either before the payload (byte 0, then four bytes) or in the header `HEADER` (byte 0 and four bytes, or
 byte 1 and the 16 bytes of a GUID), in which case the value is the payload. Source: `dual_schema_id_deserializer` and

@@ -152,7 +152,7 @@ _NOT_BEGUN: Final = FeedProgress(idle=True)
 
 @dataclass(frozen=True, slots=True)
 class StreamTime:
-    """A task's stream time at one point of its log, and the progress of the feeds that determine it."""
+    """A task's stream time at one point in its log, and the progress of the feeds that determine it."""
 
     value_ms: int
     feeds: Mapping[Feed, FeedProgress]

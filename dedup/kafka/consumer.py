@@ -50,7 +50,7 @@ _GROWN: Final = (
 
 
 class TopicCheck:
-    """Checks that topics were not deleted, recreated, or given more partitions since the process started.
+    """Checks that topics have not been deleted, recreated, or given more partitions since the process started.
 
     A worker fetches by topic ID, so it never reads records of a recreated topic. If partitions are added to a topic,
     producers may send an ID to a different partition than before, where the ID is unknown. Therefore, every task
@@ -227,7 +227,7 @@ class FeedFetcher:
     def __init__(self, wire: KafkaWire, check: TopicCheck, *, wait_ms: int, gather_ms: int = 0) -> None:
         self._wire: Final = wire
         self._check: Final = check
-        """Checks whether a topic that a broker does not know was deleted or recreated."""
+        """Tells whether a topic that is unknown to a broker was deleted or recreated."""
         self._topic_ids: Final = check.topic_ids
         self._wait_ms: Final = wait_ms
         """Maximum time that a broker may wait for the first record before it responds."""

@@ -16,13 +16,13 @@ from dedup.kafka.record_batch import Header, Limit, ProducerIdentity, RecordBatc
 __all__ = ["Header", "Limit", "ProducerIdentity", "RecordBatch", "TopicPartition"]  # names of record_batch.py
 
 COORDINATOR_MOVED: Final = frozenset({14, 15, 16})
-"""Error codes that mean that the coordinator is loading, is unavailable, or has moved, so the request is repeated."""
+"""Error codes for a coordinator that is loading, is unavailable, or has moved, so the request is repeated."""
 
 LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
-"""Error codes that mean that the partition's leader has moved or is unknown, so another broker must get the request."""
+"""Error codes for a partition whose leader has moved or is unknown, so another broker must get the request."""
 
 UNSTABLE_OFFSET: Final = 88
-"""The error code that means that an open transaction is about to change the requested offset."""
+"""The error code for an offset that an open transaction is about to change."""
 
 
 class NoAnswer(Exception):
@@ -117,7 +117,7 @@ class Wire(Protocol):
     async def add_partitions(
         self, transactional_id: str, identity: ProducerIdentity, partitions: Sequence[TopicPartition]
     ) -> dict[TopicPartition, int]:
-        """Add partitions to the open transaction, and return an error code for each; not for an implicit identity."""
+        """Add partitions to the open transaction (not with an implicit identity), and return an error code for each."""
 
     async def produce(
         self, transactional_id: str, identity: ProducerIdentity, batches: Sequence[tuple[TopicPartition, bytes]]
@@ -131,7 +131,7 @@ class Wire(Protocol):
         """
 
     async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
-        """Add a group's offsets to the open transaction, and return an error code; not for an implicit identity."""
+        """Add a group's offsets to the open transaction (not with an implicit identity), and return an error code."""
 
     async def commit_offsets(
         self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, Position]

@@ -305,7 +305,7 @@ class SegmentFilter:
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """The newest snapshot, which the store's mark must name before it can be used."""
+        """The newest snapshot, which can be used only once the store's mark names it."""
         return self._log.snapshot
 
     @property
@@ -344,7 +344,7 @@ class SegmentFilter:
         return hashed, LogMark(segment_ids, position, hashes, crc, self._log.snapshot)
 
     def add(self, hashed: Hashed, mark: LogMark) -> None:
-        """Add IDs that `write` has written to the log and that the store contains now."""
+        """Add IDs that `write` has written to the log and that the store now contains."""
         self._filter.add(hashed)
         self._log = mark
 

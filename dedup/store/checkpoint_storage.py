@@ -3,8 +3,8 @@
 ``URL/TOPOLOGY/PARTITION/`` contains `manifest.json`, which describes the current checkpoint, and the files that it
 names, each under its SHA-256. RocksDB never changes a data file, so a new checkpoint writes only the files that are not
 there yet. `manifest.json` is written last and in one atomic step. A file is deleted when neither the current nor the
-previous checkpoint names it, so a reader can finish while a newer checkpoint is written. Calls to this module may block
-for minutes, so do not make them in an event loop.
+previous checkpoint names it, so a reader can finish while a newer checkpoint is being written. Calls to this module may
+block for minutes, so do not make them in an event loop.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class CheckpointStorage:
         ids: int,
         moved: Moved = lambda _: None,
     ) -> tuple[Checkpoint, int]:
-        """Store the closed store in ``directory`` as the partition's current checkpoint.
+        """Save the closed store in ``directory`` as the partition's current checkpoint.
 
-        Returns the checkpoint and how many bytes had to be written. The previous checkpoint stays readable, and files
-        that only older ones named are deleted. Raises CheckpointUnusable if the storage fails.
+        Returns the checkpoint and the number of bytes that had to be written. The previous checkpoint stays readable,
+        and files that only older checkpoints named are deleted. Raises CheckpointUnusable if the storage fails.
         """
         place = self.place(identity.topology, identity.partition)
         before = None

@@ -158,7 +158,7 @@ def _names(directory: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Defines how a task opens its partition's store, and how it releases the store."""
+    """Defines how a task opens and releases its partition's store."""
 
     open: Callable[[], Store]
     prepare: Callable[[], Awaitable[None]] | None = None

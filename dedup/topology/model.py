@@ -156,7 +156,7 @@ class Topology:
 
     @property
     def replay_mark_group(self) -> str:
-        """The consumer group that stores permanently whether a replay has run, and where the last replay ended."""
+        """The consumer group that permanently stores whether a replay has run, and where the last replay ended."""
         return f"{self.name}.replay-mark"
 
     @property

@@ -255,14 +255,13 @@ class TrackingIdFile(Keys):
     fields: _Paths | None = None
     """Paths of several JSON members that together, in this order, are the ID, such as tenant and order number."""
     content: _PlainOrMapping[_True, ContentFile] | None = None
-    """With true, the ID is the value's raw bytes; with {exclude: [...]}, the value's JSON content without these
-    members."""
+    """With true, the ID is the value's raw bytes; with {exclude: [...]}, the value's JSON without these members."""
     normalize: list[Normalizing] = Field(default_factory=list)
     """Normalization steps that are applied to IDs, in this order, before the IDs are compared."""
     missing: Literal["dead_letter", "forward", "fail"] = "dead_letter"
     """The policy for a record without a usable ID."""
     tombstones: Literal["forward", "dead_letter"] = "forward"
-    """The policy for a null value if the ID is read from the value."""
+    """The policy for a null value if the ID or the event time is read from the value."""
 
 
 class Output(Keys):
@@ -289,7 +288,7 @@ class StateSpec(Keys):
     standby_replicas: Annotated[int, within(0, _MOST_STANDBYS)] = 1
     """Number of other workers that keep a warm copy of each partition's state."""
     max_bytes_per_partition: _Size | None = None
-    """Limit for a partition's state. The worker stops before the state exceeds this limit."""
+    """Limit for a partition's state. The worker stops when the state exceeds this limit."""
 
 
 class TransactionsSpec(Keys):
@@ -303,8 +302,7 @@ class TransactionsSpec(Keys):
             kind=BeforeValidator,
         ),
     ] = "auto"
-    """Number of partitions whose tasks commit together, in one transaction. auto chooses it, but only for a new
-    topology."""
+    """Number of partitions whose tasks commit in one transaction. auto chooses it, but only for a new topology."""
 
 
 class TopologyFile(Keys):

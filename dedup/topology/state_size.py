@@ -20,12 +20,12 @@ _TAG_BYTES: Final = 1
 _PER_KEY_BYTE: Final = 1.05
 """Bytes on disk per byte of a key. Keys share few prefixes, and each key also takes up part of the block index."""
 _PER_SIGHTING_BYTES: Final = 16.0
-"""Bytes on disk per sighting besides its key: value, sequence number, lengths, and 10 bits of Bloom filter."""
+"""Bytes on disk per sighting in addition to its key: value, sequence number, lengths, and 10 bits of Bloom filter."""
 _FINGERPRINT_BYTES: Final = 8
 _FILTER_BYTES: Final = 2.7
 """Memory per ID in the Bloom filter: 16 bits, plus a share of the empty part of the newest layer."""
 _LOGGED_BYTES: Final = 8 + _FILTER_BYTES
-"""Bytes on disk per ID in the log and in the snapshot of the Bloom filter, from which it is loaded after a restart."""
+"""Bytes on disk per ID in the Bloom filter's log and snapshot, from which the filter is loaded after a restart."""
 
 
 class StateSize(TypedDict):

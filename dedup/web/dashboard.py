@@ -168,7 +168,7 @@ def _tasks(tasks: Iterable[TaskSeen]) -> Iterator[Notice]:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of one worker, which its peers add up for the whole fleet."""
+    """The figures of one worker, which the dashboard adds up for the whole fleet."""
 
     format: int
     topology: str

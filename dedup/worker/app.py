@@ -35,7 +35,7 @@ from dedup.worker.topics import Cluster
 from dedup.worker.transport import BatchSchema, DedupApp, refused
 
 _METADATA_MAX_AGE_MS: Final = 10_000
-"""A partition that is added to a source topic is assigned after this time at the latest."""
+"""A partition that is added to a source topic is assigned after at most this time."""
 NOWHERE: Final = "no-pages.invalid"
 """The host name that a worker without web pages announces; such a host can never exist (RFC 2606)."""
 

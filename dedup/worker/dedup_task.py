@@ -47,8 +47,8 @@ FOREIGN: Final = (
     "dedup-timestamp. Stop any other program that writes to that topic, then run `dedup reset`."
 )
 _WARM_IDS: Final = 20_000
-"""The number of IDs that each commit after a restart loads into the Bloom filters, in about 10 ms. From the log of a
-filter, eight times as many are loaded.
+"""The number of IDs that each commit after a restart loads into the Bloom filters, in about 10 ms. From a filter's log,
+eight times as many IDs are loaded.
 """
 _MOST_FOLDS: Final = 3
 """How many times a whole batch is folded, each time without one more refused record, before it is judged in parts."""
@@ -227,7 +227,7 @@ class DedupPlan:
     feeding_topic_id: str = ""
     """Kafka's ID of the feeding topic, which distinguishes it from a recreated topic of the same name."""
     logged: set[Hashable] = field(default_factory=set)
-    """The messages that were already logged. All tasks of the worker share this set."""
+    """The messages that have already been logged. All tasks of the worker share this set."""
     partitions: int = 1
     """The partition count of the source topic, to detect misplaced IDs, or 1 if the task reads a repartition topic."""
 

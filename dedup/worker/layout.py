@@ -214,7 +214,7 @@ class LayoutChange:
     timeout_ms: int
 
     async def establish(self) -> None:
-        """Write the layout of a topology without one, unless another worker of the fleet does.
+        """Write a layout if the topology has none, unless another worker of the fleet does.
 
         A layout with a different number of partitions per transaction is left unchanged.
         """

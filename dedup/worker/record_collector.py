@@ -157,7 +157,7 @@ class Limits:
         self._read_ms: Final = dict.fromkeys(known, clock.now_ms())
 
     def most_bytes(self, topic: str) -> int:
-        """Return the largest uncompressed size of a batch of several records that the broker certainly accepts."""
+        """Return the largest uncompressed size at which the broker certainly accepts a batch of several records."""
         known = self._known.get(topic)
         return BATCH_BYTES if known is None else known.surely_fits_bytes
 

@@ -142,7 +142,7 @@ class Reset:
         await change.fence(await read_layout(self.wire, topology))
 
     async def _renew_layout(self) -> None:
-        """Write the layout for the numbers of partitions that the topics have now."""
+        """Write the layout for the partition counts that the topics have now."""
         topology = self.topology
         cluster = Cluster(await self.admin.topics(known_names(topology)))
         if topology.layout_topic in cluster.topics:

@@ -257,7 +257,7 @@ def refuse_other_feeding(record: TaskRecord, topic_id: str, feeding: TopicPartit
 
 
 def apply_changelog(store: Store, window: Window, found: Collected, next_offset: int) -> None:
-    """Apply the changelog records of one fetch in a single atomic write. Store segments have the window's width."""
+    """Apply the changelog records of one fetch in a single atomic write, in segments of ``window.segment_ms``."""
     writes: Writes = found.writes
     if _other_grid(writes, window):
         # The sightings were written under another guard period, so they move to segments of the current width.

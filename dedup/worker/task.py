@@ -162,7 +162,7 @@ class SharedTransaction(Protocol):
         """The current producer epoch."""
 
     def send(self, batches: Sequence[RecordBatch], feeding: TopicPartition) -> None:
-        """Add record batches, which were made from records of a feeding partition, to the transaction."""
+        """Add record batches made from a feeding partition's records to the transaction."""
 
     def give_up(self) -> None:
         """Close every task of the group at once, so that nothing more is committed in this assignment."""

@@ -55,7 +55,7 @@ class TaskFactory:
     lost_offsets: LostOffsets = field(init=False)
     logged: set[Hashable] = field(init=False, default_factory=set)
     check: TopicCheck = field(init=False)
-    """Checks that no topic that tasks read was deleted, recreated, or given more partitions since the start."""
+    """Checks that no topic that tasks read has been deleted, recreated, or given more partitions since the start."""
     limits: Limits = field(init=False)
     """The size limits of topics, shared by all tasks so that all of them learn from a refusal."""
 

@@ -80,7 +80,7 @@ class TaskGroup:
         await self._refuse_layout()
 
     def send(self, batches: Sequence[RecordBatch], feeding: TopicPartition) -> None:
-        """Add record batches, which were made from records of a feeding partition, to the transaction."""
+        """Add record batches made from a feeding partition's records to the transaction."""
         self._session.add(batches, feeding)
 
     async def commit(self) -> None:

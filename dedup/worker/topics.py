@@ -69,7 +69,7 @@ def _longest_retention(sources: Iterable[Topic]) -> Retention:
 
 
 def losing(topology: Topology, have: Mapping[str, Topic], wanted: Sequence[WantedTopic]) -> Iterator[tuple[str, str]]:
-    """Yield each topic that would delete records too early, and a sentence that describes the problem.
+    """Yield each topic that would delete records too early, with a sentence that describes the problem.
 
     ``wanted`` contains the topics to create; existing topics are checked with their actual configs in ``have``.
     """
@@ -338,8 +338,8 @@ def _differences(found: Topic, wanted: WantedTopic) -> Iterator[Difference]:
 async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) -> list[str]:
     """Create the topics of the plan, and return their names.
 
-    Raises StateIncompatible if partition counts do not match. Raises StateIncompatible before any topic is created if
-    the changelog or the repartition topic is missing but the group has read records.
+    Raises StateIncompatible if partition counts do not match or, before any topic is created, if the changelog or the
+    repartition topic is missing although the group has read records.
     """
     missing = {topic.name for topic in plan.make}
     if not missing.isdisjoint(state_topics(topology)) and not await group_is_new(topology, wire, admin):
