@@ -103,8 +103,7 @@ class Outcome:
 
     unique: list[int] = field(default_factory=list)
     exempt: dict[int, str] = field(default_factory=dict)
-    """Rows that a policy forwards, each with the reason for `dedup-verdict`. Conflicts among them are also in `unique`.
-    """
+    """Rows that a policy forwards, each with the reason for `dedup-verdict`. Conflicts are also in `unique`."""
     duplicates: list[tuple[int, Sighting]] = field(default_factory=list)
     """Rows that repeat a sighting but are not in `conflicts`, each with the sighting as it was before the row."""
     repeats: list[tuple[int, int]] = field(default_factory=list)

@@ -228,10 +228,9 @@ class Session:
                 raise self._failed(f"Produce to {batch.target.topic}/{batch.target.partition}", produced.error_code)
 
     async def _answers(self, flight: Unanswered) -> Mapping[TopicPartition, Produced]:
-        """Return the responses to a produce request; its batches are sent again while the previous transaction is
-        ending.
+        """Return the responses to a produce request; batches are sent again while the previous transaction is ending.
 
-        Only a transaction's first batch for a partition can get that answer, and `_send_queue` sends no other before it
+        Only a transaction's first batch for a partition can come too early, and `_send_queue` sends no other before it
         is accepted.
         """
         answers: dict[TopicPartition, Produced] = {}

@@ -271,7 +271,7 @@ class SegmentFilter:
         self._copied_at = 0
         """The number of hashes that the log had when a snapshot was last begun."""
         self._next_key: bytes | None = None
-        """The key after which reading the segment goes on, or None if the segment is not being read."""
+        """The key after which reading the segment continues, or None if the segment is not being read."""
 
     def load(self, mark: LogMark | None, *, first_key: bytes, ids: int, position: int) -> None:
         """Let `warm` load the filter of a segment that has this number of IDs and this position.
