@@ -47,7 +47,7 @@ class SettingsError(AuthorMistake):
 
 
 class PackageMissing(DedupError):
-    """This installation lacks the packages of an extra. The message is the command that installs them."""
+    """This installation lacks the packages of an extra. The message contains the command that installs them."""
 
     exit_code = 2
 
@@ -71,7 +71,7 @@ class VerificationFailed(DedupError):
 
 
 class BrokerUnavailable(DedupError):
-    """No broker answered in time, or the broker refused the connection."""
+    """No broker answered in time, or a broker refused a connection or a request."""
 
     exit_code = 5
 

@@ -70,7 +70,7 @@ QUIET_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class ScheduledFault:
-    """A fault with its time, its kind, and the number of the worker that it targets, if it targets a worker."""
+    """A fault with its time, its kind, and, if it targets a worker, the number of that worker."""
 
     at_s: float
     kind: FaultType

@@ -31,7 +31,7 @@ class OnMissing(enum.Enum):
 
 
 class OnTombstone(enum.Enum):
-    """The policy for a record with a null value if its ID or its event time comes from the value."""
+    """The policy for a record with a null value if the ID or the event time comes from the value."""
 
     FORWARD = "forward"
     DEAD_LETTER = "dead_letter"
@@ -113,7 +113,7 @@ class Outcome:
     late: list[tuple[int, Late]] = field(default_factory=list)
     dead: list[tuple[int, DeadLetter]] = field(default_factory=list)
     clamped: dict[int, int] = field(default_factory=dict)
-    """Rows whose event time was replaced because it was too far ahead, each with the time that replaced it."""
+    """Rows whose event time was too far ahead and was replaced, each with the replacement."""
     singles: list[int] = field(default_factory=list)
     """Rows whose new sighting, which has the row's event time, is the only sighting of its ID in its segment."""
     rewritten: dict[tuple[int, bytes], Sightings] = field(default_factory=dict)

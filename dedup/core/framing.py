@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, cast
 from dedup.core.exact_json import Unreadable, with_foreign_format
 
 SchemaIdPlace = Literal["auto", "header", "prefix"]
-"""Where the schema ID of a value is. With auto, it is in the header if the record has it, otherwise in the prefix."""
+"""Where the schema ID of a value is. With auto, it is in the header if the record has one, otherwise in the prefix."""
 
 HEADER: Final = "__value_schema_id"
 PREFIX_BYTES: Final = 5

@@ -177,7 +177,7 @@ class TopicCheck:
 
 
 class FeedEnd(NamedTuple):
-    """The high watermark and the last stable offset of a partition, as its leader has reported them."""
+    """The high watermark and the last stable offset of a partition, as last reported by its leader."""
 
     high_watermark: int
     last_stable_offset: int

@@ -126,7 +126,7 @@ class Hashed:
 
 
 class BloomFilter:
-    """A set of IDs that never misses an ID that was added, but may report an ID that was not."""
+    """A set of IDs that always reports an added ID, but may also report an ID that was never added."""
 
     __slots__ = ("_capacity", "_layers", "_total_words", "added")
 

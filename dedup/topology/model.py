@@ -144,8 +144,7 @@ class Topology:
 
     @property
     def reset_group(self) -> str:
-        """The consumer group that stores the written topics' ends and the sources' starts as of the last `dedup reset`.
-        """
+        """The consumer group with the written topics' ends and the sources' starts as of the last `dedup reset`."""
         return f"{self.name}.reset"
 
     @property

@@ -53,7 +53,7 @@ eight times as many IDs are loaded.
 _MOST_FOLDS: Final = 3
 """How many times a whole batch is folded, each time without one more refused record, before it is judged in parts."""
 PIECE: Final = 64
-"""The number of records per part. Each record that its topic does not accept requires one more fold of its part."""
+"""The number of records per part. For each record that its topic does not accept, the part is folded once more."""
 _NO_HEADERS: Final[list[Header]] = []
 _CLOCK_TOLERANCE_MS: Final = 1_000
 """A difference between clocks that is smaller than this never causes records to be judged again."""

@@ -132,7 +132,7 @@ class Refusals:
 
 
 def faults_of(batch: FeedBatch, refused: Mapping[int, str]) -> dict[int, Fault]:
-    """Return a fault for each record that the broker refuses or that has a header name that is not UTF-8."""
+    """Return a fault for each record that the broker refuses or that has a header name not in UTF-8."""
     faults = {}
     for row, offset in enumerate(batch.offsets):
         if offset in refused:

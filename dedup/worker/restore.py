@@ -311,7 +311,7 @@ class LostOffsets:
             raise self._refusal(lost)
 
     async def refuse(self, feed: Feed) -> None:
-        """Raise StateIncompatible if records of a source partition without a committed offset were already judged.
+        """Raise StateIncompatible if records of a source partition without a committed offset have already been judged.
 
         The caller must have fenced all earlier owners of the partition. Concurrent calls share one search of the
         changelog.

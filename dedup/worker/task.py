@@ -113,7 +113,7 @@ class TaskWork(abc.ABC):
 
     @abc.abstractmethod
     async def restore(self, committed: int | None) -> int:
-        """Bring the state up to the end of the changelog, and return the feeding partition's offset to start from."""
+        """Bring the state up to the end of the changelog, and return the feeding offset to start from."""
 
     @abc.abstractmethod
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
@@ -236,7 +236,7 @@ class Task:
 
     @property
     def all_committed(self) -> bool:
-        """True if the task runs and everything that it has judged is committed."""
+        """True if the task runs and everything that it has judged has been committed."""
         return self.state is TaskState.RUNNING and not self.dirty and not self._in_flight
 
     def _move(self, state: TaskState) -> None:
@@ -376,7 +376,7 @@ class Task:
             return Captured(self, position, len(self._held), self.work.freeze(position.offset))
 
     def applied(self, captured: Captured, ends: Mapping[TopicPartition, int]) -> None:
-        """Apply captured results to the store, because their transaction is committed."""
+        """Apply captured results to the store, because their transaction has been committed."""
         with self.noting_damage():
             captured.frozen.apply(ends)
         crashpoints.reached("after_apply")

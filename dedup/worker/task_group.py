@@ -150,12 +150,12 @@ class TaskGroup:
         return ends
 
     def _may_apply(self) -> bool:
-        """Return whether the group may use its stores; it may have been closed while its commit was in flight."""
+        """Return whether the group may still use its stores; it may have been closed while its commit was in flight."""
         return not self.closed
 
     @staticmethod
     def _apply(captured: Sequence[Captured], ends: Mapping[TopicPartition, int]) -> None:
-        """Apply every task's results, even if one of them fails, because all of them are committed.
+        """Apply every task's results, even if one of them fails, because all of them have been committed.
 
         Raises the first error afterward. A task that has not applied its results restores them from the changelog.
         """

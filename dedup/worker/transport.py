@@ -218,7 +218,7 @@ class Consumer(FaustConsumer):
         return None if code in COORDINATOR_MOVED else code in {0, _REBALANCE_IN_PROGRESS}
 
     def passed(self, feeding: TopicPartition, end: int, judged: int) -> bool:
-        """Return whether all committed records below ``end`` were delivered and judged."""
+        """Return whether all committed records below ``end`` have been delivered and judged."""
         tp = TP(*feeding)
         return self._passed.get(tp, -1) >= end and self._delivered.get(tp) == judged
 
@@ -246,7 +246,7 @@ class Consumer(FaustConsumer):
         )
 
     def rejoin(self) -> None:
-        """Ask for a new assignment, because a group was fenced or lost its state, unless one is on its way anyway."""
+        """Ask for a new assignment, because a group was fenced or lost its state, unless one is already on its way."""
         if not self.rebalancing:
             self.client._coordinator.request_rejoin()  # noqa: SLF001  # aiokafka has no public API for this
 
