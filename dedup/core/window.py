@@ -51,7 +51,7 @@ class Sighting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unique:
-    """The verdict on the first record with its ID within the guard period, which is forwarded."""
+    """The verdict on the first record with its ID within the guard period; the record is forwarded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ class Wire(Protocol):
         """Return the first offset whose record has a timestamp of at least ``time_ms``, or None if there is none."""
 
     async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
-        """Return each topic's state according to one broker, or an error code. Missing topics are not created."""
+        """Return each topic's state, or an error code, according to one broker. Missing topics are not created."""
 
     async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
         """Read committed records at or after an offset, waiting up to ``wait_ms`` for records to arrive."""

@@ -274,7 +274,7 @@ class SegmentFilter:
         """The key after which reading the segment continues, or None if the segment is not being read."""
 
     def load(self, mark: LogMark | None, *, first_key: bytes, ids: int, position: int) -> None:
-        """Let `warm` load the filter of a segment that has this number of IDs and this position.
+        """Make `warm` load the filter of a segment that has this number of IDs and this position.
 
         ``first_key`` is less than all keys of the segment.
         """

@@ -91,7 +91,7 @@ def _refuse_anothers(path: Path) -> None:
 def delete_store(directory: Path) -> None:
     """Delete the directory of a store, if it exists. The store must not be open in this process.
 
-    Raises StateIncompatible, and deletes nothing, if the directory is not that of a store or another process uses it.
+    Raises StateIncompatible, and deletes nothing, if the directory is not a store's or is used by another process.
     """
     if not directory.exists() and not directory.is_symlink():
         return

@@ -173,7 +173,7 @@ class GroupAssignor(PartitionAssignor):
         return found
 
     def _global_table_standby_assignments(self, assignments: Any, partitions_by_topic: Any) -> Any:  # Faust's signature
-        """Convert a finished assignment from groups to partitions; dedup has no global tables."""
+        """Convert a finished assignment from groups to partitions, in place of Faust's step for global tables."""
         return {
             member: ClientAssignment(
                 actives={topic: self._partitions(topic, groups) for topic, groups in made.actives.items()},

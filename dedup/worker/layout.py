@@ -149,7 +149,7 @@ async def begun(topology: Topology, cluster: Cluster, wire: Wire) -> Cluster:
 async def with_layout(topology: Topology, cluster: Cluster, wire: Wire, *, fresh: bool) -> Topology:
     """Return the topology with auto replaced by the number of partitions that share a transaction.
 
-    The layout on the cluster decides. Without one, auto chooses if the topology is new (``fresh``).
+    The layout on the cluster decides; if there is none and the topology is new (``fresh``), auto chooses.
     """
     if topology.transactions.partitions != "auto":
         return topology

@@ -81,7 +81,7 @@ class SideTopics(NamedTuple):
 
 @dataclass(slots=True)
 class Refusals:
-    """The records that brokers have refused since the last commit, and what replaces these records."""
+    """The records that brokers have refused since the last commit, and their replacements."""
 
     rows: Misfits = field(default_factory=dict)
     """Records that a topic does not accept. Whether a record would be sent to that topic depends on its verdict."""

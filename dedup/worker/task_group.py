@@ -157,7 +157,7 @@ class TaskGroup:
     def _apply(captured: Sequence[Captured], ends: Mapping[TopicPartition, int]) -> None:
         """Apply every task's results, even if one of them fails, because all of them have been committed.
 
-        Raises the first error afterward. A task that has not applied its results restores them from the changelog.
+        Then raises the first error. A task that has not applied its results restores them from the changelog.
         """
         errors: list[Exception] = []
         for each in captured:

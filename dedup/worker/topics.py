@@ -295,7 +295,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TopicPlan:
-    """What `dedup apply` will do: the topics to create, and how existing topics differ."""
+    """What `dedup apply` will do: the topics to create, and how existing topics differ from what it would create."""
 
     make: tuple[WantedTopic, ...]
     as_wanted: tuple[str, ...]

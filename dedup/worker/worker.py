@@ -69,7 +69,7 @@ class _Checked:
 
 
 class Loop(uvloop.Loop):
-    """A uvloop event loop whose connections raise OSError once they are closed.
+    """A uvloop event loop whose connections raise OSError on a write once they are closed.
 
     uvloop raises RuntimeError for a write on a connection that the peer has reset, unlike asyncio's own loop. aiokafka
     handles only OSError in this case, so a lost connection would crash the worker with a traceback.
