@@ -29,7 +29,7 @@ class Problem:
 
 
 class AuthorMistake(DedupError):
-    """A file or the command line has mistakes that the user must correct. The error lists them all."""
+    """A file or the command line has mistakes that the user must correct. The error lists all mistakes."""
 
     exit_code = 2
 

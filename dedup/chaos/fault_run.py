@@ -287,7 +287,7 @@ class ClusterFaults:
         return True
 
     def shorten_retention(self) -> bool:
-        """Make the broker delete the oldest past records, once they are all judged; return whether it deleted them."""
+        """Make the broker delete the oldest past records, once all are judged; return whether they were deleted."""
         if not self._ages:
             return False
         age = self._ages[0]

@@ -1,7 +1,7 @@
 """Limits the log lines about a broker that is away: one when it goes, one a minute, and one when it is back.
 
-Without this limit, aiokafka logs each failed attempt to reach a node, up to thousands per second, but never a success.
-Every command sets up its logging with this module, which therefore imports nothing heavy.
+Without this limit, aiokafka would log each failed attempt to reach a node, up to thousands per second, but never a
+success. Every command sets up its logging with this module, which therefore imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class OutageLines:
 
 
 class OutageFilter(logging.Filter):
-    """Passes the lines of `OutageLines` to a handler, instead of each message that aiokafka and dedup log in an outage.
+    """Passes the lines of `OutageLines` to a handler, instead of every message that aiokafka and dedup log during an
+    outage.
 
     With ``verbose``, dedup's own messages are all passed as well.
     """

@@ -331,8 +331,8 @@ class Session:
 
         Before a broker appends a transaction's first batch to a partition, the broker verifies with the transaction
         coordinator that the partition belongs to the transaction (KIP-890). A broker queues at most one verification
-        per transactional ID. The first batches of other partitions and TxnOffsetCommit also need one, and if they
-        replace a queued verification of a batch, the broker rejects that batch with NotEnoughReplicas
+        per transactional ID. The first batches of other partitions and TxnOffsetCommit also need a verification; if it
+        replaces the queued verification of a batch, the broker rejects that batch with NotEnoughReplicas
         (`AddPartitionsToTxnManager` of Kafka 4.1).
         """
         while any(each.batch.target not in self._ends for flight in self._unanswered for each in flight.batches):

@@ -10,8 +10,9 @@ number of IDs and position at that time. A log is used only if its mark has the 
 position, and its hashes have the mark's CRC. Otherwise, the filter is built from the segment's keys, which takes eight
 times as long, and the log is written again.
 
-The log is written before the store's batch and is not synced. After a SIGKILL it may have more hashes than its mark
-says; the extra ones are ignored. After a power failure it may have fewer, and the CRC then differs.
+The log is written before the store's batch and is not synced. After a SIGKILL, the log may have more hashes than its
+mark says, and the extra ones are ignored. After a power failure, the log may have fewer hashes, and the CRC then
+differs.
 
 From time to time, the filter itself is written to a second file, a snapshot, from which it is loaded twenty times as
 fast; only the hashes after the snapshot are then read from the log. The mark names the snapshot and its CRC. A snapshot
@@ -218,7 +219,7 @@ class Snapshot:
 
     @classmethod
     def decode(cls, value: bytes) -> Self:
-        """Return the snapshot that the end of a stored mark describes."""
+        """Decode the snapshot at the end of a stored mark."""
         layers = tuple(words for (words,) in _LAYER.iter_unpack(value[_SNAPSHOT.size :]))
         hashes, log_crc, crc, capacity = _SNAPSHOT.unpack_from(value)
         return cls(hashes, log_crc, crc, capacity, layers)
@@ -237,7 +238,7 @@ class LogMark:
     snapshot: Snapshot | None = None
 
     def encode(self) -> bytes:
-        """Return the value that the store keeps."""
+        """Encode the mark as the value that the store keeps."""
         head = _MARK.pack(self.segment_ids, self.segment_position, self.hashes, self.crc)
         return head if self.snapshot is None else head + self.snapshot.encode()
 

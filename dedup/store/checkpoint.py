@@ -2,7 +2,7 @@
 
 Nothing that is read from a checkpoint is trusted: only regular files with the names of RocksDB's data files are
 written, each with at most the bytes that the description states, and each is compared with its digest. A checkpoint
-omits RocksDB's options, because dedup opens stores with its own options. It also omits RocksDB's event log, which
+omits RocksDB's options, because dedup opens stores with its own options. Also omitted are RocksDB's event log, which
 contains the machine's name, and the logs of the Bloom filters, which can be built again.
 """
 

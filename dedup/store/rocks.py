@@ -386,7 +386,7 @@ class RocksStore:
         return store
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return the encoded sightings of the IDs, by segment and ID. Segments with none of them are omitted."""
+        """Return the encoded sightings of the IDs, by segment and ID. Segments with none of the IDs are omitted."""
         self._refuse_if_closed()
         asked = [(start, held) for start in segments if (held := self._segments.get(start)) is not None]
         if not asked or not ids:

@@ -82,5 +82,5 @@ def key_bytes(kind: str) -> int:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Return a size in words, in MiB or GiB."""
+    """Return a size as text, in MiB or GiB."""
     return f"{size_bytes / (1 << 30):,.2f} GiB" if size_bytes >= 1 << 28 else f"{size_bytes / (1 << 20):,.1f} MiB"

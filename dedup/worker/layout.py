@@ -206,7 +206,7 @@ def transactional_ids(topology: Topology, cluster: Cluster, size: int) -> list[s
 
 @dataclass(frozen=True, slots=True)
 class LayoutChange:
-    """Writes layouts. A change that was interrupted is finished by running it again."""
+    """Writes layouts. To finish a change that was interrupted, run it again."""
 
     topology: Topology
     cluster: Cluster
@@ -235,7 +235,7 @@ class LayoutChange:
 
         If ``anew`` is True, the state begins anew with the partitions that the topics have now. If ``unless_there`` is
         True and another process has written a layout, nothing is changed. Raises TaskMigrated if another process
-        changes the layout at the same time, or CommitUnknown.
+        changes the layout at the same time; may also raise CommitUnknown.
         """
         session = self._session(self.topology.layout_id)
         await session.open()
@@ -265,8 +265,8 @@ class LayoutChange:
     async def _write(self, session: Session, layout: Layout) -> None:
         """Write a layout; afterward, every reader gets this layout or a newer one.
 
-        A broker answers EndTxn before it writes the markers, and readers get the previous layout until it has. A worker
-        that read the previous layout after its ID was fenced would continue.
+        A broker answers EndTxn before it writes the markers, and readers get the previous layout until it has done so.
+        A worker that read the previous layout after its ID was fenced would continue.
         """
         line: Line = (OWN_ROW, SteadyClock().now_ms(), _KEY, encode_layout(layout), [])
         session.add(fill(TopicPartition(self.topology.layout_topic, 0), [line], compression="none"))
@@ -282,7 +282,7 @@ async def change_layout(topology: Topology, settings: Settings, wire: KafkaWire,
     """Make as many partitions share a transaction as the topology says, and keep state and offsets.
 
     Raises DedupError if workers are running or another process changes the layout, or StateIncompatible if topics are
-    missing. A change that was interrupted is finished.
+    missing. An interrupted change is completed.
     """
     await Group(wire, topology.name).refuse_members()
     have = await admin.topics(known_names(topology))

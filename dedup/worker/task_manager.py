@@ -132,7 +132,7 @@ class TaskManager:
         """Close the groups of all other partitions, and start the groups of these partitions that are not open yet.
 
         Groups that stay assigned are left alone. A group that was fenced is no longer open, so it is started again. The
-        closed groups do not commit what is left, because the new owners have begun by now and would reject it.
+        closed groups make no last commit, because their new owners have begun by now and would reject it.
         """
         wanted = self._factory.grouped(feeding)
         await self._close(self._groups.keys() - set(wanted), drain=False)
