@@ -53,7 +53,7 @@ def checked_file(text: str, name: str, model: type[_File], checks: Iterable[_Che
     """Return the content of a file as an instance of ``model``. Raises TopologyError, which lists every problem.
 
     The first field of ``model`` must be the version of the file format. ``checks`` find problems that involve several
-    keys. Each check gets a document that is a mapping, but whose values may be invalid.
+    keys. Each check gets a document whose top-level value is a mapping, but whose other values may be invalid.
     """
     begin = f"{next(iter(model.model_fields))}: 1"
     document = read(text, name=name)
@@ -165,7 +165,7 @@ def _one_rule(document: Document) -> Iterator[Problem]:
 
 
 def _format_fits(document: Document) -> Iterator[Problem]:
-    """Report keys that the format of the values leaves without a meaning."""
+    """Report keys that have no meaning with the format of the values."""
     found = document.get(("source", "format"))
     schema_id: At = ("source", "schema_id")
     if found != "json_schema" and document.has(schema_id):
