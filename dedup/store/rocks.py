@@ -514,8 +514,8 @@ class RocksStore:
         """Read up to ``ids`` more stored IDs into the Bloom filters, and return whether the filters contain all IDs.
 
         In the same time, more IDs are loaded from a filter's files: 1 million IDs take about 0.25 s from the store,
-        0.03 to 0.06 s from the filter's log, and 0.003 s from its snapshot. Any time left over is used to write snapshots
-        of complete filters. Until the filters contain all IDs, lookups are correct but slower.
+        0.03 to 0.06 s from the filter's log, and 0.003 s from its snapshot. Any time left over is used to write
+        snapshots of complete filters. Until the filters contain all IDs, lookups are correct but slower.
         """
         self._refuse_if_closed()
         busy = [each for each in self._segments.items() if not each[1].filter.idle]
