@@ -182,7 +182,7 @@ def make(connection: DatabaseConnection, table: str, statement: str) -> None:
 
 
 class FencedOffsets:
-    """One reader's offsets in a topic, stored in the table `dedup_offsets`, which is also used to fence earlier owners."""
+    """One reader's offsets in a topic, stored in the table `dedup_offsets` in a way that fences earlier owners."""
 
     def __init__(self, reader: str, topic: str, topic_id: str) -> None:
         self.reader: Final = reader

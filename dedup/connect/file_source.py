@@ -315,9 +315,7 @@ class Files:
         return self._close_file(opened) if opened.gone else None
 
     def _close_file(self, opened: _OpenFile) -> SourceRecords | None:
-        """Close a file that was read to its end; if the end is not committed, keep it open, as it may have to be
-        reread.
-        """
+        """Close a file that was read to its end, unless its end is uncommitted and may therefore have to be reread."""
         known = opened.known
         if opened.lines.rest_bytes:
             if not opened.warned:
