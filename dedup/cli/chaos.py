@@ -67,7 +67,10 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     per_s: Annotated[int, typer.Option(min=1, help="Records sent per second.")] = 2_000,
     seed: Annotated[int, typer.Option(help="Seed of the fault schedule; the same seed gives the same faults.")] = 1,
     harder: Annotated[
-        float, typer.Option(min=0.1, max=20, help="Fault-rate multiplier; above 1, more kinds of faults occur.")
+        float,
+        typer.Option(
+            min=0.1, max=20, help="Fault-rate multiplier; above 1, an embedded Kafka gets more kinds of faults."
+        ),
     ] = 1.0,
     partitions: Annotated[
         int | None,
@@ -80,8 +83,8 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     """Inject faults into a fleet under load, then verify that nothing was lost or duplicated.
 
     The command kills, freezes, stops, and adds workers while a read_committed consumer watches the output. Without
-    --config, the command uses an embedded Kafka, and also kills the broker and cuts connections. If --harder is above
-    1, the command also restarts the broker cleanly, changes the compression and the maximum record size of the output,
+    --config, the command uses an embedded Kafka, and also kills the broker and cuts connections. There, if --harder is
+    above 1, it also restarts the broker cleanly, changes the compression and the maximum record size of the output,
     shortens the source's retention so that judged records are deleted, and tries to delete the consumer group.
 
     With --config, the command uses your test environment and injects faults only into the workers that it starts

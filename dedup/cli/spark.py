@@ -66,7 +66,7 @@ _RowsAreEvents = Annotated[
         "--rows-are-events", help="Convert each input row to a JSON event; the input needs no column `value`."
     ),
 ]
-_Every = Annotated[str, typer.Option(help="How long to wait before looking for new records again.")]
+_Every = Annotated[str, typer.Option(help="How long to wait if there are no new records to append to the table.")]
 _Delta = Annotated[
     str | None, typer.Option(metavar="PATH", help="Append the output topic to the Delta table at this path.")
 ]
