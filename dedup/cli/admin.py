@@ -1,4 +1,6 @@
-"""Implements `dedup apply`, `status`, `reset`, `replay`, and `lookup`, which administer a topology on a cluster."""
+"""Implements `dedup apply`, `status`, `reset`, `layout`, `replay`, and `lookup`, which administer a topology on a
+cluster.
+"""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
 def run(
     topology: TopologyArgument,
     *,
-    checkpoint: Annotated[str, typer.Option(help="Directory for Spark's checkpoint; topologies must not share it.")],
+    checkpoint: Annotated[str, typer.Option(help="Directory for Spark's checkpoint; each topology needs its own.")],
     config: ConfigOption = None,
     overrides: SetOption = None,
     master: _Master = None,

@@ -105,7 +105,7 @@ class Files:
         self._committed: dict[str, _FilePosition] = {}
         self._turn: list[int] = []
         self._renamed: list[_FilePosition] = []
-        """Positions, still to be committed, of files that were renamed after they were read to their ends."""
+        """Uncommitted positions of files that were renamed after they had been read to their ends."""
         self._inodes: set[int] = set()
         """Inodes of all files in the directory."""
 

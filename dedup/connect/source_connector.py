@@ -46,7 +46,7 @@ RECORDS_AT_ONCE: Final = 40_000
 """Maximum number of records in one transaction."""
 MOST_RECORDS: Final = 500_000
 MOST_BYTES: Final = 256 << 20
-"""Limits for the records between two markers, which are kept in memory."""
+"""Limits for the records between two markers, because they are kept in memory."""
 LOOK_AGAIN_S: Final = 0.2
 NO_RETENTION_LIMIT: Final = "-1"
 log: Final = logging.getLogger(__name__)

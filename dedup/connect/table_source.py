@@ -49,7 +49,7 @@ class NumberedRows:
         self._bound: int | None = None
         self._names: list[str] = []
         self._order: Final = [spec.column] if spec.unique is None else [spec.column, spec.unique]
-        """The one or two columns by which rows are numbered."""
+        """The one or two columns that number the rows."""
         self._listed: Final = ", ".join(f't."{name}"' for name in self._order)
         query = spec.query or ""
         self._from: Final = spec.table or f"({query.replace('%', '%%') if self._postgres else query})"

@@ -148,7 +148,7 @@ _CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
 
 
 def table_of(spec: SinkSpec, types: Mapping[str, str]) -> Table:
-    """Return the table of a sink, whose columns have the SQL types in ``types``."""
+    """Return the table of a sink, with columns of the SQL types in ``types``."""
     columns = [(column.name, types[column.type]) for column in spec.columns]
     payload = columns or [("key", types["bytes"]), ("value", types["bytes"])]
     fixed = ((ID, types["bytes"]), (TIME, types["integer"]))

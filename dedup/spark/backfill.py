@@ -1,6 +1,6 @@
 """Implements `dedup spark backfill`, which judges a whole history and publishes all of its verdicts exactly once.
 
-Each attempt at a run writes to its own directory, whose name makes Spark ignore it. Renaming the directory publishes
+Each attempt at a run writes to its own directory, which has a name that Spark ignores. Renaming the directory publishes
 all verdicts of the run at once. On object stores, where a rename is not atomic, a manifest that names the attempt's
 files publishes the run instead (`manifest`). If a run is killed, a new attempt starts over, but with the clock time of
 the first attempt.

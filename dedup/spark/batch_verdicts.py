@@ -324,7 +324,7 @@ def _targets(reducers: int) -> tuple[int, ...]:
 
 
 def _spark_hash(numbers: npt.NDArray[np.uint32]) -> Integers:
-    """Return the value of Spark's `hash` for each integer, which is MurmurHash3 (Appleby 2011) with the seed 42."""
+    """Return Spark's `hash` of each integer, which is MurmurHash3 (Appleby 2011) with the seed 42."""
     hashed = _rotated(numbers * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
     hashed = _rotated(np.uint32(42) ^ hashed, 13) * np.uint32(5) + np.uint32(0xE6546B64)
     hashed ^= np.uint32(numbers.itemsize)

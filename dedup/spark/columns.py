@@ -215,9 +215,7 @@ def _digest(key: bytes | None, value: bytes | None, headers: list[Header], time_
 
 
 def identified(df: DataFrame, topology: Topology) -> DataFrame:
-    """Return ``df``, which has the columns of `columns.RECORDS` and may have others, with the columns `IDENTIFIED`
-    appended.
-    """
+    """Append the columns `IDENTIFIED` to ``df``, which has the columns of `columns.RECORDS` and may have others."""
     schema = StructType([*df.schema.fields, *IDENTIFIED])
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:

@@ -497,7 +497,7 @@ class MapPlan:
     batch_rows: int = 10_000
     """The number of rows in a batch that Spark passes to Python."""
     feeds: tuple[Feed, ...] = ()
-    """All source partitions if the input is the repartition topic, and otherwise nothing."""
+    """All source partitions if the input is the repartition topic; otherwise, empty."""
 
 
 def map_rows(plan: MapPlan, batches: Iterable[pa.RecordBatch]) -> Batches:

@@ -120,7 +120,7 @@ def layer_rows(
     `sightings.LAYER`.
 
     The last yielded row is a report: the number of records by verdict, and the end of the judged records in each source
-    partition, as far as the task knows it. ``buckets`` is a multiple of ``reducers``, the number of reduce tasks. If
+    partition, as far as the task knows. ``buckets`` is a multiple of ``reducers``, the number of reduce tasks. If
     ``whole`` is true, the rows include the unexpired sightings of earlier jobs, so that the next job needs no earlier
     layer.
     """
@@ -146,7 +146,7 @@ def layer_rows(
 
 
 def _ends(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -> LogEnds:
-    """Return the end of each log after this job, as far as the reduce task knows it."""
+    """Return the end of each log after this job, as far as the reduce task knows."""
     ends = ends_of(read_notice(received.notices))
     if plan.mode == "event_time" and folded is not None and len(folded.rows.times_ms):
         ends.append((UNPLACED, LogEnd(0, int(folded.rows.times_ms.max()))))

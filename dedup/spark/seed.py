@@ -117,7 +117,7 @@ class _ClusterState:
     next_offsets: Mapping[int, int]
     """Maps each task to the offset where it will begin to read its feeding partition."""
     judged_at_ms: int
-    """The wall-clock time of the first run of this seed, which decides which event times are in the future."""
+    """The wall-clock time of this seed's first run, by which event times are judged to be in the future."""
     marks: Mapping[int, SeedMark]
     """The seed marks of an earlier run, by partition; empty in the first run."""
 

@@ -213,7 +213,7 @@ class Cut:
         return self.hold(Spill(self.scratch, buckets, numbers, others))
 
     def log_spill(self, buckets: int) -> Spill:
-        """Return an empty spill for the columns of a log, which `free` closes."""
+        """Return an empty spill, which `free` closes, for the columns of a log."""
         return self.hold(Log.spill(self.scratch, buckets))
 
     def hold(self, spill: Spill) -> Spill:

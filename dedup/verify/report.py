@@ -70,7 +70,7 @@ class Books:
     pending: int = 0
     """Number of offsets from the committed offset to the end, as in `dedup status`, or 0 if they hold no record."""
     skipped: int = 0
-    """Number of offsets before the start of the topology, which were never judged."""
+    """Number of offsets that were never judged, because they precede the topology's start."""
     not_provable: int = 0
     """Number of records in ``read`` that were judged although the log no longer shows their correct verdict."""
     ended: int | None = None
