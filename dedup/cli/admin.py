@@ -1,6 +1,4 @@
-"""Implements `dedup apply`, `status`, `reset`, `layout`, `replay`, and `lookup`, which administer a topology on a
-cluster.
-"""
+"""Implements `dedup apply`, `status`, `reset`, `layout`, `replay`, and `lookup`, which administer topologies."""
 
 from __future__ import annotations
 

@@ -37,9 +37,8 @@ _COLUMNS: Final = ("key", "value", "headers", "topic", "partition", "offset", "t
 _SETTLED_WITHIN_S: Final = 60.0
 _SETTLED_LOOK_S: Final = 0.2
 _RENEWED_AFTER_MS: Final = 24 * 3_600_000
-"""The sink commits its offsets again after this time without records, because the table commit that contains the
-offsets expires: in Delta after `delta.logRetentionDuration` (30 days by default), in Iceberg by `expire_snapshots` (5
-days).
+"""Without records, the sink commits its offsets again after this time, because the commit that contains them expires:
+in Delta after `delta.logRetentionDuration` (30 days by default), in Iceberg by `expire_snapshots` (5 days).
 """
 
 

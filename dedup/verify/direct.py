@@ -214,7 +214,7 @@ def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
 
 
 def _copies(cut: Cut, partition: int, buckets: int, *, known: bool) -> Copies:
-    """Return a source partition's duplicates and conflicts, which are in their topics' partitions of the same number."""
+    """Return a source partition's duplicates and conflicts, which are in the topics' partitions of the same number."""
     whole: dict[str, list[int]] = {}
     for topic in copy_topics(cut).values():
         if cut.partitions[topic] >= cut.partitions[cut.topology.source.topics[0]]:
