@@ -34,10 +34,7 @@ def run(
         bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at startup.")
     ] = False,
     onto_existing_output: Annotated[
-        bool,
-        typer.Option(
-            "--onto-existing-output", help="Let a new group write to an output that already contains records."
-        ),
+        bool, typer.Option("--onto-existing-output", help="Let a new group write to an output that has records.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress line, only the log.")] = False,
 ) -> None:

@@ -166,10 +166,7 @@ def run(
     most_offsets: Annotated[int, typer.Option(min=1, help="Maximum number of offsets per micro-batch.")] = 1_000_000,
     commit_rows: Annotated[int, typer.Option(min=1, help="Approximate number of records per transaction.")] = 100_000,
     onto_existing_output: Annotated[
-        bool,
-        typer.Option(
-            "--onto-existing-output", help="Let a new group write to an output that already contains records."
-        ),
+        bool, typer.Option("--onto-existing-output", help="Let a new group write to an output that has records.")
     ] = False,
     delta: _Delta = None,
     iceberg: _Iceberg = None,
@@ -492,10 +489,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
         typer.Option(metavar="DDL", help="Columns to fill from the JSON value. Default: the columns key and value."),
     ] = None,
     order: Annotated[
-        str,
-        typer.Option(
-            metavar="event_time|offset|COLUMN", help="Value by which records are compared; the newest has the greatest."
-        ),
+        str, typer.Option(metavar="event_time|offset|COLUMN", help="Value by which records are ordered, newest last.")
     ] = "event_time",
     rejected: Annotated[
         str | None, typer.Option(metavar="PATH", help="Directory for records that cannot become rows.")
