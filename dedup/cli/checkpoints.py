@@ -40,7 +40,7 @@ def checkpoint(
         ),
     ] = None,
     partitions: Annotated[
-        list[int] | None, typer.Option("--partition", min=0, help="Write only this partition. Repeatable.")
+        list[int] | None, typer.Option("--partition", min=0, help="Checkpoint only this partition. Repeatable.")
     ] = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
@@ -49,11 +49,11 @@ def checkpoint(
     """Write the state of a topology's tasks to a directory or an object store, one checkpoint per partition.
 
     The command reads the state from the changelog, so it does not need or affect any worker. The command keeps the
-    state in --state-dir, so its next run reads only new changelog records. Run the command periodically, but never run
+    state in --state-dir, so the next run reads only new changelog records. Run the command periodically, but never run
     two instances at the same time.
 
-    A worker without local state starts from the checkpoint that `state.checkpoint` names, and reads only the rest of
-    the changelog.
+    A worker without local state starts from a checkpoint under `state.checkpoint`, and reads only the rest of the
+    changelog.
 
     Example: dedup checkpoint topologies/orders.yaml --to s3://backups/dedup
     """

@@ -20,14 +20,14 @@ def size(
     topology: OptionalTopology = None,
     *,
     rate: Annotated[float, typer.Option(min=0, help="Records per second.")] = 1000,
-    duplicates: Annotated[float, typer.Option(min=0, max=1, help="Share of records whose ID is not new.")] = 0,
+    duplicates: Annotated[float, typer.Option(min=0, max=1, help="Share of records whose ID was seen before.")] = 0,
     kind: Annotated[str, typer.Option("--id", metavar="KIND", help=f"Kind of ID: {KINDS}.")] = "uuid",
     guard: Annotated[
         str | None, typer.Option(metavar="DURATION", help="Guard period. Default: the topology's.")
     ] = None,
     grace: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="Grace period. Default: --guard, or else the topology's grace period."),
+        typer.Option(metavar="DURATION", help="Grace period. Default: the value of --guard, or else the topology's."),
     ] = None,
     partitions: Annotated[int, typer.Option(min=1, help="Number of partitions that dedup tasks read.")] = 1,
     as_json: JsonOption = False,
@@ -35,8 +35,8 @@ def size(
     """Predict the size of the state on disk and in memory from a record rate, a guard period, and the kind of ID.
 
     If TOPOLOGY is given, the command uses the topology's guard period and grace period, and compares the prediction
-    with the topology's limit for the state. The prediction is accurate to within 20% for IDs that have nothing in
-    common, such as UUIDs; sequential IDs may need only half the space. The command does not connect to Kafka.
+    with the topology's limit for the state. For unrelated IDs, such as UUIDs, the prediction is accurate to within 20%;
+    sequential IDs may need only half the space. The command does not connect to Kafka.
 
     Examples: dedup size topologies/orders.yaml --rate 2000
 
