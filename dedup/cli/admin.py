@@ -1,4 +1,4 @@
-"""Implements `dedup apply`, `status`, `reset`, `layout`, `replay`, and `lookup`, which administer topologies."""
+"""Defines `dedup apply`, `status`, `reset`, `layout`, `replay`, and `lookup`, which administer topologies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implements `dedup status` and `dedup lookup`, with data from the brokers and from the workers."""
+"""Queries brokers and workers for what `dedup status` and `dedup lookup` show."""
 
 from __future__ import annotations
 
