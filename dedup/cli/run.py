@@ -42,7 +42,7 @@ def run(
 
     Workers refuse to start in a new consumer group if the output already contains records, because a renamed topology,
     or a second topology with the same output, would forward the same records again. With --onto-existing-output, they
-    start anyway. Kafka stores this permission for seven days, so one run with the option is enough.
+    start anyway. Kafka retains this permission for seven days, so later starts do not need the option.
 
     Examples: dedup run topologies/orders.yaml
 

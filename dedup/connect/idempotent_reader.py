@@ -101,7 +101,7 @@ class IdempotentReader:
         With ``until_end``, the method returns at the end offsets that the topic had when the reader was opened.
         ``handle`` runs in a thread, inside the transaction that marks the events as seen. If ``handle`` raises an
         exception, the transaction is rolled back, and `run` raises the exception. The reader calls ``handle`` again for
-        events whose transaction was not committed, so ``handle`` must have no effect outside the database.
+        events whose transaction was not committed, so ``handle`` must have no side effect outside the database.
 
         Raises InvariantBroken if an earlier call was interrupted by an exception or a cancellation; open a new reader
         instead. Raises StateIncompatible if the topic was deleted or recreated, or has new partitions that the reader

@@ -1,9 +1,9 @@
 """Implements the transactional outbox, which commits records and source positions together exactly once.
 
 As in Kafka Connect's exactly-once sources (KIP-618), each transaction writes the records and, to a compacted topic, the
-position in the source. Unlike in Kafka Connect, each transaction also writes its own number. If a commit gets no
-response, the outbox begins a new epoch, reads the number of the last committed transaction, and sends the records again
-if their transaction was not committed.
+position in the source. Kafka Connect does no more; here, each transaction also writes its own sequence number. If a
+commit gets no response, the outbox begins a new epoch, reads the number of the last committed transaction, and sends
+the records again if their transaction was not committed.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class EmbeddedKafka:
                 )
 
     def check(self) -> None:
-        """Raise BrokerUnavailable, with the end of the log, if the node has exited."""
+        """Raise BrokerUnavailable, with the last lines of its log, if the node has exited."""
         if not self.running:
             tail = "" if self.process is None else self.process.log_tail
             raise BrokerUnavailable(

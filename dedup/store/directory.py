@@ -1,4 +1,4 @@
-"""Names, checks, and deletes the directories of stores, and keeps released stores open.
+"""Names, checks, and deletes store directories, and keeps released stores open.
 
 It is safe to delete a store's directory while no worker uses it: the store is restored from the changelog. A directory
 that is a symbolic link or contains other files is refused and left unchanged.

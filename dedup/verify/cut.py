@@ -276,7 +276,7 @@ class Cut:
             side.close()
 
     def pending(self, topic: str, partition: int) -> int:
-        """Return the lag of a feeding partition as `dedup status` counts it."""
+        """Return the lag of a feeding partition, computed as `dedup status` computes it."""
         bounds, committed = self.bounds[topic][partition], self.committed[topic].get(partition)
         begin = max(bounds.low, committed or 0)
         if committed is None or begin >= bounds.high:

@@ -134,7 +134,7 @@ class TaskReplay:
         self._report.timeline.add_all("duplicates", log.times_ms[~unique])
 
     def _forget(self, tracking_id: bytes | None) -> None:
-        """Drop expired sightings of a frequent ID, because judging a record takes time for each sighting of its ID."""
+        """Drop expired sightings of a frequent ID, because judging takes longer with each sighting of an ID."""
         known = [] if tracking_id is None else self._model.sightings.get(tracking_id, [])
         if tracking_id is None or len(known) < self._forget_at.get(tracking_id, _MANY_SIGHTINGS):
             return
