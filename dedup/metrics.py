@@ -212,7 +212,7 @@ class TaskSeen:
     state: str
     numbers: TaskNumbers
     lag_records: int | None
-    """The lag, computed as `dedup status` computes it, or None until the partition's leader has responded for the first time."""
+    """The lag that `dedup status` shows, or None until the partition's leader has responded for the first time."""
     unstable_records: int | None
     """Number of offsets of the feeding partition that an open transaction hides from `read_committed` readers."""
     state_ids: int = 0

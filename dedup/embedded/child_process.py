@@ -132,7 +132,7 @@ class Processes:
         self.running.pop(name).kill()
 
     def check(self) -> None:
-        """Raise InvariantBroken, with the last lines of its log, if a process has exited without being stopped or killed."""
+        """Raise InvariantBroken, with the last lines of its log, if a process has exited by itself."""
         for name, process in self.running.items():
             if not process.running:
                 raise InvariantBroken(self.ended(name, f"by itself with exit code {process.exit_code}"))

@@ -20,7 +20,7 @@ from dedup.core.tracking_id import (
     TrackingId,
 )
 from dedup.core.window import Window
-from dedup.errors import Problem, TopologyError
+from dedup.errors import InvariantBroken, Problem, TopologyError
 from dedup.topology.model import Late, LateDrop, LateForward, LateTo, SinkColumn, SinkSpec, SourceSpec, Topology
 from dedup.topology.schema import (
     RULES,
@@ -123,7 +123,9 @@ def _rule(file: TrackingIdFile) -> Rule:
         return FieldsRule(tuple(file.fields))
     if file.content is not None:
         return RawContentRule() if file.content is True else ContentRule(tuple(file.content.exclude))
-    return KeyRule()  # `_one_rule` has found exactly one rule
+    if file.key is not None:
+        return KeyRule()
+    raise InvariantBroken("`_one_rule` has accepted a tracking ID without a rule that is known here.")
 
 
 def event_time_of(written: str | FieldTimeFile) -> EventTime:
