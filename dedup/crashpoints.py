@@ -29,7 +29,7 @@ Point = Literal[
 ]
 POINTS: Final[tuple[Point, ...]] = get_args(Point)
 OF_LAYOUT: Final[frozenset[Point]] = frozenset({"after_changing", "after_fence"})
-"""The points that only a change of the layout reaches, and no worker with a layout."""
+"""The points that are reached only while a layout is written or changed, never by a worker that has a layout."""
 OF_ANNOUNCING: Final[frozenset[Point]] = frozenset({"after_begin", "after_group"})
 """The points that are reached only with transactions of version 1, in which partitions and groups are announced."""
 VARIABLE: Final = "DEDUP_CRASH_AT"

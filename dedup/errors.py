@@ -47,7 +47,7 @@ class SettingsError(AuthorMistake):
 
 
 class PackageMissing(DedupError):
-    """This installation lacks the packages of an extra. The message is the command that installs them."""
+    """This installation lacks the packages of an extra. The message contains the command that installs them."""
 
     exit_code = 2
 
@@ -75,7 +75,7 @@ class VerificationFailed(DedupError):
 
 
 class BrokerUnavailable(DedupError):
-    """No broker answered in time, or the broker refused the connection."""
+    """No broker answered in time, or a broker refused a connection or a request."""
 
     exit_code = 5
 
@@ -118,7 +118,7 @@ class RecordRefused(DedupError):
     An offset of -1 stands for a record that dedup itself created.
     """
     feeding: tuple[str, int] | None = None
-    """The feeding partition of these offsets, because the tasks of a group share a transaction; None without a task."""
+    """The feeding partition of these offsets (a group's tasks share a transaction), or None without a task."""
     reasons: Mapping[int, str] = field(default_factory=dict)
     """The broker's message about each refused record, if the broker names the records (KIP-467)."""
     too_large: bool = False
@@ -130,7 +130,7 @@ class RecordRefused(DedupError):
 
 
 class ClockBehind(DedupError):
-    """A record seems to be in the future only because the worker's clock is behind, so retry the transaction."""
+    """A record seems to be in the future only because the worker's clock is behind, so the caller must retry."""
 
 
 class InvariantBroken(DedupError):

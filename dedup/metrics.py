@@ -134,7 +134,7 @@ class Durations:
 
 @dataclass(slots=True)
 class Judged:
-    """The verdicts on a number of records."""
+    """The verdict counts of a set of records."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     dead_reasons: Counter[str] = field(default_factory=Counter)
@@ -152,7 +152,7 @@ class Judged:
 
 @dataclass(slots=True)
 class TaskNumbers(Judged):
-    """The counters of one task, which change only between batches. Its verdicts are those of committed transactions."""
+    """The counters of one task, which change only between batches. The verdicts are those of committed transactions."""
 
     replayed: int = 0
     sampled: int = 0
@@ -212,7 +212,7 @@ class TaskSeen:
     state: str
     numbers: TaskNumbers
     lag_records: int | None
-    """The lag as `dedup status` counts it, or None until the partition's leader has responded for the first time."""
+    """The lag that `dedup status` shows, or None until the partition's leader has responded for the first time."""
     unstable_records: int | None
     """Number of offsets of the feeding partition that an open transaction hides from `read_committed` readers."""
     state_ids: int = 0
@@ -248,7 +248,7 @@ _REMEDIES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterAlert:
-    """A warning that nearly all records that were judged in the last minute are dead letters."""
+    """A warning that nearly all records judged in the last minute are dead letters."""
 
     judged: int
     dead: int
@@ -269,7 +269,7 @@ class DeadLetterAlert:
 
 
 class DeadShare:
-    """Raises an alert while nearly all records that were judged in the last minute are dead letters.
+    """Raises an alert while nearly all records judged in the last minute are dead letters.
 
     An alert begins only if enough records were judged. An alert that has begun continues even if fewer records are
     judged, so that a slow topic does not start and end alerts repeatedly.
@@ -278,7 +278,7 @@ class DeadShare:
     def __init__(self) -> None:
         self.alert: DeadLetterAlert | None = None
         self._looks: Final[deque[tuple[int, int, Counter[str]]]] = deque()
-        """For each call of `look`, its time, the number of judged records, and the dead letters by reason."""
+        """For each call to `look`, the time, the number of judged records, and the dead letters by reason."""
 
     def look(self, numbers: Iterable[TaskNumbers], now_ms: int) -> bool:
         """Record the current counters of all tasks, and return whether an alert has begun or ended."""
@@ -309,7 +309,7 @@ class DeadShare:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSeen:
-    """A snapshot of a worker, from which its web pages are rendered."""
+    """A snapshot of a worker, from which the worker's web pages are rendered."""
 
     topology: str
     worker_id: str

@@ -20,7 +20,7 @@ SIZE_PATTERN: Final = r"^[0-9]{1,19}(B|KiB|MiB|GiB|TiB)$"
 def parse_duration(text: str, *, short: bool = False) -> int:
     """Parse a duration such as ``15m``, and return milliseconds. Raises ValueError with a message for the user.
 
-    With ``short``, the message about a missing unit suggests seconds for a small number, and hours otherwise.
+    If a small number has no unit, the message suggests seconds with ``short``, and hours without.
     """
     # Without a unit, 24 probably means hours, and 500 probably means milliseconds.
     few = ("s", "ms") if short else ("h", "m")

@@ -1,4 +1,4 @@
-"""Defines the settings of a worker, which have the structure of the config file, and loads them.
+"""Defines the settings of a worker, which are structured like the config file, and loads them.
 
 Later sources override earlier ones: defaults, the config file, the environment (``DEDUP_WEB__PORT=0`` sets
 ``web.port``), and `--set`. A config file contains no secrets, only references to them, such as ``${env:NAME}`` or
@@ -177,7 +177,7 @@ class Web(Keys):
     token: _SecretText | None = None
     """Token that callers must send, written as ${env:NAME} or ${file:PATH}."""
     advertise: Annotated[str, _PAGE_RULE] | None = None
-    """URL that other workers and users need to reach these pages. Default: a URL with web.host and web.port."""
+    """URL at which other workers and users reach these pages. Default: a URL with web.host and web.port."""
 
 
 class LogSettings(Keys):
@@ -186,7 +186,7 @@ class LogSettings(Keys):
     format: Literal["text", "json"] = "text"
     """Log format: text for people, or json for machines."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """The lowest level of the log lines that are written."""
+    """Lowest level of the log lines to write."""
 
 
 class Settings(Keys):

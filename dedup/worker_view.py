@@ -43,7 +43,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class TaskPulse:
-    """The metrics of one task that are cheap to read every second."""
+    """Those metrics of one task that are cheap enough to read every second."""
 
     numbers: TaskNumbers
     """The task's live counters, not a copy. A task that is built again has new counters."""
@@ -61,7 +61,7 @@ class SeenId:
     source: str
     """Position of the forwarded record in its source, as topic/partition/offset."""
     live: bool
-    """Whether the sighting still counts, because stream time has not passed its retention."""
+    """Whether the sighting still counts, which it does until stream time has passed its retention."""
     went: str | None
     """The output topic, followed by the partition if it is known, or None for an observe-only topology."""
 
@@ -75,7 +75,7 @@ class LookedUp:
     id: str
     sightings: tuple[SeenId, ...]
     asked: tuple[int, ...]
-    """The partitions that were searched, which are the partitions of this worker."""
+    """The partitions that were searched, namely this worker's."""
     partitions: int
     """Total number of partitions, or 0 while the worker has no assignment."""
     belongs_to: int | None
@@ -83,7 +83,7 @@ class LookedUp:
     candidates: tuple[int, ...]
     """The partitions that the ID may be in."""
     feeding_topics: tuple[str, ...]
-    """The topics that dedup tasks read. The partition numbers in the other fields are those of these topics."""
+    """The topics that dedup tasks read. The partition numbers in the other fields refer to these topics."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ _MEANT: Final[Mapping[str, str]] = {
     "micros": "us",
     "microseconds": "us",
 }
-"""Other names of words that a file may contain, such as units of time."""
+"""Maps other names, such as those of time units, to the words that a file must use."""
 _WANTED: Final[Mapping[str, str]] = {
     "string_type": "must be text; put it in quotes",
     "bool_type": "must be true or false",
@@ -79,7 +79,7 @@ class Document:
 
     name: str
     value: Any = None
-    """The top-level value: None, a bool, int, float, or str, or a list or string-keyed dict of such values."""
+    """The top-level value: a scalar (None, bool, int, float, str), or a list or string-keyed dict of such values."""
     problems: list[Problem] = field(default_factory=list)
     """The YAML errors in the file. Despite these errors, ``value`` holds everything that could be read."""
     _values: dict[At, str] = field(default_factory=dict)

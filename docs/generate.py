@@ -263,7 +263,7 @@ def _rows(root: Schema, node: Schema, prefix: str) -> Iterator[tuple[str, str, s
     for name, entry in node.get("properties", {}).items():
         inner = _mapping(root, entry)
         needed = name in node.get("required", ()) and not (inner is not None and "anyOf" in entry)
-        text = entry.get("description", "")
+        text = " ".join(entry.get("description", "").split())
         key = f"**`{prefix}{name}`**" if needed else f"`{prefix}{name}`"
         yield key, _kind(root, entry), _default(entry), text
         if inner is not None:

@@ -110,6 +110,7 @@ FAMILIES: Final[dict[str, str]] = {WORLD[0][0]: "the cluster changes while a wor
 ALSO: Final[dict[str, tuple[str, ...]]] = {
     "F02": (
         "tests/simulation/test_schedules.py::test_schedules",
+        "tests/simulation/test_longest.py::test_schedules",
         "tests/integration/test_checkpoint.py::test_killed_in_the_middle_of_a_transfer",
     ),
     "F03": ("tests/integration/test_checkpoint.py::test_a_fleet_is_kept_while_it_runs_and_an_empty_disk_begins_there",),

@@ -1,6 +1,6 @@
 """Computes the nine oracles of `dedup chaos`, which are conditions that must hold in every run, and the report.
 
-The evidence is gathered from Kafka, the stores, and the workers' logs and exit codes, when all workers have stopped.
+The evidence is gathered from Kafka, the stores, and the workers' logs and exit codes, once all workers have stopped.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: Ch
 
 
 def _or_why(found: Evidence, names: tuple[str, ...], look: Callable[[], T]) -> T | None:
-    """Return the result of ``look``. If it fails, return None, and note its error under each oracle in ``names``."""
+    """Return the result of ``look``. If it fails, return None, and note the error under each oracle in ``names``."""
     try:
         return look()
     except DedupError as error:

@@ -70,7 +70,7 @@ QUIET_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class ScheduledFault:
-    """A fault with its time, its kind, and the number of the worker that it targets, if it targets a worker."""
+    """A fault with its time, its kind, and, if it targets a worker, the number of that worker."""
 
     at_s: float
     kind: FaultType
@@ -84,7 +84,7 @@ def rates(*, harder: float, embedded: bool) -> dict[FaultType, float]:
 
 
 def draw(*, seed: int, seconds: float, workers: int, per_minute: Mapping[FaultType, float]) -> list[ScheduledFault]:
-    """Return the faults of a run in order of time; each kind of fault occurs at random times, at its own rate."""
+    """Return the faults of a run, sorted by time; each kind of fault occurs at random times, at its own rate."""
     dice = random.Random(seed)  # noqa: S311  # no secret; a run must be repeatable
     span_s = max(0.0, seconds - QUIET_S)
     return sorted(
@@ -112,7 +112,7 @@ _DELETED_WITHIN_S: Final = 10.0
 _PATIENCE_MS: Final = 5_000
 _KILLED: Final = 137
 _NOT_UP_YET: Final = 143
-"""Exit code of a worker that receives SIGTERM before it handles signals, when it has not done anything yet."""
+"""Exit code of a worker that receives SIGTERM before it handles signals, and thus before it has done anything."""
 _CLEAN_EXITS: Final = frozenset({0, BrokerUnavailable.exit_code, _NOT_UP_YET})
 _CONFIG_CHANGES: Final[tuple[Mapping[str, str], ...]] = (
     {"compression.type": "gzip"},
@@ -190,8 +190,7 @@ class ChaosFleet(Processes):
         self._end(_name(self.most - 1))
 
     def bring_back(self) -> Counter[int]:
-        """Restart workers that ended although no fault stopped them, and return the number of these workers by exit
-        code.
+        """Restart workers that ended although no fault stopped them, and return their number by exit code.
 
         A worker may end only because the broker is down; `unprovoked` lists workers that ended for another reason.
         """
@@ -288,7 +287,7 @@ class ClusterFaults:
         return True
 
     def shorten_retention(self) -> bool:
-        """Make the broker delete the oldest past records, once they are all judged; return whether it deleted them."""
+        """Make the broker delete the oldest past records, once all are judged; return whether they were deleted."""
         if not self._ages:
             return False
         age = self._ages[0]
@@ -358,7 +357,7 @@ class ChaosEvents:
     injected: list[InjectedFault] = field(default_factory=list)
     ticks: list[Tick] = field(default_factory=list)
     restarts: Counter[int] = field(default_factory=Counter)
-    """Maps an exit code to the number of times that a worker ended with it without a fault and was restarted."""
+    """Maps each exit code to how often a worker ended with it although no fault had stopped it, and was restarted."""
     early: str | None = None
     """The reason why the run ended early, or None if it did not."""
 

@@ -123,7 +123,7 @@ class Sightings:
 
 
 class LiveChecker:
-    """Reads the committed records of the output in a thread, and counts IDs that occur twice within a guard period.
+    """Reads the committed records of the output in a thread, and counts IDs that recur within a guard period.
 
     Use the live checker as a context manager, and call `finish` before the context ends.
     """

@@ -64,7 +64,7 @@ AT_LEAST_ONCE: Final[Mapping[str, Any]] = {
     "reconnect.backoff.ms": 10,
     "reconnect.backoff.max.ms": 100,
 }
-"""Options of a producer that retries soon after a lost response; if the broker has the record, a duplicate results."""
+"""Options of a producer that retries soon after a lost response, which duplicates the record if the broker has it."""
 ANY_PARTITION: Final = -1
 """The partition number that lets the producer's partitioner choose the partition."""
 
@@ -304,7 +304,7 @@ class Sender:
 
 @dataclass(frozen=True, slots=True)
 class Age:
-    """A group of records that `write_past` wrote, all with one event time."""
+    """A group of records that `write_past` wrote, all with the same event time."""
 
     until_ms: int
     """If retention keeps only records after this time, the broker deletes the records of this age."""

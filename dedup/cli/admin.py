@@ -1,4 +1,4 @@
-"""Implements the commands that administer a topology on a cluster, such as `dedup apply`, `reset`, and `checkpoint`."""
+"""Defines the commands that administer topologies, such as `dedup apply`, `status`, `reset`, and `checkpoint`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def apply(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be created.")] = False,
     acls: Annotated[bool, typer.Option("--acls", help="Only print the permissions that a worker needs.")] = False,
     principal: Annotated[
-        str, typer.Option(help="Principal that the output of --acls grants permissions to.")
+        str, typer.Option(help="Principal to which the commands printed by --acls grant permissions.")
     ] = "User:dedup",
     table: Annotated[bool, typer.Option("--table", help="Also create the sink's tables in its database.")] = False,
     as_json: JsonOption = False,
@@ -57,7 +57,7 @@ def apply(
     """Create the topics that a topology needs, and show how existing topics differ from the required ones.
 
     The command never changes existing topics and never creates source topics. With --table, the command also creates
-    the sink's tables, so that `dedup sink` does not need the permission to create tables.
+    the sink's tables, so `dedup sink` needs no permission to create tables.
 
     Example: dedup apply topologies/orders.yaml --dry-run
     """
@@ -130,10 +130,10 @@ def status(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Show a fleet's lag, rates, and tasks, what is wrong, and what to do.
+    """Show a fleet's lag, rates, and tasks, what is wrong, and how to fix it.
 
-    The first line contains the lag, the age of the oldest record that is not committed, and the rates of the last
-    second. A narrow terminal shows fewer columns; --json has all of them.
+    The first line contains the lag, the age of the oldest record in it, and the rates of the last second. A narrow
+    terminal shows fewer columns; --json prints all of them.
 
     Example: dedup status topologies/orders.yaml --watch
     """
@@ -178,7 +178,7 @@ def reset(
     """Delete a topology's offsets, changelog, repartition topic, and checkpoints, and the local state on this machine.
 
     The command asks for confirmation, and refuses to continue while workers are running. The output topic keeps its
-    records. If workers read the source from the start after a reset, they forward records a second time, and `dedup
+    records. If workers reread the source from the start after a reset, they forward records a second time, and `dedup
     verify` reports the second copies.
 
     Example: dedup reset topologies/orders.yaml --to latest
@@ -239,10 +239,11 @@ def layout(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Show how many partitions share a transaction, or change it with --apply.
+    """Show how many partitions share a transaction; with --apply, change this number.
 
-    A change needs all workers of the topology to be stopped. It keeps the state and the offsets. Workers that were
-    frozen during a change cannot commit afterwards. If a change is interrupted, no worker starts until it is run again.
+    Stop all workers of the topology before a change. The change keeps the state and the offsets. Workers that were
+    frozen during a change cannot commit afterward. After an interrupted change, no worker starts until you run the
+    command again.
 
     Example: dedup layout topologies/orders.yaml --apply
     """
@@ -272,7 +273,7 @@ def replay(
         bool, typer.Option("--late", help="Replay late records instead of dead letters. Requires --forward.")
     ] = False,
     forward: Annotated[
-        bool, typer.Option("--forward", help="Send late records to the output, which may then hold duplicates.")
+        bool, typer.Option("--forward", help="Send late records to the output, which may then contain duplicates.")
     ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of records to send.")] = None,
     *,
@@ -284,12 +285,12 @@ def replay(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Send dead letters back to the source partitions that they came from, exactly once.
+    """Send each dead letter back to the source partition that it came from, exactly once.
 
-    Each record that is sent has the header dedup-replayed, which contains its original position in the source. With
-    --late --forward, the command sends late records to the output, because they would be late again in the source. Late
-    records that are sent to the output have the header dedup-verdict: late. If the position of the last replay is lost,
-    the command sends nothing unless --from says where to begin.
+    Each record sent has the header dedup-replayed, which contains the record's original position in the source. With
+    --late --forward, the command sends late records to the output, because in the source they would be late again. In
+    the output, late records have the header dedup-verdict: late. If the position of the last replay is lost, the
+    command sends nothing unless --from says where to begin.
 
     Example: dedup replay topologies/orders.yaml --limit 100
     """
@@ -327,9 +328,9 @@ def lookup(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Ask a worker when an ID was seen, in which record, and until when further records with the ID are duplicates.
+    """Ask a worker when and in which record an ID was seen, and until what time further records with it are duplicates.
 
-    Write a composite ID as a JSON array of its parts. The worker asks other workers about the partitions that it does
+    Write a composite ID as a JSON array of its parts. The worker asks the other workers about partitions that it does
     not own.
 
     Example: dedup lookup topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
@@ -355,7 +356,7 @@ def checkpoint(
         ),
     ] = None,
     partitions: Annotated[
-        list[int] | None, typer.Option("--partition", min=0, help="Write only this partition. Repeatable.")
+        list[int] | None, typer.Option("--partition", min=0, help="Checkpoint only this partition. Repeatable.")
     ] = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
@@ -364,11 +365,11 @@ def checkpoint(
     """Write the state of a topology's tasks to a directory or an object store, one checkpoint per partition.
 
     The command reads the state from the changelog, so it does not need or affect any worker. The command keeps the
-    state in --state-dir, so its next run reads only new changelog records. Run the command periodically, but never run
+    state in --state-dir, so the next run reads only new changelog records. Run the command periodically, but never run
     two instances at the same time.
 
-    A worker without local state starts from the checkpoint that `state.checkpoint` names, and reads only the rest of
-    the changelog.
+    A worker without local state starts from a checkpoint under `state.checkpoint`, and reads only the rest of the
+    changelog.
 
     Example: dedup checkpoint topologies/orders.yaml --to s3://backups/dedup
     """

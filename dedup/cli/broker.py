@@ -50,15 +50,15 @@ def demo(
     chain: Annotated[
         bool,
         typer.Option(
-            "--chain", help="Run ingest, worker, and sink from a file to a table, and kill each process once."
+            "--chain", help="Run a chain from a file to a table (ingest, worker, sink), and kill each process once."
         ),
     ] = False,
 ) -> None:
     """Deduplicate 336,776 real flights on an embedded Kafka, kill a worker midway, and verify the result.
 
-    The demo cuts the producer's connection repeatedly, so the producer sends some records twice. Two workers
+    The demo repeatedly cuts the producer's connection, so the producer sends some records twice. Two workers
     deduplicate the records; one of them is killed with SIGKILL and restarted. Finally, the demo checks every record as
-    `dedup verify` does. The demo does not need an installed Kafka or Java, and takes about a minute, or about 20
+    `dedup verify` does. Neither Kafka nor Java needs to be installed. The demo takes about a minute, or about 20
     seconds with --fast.
 
     Example: dedup demo --fast

@@ -53,7 +53,7 @@ class ChaosOptions:
     partitions: int
     """Partition count of the source topics in the embedded Kafka."""
     directory: Path
-    """The directory of the run's logs and state."""
+    """The directory for the run's logs and state."""
     console: Console
 
 
@@ -67,7 +67,10 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     per_s: Annotated[int, typer.Option(min=1, help="Records sent per second.")] = 2_000,
     seed: Annotated[int, typer.Option(help="Seed of the fault schedule; the same seed gives the same faults.")] = 1,
     harder: Annotated[
-        float, typer.Option(min=0.1, max=20, help="Factor for the fault rate; above 1, more kinds of faults occur.")
+        float,
+        typer.Option(
+            min=0.1, max=20, help="Fault-rate multiplier; above 1, an embedded Kafka gets more kinds of faults."
+        ),
     ] = 1.0,
     partitions: Annotated[
         int | None,
@@ -80,9 +83,9 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     """Inject faults into a fleet under load, then verify that nothing was lost or duplicated.
 
     The command kills, freezes, stops, and adds workers while a read_committed consumer watches the output. Without
-    --config, the command uses an embedded Kafka, and also kills the broker and cuts connections. If --harder is above
-    1, the command also restarts the broker cleanly, changes the compression and record size of the output, shortens the
-    retention of the source to delete judged records, and tries to delete the consumer group.
+    --config, the command uses an embedded Kafka, and also kills the broker and cuts connections. There, if --harder is
+    above 1, it also restarts the broker cleanly, changes the compression and the maximum record size of the output,
+    shortens the source's retention so that judged records are deleted, and tries to delete the consumer group.
 
     With --config, the command uses your test environment and injects faults only into the workers that it starts
     itself. The command writes generated records to the topology's source topics, which must exist and be empty. The
@@ -150,7 +153,7 @@ def _on_test_cluster(options: ChaosOptions, config: Path) -> ChaosReport:
 
 
 def _faults(options: ChaosOptions, settings: Settings, *, embedded: bool) -> tuple[list[ScheduledFault], list[Age]]:
-    """Draw the faults. If a fault shortens the retention, write old records for the brokers to delete."""
+    """Draw the faults. If one of them shortens the retention, write old records for the brokers to delete."""
     from dedup.chaos.fault_run import FaultType, draw, rates
     from dedup.chaos.load import write_past
 
@@ -165,7 +168,7 @@ def _faults(options: ChaosOptions, settings: Settings, *, embedded: bool) -> tup
 
 
 def _apply(options: ChaosOptions, config: Path) -> None:
-    """Create all topics that the workers write to, because the live checker starts before the workers."""
+    """Create all topics that workers write to, because the live checker starts before the workers do."""
     from dedup.embedded.child_process import DEDUP
 
     command = [*DEDUP, "apply", str(options.topology_file), "--config", str(config)]

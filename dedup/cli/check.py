@@ -1,4 +1,4 @@
-"""Implements `dedup check`, `describe`, `schema`, `size`, and `try`, which work without a broker."""
+"""Defines `dedup check`, `describe`, `schema`, `size`, and `try`, which work without a broker."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
 
 _STDIN: Final = Path("-")
 LOOK_S: Final = 0.3
-"""Polling interval of `dedup check --watch`, which is too short for a person to notice."""
+"""Polling interval of `dedup check --watch`, too short for a person to notice."""
 
 
 def check(
     topologies: Annotated[list[Path], typer.Argument(metavar="TOPOLOGY...", help="Topology and ingest files.")],
     broker: Annotated[
-        bool, typer.Option("--broker", help="Also compare the cluster's topics with the needed ones.")
+        bool, typer.Option("--broker", help="Also compare the cluster's topics with those that are needed.")
     ] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
     watch: Annotated[bool, typer.Option("--watch", help="Check after each save until Ctrl-C.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check topology and ingest files, print each error with its position, and warn of likely mistakes.
+    """Check topology and ingest files, print each error with its position, and warn about likely mistakes.
 
     The exit code is 2 if a file has an error, and 0 if there are only warnings. If several files are given, the command
-    also checks the chain from source to table that they form, and reports each stage that is not exactly-once. Two
-    topologies that write to the same topic are an error, unless the topic receives only their dead letters. With
-    --broker, the command also compares the cluster's topics with those that each topology needs.
+    also checks the chain that they form from source to table, and reports each stage that is not exactly-once. It is an
+    error if two topologies write to the same topic, unless they send only dead letters to it. With --broker, the
+    command also compares the cluster's topics with those that each topology needs.
 
     Examples: dedup check topologies/*.yaml
 
@@ -230,26 +230,27 @@ def try_records(
         typer.Argument(
             metavar="FILE",
             show_default=False,
-            help="File with one JSON value per line. If FILE is missing or -, standard input is read.",
+            help="File with one JSON value per line. If FILE is omitted or -, standard input is read.",
         ),
     ] = _STDIN,
     envelope: Annotated[
-        bool, typer.Option("--envelope", help="Each line is a whole record, not only a value.")
+        bool, typer.Option("--envelope", help="Read each line as a whole record, not only a value.")
     ] = False,
     start: Annotated[
         str, typer.Option("--time", help="Timestamp of the first line (RFC 3339); each following line is 1 s later.")
     ] = A_TIME,
     now: Annotated[
-        str | None, typer.Option("--now", help="Current time (RFC 3339). Default: this machine's clock.")
+        str | None,
+        typer.Option("--now", help="Time to use as the current time (RFC 3339). Default: this machine's clock."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Judge records from a file without a broker, and print each verdict with its reason.
 
     FILE contains one JSON value per line. The lines are judged in order, as if they were the records of one partition.
-    With --envelope, each line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}.
-    In place of "value", "value_base64" takes any bytes. With `source.format: json_schema`, `dedup try` adds the framing
-    to each JSON value.
+    With --envelope, each line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}. For
+    arbitrary bytes, write "value_base64" instead of "value". With `source.format: json_schema`, `dedup try` adds the
+    framing to each JSON value.
 
     Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
     """
@@ -279,14 +280,14 @@ def size(
     topology: OptionalTopology = None,
     *,
     rate: Annotated[float, typer.Option(min=0, help="Records per second.")] = 1000,
-    duplicates: Annotated[float, typer.Option(min=0, max=1, help="Share of records whose ID is not new.")] = 0,
+    duplicates: Annotated[float, typer.Option(min=0, max=1, help="Share of records whose ID was seen before.")] = 0,
     kind: Annotated[str, typer.Option("--id", metavar="KIND", help=f"Kind of ID: {KINDS}.")] = "uuid",
     guard: Annotated[
         str | None, typer.Option(metavar="DURATION", help="Guard period. Default: the topology's.")
     ] = None,
     grace: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="Grace period. Default: --guard, or else the topology's grace period."),
+        typer.Option(metavar="DURATION", help="Grace period. Default: the value of --guard, or else the topology's."),
     ] = None,
     partitions: Annotated[int, typer.Option(min=1, help="Number of partitions that dedup tasks read.")] = 1,
     as_json: JsonOption = False,
@@ -294,8 +295,8 @@ def size(
     """Predict the size of the state on disk and in memory from a record rate, a guard period, and the kind of ID.
 
     If TOPOLOGY is given, the command uses the topology's guard period and grace period, and compares the prediction
-    with the topology's limit for the state. The prediction is accurate to within 20% for IDs that have nothing in
-    common, such as UUIDs; sequential IDs may need only half the space. The command does not connect to Kafka.
+    with the topology's limit for the state. For unrelated IDs, such as UUIDs, the prediction is accurate to within 20%;
+    sequential IDs may need only half the space. The command does not connect to Kafka.
 
     Examples: dedup size topologies/orders.yaml --rate 2000
 

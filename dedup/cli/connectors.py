@@ -33,9 +33,8 @@ def ingest(
 ) -> None:
     """Send the lines of files or the rows of a table to a topic, each exactly once, even across crashes.
 
-    Each Kafka transaction contains records and the position that has been reached in the source. If a second process
-    starts with the same ingest file, the second process takes over, and the first process stops with the error
-    TaskMigrated.
+    Each Kafka transaction contains records and the position reached in the source. If a second process starts with the
+    same ingest file, it takes over, and the first process stops with the error TaskMigrated.
 
     Examples: dedup ingest topologies/files-to-topic.yaml
 
@@ -72,14 +71,17 @@ def sink(
         str | None, typer.Option(metavar="0,2-5", help="Partitions that this process reads. Default: all.")
     ] = None,
     exit_when_done: Annotated[
-        bool, typer.Option("--exit-when-done", help="Stop when all records in the topic at startup are in the table.")
+        bool,
+        typer.Option(
+            "--exit-when-done", help="Stop when every record that was in the topic at startup is in the table."
+        ),
     ] = False,
 ) -> None:
-    """Write a topic to a database table with one row per tracking ID.
+    """Write a topic to a database table, with one row per tracking ID.
 
-    Each database transaction contains rows and the offsets that have been reached in the topic. Reading the topic a
-    second time changes nothing. If a second process reads the same partitions of the topic, the second process takes
-    over, and the first process stops with the error TaskMigrated.
+    Each database transaction contains rows and the offsets reached in the topic. Reading the topic a second time does
+    not change the table. If a second process reads the same partitions of the topic, it takes over, and the first
+    process stops with the error TaskMigrated.
 
     Examples: dedup sink topologies/topic-to-database.yaml
 
@@ -121,7 +123,7 @@ def _numbers(text: str) -> set[int]:
 def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
     """Return the sink, with references such as ${env:NAME} in its URL resolved.
 
-    Raises TopologyError without a sink, and as `refuse_unusable` does.
+    Raises TopologyError if there is no sink, and the errors of `refuse_unusable`.
     """
     from dedup.connect.open_database import refuse_unusable
     from dedup.connect.sink_connector import spec_of

@@ -61,7 +61,7 @@ FAST: Final = Size(flights=40_000, events_per_second=10_000, cut_every_events=2_
 
 @dataclass(slots=True)
 class Run:
-    """One run of the demo. Kafka and the workers must already be running. Each instance runs only once."""
+    """One run of the demo. Kafka and the workers must already be running. Each instance can run only once."""
 
     topology: Topology
     settings: Settings
@@ -93,7 +93,7 @@ class Run:
         return len(self.ids)
 
     def _flights(self) -> Iterator[Made]:
-        """Yield the flights. Some responses of the broker are dropped, so that the producer sends records again."""
+        """Yield the flights, and drop some of the broker's responses, so that the producer sends records again."""
         (topic,) = self.topology.source.topics
         for number, flight in enumerate(flights(self.size.flights), 1):
             self.ids.add(flight.key)
@@ -200,7 +200,7 @@ COUNT: Final = "SELECT count(*) FROM flights"
 _LINES_PER_S: Final = 6_000
 _BLOCK_LINES: Final = 500
 _WRITTEN_TWICE: Final = 0.2
-"""Share of blocks that are written twice."""
+"""Share of the blocks of lines that are written twice."""
 _CHAIN_RESTART_AFTER_S: Final = 0.5
 _CHAIN_STALLS_AFTER_S: Final = 120.0
 _CHAIN_POLL_EVERY_S: Final = 0.1
@@ -270,7 +270,7 @@ class _Chain(Processes):
             time.sleep(_CHAIN_POLL_EVERY_S)
 
     def _connectors_started(self) -> bool:
-        """Tell whether `dedup ingest` and `dedup sink` have started far enough to handle SIGTERM."""
+        """Tell whether `dedup ingest` and `dedup sink` are far enough into startup to handle SIGTERM."""
         return all(" taken; " in self.running[name].log for name in ("dedup ingest", "dedup sink"))
 
     def count(self) -> int:

@@ -1,4 +1,4 @@
-"""Defines arguments, options, tables, and functions for files and reports that several commands share."""
+"""Defines what several commands share: arguments, options, tables, and functions for files and reports."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def read_ingest(path: Path) -> Ingest:
 
 
 def refuse_no_page(page: Path | None) -> None:
-    """Create the directory for a report, if there is one. Raises SettingsError if it cannot be written."""
+    """Create the directory of a report, if one is wanted. Raises SettingsError if the report cannot be written."""
     if page is None:
         return
     if page.suffix == ".json":
@@ -94,7 +94,7 @@ def write_report(page: Path, html: str, data: str) -> None:
 
 
 def publish(found: Report, page: Path | None, command: str, *, as_json: bool) -> None:
-    """Write the HTML and JSON reports of a verification, if asked for, and print the result as JSON or as a table."""
+    """Write a verification's HTML and JSON reports if ``page`` is given, and print the result as JSON or as a table."""
     from dedup.verify.render import print_report, to_html
 
     if page is not None:
@@ -182,7 +182,7 @@ def embedded_kafka(
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of text or numbers. Later columns of a table matter less."""
+    """A column of text or numbers. The columns of a table are in order of importance."""
 
     name: str
     cells: Sequence[str]
@@ -195,9 +195,9 @@ class Column:
 
 
 def fitted(columns: Sequence[Column], width: int) -> Table:
-    """Return a table of the first columns that fit ``width``, at least of the first one.
+    """Return a table of as many columns as fit ``width``, in order, and at least the first one.
 
-    Whole columns are left out before a cell is cut, and never the one that names the row.
+    The last columns are left out before any cell is cut; the first one, which names the row, always stays.
     """
     shown, used = [columns[0]], columns[0].width
     for column in columns[1:]:
@@ -215,7 +215,7 @@ def fitted(columns: Sequence[Column], width: int) -> Table:
 
 
 def shortened(name: str, others: Collection[str]) -> str:
-    """Return a name without the middle of it if it is long, unless it would then equal another shortened name."""
+    """Return a name, without its middle if it is long, unless the result would equal another shortened name."""
     if _cut(name) == name or any(_cut(other) == _cut(name) for other in others if other != name):
         return name
     return _cut(name)

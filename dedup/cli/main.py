@@ -56,8 +56,8 @@ COMMANDS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
         "spark sink": ("spark.sink_command", "Append the output topic to a Delta or Iceberg table."),
     },
 }
-"""Maps each panel of `dedup --help` to its commands, and each command to its function in `dedup.cli` and its purpose in
-at most 64 characters, which is one line of a terminal. The function's docstring is the command's own help. A function
+"""Maps each panel of `dedup --help` to its commands, and each command to its function in `dedup.cli` and its purpose
+(at most 64 characters, to fit on a terminal line). The function's docstring is the command's own help. A function
 imports most modules only when it runs, which keeps `--help` fast.
 """
 

@@ -34,15 +34,15 @@ def run(
         bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at startup.")
     ] = False,
     onto_existing_output: Annotated[
-        bool, typer.Option("--onto-existing-output", help="Let a new group use an output that already holds records.")
+        bool, typer.Option("--onto-existing-output", help="Let a new group write to an output that has records.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress line, only the log.")] = False,
 ) -> None:
     """Deduplicate a topology's topics with one or more worker processes until a signal arrives.
 
-    Workers refuse to start in a new consumer group if the output already holds records, because a renamed topology, or
-    a second topology with the same output, would forward the same records again. With --onto-existing-output, workers
-    start anyway. Kafka stores this permission for seven days, so one run with the option is enough.
+    Workers refuse to start in a new consumer group if the output already contains records, because a renamed topology,
+    or a second topology with the same output, would forward the same records again. With --onto-existing-output, they
+    start anyway. Kafka retains this permission for seven days, so later starts do not need the option.
 
     Examples: dedup run topologies/orders.yaml
 
@@ -76,7 +76,7 @@ def run(
 
 
 class VerdictProgress:
-    """Shows the number of records with each verdict on a terminal while records are judged. Use it with ``with``."""
+    """Shows on a terminal, while records are judged, how many got each verdict. Use it in a ``with`` statement."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._console: Final = Console(stderr=True)
@@ -108,7 +108,7 @@ class VerdictProgress:
 
 
 class RunProgress(VerdictProgress):
-    """Shows the progress of a worker since it started, across rebalances."""
+    """Shows a worker's progress since it started, across rebalances."""
 
     def __init__(self, *, enabled: bool) -> None:
         super().__init__(enabled=enabled)

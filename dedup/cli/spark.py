@@ -58,15 +58,15 @@ _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 _PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
 
 
-_Master = Annotated[str | None, typer.Option(help="Spark master; by default, that of spark-submit or this machine.")]
+_Master = Annotated[str | None, typer.Option(help="Spark master. Default: that of spark-submit, or else this machine.")]
 _Conf = Annotated[list[str] | None, typer.Option("--conf", help="Spark setting: key=value. Repeatable.")]
 _RowsAreEvents = Annotated[
     bool,
     typer.Option(
-        "--rows-are-events", help="Convert each row of the input to a JSON event; no column `value` is needed."
+        "--rows-are-events", help="Convert each input row to a JSON event; the input needs no column `value`."
     ),
 ]
-_Every = Annotated[str, typer.Option(help="How long to wait before looking for new records for the table.")]
+_Every = Annotated[str, typer.Option(help="How long to wait if there are no new records to append to the table.")]
 _Delta = Annotated[
     str | None, typer.Option(metavar="PATH", help="Append the output topic to the Delta table at this path.")
 ]
@@ -78,9 +78,7 @@ _Quiet = Annotated[bool, typer.Option("--quiet", help="Do not show progress.")]
 _ExitWhenDone = Annotated[
     bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at startup.")
 ]
-_Now = Annotated[
-    str | None, typer.Option(help="Time to assume as the current time; later event times are in the future.")
-]
+_Now = Annotated[str | None, typer.Option(help="Time to use as the current time; later event times are in the future.")]
 
 InputFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 _HistoryFormat = Annotated[InputFormat, typer.Option("--format", help="Format of --history.")]
@@ -96,7 +94,7 @@ def open_session(
 
 
 def _fit_for(topology: Topology, fmt: InputFormat | None, *, rows_are_events: bool = False) -> Topology:
-    """Return the topology. Raises SettingsError if a history of this format lacks the framing that it reads."""
+    """Return the topology. Raises SettingsError if it reads a framing that a history of this format lacks."""
     if topology.source.framing is not None and (fmt == "json" or rows_are_events):
         option = "--rows-are-events" if rows_are_events else "--format json"
         text = "has values without the framing of `source.format: json_schema`; read records, or use `format: json`"
@@ -159,7 +157,7 @@ def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
 def run(
     topology: TopologyArgument,
     *,
-    checkpoint: Annotated[str, typer.Option(help="Directory for Spark's checkpoint; topologies must not share it.")],
+    checkpoint: Annotated[str, typer.Option(help="Directory for Spark's checkpoint; each topology needs its own.")],
     config: ConfigOption = None,
     overrides: SetOption = None,
     master: _Master = None,
@@ -168,7 +166,7 @@ def run(
     most_offsets: Annotated[int, typer.Option(min=1, help="Maximum number of offsets per micro-batch.")] = 1_000_000,
     commit_rows: Annotated[int, typer.Option(min=1, help="Approximate number of records per transaction.")] = 100_000,
     onto_existing_output: Annotated[
-        bool, typer.Option("--onto-existing-output", help="Let a new group use an output that already holds records.")
+        bool, typer.Option("--onto-existing-output", help="Let a new group write to an output that has records.")
     ] = False,
     delta: _Delta = None,
     iceberg: _Iceberg = None,
@@ -252,7 +250,7 @@ def backfill_command(
     ] = None,
     fmt: Annotated[
         InputFormat,
-        typer.Option("--format", help="Format of --input; json means one event per line, table means a table name."),
+        typer.Option("--format", help="Format of --input: json is one event per line, table is the name of a table."),
     ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
     out_format: Annotated[Literal["parquet", "delta"], typer.Option(help="Format of the verdicts.")] = "parquet",
@@ -262,7 +260,7 @@ def backfill_command(
     ] = "whole",
     until: Annotated[str, typer.Option(help="Where to stop in topics: now or a timestamp.")] = "now",
     repartitioned: Annotated[
-        bool, typer.Option("--repartitioned", help="Read the repartition topic, in the order in which workers do.")
+        bool, typer.Option("--repartitioned", help="Read the repartition topic, in the same order as workers.")
     ] = False,
     now: _Now = None,
     config: ConfigOption = None,
@@ -272,7 +270,7 @@ def backfill_command(
     as_json: JsonOption = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Judge historical records in files, tables, or Kafka topics, and write the verdict of each record exactly once.
+    """Judge historical records in files, tables, or Kafka topics, and write each record's verdict exactly once.
 
     Examples: dedup spark backfill topologies/orders.yaml --input archive/ --out verdicts/
 
@@ -319,7 +317,7 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
     inputs: Annotated[
         list[str], typer.Option("--input", help="Files, directories that receive new files, or a Delta table.")
     ],
-    out: Annotated[str, typer.Option(help="Path of the Delta table for the verdicts, which the first run creates.")],
+    out: Annotated[str, typer.Option(help="Path of the Delta table for the verdicts; the first run creates it.")],
     fmt: Annotated[
         InputFormat, typer.Option("--format", help="Format of --input; with json, each line is an event.")
     ] = "parquet",
@@ -330,10 +328,10 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Judge the records added to an input since the last run, and append the verdicts to a Delta table exactly once.
+    """Judge the records added to an input since the last run, and append their verdicts to a Delta table exactly once.
 
-    Each run reads the new files, or the new versions of a Delta table, and the sightings that the previous run stored
-    in the directory --out. To finish a run that was killed, run the command again.
+    Each run reads the new files (or the new versions of a Delta table) and the sightings that the previous run stored
+    under --out. If a run is killed, run the command again to finish it.
 
     Examples: dedup spark incremental topologies/orders.yaml --input bronze/orders/ --out silver/orders
 
@@ -387,8 +385,8 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
 ) -> None:
     """Judge historical records, and write their sightings to the changelog for a new fleet to continue from.
 
-    The fleet must not be running, its group must have no offsets, and its changelog must be new. To finish a seed after
-    the command was killed, run the same command again.
+    The fleet must not be running, its group must have no offsets, and its changelog must be new. If the command is
+    killed, run it again to finish the seed.
 
     Examples: dedup spark seed topologies/orders.yaml --until latest
 
@@ -491,7 +489,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
         typer.Option(metavar="DDL", help="Columns to fill from the JSON value. Default: the columns key and value."),
     ] = None,
     order: Annotated[
-        str, typer.Option(metavar="event_time|offset|COLUMN", help="Value that is greatest in the newest record.")
+        str, typer.Option(metavar="event_time|offset|COLUMN", help="Value by which records are ordered, newest last.")
     ] = "event_time",
     rejected: Annotated[
         str | None, typer.Option(metavar="PATH", help="Directory for records that cannot become rows.")
@@ -503,7 +501,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     as_json: JsonOption = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Write the newest record of each tracking ID to a table, with one row per ID. Repeated runs are safe.
+    """Write the newest record of each tracking ID to a table, with one row per ID. The command is safe to repeat.
 
     Examples: dedup spark upsert topologies/orders.yaml --delta /tables/orders --schema 'id STRING, amount DOUBLE'
 

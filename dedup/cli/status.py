@@ -1,4 +1,4 @@
-"""Implements `dedup status` and `dedup lookup`, with data from the brokers and from the workers."""
+"""Queries brokers and workers for what `dedup status` and `dedup lookup` show."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 WATCH_S: Final = 2.0
 _PIPED_COLUMNS: Final = 1_000
 RATE_S: Final = 1.0
-"""The time between the two looks from which a single status computes its rates."""
+"""The time between the two looks from which `dedup status` without --watch computes its rates."""
 PATIENCE_S: Final = 5.0
 """Timeout of a request to a worker."""
 _FROM_WORKER: Final = (
@@ -58,7 +58,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
-"""Opens URLs without redirects or proxies, so that only the named address gets the token."""
+"""Opens URLs without following redirects or using proxies, so that only the named address gets the token."""
 
 
 class NotReached(DedupError):
@@ -104,7 +104,7 @@ async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str,
 
 
 async def idle_now(topology: Topology, wire: KafkaWire, admin: Admin) -> list[str]:
-    """Return the sentence of `idle_workers` about the workers that are in the group now."""
+    """Return the result of `idle_workers` for the workers that are in the group now."""
     members = await Group(wire, topology.name).members()
     have = await admin.topics(topic_names(topology))
     return _idle(topology, have, members, (await read_layout(wire, topology)).partitions)
@@ -119,9 +119,9 @@ def _idle(topology: Topology, have: Mapping[str, Topic], members: list[GroupMemb
 
 
 def idle_workers(held: Mapping[str, int], size: int, partitions: int) -> list[str]:
-    """Return a sentence if workers have nothing to do although others have; ``held`` counts each worker's partitions.
+    """Return a sentence if only some workers have partitions; ``held`` is the number of partitions of each worker.
 
-    ``size`` partitions share a transaction, and the topic that is judged has ``partitions``.
+    ``size`` partitions share a transaction, and the topic being judged has ``partitions`` partitions.
     """
     idle = sorted(worker for worker, count in held.items() if not count)
     if not idle or len(idle) == len(held):
@@ -205,7 +205,7 @@ def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> list[di
 
 
 def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: Settings) -> dict[str, Any]:
-    """Ask the workers at ``urls`` about a tracking ID, and merge their answers. Raises NotReached."""
+    """Ask each worker in ``urls`` about a tracking ID, and merge the answers. Raises NotReached if one is missing."""
     if not urls:
         raise NotReached("web.port is 0 or web is off, so no worker's address is known. Name one with --url.")
     together: dict[str, Any] = {"topology": topology.name, "id": tracking_id}
@@ -263,7 +263,7 @@ class Look:
 def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
     """Combine what the brokers and the workers report into the JSON of `dedup status`.
 
-    With an earlier look, the result contains the rates since then.
+    If ``before`` is given, the result contains the rates since then.
     """
     surveyed, pages = now.surveyed, now.pages
     said = {
@@ -294,7 +294,7 @@ def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
 
 
 def _per_s(now: Look, before: Look | None, name: str) -> float | None:
-    """Return by how much an offset of the tasks grew per second; a topic that was created anew does not count."""
+    """Return how much the tasks' offsets ``name`` grew per second; recreated topics do not count."""
     if before is None or now.at_ms <= before.at_ms:
         return None
     past = {(task["task"], task["topic"], task["partition"]): task[name] for task in before.surveyed["tasks"]}
@@ -306,7 +306,7 @@ def _per_s(now: Look, before: Look | None, name: str) -> float | None:
 
 
 def _wrong(seen: dict[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the fleet, each with what to do."""
+    """Yield a sentence for each problem of the fleet, with its remedy."""
     if seen["missing_topics"]:
         yield f"missing topics: {', '.join(seen['missing_topics'])}; `dedup apply` creates them"
     lost = [task for task in seen["tasks"] if task["owner"] is None]
@@ -351,7 +351,7 @@ def showing(*, watch: bool, as_json: bool) -> Iterator[Callable[[dict[str, Any]]
 
 
 def table(seen: dict[str, Any], width: int) -> RenderableType:
-    """Return the status for a terminal of ``width`` columns, whose rows always show which partition they are about."""
+    """Return the status for a terminal of ``width`` columns. Every row names its partition, whatever the width."""
     kinds = {task["task"] for task in seen["tasks"]}
     columns = [
         Column("partition", [_place(task, seen["tasks"]) for task in seen["tasks"]], is_text=True),

@@ -46,7 +46,7 @@ class Judgment:
     verdict: VerdictName
     reason: str
     topic: str | None
-    """The topic to which the record is sent, or None if it is not sent."""
+    """The topic that the record is sent to, or None if it is not sent."""
     time: str | None
     """The event time that was used for the verdict, or None if the record has no event time."""
 
@@ -68,7 +68,7 @@ class _Envelope(msgspec.Struct):
     """The bytes of the value, which msgspec decodes from base64."""
 
     def record(self, framing: SchemaIdPlace | None) -> tuple[bytes | None, bytes | None, tuple[tuple[str, bytes], ...]]:
-        """Return the key, the value, and the headers. Raises ValueError if there are two values."""
+        """Return the key, the value, and the headers. Raises ValueError if the line has two values."""
         key = None if self.key is None else self.key.encode()
         headers = tuple((header, content.encode()) for header, content in self.headers.items())
         value = bytes(self.value)
@@ -90,8 +90,8 @@ def entries(
     """Yield the records in a file, and skip blank lines.
 
     Line n has the timestamp ``start_ms`` plus n-1 seconds, unless ``envelope`` is set and the line contains a
-    timestamp. The value of a record does not need to be JSON. Values get the ``framing`` that the topology reads,
-    unless they are base64. Raises AuthorMistake if ``envelope`` is set and a line is not an envelope.
+    timestamp. The value of a record does not need to be JSON. Values not given as base64 get the ``framing`` that the
+    topology reads. Raises AuthorMistake if ``envelope`` is set and a line is not an envelope.
     """
     for number, line in enumerate(lines, 1):
         text = line.rstrip(b"\r\n")
@@ -112,7 +112,7 @@ def entries(
 
 
 class RecordJudge:
-    """Judges the records of one partition in the given order, and keeps the state of the partition in memory."""
+    """Judges the records of one partition in the given order, and keeps the partition's state in memory."""
 
     def __init__(self, topology: Topology, *, now_ms: int) -> None:
         self._topology: Final = topology
@@ -122,7 +122,7 @@ class RecordJudge:
         self._known: Final[dict[bytes, dict[int, Sightings]]] = {}
 
     def judge(self, entry: Entry) -> Judgment:
-        """Return the verdict on a record. Raises RecordFailed if the topology sets the policy `fail` for the record."""
+        """Return the verdict on a record. Raises RecordFailed if the topology's policy for the record is `fail`."""
         extracted = self._extractor([entry.key], [entry.value], [entry.headers], [entry.timestamp_ms])
         rows = Rows(extracted, [entry.line], [_FEED])
         ceiling_ms = max(self._now_ms, self._stream_time.value_ms) + self._topology.max_clock_skew_ms

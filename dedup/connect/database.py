@@ -1,9 +1,9 @@
 """Defines database connections, and offsets in the database that fence the earlier owners of a partition.
 
 Each database transaction commits rows together with Kafka offsets, which the table `dedup_offsets` stores in one row
-per partition. A process that takes over a partition increments the epoch in the partition's row. Each transaction
-updates a partition's row only if the row's epoch is still that of its own process, so a transaction of an earlier owner
-fails with TaskMigrated.
+per partition. A process that takes over a partition increments the epoch in the partition's row. A transaction updates
+a partition's row only if the row still contains the epoch of the transaction's process, so a transaction of an earlier
+owner fails with TaskMigrated.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class DatabaseAway(Exception):
 
 
 class RowsRefused(Exception):
-    """The database rejects one of the given rows, and would reject the row again after a retry."""
+    """The database rejects one of the given rows, and would reject it again after a retry."""
 
     def __init__(self, code: str, detail: str) -> None:
         self.code: Final = code
         self.detail: Final = detail
-        """A sentence about the reason, which contains no values of the row."""
+        """A sentence that states the reason without any values of the row."""
         super().__init__(detail)
 
 
@@ -82,7 +82,7 @@ class WriteOutcome:
     updated: int = 0
     unchanged: int = 0
     refused: dict[int, RowsRefused] = field(default_factory=dict)
-    """Maps the index of each refused row to the reason why the database refused it."""
+    """Maps the index of each refused row to the database's reason for refusing it."""
 
 
 class DatabaseConnection(ABC):
@@ -170,7 +170,7 @@ def make_staging(connection: DatabaseConnection, table: Table) -> None:
 
 
 def make(connection: DatabaseConnection, table: str, statement: str) -> None:
-    """Create the table if it does not exist. If the table exists, no permission to create tables is needed."""
+    """Create the table if it does not exist. If it exists, no permission to create tables is needed."""
     if connection.has(table):
         return
     try:
@@ -182,7 +182,7 @@ def make(connection: DatabaseConnection, table: str, statement: str) -> None:
 
 
 class FencedOffsets:
-    """The offsets that one reader of a topic stores in the table `dedup_offsets`, which fences earlier owners."""
+    """One reader's offsets in a topic, stored in the table `dedup_offsets` in a way that fences earlier owners."""
 
     def __init__(self, reader: str, topic: str, topic_id: str) -> None:
         self.reader: Final = reader

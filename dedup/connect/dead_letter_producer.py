@@ -2,7 +2,7 @@
 
 The sink sends dead letters before it commits the database transaction, which holds the partition's lock. After a crash
 between the commit to Kafka and the commit to the database, the sink reads the same records again. Therefore, the sink
-reads the dead-letter topic at startup to find out which records already have dead letters.
+reads the dead-letter topic at startup to find out which records already have a dead letter.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Partition:
     sent_to: int = 0
     """The group's committed offset, which follows the last source record for which any owner has sent a dead letter."""
     sent: set[int] = field(default_factory=set)
-    """Source offsets, from the database's position at startup onward, of records with dead letters in the topic."""
+    """Source offsets of records with dead letters in the topic, from the database's position at startup onward."""
 
 
 class DeadLetterProducer:
@@ -73,10 +73,10 @@ class DeadLetterProducer:
         self._partitions: Final[dict[int, _Partition]] = {}
 
     async def open(self, positions: Mapping[int, int]) -> None:
-        """Fence earlier owners, and find dead letters that were sent for records not yet committed in the database.
+        """Fence earlier owners, and find the dead letters of records that are not yet committed in the database.
 
-        ``positions`` maps each source partition to its position in the database. Raises CommitUnknown if no broker
-        responds in time.
+        ``positions`` maps each source partition to the position stored in the database. Raises CommitUnknown if no
+        broker responds in time.
         """
         timeout_ms = self._settings.transaction_timeout_ms
         for number, position in positions.items():
@@ -106,7 +106,7 @@ class DeadLetterProducer:
         return found
 
     async def send(self, rejected: Sequence[RejectedRecord]) -> int:
-        """Send the dead letters that are not in the topic yet. Returns their number. Raises TaskMigrated if fenced."""
+        """Send the dead letters that are not yet in the topic; return their number. Raises TaskMigrated if fenced."""
         unsent: defaultdict[int, list[RejectedRecord]] = defaultdict(list)
         for record in rejected:
             if record.offset not in self._partitions[record.source.partition].sent:
@@ -116,7 +116,7 @@ class DeadLetterProducer:
         return sum(map(len, unsent.values()))
 
     def settled(self, positions: Mapping[int, int]) -> None:
-        """Forget the dead letters of records below ``positions``, after the database has committed ``positions``."""
+        """Forget the dead letters of records below ``positions``, which the database has committed."""
         for number, position in positions.items():
             state = self._partitions[number]
             state.sent = {offset for offset in state.sent if offset >= position}

@@ -31,7 +31,7 @@ class TopicReader:
         self._wire: Final = wire
         self._fetcher: Final = FeedFetcher(wire, check, wait_ms=WAIT_MS, gather_ms=gather_ms)
         self._next: Final[dict[TopicPartition, int]] = {}
-        """Maps each partition to the offset after the records that `poll` has returned. The fetcher may be ahead."""
+        """Maps each partition to the offset after the last record that `poll` returned. The fetcher may be ahead."""
         self._ends: Final[dict[TopicPartition, int]] = {}
 
     async def begin(self, source: TopicPartition, position: int) -> None:
@@ -63,7 +63,7 @@ class TopicReader:
 class FencedConsumer:
     """Consumes partitions of a topic, and stores their offsets in a database.
 
-    Calls ``prepare`` with each new database connection and the reader's offsets. Once ``stopped`` returns True, no
+    ``prepare`` is called with each new database connection and the reader's offsets. Once ``stopped`` returns True, no
     method waits for a database or a broker that does not respond.
     """
 
@@ -117,7 +117,7 @@ class FencedConsumer:
                 if self._stopped():
                     return None
         unanswered: list[T] = []
-        """Results of attempts whose commits may have received no response."""
+        """Results of attempts whose commits may have gone unanswered."""
 
         def attempt(connection: DatabaseConnection) -> T:
             if unanswered and self.offsets.happened(connection, ends):

@@ -1,8 +1,8 @@
 """Implements a source that reads growing files in a directory, as lines or as CSV rows converted to JSON objects.
 
 A file is identified by its inode and a digest of its first bytes, so a renamed file is not read again. An open file is
-read to its end even if it is deleted. If a file with an unchanged name becomes shorter or begins with different bytes,
-unread lines may be lost, so `dedup ingest` stops unless the ingest file sets `changed: start_over`.
+read to its end even if it has been deleted. If a file with an unchanged name becomes shorter or begins with different
+bytes, unread lines may be lost, so `dedup ingest` stops unless the ingest file sets `changed: start_over`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _FilePosition(msgspec.Struct, frozen=True):
         return bool(self.head_bytes) and _head_digest(descriptor, self.head_bytes) != self.head
 
     def untouched(self, status: os.stat_result) -> bool:
-        """Tell from a file's size and modification time whether nothing was written since it was read to its end."""
+        """Tell from a file's size and modification time whether it is unchanged since it was read to its end."""
         return (status.st_size, status.st_mtime_ns) == (self.position, self.modified_ns)
 
 
@@ -85,7 +85,8 @@ class _OpenFile:
         self.lines: Final = _LineReader(descriptor, known.position, most_bytes)
         self.rows: Final = spec.columns and _CsvRows(known.path, descriptor, spec.columns, most_bytes)
         self.gone = gone
-        """True if the file was deleted or its name no longer matches the pattern. It is then closed at its end."""
+        """True if the file was deleted or its name no longer matches the pattern. The file is then closed at its end.
+        """
         self.warned = False
 
 
@@ -104,7 +105,7 @@ class Files:
         self._committed: dict[str, _FilePosition] = {}
         self._turn: list[int] = []
         self._renamed: list[_FilePosition] = []
-        """Positions, still to be committed, of files that were renamed after they were read to their ends."""
+        """Uncommitted positions of files that were renamed after they had been read to their ends."""
         self._inodes: set[int] = set()
         """Inodes of all files in the directory."""
 
@@ -314,7 +315,7 @@ class Files:
         return self._close_file(opened) if opened.gone else None
 
     def _close_file(self, opened: _OpenFile) -> SourceRecords | None:
-        """Close a file that was read to its end, unless the end is not committed and may have to be read again."""
+        """Close a file that was read to its end, unless its end is uncommitted and may therefore have to be reread."""
         known = opened.known
         if opened.lines.rest_bytes:
             if not opened.warned:
@@ -396,7 +397,7 @@ def _head_digest(descriptor: int, length_bytes: int) -> str:
 
 
 class _LineReader:
-    """Reads the lines of one open file. A line that is too long for a record becomes a dead letter with its digest."""
+    """Reads the lines of one open file. A line too long for a record becomes a dead letter with the line's digest."""
 
     def __init__(self, descriptor: int, position: int, most_bytes: int) -> None:
         self._descriptor: Final = descriptor
@@ -404,11 +405,11 @@ class _LineReader:
         self.position = position
         """The offset of the first line that has not been returned yet."""
         self.rest_bytes = 0
-        """The number of bytes that have been read of the line at ``position``."""
+        """The number of bytes already read of the line at ``position``."""
         self._rest = b""
-        """The bytes that have been read of the line at ``position``; empty if the line is too long to keep."""
+        """The bytes already read of the line at ``position``; empty if the line is too long to keep."""
         self._digest: Any = None
-        """The digest of the bytes of the line at ``position`` if the line is too long to keep."""
+        """The digest of the bytes already read of the line at ``position``, if the line is too long to keep."""
 
     def read(self, *, take_last_line: bool) -> _Lines | None:
         """Return the next lines, or None. With ``take_last_line``, the last line needs no line feed."""
@@ -432,7 +433,7 @@ class _LineReader:
             self._rest += data
 
     def _lines(self, lines: list[bytes], *, feed_bytes: int = 1) -> _Lines:
-        """Return the lines, of which the first one completes the line whose beginning was read earlier."""
+        """Return the lines; the first one is the rest of the line whose beginning was read earlier."""
         lengths = list(map(len, lines))
         lengths[0] += self.rest_bytes
         lines[0] = self._rest + lines[0]
@@ -504,7 +505,7 @@ class _CsvRows:
 
 
 def _row(line: bytes, names: Sequence[str], converters: Sequence[Callable[[str], Any]]) -> bytes | tuple[str, str]:
-    """Return the row as JSON, or a reason code and a detail for a dead letter."""
+    """Return the row as JSON, or a dead letter's reason code and detail."""
     try:
         cells = _cells(line)
     except UnicodeDecodeError as error:

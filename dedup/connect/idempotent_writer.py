@@ -53,12 +53,12 @@ class Transaction:
         self.lines[target].append((-1, now_ms if timestamp_ms is None else timestamp_ms, key, value, all_headers))
 
     def keep(self, name: str, position: str) -> None:
-        """Store a position in the application's input with the transaction, for `IdempotentWriter.kept` to return."""
+        """Store a position in the application's input with the transaction; `IdempotentWriter.kept` then returns it."""
         self.positions[name] = position.encode()
 
 
 class IdempotentWriter:
-    """A transactional producer that keeps its name when the application restarts. Use it with ``async with``.
+    """A transactional producer whose name outlives a restart of the application. Use it with ``async with``.
 
     If another process opens a writer with the same name, this writer's next transaction raises TaskMigrated. If the
     response to a commit is lost, the writer finds out whether the transaction was committed, and repeats the
@@ -102,7 +102,7 @@ class IdempotentWriter:
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
-        """Commit the records sent in the ``with`` block exactly once at its end, or none of them after an exception.
+        """At the end of the ``with`` block, commit its records exactly once, or none of them after an exception.
 
         Raises TaskMigrated if another process has opened a writer with the same name.
         """

@@ -1,4 +1,4 @@
-"""Opens the SQLite or PostgreSQL database that a URL names, and repeats work that a lost connection has interrupted."""
+"""Opens the SQLite or PostgreSQL database that a URL names, and repeats work that a lost connection interrupted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refuse_unusable(url: str) -> None:
 
 
 def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
-    """Return a new connection. Raises as `refuse_unusable` does, and DatabaseAway without a response."""
+    """Return a new connection. Raises the errors of `refuse_unusable`, and DatabaseAway if there is no response."""
     refuse_unusable(url)
     if url.startswith(sqlite.PREFIX):
         return sqlite.SqliteConnection(url, read_only=read_only)
@@ -67,7 +67,7 @@ class RetryingDatabase:
         return self.insist(work, within_s=START_WITHIN_S)
 
     def insist(self, work: Callable[[DatabaseConnection], T], *, within_s: float = math.inf) -> T:
-        """Run ``work`` repeatedly until the database responds, and return its result.
+        """Run ``work``, repeatedly if necessary, until the database responds, and return the result.
 
         Raises DatabaseUnavailable after ``within_s`` without a response, or as soon as ``stopped`` returns True.
         """

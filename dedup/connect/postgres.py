@@ -1,4 +1,4 @@
-"""Implements a connection to PostgreSQL with psycopg 3, which copies rows into a temporary table with COPY."""
+"""Implements a connection to PostgreSQL with psycopg 3. Rows are copied into a temporary table with COPY."""
 
 from __future__ import annotations
 
@@ -102,6 +102,6 @@ class PostgresConnection(DatabaseConnection):
 
 
 def _message(error: psycopg.Error) -> str:
-    """Return the first line of the server's message, without the detail, which may contain values of a row."""
+    """Return the first line of the server's message, but not the detail, which may contain values of a row."""
     lines = (error.diag.message_primary or str(error) or type(error).__name__).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,6 +1,6 @@
-"""Implements `dedup sink`, a sink connector that writes a topic into a table with one row per tracking ID.
+"""Implements `dedup sink`, a sink connector that writes a topic to a table, with one row per tracking ID.
 
-The same database transaction commits the rows and the topic's offsets.
+Each database transaction commits rows together with the topic's offsets.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Transaction:
 
 
 def spec_of(topology: Topology, name: str) -> SinkSpec:
-    """Return the sink of a topology. Raises TopologyError if there is no sink, or no topic for the sink to read."""
+    """Return the sink of a topology. Raises TopologyError if there is no sink or the sink has no topic to read."""
     spec = topology.sink
     if spec is None or not spec.topic:
         what = "no `sink`" if spec is None else "a sink, but no output and no `sink.topic` to read"
@@ -107,7 +107,7 @@ async def run_sink(
 
 
 async def _topics(wire: KafkaWire, spec: SinkSpec, settings: Settings) -> tuple[Topic, Topic]:
-    """Return the topic to read, and the dead-letter topic, which is created if it is missing."""
+    """Return the topic to read and the dead-letter topic; create the latter if it is missing."""
     async with Admin(wire.connection) as admin:
         topic = (await admin.topics([spec.topic])).get(spec.topic)
         if topic is None:

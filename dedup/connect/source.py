@@ -32,9 +32,9 @@ class SourceRecords:
     places: Sequence[int | str]
     """The place of each record, without the prefix: unique in the source, and the same each time the source is read."""
     position: bytes
-    """The position of the part after these records, which is passed to `restore` if they are all committed."""
+    """The position in the part after these records, which is passed to `restore` if all of them are committed."""
     after: Callable[[int], bytes]
-    """Returns the position if only the records up to a row, and the dead records before it, are committed."""
+    """Given a row, returns the position if only the records up to it, and the dead records before it, are committed."""
     dead: list[DeadRecord] = field(default_factory=list)
 
 
@@ -51,10 +51,10 @@ class RecordSource(Protocol):
         """
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """Release what is kept for reading earlier records again, because ``positions`` are now committed."""
+        """Release what was kept for rereading the records before ``positions``, which are now committed."""
 
     def waiting(self) -> list[str]:
-        """Return one sentence for each part of the source that ends with data that cannot be read yet."""
+        """Return a sentence for each part of the source whose last data cannot be read yet."""
 
     def close(self) -> None:
         """Close files and connections."""

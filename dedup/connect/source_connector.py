@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 Lines = defaultdict[TopicPartition, list[Line]]
 HEADERS_BYTES: Final = 512
-"""Space in a record for its key, headers, and other fields, in addition to its value."""
+"""Space in a record for everything except its value: key, headers, and other fields."""
 RECORDS_AT_ONCE: Final = 40_000
 """Maximum number of records in one transaction."""
 MOST_RECORDS: Final = 500_000
 MOST_BYTES: Final = 256 << 20
-"""Limits for the records between two markers, which are kept in memory."""
+"""Limits for the records between two markers, because they are kept in memory."""
 LOOK_AGAIN_S: Final = 0.2
 NO_RETENTION_LIMIT: Final = "-1"
 log: Final = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Ingested:
     dead_letters: int = 0
     transactions: int = 0
     waiting: list[str] = field(default_factory=list)
-    """One sentence for each part of the source that could not be read before the run ended."""
+    """A sentence for each part of the source that could not be read completely before the run ended."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class _Transaction:
     lines: Lines = field(default_factory=lambda: defaultdict(list))
     positions: dict[str, bytes] = field(default_factory=dict)
     last: SourceRecords | None = None
-    """The result of the last poll. After the broker has refused a record, the transaction contains only this result."""
+    """The result of the last poll. After the broker has refused a record, this result is the whole transaction."""
     records: int = 0
     dead_letters: int = 0
 
@@ -150,12 +150,11 @@ class _Run:
     source: RecordSource
     maker: _RecordMaker
     interval_ms: int | None
-    """How long records are collected for one transaction, or None if each poll becomes one transaction."""
+    """How long records are collected for one transaction, or None if each poll becomes a transaction."""
     stop: asyncio.Event
     done: Ingested = field(default_factory=Ingested)
     single: bool = False
-    """True after the broker refused a record. Batches then contain one record, so that the refused one is identified.
-    """
+    """True after the broker refused a record. Batches then contain one record, which identifies the refused one."""
 
     async def until_over(self, *, exit_when_done: bool) -> Ingested:
         self.source.restore(self.outbox.positions)
@@ -235,7 +234,7 @@ class _Pending:
 
 
 class TransactionBoundary:
-    """Wraps a source whose records mark the end of each transaction, so that each poll returns one whole transaction.
+    """Wraps a source in which a record marks the end of each transaction, so that each poll returns one transaction.
 
     The class corresponds to `transaction.boundary=connector` in Kafka Connect (KIP-618), but the marker is a field of a
     normal record, which is sent like any other record.

@@ -1,9 +1,9 @@
 """Implements a source that reads the rows of a growing table or of a query in the order of their numbers, without gaps.
 
-A transaction takes the number of a row before it commits, so a lower number may become visible after a higher one. In
-PostgreSQL, the source therefore takes the greatest number as a bound, and waits for all transactions that hold a lock
-for writing to the table, as CREATE INDEX CONCURRENTLY does; see docs/decisions/0012-edges.md. The source then reads the
-rows up to the bound. With `settle`, the source waits for a fixed time, and may miss rows that commit later.
+A row gets its number before its transaction commits, so a lower number may become visible after a higher one. In
+PostgreSQL, the source therefore takes the greatest number as a bound, and waits for the end of all transactions that
+hold a write lock on the table, as CREATE INDEX CONCURRENTLY does; see docs/decisions/0012-edges.md. The source then
+reads the rows up to the bound. With `settle`, the source waits for a fixed time, and may miss rows that commit later.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class NumberedRows:
         self._bound: int | None = None
         self._names: list[str] = []
         self._order: Final = [spec.column] if spec.unique is None else [spec.column, spec.unique]
-        """The one or two columns by which rows are numbered."""
+        """The one or two columns that number the rows."""
         self._listed: Final = ", ".join(f't."{name}"' for name in self._order)
         query = spec.query or ""
         self._from: Final = spec.table or f"({query.replace('%', '%%') if self._postgres else query})"
         self._knows_writers = False
-        """True if the server is a PostgreSQL primary, which knows all transactions that write."""
+        """True if the server is a PostgreSQL primary, which knows all writing transactions."""
         if spec.settle_ms:
             log.warning("%s: %s", name, settle_sentence(spec))
         try:
@@ -219,7 +219,7 @@ def _place(numbers: Sequence[int]) -> str:
 
 
 def _writers(connection: DatabaseConnection, relations: Sequence[int]) -> set[str]:
-    """Return the transactions that hold a lock for writing to one of the tables."""
+    """Return the transactions that hold a write lock on one of the tables."""
     rows = connection.query(
         "SELECT virtualtransaction FROM pg_locks WHERE locktype = 'relation' AND granted AND "  # noqa: S608
         "database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND "
@@ -293,7 +293,7 @@ def _unknown_writers(connection: DatabaseConnection, spec: TableSource, *, stand
 
 
 def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int]:
-    """Return the OIDs of the tables that the rows come from, except tables that only a function in the query reads."""
+    """Return the OIDs of the tables that the rows come from, except those that only a function in the query reads."""
     if spec.table:
         rows = connection.query(
             "SELECT %s::regclass::oid::bigint UNION SELECT relid::oid::bigint FROM pg_partition_tree(%s::regclass)",
@@ -330,7 +330,7 @@ def _postgres_shape(connection: DatabaseConnection, table: str) -> tuple[_Column
 
 
 def _sqlite_shape(connection: DatabaseConnection, table: str) -> tuple[_Columns, list[list[str]], str | None]:
-    """Return a table's columns, those of each unique index, and the column whose numbers SQLite may reuse, or None."""
+    """Return a table's columns, those of each unique index, and the column whose numbers SQLite may reuse, if any."""
     found = connection.query('SELECT name, upper(type), "notnull", pk FROM pragma_table_info(?)', (table,))
     primary = [(name, kind) for name, kind, _, position in found if position]
     # An INTEGER PRIMARY KEY is SQLite's row number, so it is never null.

@@ -1,9 +1,9 @@
 """Implements the transactional outbox, which commits records and source positions together exactly once.
 
 As in Kafka Connect's exactly-once sources (KIP-618), each transaction writes the records and, to a compacted topic, the
-position in the source. Unlike in Kafka Connect, each transaction also writes its own number. If a commit gets no
-response, the outbox begins a new epoch, reads the number of the last committed transaction, and sends the records again
-if their transaction was not committed.
+position in the source. Kafka Connect does no more; here, each transaction also writes its own sequence number. If a
+commit gets no response, the outbox begins a new epoch, reads the number of the last committed transaction, and sends
+the records again if their transaction was not committed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ log: Final = logging.getLogger(__name__)
 async def provide(
     admin: Admin, settings: Settings, topics: Mapping[str, tuple[int | None, Mapping[str, str]]]
 ) -> dict[str, Topic]:
-    """Create missing topics, and return all topics. Raises StateIncompatible if the settings forbid creating a topic.
+    """Create missing topics, and return all topics. Raises StateIncompatible if the settings forbid creating them.
 
     ``topics`` maps the name of each topic to its number of partitions (None for the brokers' default) and its configs.
     """
@@ -192,8 +192,8 @@ class TransactionalOutbox:
     async def _read(self, *, stable: bool = False) -> None:
         """Read the owner and the positions that were committed since the last call.
 
-        Waits for open transactions, which may hide committed records. With ``stable``, the function does not wait,
-        because an open transaction may be the caller's own.
+        Waits for open transactions to end, because they may hide committed records. With ``stable``, the function does
+        not wait, because an open transaction may be the caller's own.
         """
         bounds = await self._answered(partial(self._wire.bounds, self._place))
         if self._read_to > bounds.end:

@@ -47,7 +47,7 @@ class SinkRows:
 
     rows: list[Row] = field(default_factory=list)
     records: list[tuple[TopicPartition, Columns, int]] = field(default_factory=list)
-    """For each row, its record's source partition, batch, and index in the batch."""
+    """For each row, the source partition, the batch, and the index in the batch of its record."""
     bad: list[RejectedRecord] = field(default_factory=list)
     """Records that cannot become rows."""
 
@@ -81,7 +81,7 @@ class RowMaker:
         return made
 
     def _payload(self, value: bytes | None, headers: Headers) -> Row | str:
-        """Return the values of the columns, or a sentence about a value that has the wrong type."""
+        """Return the values of the columns, or a sentence about a value of the wrong type."""
         if value is None:
             return (None,) * len(self._columns)
         try:
@@ -129,7 +129,7 @@ def _only(
 
 
 def _plain(found: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Convert an exactly decoded number to an int or a float, which is infinite if the number is too large."""
+    """Convert an exactly decoded number to an int or a float; the float is infinite if the number is too large."""
     if not isinstance(found, Number):
         return found
     return int(found.text) if found.is_integer and len(found.text) <= _MOST_DIGITS else float(found.text)
@@ -148,7 +148,7 @@ _CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
 
 
 def table_of(spec: SinkSpec, types: Mapping[str, str]) -> Table:
-    """Return the table of a sink, whose columns have the SQL types in ``types``."""
+    """Return the table of a sink, with columns of the SQL types in ``types``."""
     columns = [(column.name, types[column.type]) for column in spec.columns]
     payload = columns or [("key", types["bytes"]), ("value", types["bytes"])]
     fixed = ((ID, types["bytes"]), (TIME, types["integer"]))
@@ -220,7 +220,7 @@ def write_rows(connection: DatabaseConnection, table: Table, rows: Sequence[Row]
 
 
 def _one_a_key(rows: Sequence[Row], numbers: Sequence[int], width: int) -> list[int]:
-    """Return the index of each key's newest row, or of the first one if several rows are equally new."""
+    """Return the index of each key's newest row, or of the first of several equally new rows."""
     chosen: dict[Row, int] = {}
     for number in numbers:
         row = rows[number]

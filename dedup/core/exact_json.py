@@ -19,7 +19,7 @@ MAX_DEPTH: Final = 512
 """Maximum nesting depth of containers. More deeply nested values are refused before any recursion."""
 
 _EXPONENT_DIGITS: Final = 18
-"""A number whose exponent has more digits is refused if its value is needed, which RFC 8259, section 6, allows."""
+"""If a number's value is needed, an exponent with more digits is refused, which RFC 8259, section 6, allows."""
 
 _BRACKETS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 _BLANK: Final = " \t\n\r"
@@ -61,7 +61,7 @@ _MAGIC: Final[tuple[tuple[bytes, _Foreign], ...]] = (
 
 
 def foreign_format(value: bytes) -> _Foreign | None:
-    """Guess from its first bytes which format a value has instead of JSON, or return None if no format is likely."""
+    """Guess from a value's first bytes which format it has instead of JSON, or return None if no format is likely."""
     for magic, found in _MAGIC:
         if value.startswith(magic):
             return found

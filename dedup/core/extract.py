@@ -1,7 +1,7 @@
 """Extracts the tracking IDs, event times, and fingerprints of a batch as columns (the fast path).
 
 The fast path is used only if `extract_one` (the slow path) would certainly give the same result. If a check fails, the
-batch is divided into halves, and a batch of at most four rows takes the slow path. The checks for JSON fields are:
+batch is split in half, and a batch of at most four rows takes the slow path. The checks for JSON fields are:
 
 * One call of msgspec decodes all values, joined by line feeds. Every value must begin with ``{`` and end with ``}``.
   The sequence ``}`` LF ``{`` can occur only between two values, so if the decoder returns as many structs as there are
@@ -197,8 +197,8 @@ class JsonColumns:
 def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns | None:
     r"""Return the decoder for the fields of the ID and the time, or None if only `extract_one` can read the fields.
 
-    Only `extract_one` can read array elements, a field that contains another of the fields, and a member name that JSON
-    can spell in several ways even without ``\u``.
+    Only `extract_one` can read array elements, fields that contain one another, and member names that JSON can spell in
+    several ways even without ``\u``.
     """
     paths = [*ids, time.path] if time is not None else list(ids)
     tree = _Node({}, None)
@@ -317,7 +317,7 @@ def _seconds_ms(column: list[msgspec.Raw]) -> list[int] | None:
 
 
 _FEW: Final = 4
-"""The largest number of rows for which another attempt on the fast path is not worthwhile."""
+"""With at most this many rows, another attempt on the fast path is not worthwhile."""
 _REFUSALS: Final = (*_DECODE_REFUSALS, OverflowError, Unreadable)
 """Exceptions that make the fast path leave the rows to the slow path."""
 
@@ -610,7 +610,7 @@ def bytes_keys(values: Sequence[bytes]) -> list[bytes] | None:
 
 
 class PartMemo(dict[str | int, bytes]):
-    """Caches the canonical bytes of the values of one part of composite IDs, each preceded by their length.
+    """Caches, for one part of composite IDs, the canonical bytes of each value, preceded by their length.
 
     Only strings and integers may be looked up, because Python would find True and 1.0 under the key 1. Looking up an
     empty string raises _EmptyPart.

@@ -113,8 +113,8 @@ def extract_one(
 
     The order of faults is TOMBSTONE, UNREADABLE, MISSING_ID, BAD_TIME. A null value is a TOMBSTONE if the ID or the
     event time comes from the value. If the ID comes from the key or a header, MISSING_ID is reported before TOMBSTONE.
-    A value that does not have its format, JSON or JSON behind a framing, is UNREADABLE even if only the key or a header
-    is needed.
+    A value that is not in its format (JSON, or JSON after a framing) is UNREADABLE even if only the key or a header is
+    needed.
     """
     try:
         if value is None:

@@ -19,7 +19,7 @@ from dedup.errors import RecordFailed
 
 Sightings = tuple[Sighting, ...]
 Lookup = Callable[[Sequence[bytes], int], Mapping[bytes, Sightings]]
-"""Returns the sightings of the given IDs that were seen before; the integer is the batch's smallest event time."""
+"""Returns the sightings of each given ID that was seen before; the integer is the batch's smallest event time."""
 
 
 class OnMissing(enum.Enum):
@@ -31,7 +31,7 @@ class OnMissing(enum.Enum):
 
 
 class OnTombstone(enum.Enum):
-    """The policy for a record with a null value if its ID or its event time comes from the value."""
+    """The policy for a record with a null value if the ID or the event time comes from the value."""
 
     FORWARD = "forward"
     DEAD_LETTER = "dead_letter"
@@ -99,17 +99,17 @@ class Outcome:
 
     unique: list[int] = field(default_factory=list)
     exempt: dict[int, str] = field(default_factory=dict)
-    """Rows that a policy forwards, each with the reason for `dedup-verdict`. The conflicts are also in `unique`."""
+    """Rows that a policy forwards, each with the reason for `dedup-verdict`. Conflicts are also in `unique`."""
     duplicates: list[tuple[int, Sighting]] = field(default_factory=list)
     """Rows that repeat a sighting but are not in `conflicts`, each with the sighting as it was before the row."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
-    """Rows that repeat an earlier row of this batch, each with that row. They are not also in `duplicates`."""
+    """Rows that repeat an earlier row of this batch, each with the earlier row. They are not in `duplicates`."""
     conflicts: list[tuple[int, Sighting]] = field(default_factory=list)
     """Duplicates whose payload differs from that of every sighting in range."""
     late: list[tuple[int, Late]] = field(default_factory=list)
     dead: list[tuple[int, DeadLetter]] = field(default_factory=list)
     clamped: dict[int, int] = field(default_factory=dict)
-    """Rows whose event time was replaced because it was too far ahead, each with the time that replaced it."""
+    """Rows whose event time was too far ahead and was replaced, each with the replacement."""
     singles: list[int] = field(default_factory=list)
     """Rows whose new sighting, which has the row's event time, is the only sighting of its ID in its segment."""
     rewritten: dict[tuple[int, bytes], Sightings] = field(default_factory=dict)
@@ -304,7 +304,7 @@ class _Judging:
         self._outcome: Final = outcome
         self._known: Final = known
         self._fresh: Final[dict[bytes, int]] = {}
-        """Maps each ID whose only sighting comes from this batch to its row. Few such IDs ever need a `Sighting`."""
+        """Maps each ID whose only sighting is from this batch to that row. Few such IDs ever need a `Sighting`."""
 
     def run(self, stream_times: list[int], skipped: set[int]) -> None:
         known, fresh = self._known, self._fresh

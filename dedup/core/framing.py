@@ -1,4 +1,4 @@
-"""Separates a value from the framing with which a schema registry's serializers name the value's schema.
+"""Separates the payload of a value from the framing with which a schema registry's serializers name its schema.
 
 A schema ID is either before the payload (byte 0, then four bytes) or in the header `HEADER` (byte 0 and four bytes, or
 byte 1 and the 16 bytes of a GUID), in which case the value is the payload. Source: `dual_schema_id_deserializer` and
@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, cast
 from dedup.core.exact_json import Unreadable, with_foreign_format
 
 SchemaIdPlace = Literal["auto", "header", "prefix"]
-"""Where the schema ID of a value is. With auto, it is in the header if the record has it, otherwise in the prefix."""
+"""Where the schema ID of a value is. With auto, it is in the header if the record has one, otherwise in the prefix."""
 
 HEADER: Final = "__value_schema_id"
 PREFIX_BYTES: Final = 5
@@ -30,7 +30,7 @@ _payload: Final[Callable[[Any], Any]] = itemgetter(slice(PREFIX_BYTES, None))
 
 
 def payload_of(place: SchemaIdPlace, value: bytes, headers: _Headers) -> bytes:
-    """Return the payload of a value. Raises Unreadable if the value has no framing, or one that is damaged."""
+    """Return the payload of a value. Raises Unreadable if the framing of the value is missing or damaged."""
     ids = [content for name, content in headers if name == HEADER] if place != "prefix" else []
     if len(ids) > 1:
         raise Unreadable("repeated_header", f"the header {HEADER} occurs {len(ids)} times")
@@ -51,7 +51,7 @@ def payload_of(place: SchemaIdPlace, value: bytes, headers: _Headers) -> bytes:
 def payloads_of(
     place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers]
 ) -> Sequence[bytes | None] | None:
-    """Return the payloads of a column of values, or None if `payload_of` must look at any row."""
+    """Return the payloads of a column of values, or None if any row must be passed to `payload_of`."""
     if None in values:
         return None
     there = cast("Sequence[bytes]", values)

@@ -51,7 +51,7 @@ class ModelRecord(NamedTuple):
     ceiling_ms: int | None = None
     """The greatest event time that was accepted when this record was judged, or None if there was no limit."""
     idle: bool = False
-    """True if this is no record but an idle marker, which says that the feed has no more records for now."""
+    """True for an idle marker, which is not a record but says that the feed has no more records for now."""
 
 
 class ModelVerdict(NamedTuple):
@@ -73,7 +73,7 @@ class ReferenceModel:
     """Judges the records of one task in log order, and keeps the task's sightings and stream time."""
 
     def __init__(self, rules: ModelRules, feeds: Iterable[Feed] = _ONE_FEED) -> None:
-        """``feeds`` are the source partitions that existed when the task began; others are idle until a record."""
+        """``feeds`` are the source partitions at the task's start; others are idle until their first record."""
         self.rules: Final = rules
         self.stream_time_ms = BEFORE_ALL_TIME
         self.greatest: Final[dict[Feed, int]] = dict.fromkeys(feeds, BEFORE_ALL_TIME)

@@ -32,7 +32,7 @@ from uuid import UUID as Uuid  # noqa: N811  # the tag has the name
 from dedup.core.json_path import Path
 
 ENCODING_VERSION: Final = 1
-"""The version of the encoding, which is part of the state fingerprint, so state of other versions cannot be used."""
+"""The version of the encoding, which is part of the state fingerprint, so state with another version cannot be used."""
 
 Normalizing = Literal["trim", "lower", "nfc"]
 

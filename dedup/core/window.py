@@ -51,7 +51,7 @@ class Sighting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unique:
-    """The verdict on the first record with its ID within the guard period, which is forwarded."""
+    """The verdict on the first record with its ID within the guard period; the record is forwarded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +152,14 @@ _NOT_BEGUN: Final = FeedProgress(idle=True)
 
 @dataclass(frozen=True, slots=True)
 class StreamTime:
-    """A task's stream time at one point of its log, and the progress of the feeds that determine it."""
+    """A task's stream time at one point in its log, and the progress of the feeds that determine it."""
 
     value_ms: int
     feeds: Mapping[Feed, FeedProgress]
 
     @classmethod
     def before(cls, feeds: Iterable[Feed]) -> StreamTime:
-        """Return the initial stream time, which holds until a record of these feeds arrives."""
+        """Return the initial stream time of a task with these feeds."""
         return cls(BEFORE_ALL_TIME, dict.fromkeys(feeds, FeedProgress()))
 
     def after_one_feed(self, times_ms: Sequence[int]) -> tuple[list[int], StreamTime]:
@@ -179,7 +179,8 @@ class StreamTime:
         """Return the stream time at each record, and the stream time after all records.
 
         Each record is a tuple of its feed, its event time (None if the record is not judged), and whether the record is
-        an idle marker. A feed that is not known yet, because its partition was added later, was idle until now.
+        an idle marker. A feed that is not known yet, because its partition was added later, counts as idle until its
+        first record.
         """
         progress = dict(self.feeds)
         value_ms = self.value_ms

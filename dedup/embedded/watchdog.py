@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def main(command: list[str]) -> int:
-    """Run the program to its end, and return its exit code, or 128 + the number of the signal that killed it."""
+    """Run the program to its end, and return its exit code (128 + the signal's number if a signal killed it)."""
     parent = os.getppid()
     ended, wakeup = os.pipe()
     os.set_blocking(wakeup, False)

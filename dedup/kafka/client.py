@@ -74,7 +74,7 @@ _RESTORE_LANE: Final = "restore"
 """The connection that is used only for restores, because a broker processes the requests of a connection one by one."""
 _METADATA_LANE: Final = "metadata"
 _IMPLICIT: Final = 2
-"""The transaction version from which on requests add partitions to a transaction implicitly (KIP-890)."""
+"""The first transaction version in which requests add partitions to a transaction implicitly (KIP-890)."""
 _METADATA_WITHIN_S: Final = 2.0
 """Time limit for a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
 _DIVERGING_EPOCH: Final = 0
@@ -359,7 +359,7 @@ class KafkaWire:
             ) from error
 
     async def known_everywhere(self, topic: str) -> bool:
-        """Return whether each broker that responds knows a topic; a broker that returns knows it before it responds."""
+        """Return whether every responding broker knows a topic; one that comes back learns of it before it responds."""
         for broker in self._client.cluster.brokers():
             try:
                 answer = await self.send(broker.nodeId, metadata_request((topic,)), _METADATA_LANE)

@@ -144,10 +144,7 @@ class Diagnosis:
 
 
 async def diagnose(connection: Connection) -> list[Diagnosis]:
-    """Return a diagnosis for each broker that cannot be used.
-
-    `diagnose` returns an empty list if all brokers can be used.
-    """
+    """Return a diagnosis for each broker that cannot be used; the list is empty if all of them can."""
     found = await asyncio.gather(*(_examined(connection, broker) for broker in connection.brokers))
     return [finding for finding in found if finding is not None]
 

@@ -31,7 +31,7 @@ PAUSE_MS: Final = 100
 MOST_PAUSES: Final = 200
 """A check fails after this many attempts without a response (about 20 s), and the transaction is then abandoned."""
 _MOST_ABSENT: Final = 20
-"""A topic counts as deleted after it is missing from this many responses; a starting broker may not know any topics."""
+"""A topic counts as deleted after it is missing from this many responses; a starting broker may know of none yet."""
 _PARTITION_BYTES: Final = 1 << 20
 _REQUEST_BYTES: Final = 16 << 20
 _OUT_OF_RANGE: Final = 1
@@ -50,7 +50,7 @@ _GROWN: Final = (
 
 
 class TopicCheck:
-    """Checks that topics were not deleted, recreated, or given more partitions since the process started.
+    """Checks that topics have not been deleted, recreated, or given more partitions since the process started.
 
     A worker fetches by topic ID, so it never reads records of a recreated topic. If partitions are added to a topic,
     producers may send an ID to a different partition than before, where the ID is unknown. Therefore, every task
@@ -62,7 +62,7 @@ class TopicCheck:
     def __init__(
         self, wire: Wire, expected: Mapping[str, TopicNow], may_grow: Collection[str] = (), after_growth: str = _GROWN
     ) -> None:
-        """Partitions may be added to the topics in ``may_grow``; for others, the error says ``after_growth``."""
+        """Partitions may be added to the topics in ``may_grow``; for others, the error ends with ``after_growth``."""
         self._wire: Final = wire
         self._expected: Final = dict(expected)
         self._may_grow: Final = frozenset(may_grow)
@@ -177,7 +177,7 @@ class TopicCheck:
 
 
 class FeedEnd(NamedTuple):
-    """The high watermark and the last stable offset of a partition, as its leader has reported them."""
+    """The high watermark and the last stable offset of a partition, as last reported by its leader."""
 
     high_watermark: int
     last_stable_offset: int
@@ -208,7 +208,7 @@ class Answer(NamedTuple):
 
     source: TopicPartition
     columns: Columns
-    """The committed records, which may be none if the response contained only markers and aborted records."""
+    """The committed records; there are none if the response contained only markers and aborted records."""
     begun: int
     """The requested offset, which is where the previous response ended."""
     next_offset: int
@@ -227,7 +227,7 @@ class FeedFetcher:
     def __init__(self, wire: KafkaWire, check: TopicCheck, *, wait_ms: int, gather_ms: int = 0) -> None:
         self._wire: Final = wire
         self._check: Final = check
-        """Checks whether a topic that a broker does not know was deleted or recreated."""
+        """Tells whether a topic that is unknown to a broker was deleted or recreated."""
         self._topic_ids: Final = check.topic_ids
         self._wait_ms: Final = wait_ms
         """Maximum time that a broker may wait for the first record before it responds."""
@@ -283,7 +283,7 @@ class FeedFetcher:
         return None if reading is None else reading.position
 
     async def poll(self, wanted: Collection[TopicPartition]) -> list[Answer]:
-        """Fetch the wanted partitions, and return the records that have arrived, which may be none.
+        """Fetch the wanted partitions, and return the records that have arrived, if any.
 
         Raises StateIncompatible if a log no longer contains the next offset to read, if a log was truncated and filled
         with other records, or if a topic was deleted or recreated.

@@ -1,7 +1,7 @@
 """Limits the log lines about a broker that is away: one when it goes, one a minute, and one when it is back.
 
-Without this limit, aiokafka logs each failed attempt to reach a node, up to thousands per second, but never a success.
-Every command sets up its logging with this module, which therefore imports nothing heavy.
+Without this limit, aiokafka would log each failed attempt to reach a node, up to thousands per second, but never a
+success. Every command sets up its logging with this module, which therefore imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ REPEATED_EVERY_S: Final = 60.0
 OVER_AFTER_S: Final = 15.0
 """A client tries a silent broker again every 10 s, so an outage without a failure for this long is over."""
 AWAY: Final = {"outage": "away"}
-"""The `extra` of a message of dedup that repeats while a broker does not answer."""
+"""The `extra` of those messages of dedup that repeat while a broker does not answer."""
 ASIDE: Final = {"outage": "aside"}
-"""The `extra` of a message of dedup that is worth a line only if no outage is known."""
+"""The `extra` of those messages of dedup that are worth a line only if no outage is known."""
 BACK: Final = {"outage": "back"}
-"""The `extra` of a message of dedup that nothing waits for a broker any longer."""
+"""The `extra` of dedup's message that nothing is waiting for a broker any longer."""
 FAILURES: Final = (
     "Unable ",
     "Group Coordinator Request failed",
@@ -44,7 +44,7 @@ V = TypeVar("V")
 
 @dataclass(slots=True)
 class OutageLines:
-    """Returns the lines to log about one outage after another. Times are arguments, in seconds."""
+    """Decides which lines to log about successive outages. The caller passes all times, in seconds."""
 
     _began_s: float | None = None
     _said_s: float = 0.0
@@ -52,7 +52,7 @@ class OutageLines:
     _over_s: float = float("-inf")
     _unsaid: int = 0
     _latest: dict[str, str] = field(default_factory=dict)
-    """The latest failure in this outage of each logger."""
+    """The latest failure of each logger in this outage."""
 
     @property
     def on(self) -> bool:
@@ -79,21 +79,22 @@ class OutageLines:
         return f"a broker has not answered for {now_s - self._began_s:.0f} s, {count:,} more failures: {latest}"
 
     def look(self, now_s: float) -> str | None:
-        """Return the line that an outage is over if the last failure was `OVER_AFTER_S` ago; otherwise None."""
+        """End the outage and return its last line if the last failure was `OVER_AFTER_S` ago; otherwise return None."""
         if self._began_s is None or now_s - self._last_s < OVER_AFTER_S:
             return None
         away_s, self._began_s = self._last_s - self._began_s, None
         return f"the broker answers again, after {away_s:.0f} s and {self._unsaid:,} more failures"
 
     def over(self, now_s: float) -> None:
-        """Take note that nothing waits for a broker any longer, which was logged."""
+        """End the outage without a line, because the log already says that nothing waits for a broker any longer."""
         self._began_s, self._over_s = None, now_s
 
 
 class OutageFilter(logging.Filter):
-    """Passes the lines of `OutageLines` to a handler, instead of each message that aiokafka and dedup log in an outage.
+    """Passes the lines of `OutageLines` to a handler, instead of every message that aiokafka and dedup log during an
+    outage.
 
-    With ``verbose``, each of dedup's own messages is passed, too.
+    With ``verbose``, dedup's own messages are all passed as well.
     """
 
     def __init__(self, *, verbose: bool = False) -> None:
@@ -135,7 +136,7 @@ class OutageFilter(logging.Filter):
 
 @dataclass(slots=True)
 class Gathered(Generic[K, V]):
-    """Passes what is added within a second to one call of ``say``, so that it becomes one log line."""
+    """Passes everything that is added within a second to one call of ``say``, so that it becomes one log line."""
 
     say: Callable[[Mapping[K, V]], None]
     _found: dict[K, V] = field(init=False, default_factory=dict)
@@ -172,7 +173,7 @@ def text_format() -> logging.Formatter:
 
 
 def send_to_stderr(formatter: logging.Formatter, level: int) -> None:
-    """Make a handler on standard error the only one; it limits the lines about outages."""
+    """Replace all log handlers with one on standard error that limits the lines about outages."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     handler.addFilter(OutageFilter(verbose=level <= logging.DEBUG))

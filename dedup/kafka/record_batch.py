@@ -36,7 +36,7 @@ NO_EPOCH: Final = -1
 """The value that stands for an unknown leader epoch (KIP-320)."""
 GC_THRESHOLD: Final = 100_000
 """Allocations between two collections of the youngest generation (`gc.set_threshold`). A process that reads many
-batches sets it, because batches allocate many objects, but no cycles.
+batches sets it, because batches create many objects but no cycles.
 """
 _NO_LIMIT: Final = 1 << 62
 OWN_ROW: Final = -1
@@ -93,7 +93,7 @@ class ProducerIdentity:
     producer_id: int
     epoch: int
     implicit: bool = False
-    """True if requests add partitions and groups to a transaction implicitly, and EndTxn begins an epoch (KIP-890)."""
+    """True if requests implicitly add partitions and groups to a transaction, and EndTxn starts an epoch (KIP-890)."""
 
 
 @dataclass(slots=True)
@@ -122,9 +122,9 @@ class RecordBatch:
 def seal(
     batches: Iterable[RecordBatch], identity: ProducerIdentity, sequences: dict[TopicPartition, int]
 ) -> dict[TopicPartition, bytes]:
-    """Return the bytes to send of batches of different partitions, and advance each partition's next sequence number.
+    """Return the bytes to send for batches of different partitions, and advance each partition's next sequence number.
 
-    ``sequences`` lacks a partition to which the producer epoch has not written yet.
+    ``sequences`` has no entry for a partition to which the producer epoch has not written yet.
     """
     sealed: dict[TopicPartition, bytes] = {}
     for batch in batches:

@@ -105,7 +105,7 @@ class ApiVersionsRequest_v3(OneVersion, RequestStruct):
     )
 
     def parse_response_header(self, read_buffer: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Read a header without tags, so that a client can parse it before it knows the broker's release (KIP-511)."""
+        """Read a header without tags, which a client can parse before it knows the broker's release (KIP-511)."""
         return ResponseHeader_v0.decode(read_buffer)
 
 
@@ -315,7 +315,7 @@ class FetchedPartition(NamedTuple):
     """The producer ID and the first offset of each aborted transaction in ``records``."""
     records: bytes
     parts_at: int | None
-    """The first offset where the broker's log differs from the records that were read before, or None if it agrees."""
+    """The first offset where the broker's log differs from the records that were read before, or None if they agree."""
 
 
 class FetchRequest_v13(OneVersion, RequestStruct):

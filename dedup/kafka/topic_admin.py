@@ -204,7 +204,7 @@ def on_cluster(settings: Settings, client_id: str, work: Callable[[KafkaWire, Ad
 
 
 async def connected(connection: Connection, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:
-    """Do the same as `on_cluster` in a running event loop."""
+    """Do the same as `on_cluster`, but in an event loop that is already running."""
     wire = KafkaWire(connection)
     await wire.start()
     try:

@@ -230,9 +230,10 @@ class Session:
                 raise self._failed(f"Produce to {batch.target.topic}/{batch.target.partition}", produced.error_code)
 
     async def _answers(self, flight: Unanswered) -> Mapping[TopicPartition, Produced]:
-        """Return the responses for a produce request, whose batches are sent again while the previous transaction ends.
+        """Return the responses to a produce request; batches are sent again while the previous transaction is ending.
 
-        Only a transaction's first batch of a partition may be answered so, and `_send_queue` sends none behind it.
+        Only a transaction's first batch for a partition can come too early, and `_send_queue` sends no other before it
+        is accepted.
         """
         answers: dict[TopicPartition, Produced] = {}
         answer, waited_ms, pause_ms = flight.answer, 0, PAUSE_MS
@@ -332,8 +333,8 @@ class Session:
 
         Before a broker appends a transaction's first batch to a partition, the broker verifies with the transaction
         coordinator that the partition belongs to the transaction (KIP-890). A broker queues at most one verification
-        per transactional ID. The first batches of other partitions and TxnOffsetCommit also need one, and if they
-        replace a queued verification of a batch, the broker rejects that batch with NotEnoughReplicas
+        per transactional ID. The first batches of other partitions and TxnOffsetCommit also need a verification; if it
+        replaces the queued verification of a batch, the broker rejects that batch with NotEnoughReplicas
         (`AddPartitionsToTxnManager` of Kafka 4.1).
         """
         while any(each.batch.target not in self._ends for flight in self._unanswered for each in flight.batches):

@@ -16,13 +16,13 @@ from dedup.kafka.record_batch import Header, Limit, ProducerIdentity, RecordBatc
 __all__ = ["Header", "Limit", "ProducerIdentity", "RecordBatch", "TopicPartition"]  # names of record_batch.py
 
 COORDINATOR_MOVED: Final = frozenset({14, 15, 16})
-"""Error codes that mean that the coordinator is loading, is unavailable, or has moved, so the request is repeated."""
+"""Error codes for a coordinator that is loading, is unavailable, or has moved, so the request is repeated."""
 
 LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
-"""Error codes that mean that the partition's leader has moved or is unknown, so another broker must get the request."""
+"""Error codes for a partition whose leader has moved or is unknown, so another broker must get the request."""
 
 UNSTABLE_OFFSET: Final = 88
-"""The error code that means that an open transaction is about to change the requested offset."""
+"""The error code for an offset that an open transaction is about to change."""
 
 
 class NoAnswer(Exception):
@@ -72,7 +72,7 @@ class Produced:
     error_code: int
     base_offset: int
     refused: tuple[tuple[int, str], ...] = ()
-    """Index and reason of each record that caused the broker to reject the batch, if the broker names it (KIP-467)."""
+    """Index and reason of each record that made the broker reject the batch, if the broker names them (KIP-467)."""
     append_time_ms: int = -1
     """The time when the broker appended the batch, or -1 if the topic keeps the producer's timestamps."""
 
@@ -117,21 +117,21 @@ class Wire(Protocol):
     async def add_partitions(
         self, transactional_id: str, identity: ProducerIdentity, partitions: Sequence[TopicPartition]
     ) -> dict[TopicPartition, int]:
-        """Add partitions to the open transaction, and return an error code for each; needless if it is implicit."""
+        """Add partitions to the open transaction (not with an implicit identity), and return an error code for each."""
 
     async def produce(
         self, transactional_id: str, identity: ProducerIdentity, batches: Sequence[tuple[TopicPartition, bytes]]
     ) -> Awaitable[dict[TopicPartition, Produced]]:
         """Write one batch to each of several partitions. Every in-sync replica must acknowledge the batches.
 
-        If the identity is implicit, the partitions are added to the transaction first, which may answer 51 (the
-        previous transaction is still ending); a batch that was answered so was not appended, and is to be sent again.
-        The method returns an awaitable as soon as the request is sent, so that later requests are sent in order without
-        waiting for the response.
+        If the identity is implicit, the broker first adds the partitions to the transaction. Error 51 (the previous
+        transaction is still ending) means that the batch was not appended and must be sent again. The method returns an
+        awaitable as soon as the request is sent, so that later requests can be sent in order without waiting for the
+        response.
         """
 
     async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
-        """Add a group's offsets to the open transaction, and return an error code; needless if it is implicit."""
+        """Add a group's offsets to the open transaction (not with an implicit identity), and return an error code."""
 
     async def commit_offsets(
         self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, Position]
@@ -160,7 +160,7 @@ class Wire(Protocol):
         """Return the first offset whose record has a timestamp of at least ``time_ms``, or None if there is none."""
 
     async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
-        """Return each topic's state according to one broker, or an error code. Missing topics are not created."""
+        """Return each topic's state, or an error code, according to one broker. Missing topics are not created."""
 
     async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
         """Read committed records at or after an offset, waiting up to ``wait_ms`` for records to arrive."""

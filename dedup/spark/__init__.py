@@ -1,7 +1,7 @@
 """Deduplication on Spark.
 
 `dedup` and `unique` deduplicate a DataFrame, and `read_run` reads the verdicts that a backfill published. `dedup.spark`
-imports each function only when it is first used, because executors need only parts of the package.
+imports each function only when it is first used, because an executor needs only part of the package.
 """
 
 from __future__ import annotations

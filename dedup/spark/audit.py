@@ -3,8 +3,8 @@ records that seeded a fleet.
 
 The audit judges the source records with `batch_verdicts.judged`, computes which records the topics should contain, and
 compares their digests with those of the records that the topics do contain. A record that occurs less often than
-expected is lost, a record that occurs more often is duplicated, and an unexpected record is a phantom. If the topics do
-not contain enough to prove a verdict, the audit counts the record as not provable, never as correct.
+expected is lost, one that occurs more often is duplicated, and one that is not expected at all is a phantom. If the
+topics do not contain enough to prove a verdict, the audit counts the record as not provable, never as correct.
 
 A finding is a row with a kind, place, text, and number of records; its kind is `not_provable` or one of
 `verify.report.MEANINGS`.
@@ -61,8 +61,8 @@ def audit(
     ``history`` contains the historical records that seeded the fleet, if they came from files. ``begins`` maps each
     source partition to the offset where the fleet began; it is required if the topology says `start: latest` and
     neither a seed nor `dedup reset` recorded the offset. Raises StateIncompatible if there is nothing to audit or
-    retention deletes records during the audit, SettingsError if it is unknown where the fleet began, and
-    BrokerUnavailable if no broker responds.
+    retention deletes records meanwhile, SettingsError if it is unknown where the fleet began, and BrokerUnavailable if
+    no broker responds.
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "audit on Spark", int(began_s * 1000))
@@ -125,7 +125,7 @@ def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:
 
 
 def _count_ended(report: Report, cut: AuditCut, sides: Sides, pairs: DataFrame) -> None:
-    """Report each fully judged partition whose records did not all end as unique, duplicate, late, or dead letter."""
+    """Report each fully judged partition in which not every record ended as unique, duplicate, late, or dead letter."""
     topology, output = cut.topology, cut.topology.output
     if topology.direct and output is not None and cut.partitions[output.topic] and cut.complete(output.topic):
         committed = by_key(cut.committed[cut.log_topic], fn.col("partition"))
@@ -159,7 +159,7 @@ def _note(report: Report, findings: DataFrame) -> None:
 
 
 def _claim(where: Column | str, place: Column, kind: str, text: Column | str, number: str = "1") -> Column:
-    """Return a column with a finding in each row where ``where`` is true, and null in all other rows.
+    """Return a column that contains a finding in each row for which ``where`` is true, and null in all other rows.
 
     ``where`` is a column or a SQL expression, and ``number`` is a SQL expression.
     """
@@ -216,9 +216,7 @@ def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[Data
 
 
 def _side_claims(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
-    """Yield findings about a side topic: wrong records, missing records, and records whose source record does not
-    exist.
-    """
+    """Yield findings about a side topic: wrong records, missing records, and records that have no source record."""
     here, there, times = _shown("source"), _shown(f"{verdict}.place"), f"coalesce(times_{verdict}, 0)"
     again = fn.format_string("source record %s occurs more than once", here)
     yield _claim(f"{times} > 1", there, "duplicated", again, f"{times} - 1")
@@ -258,7 +256,7 @@ def _of_source(cut: AuditCut, of: Callable[[str], Mapping[int, int]]) -> Column:
 
 
 def _pairs(cut: AuditCut, rows: DataFrame) -> DataFrame:
-    """Count how often each record digest is expected in a topic, and how often it occurs there.
+    """Count how often each record's digest is expected in a topic, and how often it occurs there.
 
     The result has one row for each `topic`, `scope` (the part of the topic that may contain the digest), and `digest`.
     `sure` counts records that must be in the topic, `may` counts records that may be there, `times` counts records that
@@ -309,9 +307,7 @@ def _found_in(topic: str, records: DataFrame, scope: Column, key: Column) -> Dat
 
 
 def _repartitioned(cut: AuditCut, rows: DataFrame) -> Iterator[DataFrame]:
-    """Yield the digests that are expected and found in the repartition topic, each followed by the source record's
-    position.
-    """
+    """Yield the digests expected and those found in the repartition topic, each with the source record's position."""
     topic, zero, source = cut.topology.repartition_topic, fn.lit(0), fn.col("source").cast("binary")
     for name in cut.topology.source.topics:
         key = fn.concat(digest(fn.col("headers"), fn.col("timestamp_ms")), path().cast("binary"))
@@ -362,9 +358,7 @@ def _digest_claims(cut: AuditCut) -> Iterator[Column]:
 def _differences(
     topic: str, here: Column, lost: tuple[str, Column | str], *extra: tuple[str, Column | str]
 ) -> Iterator[Column]:
-    """Yield findings about missing records and, if ``extra`` is given, about repeated and unexpected records of a
-    topic.
-    """
+    """Yield findings about a topic's missing records and, if ``extra`` is given, its repeated and unexpected ones."""
     is_it, missing, more = f"topic = '{topic}'", "sure - times", "times - sure - may"
     there = fn.coalesce(_place(topic, "partition", "offset"), here)
     yield _claim(f"{is_it} AND {missing} > 0", here, *lost, missing)
@@ -373,7 +367,7 @@ def _differences(
 
 
 def _order_findings(cut: AuditCut, pairs: DataFrame) -> DataFrame:
-    """Return findings about output records that are not in log order; only records that occur once are checked."""
+    """Return findings about output records that are out of log order; only records that occur once are checked."""
     topic = "" if cut.topology.output is None else cut.topology.output.topic
     by_place = Window.partitionBy("task", "partition").orderBy("offset")
     placed = pairs.where(f"topic = '{topic}' AND sure = 1 AND times = 1")

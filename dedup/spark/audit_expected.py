@@ -29,11 +29,11 @@ from dedup.verify.report import Report
 _TAILS: Final = {"late": evidence.LATE_TAIL, "dead_letter": evidence.DEAD_TAIL}
 """Maps a verdict to the headers that a worker appends to records in the verdict's side topic."""
 _NO_CEILING_MS: Final = 1 << 48
-"""Greater than any event time, because only the dead-letter topic shows which event times a worker rejected."""
+"""Greater than any event time: only the dead-letter topic shows which event times a worker rejected."""
 _MOST_BROADCAST: Final = 100_000
 _PATH: Final = r"^(.*)/(\d+)/(\d+)$"
 _DIGITS: Final = 32
-"""Number of hexadecimal digits of SHA-256 that are kept, which are 128 bits, as in `dedup verify`."""
+"""Number of hexadecimal digits of SHA-256 that are kept: 128 bits, as in `dedup verify`."""
 
 
 class AuditCut:
@@ -58,20 +58,18 @@ class AuditCut:
             # As in `verify.cut.Cut`, the bounds of all topics but the source topics begin at the last `dedup reset`.
             self.partitions, self.committed, self.bounds, resets = offsets_of(topology, reader, report)
             self.begun_with: Final = begun_with(topology, reader)
-            """Maps each topic with tasks to its number of partitions when the state began, if that was recorded."""
+            """Maps each topic that tasks read to its partition count when the state began, if this was recorded."""
             has_state = reader.partitions([topology.changelog_topic])[topology.changelog_topic] > 0
             marks = seed_marks(spark, topology, settings) if has_state else {}
             self._mark: Final = next(iter(marks.values()), None)
-            """One seed mark of the fleet, if any; the values that an audit uses are the same in the marks of all
-            partitions.
-            """
+            """One of the fleet's seed marks, if any; the values that an audit uses are the same in all of them."""
             starts = self._starts(reader, resets, begins)
             topic = "" if topology.output is None else topology.output.topic
             firsts = ((at, each.low, min(each.high, each.low + 1)) for at, each in self.bounds.get(topic, {}).items())
             by_broker = next((read.broker_time for first in firsts for read in reader.read(topic, *first)), False)
         self.log_topic: Final = topology.feeding_topics[0]
         self.begins: Final = {self.log_topic: self.lows(self.log_topic)} | starts
-        """Maps the log and each source topic to the offsets where the fleet began."""
+        """Maps the log topic and each source topic to the offsets where the fleet began."""
         # If future times are clamped, the output's timestamps come from the worker's clock.
         self.stamped: Final = topology.future is not OnFuture.CLAMP and not by_broker
         """Whether the output keeps the source's timestamps."""
@@ -129,7 +127,7 @@ class AuditCut:
 
     @property
     def copies(self) -> dict[str, list[str]]:
-        """The existing topics for duplicates and conflicts, each with the verdicts of the records that it contains."""
+        """The existing topics for duplicates and conflicts, each with the verdicts on the records that it contains."""
         topology = self.topology
         both = ["duplicate"] if topology.conflicts is not None else ["duplicate", "conflict"]
         wanted = {topology.duplicates: both, topology.conflicts: ["conflict"]}
@@ -144,7 +142,7 @@ class AuditCut:
         return {at: each.low for at, each in self.bounds[topic].items()}
 
     def ends(self, topic: str) -> dict[int, int]:
-        """Return, for each partition of a topic, the first offset that the fleet may not have judged."""
+        """Return, for each partition of a topic, the first offset that the fleet might not have judged."""
         return self.begins[topic] | self.committed[topic]
 
     def read(self, topic: str, begins: Mapping[int, int] | None = None) -> DataFrame:
@@ -174,7 +172,7 @@ class AuditCut:
         }
 
     def _before_the_log(self, history: History) -> DataFrame:
-        """Return the historical records before the fleet's first offset. Records without offsets get negative offsets
+        """Return the historical records before the fleet's first offset. Records without offsets get negative offsets,
         in the order of their event times.
         """
         topology, topic = self.topology, self.log_topic
@@ -218,8 +216,8 @@ def path() -> Column:
 def digest(headers: Column, timestamp_ms: Column) -> Column:
     """Return a 128-bit digest of a record's key, value, headers, and timestamp, in which null differs from empty.
 
-    The digest is part of a SHA-256 hash, because an attacker could hide a change by constructing a collision of a fast
-    checksum.
+    The digest is part of a SHA-256 hash, because an attacker could hide a change from a fast checksum by constructing a
+    collision.
     """
     sizes = (fn.coalesce(fn.length(name), fn.lit(-1)).cast("string") for name in ("key", "value"))
     head = fn.concat_ws(" ", timestamp_ms.cast("string"), *sizes, fn.to_json(headers)).cast("binary")
@@ -238,7 +236,7 @@ def _last_header(name: str) -> Column:
 
 
 def _filed(records: DataFrame, topics: Sequence[str], side: str) -> DataFrame:
-    """Return the records of a side topic, each with its reason, and the position and a digest of its source record.
+    """Return the records of a side topic, each with its reason and with the position and a digest of its source record.
 
     If a record's headers do not name a record of the source topics, `topic` is null, and `source` is the record's own
     position. If a record contains a digest instead of the original value, `stand_in` is that digest.
@@ -309,10 +307,10 @@ def expected(cut: AuditCut, sides: Sides) -> DataFrame:
     Dead letters that only the broker or a worker's clock can explain left no sighting and did not advance stream time,
     so they are not judged with the other records. The columns are `source`, `verdict`, `reason`, `time_ms`,
     `stream_ms`, `before_ms` (the stream time before the record), `task`, `at` (the offset in the log), `pending` (the
-    fleet may not have judged the record), `history` (the record is before the fleet's first offset), `doubtful`
-    (another verdict is possible), `forwards` (the verdict means that the record is in the output), digests of the
-    record (`raw` as it was, `out` in the output, `copy` among the duplicates), and the columns of `Sides.records`. If a
-    record in a side topic names no record of the log, it has a row whose `verdict` is null.
+    fleet might not have judged the record), `history` (the record is before the fleet's first offset), `doubtful`
+    (another verdict is possible), `forwards` (with this verdict, the record is in the output), digests of the record
+    (`raw` as it was, `out` in the output, `copy` among the duplicates), and the columns of `Sides.records`. A record in
+    a side topic that names no record of the log has a row whose `verdict` is null.
     """
     topology, records, contiguous = cut.topology, cut.log, cut.contiguous
     if sides.refused_number:
@@ -370,7 +368,7 @@ def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFra
 
     If the beginning of a log was deleted, any ID may have a sighting in the deleted part. The event time of a deleted
     sighting is at most the stream time of the first remaining record that was not late, plus the grace. If an ID occurs
-    while a deleted sighting may still be unexpired, the audit doubts that record and all later records of the ID.
+    while a deleted sighting may still be unexpired, the audit doubts that occurrence and all later ones.
     """
     topology, window, no = cut.topology, cut.topology.window, fn.expr("false")
     clamped, unknown = topology.future is OnFuture.CLAMP, [task for task, known in cut.known.items() if not known]

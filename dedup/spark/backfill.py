@@ -1,9 +1,9 @@
 """Implements `dedup spark backfill`, which judges a whole history and publishes all of its verdicts exactly once.
 
-Each attempt at a run writes to its own directory, whose name makes Spark ignore it. Renaming the directory publishes
+Each attempt at a run writes to its own directory, which has a name that Spark ignores. Renaming the directory publishes
 all verdicts of the run at once. On object stores, where a rename is not atomic, a manifest that names the attempt's
-files publishes the run instead (`manifest`). If a run is killed, a new attempt starts over with the clock time of the
-first attempt.
+files publishes the run instead (`manifest`). If a run is killed, a new attempt starts over, but with the clock time of
+the first attempt.
 
 On a local file system, the tasks that judge records also write the Parquet files, with Arrow. Each task attempt uses
 its own file names, and the driver publishes only the files that successful tasks report.
@@ -49,7 +49,7 @@ _GROUP_BYTES: Final = 64 << 20
 _FEW_VALUES: Final = ("topic", "partition", "reason", "detail", "dedup_partition", "first_topic", "first_partition")
 """Columns that benefit from dictionary encoding."""
 _WITHOUT_STATISTICS: Final = frozenset({"value", "headers", "detail"})
-"""Columns that are written without statistics, because nobody filters by their minimum or maximum."""
+"""Columns that are written without statistics, because nobody filters by their minimum and maximum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class RunReport:
 
     run: str
     identity: str
-    """Identifies topology, input, and order, which must be the same in all runs with this name."""
+    """Identifies the topology, the input, and the order, which must be the same in all runs with this name."""
     now_ms: int
     """The clock time that decided which event times were in the future."""
     order: str
@@ -69,7 +69,7 @@ class RunReport:
     files: int = 0
     seconds: float = 0.0
     fresh: bool = True
-    """False if the run was already published, so that nothing was written now."""
+    """False if the run had already been published, so that nothing was written."""
 
 
 def backfill(
@@ -93,8 +93,7 @@ def backfill(
     Raises StateIncompatible if an earlier run with this name had another input or topology, if rows are repeated or
     belong to other topics, or if retention deleted records while they were read. Raises RecordFailed if the policy
     `fail` applied to a record. Raises SettingsError or TopologyError for damaged files, an unsuitable table, or an
-    invalid run name. StateIncompatible, RecordFailed, SettingsError, and TopologyError are raised before any verdict is
-    published.
+    invalid run name. All of these errors are raised before any verdict is published.
     """
     if not _RUN.fullmatch(run):
         raise SettingsError([Problem(f"--run {run}", "is not a valid directory name; use letters, digits, - and _")])
@@ -144,8 +143,7 @@ class RunDirectory:
         return str(self._root.path if self._fmt == "delta" else self._root.at(f"run={self._run}"))
 
     def begin(self, identity: str, now_ms: int) -> RunReport | int:
-        """Return the run's report if the run is already published, and otherwise the clock time in ms that the run must
-        use.
+        """Return the report of a published run; for any other run, return the clock time in ms that it must use.
 
         Raises StateIncompatible if a run with this name was begun with another input, topology, or order.
         """
@@ -167,7 +165,7 @@ class RunDirectory:
         return now_ms if published is None else published
 
     def publish(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
-        """Write the judged records, partitioned by verdict, publish them, and return the report."""
+        """Write the judged records, partitioned by verdict; then publish them, and return the report."""
         made = (self._publish_delta if self._fmt == "delta" else self._publish_files)(verdicts, report)
         self._files.delete(self._root.at(f"_started-{self._run}.json"), False)  # noqa: FBT003 - not recursive
         return made

@@ -1,4 +1,4 @@
-"""Judges a complete table of records; each row gets the same verdict as from a worker.
+"""Judges a complete table of records, and gives each row the verdict that a worker would give it.
 
 A verdict depends on the earlier sightings of the record's ID and on stream time. The map side of the job computes the
 stream time of each record (`map_side`). One shuffle then brings the rows of each ID together, and the reduce side sorts
@@ -42,7 +42,7 @@ from dedup.topology.model import Topology
 _EXPLAINED: Final = frozenset({"dead_letter", "exempt", "late"})
 _MOST_CAUSES: Final = 10
 _LEAST_BYTES_EACH: Final = 256 << 10
-"""A map task should read this much for each reduce task: a packed value costs as much time as a hundred rows."""
+"""A map task should read this much for each reduce task, as a packed value costs as much time as a hundred rows."""
 
 Order = Literal["offsets", "event_time"]
 """``offsets`` judges rows in log order. ``event_time`` is for rows without offsets, none of which is late."""
@@ -53,9 +53,9 @@ class Judging:
     """The last stage of a judging job, which yields the records with their verdicts."""
 
     rows: DataFrame
-    """What the tasks of the last stage read."""
+    """The input of the last stage's tasks."""
     judge: BatchFunction
-    """Turns the rows that a task reads into records with their verdicts."""
+    """Turns the rows that a task reads into records with verdicts."""
     schema: StructType
 
     def frame(self) -> DataFrame:
@@ -98,17 +98,17 @@ def judged(
 
     ``now_ms`` is the clock time in ms that decides which event times are in the future. Set ``contiguous`` if the
     offsets of each Kafka partition ascend within each Spark partition of ``df`` and no two Spark partitions overlap, as
-    with Spark's Kafka source. Setting ``contiguous`` saves a sort; the job checks the order while it runs. ``feeds``
-    lists all source partitions if ``df`` is read from the repartition topic. Raises TopologyError if ``df`` lacks a
-    required column, and SettingsError for unusable Spark settings. When the result is computed, the job raises the
-    errors that `backfill.backfill` lists.
+    with Spark's Kafka source. Setting it saves a sort; the job checks the order while it runs. ``feeds`` lists all
+    source partitions if ``df`` is read from the repartition topic. Raises TopologyError if ``df`` lacks a required
+    column, and SettingsError for unusable Spark settings. When the result is computed, the job raises the errors that
+    `backfill.backfill` lists.
     """
     history = History(df, placed=order == "offsets", contiguous=contiguous, identity="", place="", feeds=tuple(feeds))
     return judging(history, topology, now_ms=now_ms).frame()
 
 
 def judging(history: History, topology: Topology, *, now_ms: int) -> Judging:
-    """Return the job that judges a history. It needs no shuffle if that is possible and faster (see `log_tasks`)."""
+    """Return the job that judges a history, without a shuffle if that is possible and faster (see `log_tasks`)."""
     pieces, mode = history.pieces, mode_of(topology, history)
     if pieces is None or mode != "direct" or not history.contiguous:
         return shuffled(history, topology, now_ms=now_ms).judging
@@ -138,7 +138,7 @@ def shuffled(
     ends: LogEnds | None = None,
     layers: Mapping[int, DataFrame] | None = None,
 ) -> Shuffled:
-    """Return the records of a history after the shuffle, before the reduce side judges them.
+    """Return the records of a history as they are after the shuffle, before the reduce side judges them.
 
     If ``ends`` is given, the job continues where earlier jobs ended; only the modes ``direct`` and ``event_time``
     support ``ends``. ``layers`` contains the sightings of earlier jobs (rows of `sightings.LAYER`) by the number of
@@ -193,7 +193,7 @@ class Counts:
 
     verdicts: Mapping[str, int]
     causes: Mapping[str, Mapping[str, int]]
-    """The most frequent reasons of dead letters and exempt records, and the source partitions of late records."""
+    """The most frequent reasons for dead letters and exempt records, and the source partitions of late records."""
 
     @property
     def lines(self) -> list[str]:
@@ -221,9 +221,7 @@ def counts_of(verdicts: DataFrame) -> Counts:
 
 
 def balanced(history: History, counts: Mapping[str, int]) -> int:
-    """Return the number of records in the history. Raises InvariantBroken if the verdicts in ``counts`` do not add up
-    to this number.
-    """
+    """Return the number of records in the history. Raises InvariantBroken if the verdict counts do not add up to it."""
     rows = history.records.count() if history.pieces is None else history.pieces.rows
     if rows != sum(counts.values()):
         raise InvariantBroken(
@@ -294,7 +292,7 @@ def history_of(df: DataFrame, *, identified: bool) -> History:
 
 
 def _map_tasks(spark: SparkSession, size_bytes: int, reducers: int) -> int:
-    """Return how many tasks should read the input, so that each has rows for every reduce task and no core is idle."""
+    """Return how many tasks should read the input so that each has rows for every reduce task and no core is idle."""
     cores = spark.sparkContext.defaultParallelism
     # A multiple of the number of cores, so that each task reads a part of what one task of `files._log_order` read.
     return cores * max(1, size_bytes // (_LEAST_BYTES_EACH * reducers * cores))
@@ -326,7 +324,7 @@ def _targets(reducers: int) -> tuple[int, ...]:
 
 
 def _spark_hash(numbers: npt.NDArray[np.uint32]) -> Integers:
-    """Return the value of Spark's `hash` for each integer, which is MurmurHash3 (Appleby 2011) with the seed 42."""
+    """Return Spark's `hash` of each integer, which is MurmurHash3 (Appleby 2011) with the seed 42."""
     hashed = _rotated(numbers * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
     hashed = _rotated(np.uint32(42) ^ hashed, 13) * np.uint32(5) + np.uint32(0xE6546B64)
     hashed ^= np.uint32(numbers.itemsize)

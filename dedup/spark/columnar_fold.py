@@ -29,7 +29,7 @@ LATE: Final = 3
 FORWARDED_CONFLICT: Final = 4
 _CHUNK_ROWS: Final = 4096
 _LONG_GROUP: Final = 256
-"""Maximum number of rows of one ID that are judged at a time, because the cost grows with the square of this number."""
+"""Maximum number of rows of one ID that are judged at a time; the cost grows with the square of this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class SortedRows:
     """All rows of some tracking IDs as columns, with one entry per record."""
 
     groups: Integers
-    """A number that is equal for rows of the same ID and, if tasks judge separately, of the same task."""
+    """A number that is the same for all rows of an ID or, if tasks judge separately, of an ID and a task."""
     times_ms: Integers
     stream_ms: Integers
     topics: Integers
@@ -77,18 +77,18 @@ class KnownSightings:
     """The sightings of earlier jobs as columns, with one entry per sighting."""
 
     groups: Integers
-    """The sighting's ID as a number of `SortedRows.groups`."""
+    """The number of the sighting's ID in `SortedRows.groups`."""
     first_ms: Integers
     topics: Integers
     partitions: Integers
     offsets: Integers
     at: Callable[[Integers], Iterable[Sighting]]
-    """Returns the sightings at some positions."""
+    """Returns the sightings at the given positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """The groups of equal numbers in `SortedRows.groups`."""
+    """The runs of equal numbers in `SortedRows.groups`."""
 
     starts: Integers
     lengths: Integers
@@ -143,7 +143,7 @@ def judge_sorted(rows: SortedRows, rules: Rules, known: KnownSightings) -> Decid
 def _decide_plain_groups(
     rows: SortedRows, rules: Rules, groups: _Groups, decided: Decided, known: KnownSightings
 ) -> Booleans:
-    """Judge the IDs whose rows all repeat the first row or the only known sighting, and return which other IDs have
+    """Judge the IDs whose rows all repeat the first row or the only known sighting; return which of the other IDs have
     several rows or known sightings.
     """
     window, count = rules.window, len(rows.times_ms)

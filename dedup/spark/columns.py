@@ -41,7 +41,7 @@ ARROW_RECORDS: Final = pa.schema(
         "offset": pa.int64(),
     }
 )
-"""Headers are an empty array if there are none, and the timestamp is in ms since 1970-01-01 UTC."""
+"""A record without headers has an empty array, and timestamps are in ms since 1970-01-01 UTC."""
 RECORDS: Final = from_arrow_schema(ARROW_RECORDS)
 HEADERS: Final = RECORDS["headers"].dataType
 COORDINATES: Final = ("topic", "partition", "offset")
@@ -72,7 +72,7 @@ topology compares payloads), and the code, kind (`dedup.core.extract.FaultKind`)
 _REPLACEMENT: Final = "\ufffd"
 _US_PER_MS: Final = 1_000
 _BATCH_ROWS: Final = 4_000
-"""Maximum number of rows in a batch, which is the same as in a worker; the rows fit into the processor's caches."""
+"""Maximum number of rows in a batch, as in a worker; this many rows fit into the processor's caches."""
 
 
 def as_records(df: DataFrame, *, place: str = "the input", others: Sequence[str] = ()) -> DataFrame:
@@ -81,7 +81,7 @@ def as_records(df: DataFrame, *, place: str = "the input", others: Sequence[str]
 
     The column `value` (text or bytes) is required. The columns `key`, `headers`, and either `timestamp_ms` (integer) or
     `timestamp` are optional. The columns `topic`, `partition`, and `offset` must be either all present or all absent.
-    Raises TopologyError with a list of all columns that are missing or have an unsupported type; ``place`` is the
+    Raises TopologyError with a list of the columns that are missing or have an unsupported type; ``place`` is the
     DataFrame's name in the error.
     """
     problems = [text for text in (_problem(df, name) for name in _TYPES) if text]
@@ -168,7 +168,7 @@ def _is_odd(name: bytes) -> bool:
 
 
 def binary_column(column: pa.Array) -> list[bytes | None]:
-    """Return the entries of a column as bytes, with None for null; NumPy is five times as fast here as `to_pylist`."""
+    """Return the entries of a column as bytes, with None for null; here, NumPy is five times as fast as `to_pylist`."""
     found: list[bytes | None] = column.to_numpy(zero_copy_only=False).tolist()
     return found
 
@@ -215,9 +215,7 @@ def _digest(key: bytes | None, value: bytes | None, headers: list[Header], time_
 
 
 def identified(df: DataFrame, topology: Topology) -> DataFrame:
-    """Return ``df``, which has the columns of `columns.RECORDS` and may have others, with the columns `IDENTIFIED`
-    appended.
-    """
+    """Append the columns `IDENTIFIED` to ``df``, which has the columns of `columns.RECORDS` and may have others."""
     schema = StructType([*df.schema.fields, *IDENTIFIED])
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:

@@ -29,7 +29,7 @@ the event, and the optional other columns have the names that Spark's Kafka sour
 """
 
 _ROW: Final = "dedup_row"
-"""The column that carries the original columns of the input through the shuffle."""
+"""The column that carries the input's original columns through the shuffle."""
 _ADDED: Final = {
     "dedup_verdict": "verdict",
     "dedup_reason": "reason",
@@ -64,9 +64,9 @@ def dedup(
     call).
 
     Raises SettingsError for a streaming DataFrame, an unknown shape or order, a column name that occurs twice or that
-    dedup adds, and a topology or an order that needs columns that ``df`` does not have. Raises TopologyError for a
-    column of an unsupported type and for an invalid topology file. When the result is computed, the job raises the
-    errors that `backfill.backfill` lists.
+    `dedup` adds, and a topology or an order that needs columns that ``df`` lacks. Raises TopologyError for a column of
+    an unsupported type and for an invalid topology file. When the result is computed, the job raises the errors that
+    `backfill.backfill` lists.
     """
     rules = _rules(topology)
     placed = shape == "kafka" and all(name in df.columns for name in COORDINATES)
@@ -88,8 +88,8 @@ def unique(
 ) -> DataFrame:
     """Return the rows of ``df`` that a worker would forward to the output topic, with the columns of ``df``.
 
-    The result contains the first row of each tracking ID within the guard period, and the rows that a policy of the
-    topology forwards. `unique` has the same parameters and raises the same errors as `dedup`.
+    These are the first row of each tracking ID within the guard period, and the rows that a policy of the topology
+    forwards. `unique` has the same parameters and raises the same errors as `dedup`.
     """
     rules = _rules(topology)
     forwarded = ["unique", "exempt", *(["late"] if isinstance(rules.late, LateForward) else [])]

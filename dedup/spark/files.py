@@ -1,4 +1,4 @@
-"""Reads historical records from files and tables, and rejects damaged files and differing schemas.
+"""Reads historical records from files and tables, and rejects damaged files and files with differing schemas.
 
 If Parquet files are on a local file system (`file:`), the tasks read them directly with Arrow (`InputSplits`), because
 Spark would pass their values to Python one at a time. Spark reads all other inputs, including Delta tables.
@@ -60,7 +60,7 @@ _CAST: Final[Mapping[str, tuple[pa.DataType, ...]]] = {
 """The types that Arrow may cast to the types of `columns.RECORDS`."""
 _COUNTED: Final = dict.fromkeys(("first", "last", "placed", "rows"), pa.int64())
 _FOUND: Final = pa.schema({"topic": pa.string(), "partition": pa.int32(), **_COUNTED})
-"""Per topic and partition: the bounds of the offsets, the number of rows with an offset, and the number of all rows."""
+"""Per topic and partition: the bounds of the offsets, the number of rows with an offset, and the total row count."""
 _BATCH_ROWS: Final = 8_192
 _FEW_COLUMNS_ROWS: Final = 131_072
 """Number of rows that a task reads at a time, with and without the column `value`."""
@@ -91,17 +91,15 @@ class InputSplits:
     frame: DataFrame
     """A row (`file`, `row_group`) for each row group, in as many Spark partitions as there should be tasks."""
     columns: tuple[str, ...]
-    """The columns of a record in the files. Missing headers are read as empty, other missing columns as null."""
+    """The record columns that the files contain. Missing headers are read as empty, other missing columns as null."""
     rows: int
     logs: tuple[LogSplits, ...] = ()
-    """The row groups by Kafka partition, or nothing if a row group contains several Kafka partitions or is not in log
-    order.
-    """
+    """The row groups by Kafka partition; empty if a row group spans several partitions or is not in log order."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Records to judge, and what dedup knows about their order."""
+    """Records to judge, and what is known about their order."""
 
     records: DataFrame
     """Rows with the columns of `columns.RECORDS`, and with any columns that file paths contain."""
@@ -114,17 +112,17 @@ class History:
     place: str
     """The origin of the records, for messages."""
     feeds: tuple[Feed, ...] = ()
-    """All source partitions if the records come from the repartition topic, and otherwise nothing."""
+    """All source partitions if the records come from the repartition topic; otherwise, empty."""
     size_bytes: int | None = None
     """The approximate size, or None if the size is not known."""
     countable: bool = False
     """Whether counting the records is cheap and always gives the same number."""
     pieces: InputSplits | None = None
-    """The same records as row groups, if tasks can read the files themselves; otherwise None."""
+    """The same records as row groups if tasks can read the files themselves; otherwise, None."""
     bounds: tuple[PartitionBounds, ...] = ()
     """The bounds of the records in each Kafka partition, if they were determined."""
     events: StructType | None = None
-    """The columns of the input, if each row is an event."""
+    """The columns of the input if each row is an event; otherwise, None."""
 
 
 def read_files(
@@ -340,7 +338,7 @@ class _LogOrder:
     """Topic, partition, and first offset of each run of ascending offsets."""
 
     def begins_at(self, logs: Iterable[LogSplits]) -> bool:
-        """Return whether offsets ascend within each row group, because each run begins with a row group."""
+        """Return whether offsets ascend within each row group, so that a run begins only where a row group begins."""
         return self.begins <= {(log.topic, log.partition, offset) for log in logs for offset in log.first_offsets}
 
 
@@ -368,7 +366,7 @@ def _log_order(records: DataFrame, place: str, splits: InputSplits | None) -> _L
 
 
 def partly_placed(place: str, placed: int, rows: int) -> SettingsError:
-    """Return the error for an input in which only some rows have offsets."""
+    """Return the error for an input of which only some rows have offsets."""
     text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"
     return SettingsError([Problem(place, text)])
 
@@ -405,7 +403,7 @@ def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
 
 
 def _json_row() -> Column:
-    """Return a struct of the columns of a record as text, parsed from a `json-records` line in the column `value`."""
+    """Return a struct of a record's columns as text, parsed from a `json-records` line in the column `value`."""
     # A line without `value` would become a tombstone, and a misspelled member would be ignored, so the job fails.
     members = F.json_object_keys("value")
     unknown = F.array_except(members, F.array(*map(F.lit, RECORDS.fieldNames())))
@@ -420,8 +418,8 @@ def _json_row() -> Column:
 def as_events(table: DataFrame) -> Column:
     """Return a column with each row as JSON bytes, without null members.
 
-    A time with a higher precision than milliseconds keeps all its digits, because two different events could become
-    equal if Spark cut off the additional digits.
+    A time that is more precise than milliseconds keeps all its digits, because two different events could become equal
+    if Spark cut off the rest.
     """
     columns = [_exact(F.col(f"`{field.name}`"), field.dataType).alias(field.name) for field in table.schema.fields]
     return F.to_json(F.struct(*columns)).cast(BinaryType())
@@ -495,7 +493,7 @@ class _GroupPlace(NamedTuple):
 
 
 def _place_of(group: pq.RowGroupMetaData, name: tuple[str, int]) -> _GroupPlace | None:
-    """Return the place of a row group, according to its statistics, or None if they do not show a single place."""
+    """Return the place of a row group according to its statistics, or None if they show no single place."""
     columns = [group.column(at) for at in range(group.num_columns)]
     found = {column.path_in_schema: column.statistics for column in columns if column.path_in_schema in COORDINATES}
     known = [each for each in found.values() if each is not None and each.has_min_max and each.null_count == 0]

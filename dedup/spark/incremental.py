@@ -6,8 +6,8 @@ time, and the sightings that have not expired. A run writes three things in this
 * First, the run writes its *intent*: the input that it reads and the clock time that it uses. If the run is killed, the
   next attempt uses the same intent, unless the input no longer exists or the topology has changed.
 * Second, the run writes its *state* to files that are named after the attempt.
-* Third, the run appends the verdicts in one commit of the table. The commit names the attempt, and thereby makes the
-  attempt's state the state of the table.
+* Third, the run appends the verdicts in one commit of the table. Because the commit names the attempt, the attempt's
+  state becomes the state of the table.
 
 If two runs continue from the same earlier run, Delta commits only one of them (`txnAppId`, `txnVersion`; see
 `table_log`).
@@ -47,7 +47,7 @@ _STATE: Final = "_dedup"
 _MOST_LAYERS: Final = 16
 _FEW_SIGHTINGS: Final = 100_000
 _SIGHTING_BYTES: Final = 16
-"""Input bytes that a kept sighting counts as: it costs a reduce task about a quarter as much as a record."""
+"""A kept sighting counts as this many input bytes: it costs a reduce task about a quarter as much as a record."""
 _HARMLESS: Final = frozenset(
     {"OPTIMIZE", "REORG", "VACUUM START", "VACUUM END", "SET TBLPROPERTIES", "UNSET TBLPROPERTIES", "COMPUTE STATS"}
 )
@@ -69,13 +69,13 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The state that an incremental run saved for the next run."""
+    """The state that an incremental run saves for the next run."""
 
     identity: str = ""
-    """All parts of the topology that determine its sightings."""
+    """The parts of the topology that determine its sightings."""
     mode: str = ""
     position: Mapping[str, Any] = field(default_factory=dict)
-    """The position that the runs have reached in their input; see `incremental_input`."""
+    """The position that all runs together have reached in their input; see `incremental_input`."""
     id_types: Mapping[str, str] = field(default_factory=dict)
     """The types of the columns that contain the tracking ID, if rows are events."""
     ends: LogEnds = field(default_factory=dict)
@@ -111,7 +111,7 @@ class IncrementalReport:
     """The clock time that decided which event times were in the future."""
     order: str
     sightings: int
-    """The number of sightings that are kept for the next run; some of these sightings may have expired."""
+    """The number of sightings kept for the next run; some of them may have expired."""
     seconds: float
     fresh: bool = True
     """False if nothing was written because there was no new input; ``run`` is then the last run."""
@@ -259,7 +259,7 @@ class _Run:
         return rows
 
     def _leave(self, verdicts: Shuffled, known: Sequence[Layer]) -> tuple[list[Layer], dict[str, int], LogEnds]:
-        """Write the sightings, and return the state's layers, the number of rows by verdict, and each log's end."""
+        """Write the sightings, and return the new state's layers, the number of rows by verdict, and each log's end."""
         older = [layer.rows for layer in known]
         whole = len(older) >= _MOST_LAYERS or sum(older[1:]) > max([_FEW_SIGHTINGS, *older[:1]])
         # Another run in the same session may have changed the session's number of shuffle partitions.
@@ -294,7 +294,7 @@ class OutputTable:
         self._files: Final = self._root.files
         self.path: Final = self._log.path
         self._newest = -1
-        """The latest version of the table when `last_run` read the log."""
+        """The table's latest version at the time when `last_run` read the log."""
 
     def state_path(self, name: str) -> str:
         """Return the path of a file or directory in the state directory."""
@@ -387,7 +387,7 @@ class OutputTable:
         return state
 
     def intent_after(self, last: Attempt, identity: str) -> Intent | None:
-        """Return the intent of a killed run after ``last``, or None if no intent exists or the topology has changed."""
+        """Return the intent of a run killed after ``last``, or None if there is none or the topology has changed."""
         place = self._at(f"runs/{last.run + 1:08}.json")
         if not self._files.exists(place):
             return None
@@ -433,7 +433,7 @@ class OutputTable:
                 )
 
     def forget_before(self, run: int, layers: Sequence[Layer]) -> None:
-        """Delete the state files that neither run ``run`` nor the run before it needs."""
+        """Delete the state files that neither ``run`` nor the run before it needs."""
         kept = {layer.path.rpartition("/")[2] for layer in layers}
         old = [f"state/{name}" for name in self._names(self._at("state")) if name not in kept and _run_in(name) <= run]
         old += [f"runs/{name}" for name in self._names(self._at("runs")) if _run_in(name) < run - 1]

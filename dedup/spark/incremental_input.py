@@ -1,8 +1,8 @@
 """Finds the new part of an input: new files of a directory, new versions of a Delta table, or the rows of a DataFrame.
 
 Before a run reads its input, the run *pins* the input: it stores a JSON description, so that another attempt reads the
-same input. The *position*, which is also JSON, describes what all runs together have read, separately for each kind of
-input.
+same input. The *position*, which is also JSON, describes what all runs together have read, with one entry for each kind
+of input.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dedup.topology.model import Topology
 
 Pinned = Mapping[str, Any]
 _PATTERN: Final = frozenset("*?[{\\")
-"""Characters that make a path a pattern for Hadoop (`GlobPattern`)."""
+"""Characters that turn a path into a pattern for Hadoop (`GlobPattern`)."""
 _SHOWN: Final = 3
 
 
@@ -107,7 +107,7 @@ class NewFiles:
         return {**before, "files": {**before.get("files", {}), **pinned["files"]}}
 
     def _statuses(self, paths: Sequence[str]) -> dict[str, list[int]]:
-        """Return the size and the modification time in ms, by path, of all files that Spark would read."""
+        """Map the path of each file that Spark would read to the file's size and modification time in ms."""
         try:
             files = self.spark.read.format("binaryFile").load(list(paths))
             rows = files.select("path", "length", F.unix_millis("modificationTime").alias("modified_ms")).collect()
@@ -252,10 +252,10 @@ class NewRows:
         return self._history()
 
     def refuse_changed(self, pinned: Pinned) -> None:
-        """Do nothing, because a change could only be found by reading the DataFrame again."""
+        """Do nothing, because only reading the DataFrame again could reveal a change."""
 
     def position(self, pinned: Pinned, before: Pinned) -> Pinned:
-        """Return the position ``before``, with the pinned rows as the rows that were read last."""
+        """Return the position ``before`` with the pinned rows as the last rows that were read."""
         return {**before, **pinned}
 
     def _history(self) -> History:
@@ -265,7 +265,7 @@ class NewRows:
 
 
 GrowingInput = NewFiles | NewVersions | NewRows
-"""A type of input that each run reads from the position where the last run stopped."""
+"""An input that each run reads from the position where the last run stopped."""
 
 
 def _changes(action: Mapping[str, Any], kind: Literal["add", "remove"]) -> bool:

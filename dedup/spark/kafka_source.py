@@ -26,7 +26,7 @@ still exists, and a number is a time in ms.
 """
 Until = Literal["now"] | int
 Ranges = Mapping[str, Mapping[int, tuple[int, int]]]
-"""Maps a topic and a partition to the first offset to read and the offset after the last one to read."""
+"""Maps topic and partition to the first offset to read and the offset after the last one to read."""
 
 _SHOWN: Final = 5
 _CONSUMER: Final = {
@@ -185,6 +185,6 @@ def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges) ->
 
 
 def offsets_at(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], time_ms: int) -> dict[int, int]:
-    """Map each partition to the offset of its first record at or after ``time_ms``, or to its end if it has none."""
+    """Map each partition to the offset of its first record at or after ``time_ms``, or to its end if there is none."""
     found = {partition: reader.offset_for_time(topic, partition, time_ms) for partition in bounds}
     return {partition: bounds[partition].high if at is None else at for partition, at in found.items()}

@@ -20,7 +20,7 @@ _PART_BYTES: Final = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class PartitionBounds:
-    """The offsets of the first and last rows of a Kafka partition in a job's input, and the number of its rows."""
+    """The offsets of a Kafka partition's first and last rows in a job's input, and the number of its rows."""
 
     topic: str
     partition: int
@@ -68,7 +68,7 @@ def spread(
     batch_rows: int,
     batches: Iterable[pa.RecordBatch],
 ) -> Batches:
-    """Pack the records of each range, addressed to the task that sorts it, as rows of `map_side.PACKED_ROWS`.
+    """Pack the records as rows of `map_side.PACKED_ROWS`, each addressed to the task that sorts its range of offsets.
 
     Raises StateIncompatible for a record of a topic that the topology does not read.
     """
@@ -108,7 +108,7 @@ def _sorted(received: ReceivedRows, topics: Sequence[str]) -> Batches:
 
 
 def _part(received: ReceivedRows, rank: Integers, first: int, end: int) -> pa.RecordBatch:
-    """Return the rows whose rank is at least ``first`` and less than ``end``, sorted by rank."""
+    """Return the rows with ranks from ``first`` up to but not including ``end``, sorted by rank."""
     found, ranks, begin = [], [], 0
     for rows in received.rows():
         here = rank[begin : begin + rows.num_rows]

@@ -1,8 +1,8 @@
 """Judges whole Kafka partitions without a shuffle: each task reads one log after another, in the order of offsets.
 
 A worker of a topology that reads its source directly judges each source partition by itself. If a history consists of
-Parquet files with a single Kafka partition in each row group, a Spark task can do the same. The task judges a part of
-the log at a time, and keeps only the sightings of earlier parts that have not expired.
+Parquet files with a single Kafka partition in each row group, a Spark task can do the same. The task judges one part of
+the log at a time, and keeps only the unexpired sightings of earlier parts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dedup.spark.reduce_side import ReducePlan, Reducer, sightings_after
 from dedup.spark.sightings import SIGHTINGS, current, live
 
 _MOST_LOG_ROWS: Final = 1 << 22
-"""A task may have to keep the sightings of this many records: less than 500 MB unless the IDs are longer than UUIDs."""
+"""A task may have to keep the sightings of this many records: less than 500 MB if IDs are no longer than UUIDs."""
 _SHUFFLE_FACTOR: Final = 2
 """With a shuffle, a job needs about this many times the CPU time."""
 _PART_ROWS: Final = 65_536
@@ -49,8 +49,8 @@ def assigned(logs: Sequence[LogSplits], *, tasks: int, cores: int, extend: bool 
 
     ``extend`` says whether duplicates extend sightings, which then need twice the memory while they are merged.
 
-    Return an empty list if a shuffle would be better: if a log has too many records for the memory of a task, or if the
-    largest logs would keep fewer than ``cores`` cores busy for so long that a shuffle would take less time.
+    Returns an empty list if a shuffle would be better: if a log has too many records for a task's memory, or if the
+    largest logs would keep fewer than ``cores`` cores busy for so long that a shuffle would be faster.
     """
     rows = [log.rows for log in logs]
     most_rows = _MOST_LOG_ROWS // (2 if extend else 1)
@@ -96,7 +96,7 @@ def judge_logs(
 
 
 class _Part(NamedTuple):
-    """The records of a part of a log, in the form in which a reduce task receives its records."""
+    """The records of a part of a log, in the form in which a reduce task receives them."""
 
     screened: Sequence[pa.RecordBatch]
     notices: list[bytes]
@@ -141,7 +141,7 @@ class _LogJudge:
         self._known = self._kept(left)
 
     def _kept(self, left: pa.Table) -> pa.Table:
-        """Return the unexpired sightings after a part that has left these."""
+        """Return the sightings known so far and those that a part has ``left``, without the expired ones."""
         topology, outdated = self._reduce.topology, self._known.slice(0, 0)
         known = self._known
         if topology.window.extend:

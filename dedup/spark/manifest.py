@@ -20,7 +20,7 @@ from dedup.errors import Problem, SettingsError
 from dedup.spark.session import HadoopDirectory
 
 REPORT: Final = "_run.json"
-"""The file name of the report in the directory of a run that was published by a rename."""
+"""The report's file name in the directory of a run that was published by a rename."""
 RENAMING: Final = frozenset({"file", "hdfs"})
 """File systems that rename a directory atomically."""
 _IN_A_RUN: Final = re.compile(r"(?P<root>.+)/run=(?P<run>[^/]+)(?P<rest>(?:/[^/]+=[^/]+)*)/?")
@@ -72,10 +72,10 @@ def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame
 
 
 def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> list[str]:
-    """Return ``paths``, but replace the path of each run that has a manifest with the paths of the run's files.
+    """Return ``paths``, with the path of each run that has a manifest replaced by the paths of the run's files.
 
-    The path of a run is, for example, ``verdicts/run=may`` or, for one directory of the run,
-    ``verdicts/run=may/verdict=unique``. Raises SettingsError if a run has no files under its path.
+    For example, ``verdicts/run=may`` is the path of a run, and ``verdicts/run=may/verdict=unique`` that of one of its
+    directories. Raises SettingsError if a run has no files under its path.
     """
     found: list[str] = []
     for path in paths:

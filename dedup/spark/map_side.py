@@ -1,7 +1,7 @@
 """Implements the map side of a batch job, which prepares records for the reduce tasks that judge them.
 
-A map task extracts each record's ID and event time, and finds exempt records and dead letters. It computes stream time
-within its own part of the input (`OffsetRuns`), and sends packed records to the reduce tasks that judge them.
+A map task extracts each record's ID and event time, and finds exempt records and dead letters. It also computes stream
+time within its own part of the input (`OffsetRuns`), and sends packed records to the reduce tasks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ MOST_REDUCERS: Final = 1 << 16
 BATCH_BYTES: Final = 64 << 20
 """Maximum size of the packed rows in a batch that Spark passes to Python."""
 _WRITE_OPTIONS: Final = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
-"""Compression halves the number of bytes, and each byte is copied eight times between tasks."""
+"""Compression halves the number of bytes, each of which is copied eight times between tasks."""
 _READ_OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
 _BATCH_ROWS: Final = 8_192
 """Number of rows that `Screener` processes at a time; they fit into the processor's caches."""
@@ -81,13 +81,13 @@ _LEAST_ROWS: Final = 2_048
 _LEAST_BYTES: Final = 512 << 10
 """Before its input ends, a map task sends values of at least `_LEAST_ROWS` rows or `_LEAST_BYTES` bytes on average."""
 _UNPACKED_REDUCERS: Final = 128
-"""A map task unpacks the buffered rows of so many reduce tasks at a time, which are about 64 MB."""
+"""A map task unpacks the buffered rows of this many reduce tasks at a time (about 64 MB)."""
 _MOST_PACKED_BYTES: Final = 16 << 20
 """Uncompressed size at which a packed value is full; further rows for the same reduce task begin a new value."""
 _IN_MEMORY_BYTES: Final = 256 << 20
 """Total size of packed rows above which a task writes them to a file."""
 _MOST_RUNS: Final = 10_000
-"""Maximum number of offset runs in one Spark task; a log that is read in order has one run for each partition."""
+"""Maximum number of offset runs in one Spark task; input that is read in log order has one run per partition."""
 
 # How stream time is computed in one pass. Stream time is the running maximum of event time over a source partition, but
 # several Spark tasks read that partition. A task knows the running maximum within each of its *offset runs* (sequences
@@ -169,12 +169,12 @@ class LogEnd(NamedTuple):
 
 NOTHING_JUDGED: Final = LogEnd(0, BEFORE_ALL_TIME)
 LogEnds = Mapping[tuple[int, int], LogEnd]
-"""Each key is a topic's position in ``source.topics`` with a partition, or `UNPLACED` for rows without coordinates."""
+"""Each key is a topic's position in ``source.topics`` and a partition, or `UNPLACED` for rows without coordinates."""
 UNPLACED: Final = (0, -1)
 
 
 def ends_of(runs: Iterable[OffsetRun]) -> list[tuple[tuple[int, int], LogEnd]]:
-    """Return the end of each offset run, with the source partition to which the run belongs."""
+    """Return the end of each offset run, with the source partition that the run belongs to."""
     return [((run.topic, run.partition), LogEnd(run.last_offset + 1, run.greatest_ms)) for run in runs]
 
 
@@ -256,7 +256,7 @@ def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
 
 
 class _Buffers:
-    """Stores buffers in order: in memory, or in a file in Spark's local directory if they are too large for memory."""
+    """Stores buffers in order, in memory or, if they are too large, in a file in Spark's local directory."""
 
     def __init__(self) -> None:
         self._held: list[pa.Buffer] = []
@@ -300,15 +300,15 @@ class _Buffers:
 class Packer:
     """Packs the rows of one map task into separate values for each reduce task.
 
-    The overhead of a packed value equals that of about a hundred rows. Therefore, the packer buffers sorted rows,
-    compressed and in a file if necessary, until the values are large enough or the map task ends.
+    Each packed value costs as much as about a hundred rows. Therefore, the packer buffers sorted rows, compressed and
+    in a file if necessary, until the values are large enough or the map task ends.
     """
 
     def __init__(self, targets: Sequence[int], batch_rows: int) -> None:
         """Spark passes batches of up to ``batch_rows`` rows to Python."""
         self._targets: Final = targets
         self._groups: Final = list(pairwise([*range(0, len(targets), _UNPACKED_REDUCERS), len(targets)]))
-        """The reduce tasks whose buffered rows are unpacked at a time: the first one, and the one after the last."""
+        """Ranges of reduce tasks whose rows are unpacked together: the first task, and the one after the last."""
         self._batch_rows: Final = batch_rows
         self._full: Final = min(_MOST_ROWS, _ROWS_PER_REDUCER * len(targets))
         self._held: Final[list[tuple[pa.RecordBatch, npt.NDArray[np.uint16]]]] = []
@@ -327,7 +327,7 @@ class Packer:
         self._waiting.clear()
 
     def add(self, batch: pa.RecordBatch, reducers: npt.NDArray[np.uint16]) -> Batches:
-        """Add rows, and yield packed rows once enough are held; ``reducers`` maps rows to indexes in ``targets``."""
+        """Add rows, and yield packed rows once enough are held; ``reducers`` has each row's index in ``targets``."""
         if not batch.num_rows:
             return
         self._held.append((batch, reducers))
@@ -389,7 +389,7 @@ class Packer:
         self._sorted_rows = self._sorted_bytes = 0
 
     def notices(self, text: bytes) -> pa.RecordBatch:
-        """Return rows that send the same notice to every reduce task."""
+        """Return packed rows that send the same notice to every reduce task."""
         count = len(self._targets)
         columns = [pa.array(self._targets, pa.int32()), pa.nulls(count, pa.binary()), pa.array([text] * count)]
         return pa.RecordBatch.from_arrays(columns, schema=_PACKED_SCHEMA)
@@ -437,7 +437,7 @@ class ReceivedRows:
         yield from map(unpacked, self._known.all())
 
     def known_of(self, ids: pa.Array) -> Batches:
-        """Yield the sightings of earlier jobs that have one of the IDs."""
+        """Yield the sightings of earlier jobs whose ID is one of ``ids``."""
         for batch in self.known():
             yield batch.filter(pc.is_in(batch.column("id"), value_set=ids))
 
@@ -497,7 +497,7 @@ class MapPlan:
     batch_rows: int = 10_000
     """The number of rows in a batch that Spark passes to Python."""
     feeds: tuple[Feed, ...] = ()
-    """All source partitions if the input is the repartition topic, and otherwise nothing."""
+    """All source partitions if the input is the repartition topic; otherwise, empty."""
 
 
 def map_rows(plan: MapPlan, batches: Iterable[pa.RecordBatch]) -> Batches:

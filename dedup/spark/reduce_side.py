@@ -63,9 +63,9 @@ JUDGED: Final = (
     StructField("first_offset", LongType()),
 )
 """`dedup_time_ms` is the event time by which the record was judged (0 if the record has none, and the greatest allowed
-time if it was clamped). `reason` is the code of a dead letter, an exemption, or a forwarded conflict. `dedup_partition`
-and `dedup_offset` are the position in the task's log, or null if rows are not judged in the order of a log.
-`stream_time_ms` is the task's stream time after the record. The `first_*` columns describe the sighting that a
+time if it was clamped). `reason` is the reason code of a dead letter, an exempt record, or a forwarded conflict.
+`dedup_partition` and `dedup_offset` are the position in the task's log, or null if rows are not judged in the order of
+a log. `stream_time_ms` is the task's stream time after the record. The `first_*` columns describe the sighting that a
 duplicate repeats.
 """
 _NAMES: Final = pa.array(["unique", "duplicate", "conflict", "late", "unique"])
@@ -83,7 +83,7 @@ class ReducePlan:
     names: list[str]
     """The columns of the input."""
     ends: LogEnds = field(default_factory=dict)
-    """The positions that earlier jobs have reached in each log, if this job continues from there."""
+    """The point that earlier jobs have reached in each log, if this job continues from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def layer_rows(
     `sightings.LAYER`.
 
     The last yielded row is a report: the number of records by verdict, and the end of the judged records in each source
-    partition, as far as the task knows it. ``buckets`` is a multiple of ``reducers``, the number of reduce tasks. If
+    partition, as far as the task knows. ``buckets`` is a multiple of ``reducers``, the number of reduce tasks. If
     ``whole`` is true, the rows include the unexpired sightings of earlier jobs, so that the next job needs no earlier
     layer.
     """
@@ -146,7 +146,7 @@ def layer_rows(
 
 
 def _ends(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -> LogEnds:
-    """Return the end of each log after this job, as far as the reduce task knows it."""
+    """Return the end of each log after this job, as far as the reduce task knows."""
     ends = ends_of(read_notice(received.notices))
     if plan.mode == "event_time" and folded is not None and len(folded.rows.times_ms):
         ends.append((UNPLACED, LogEnd(0, int(folded.rows.times_ms.max()))))
@@ -154,7 +154,7 @@ def _ends(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -
 
 
 def sightings_after(folded: FoldedRows, topology: Topology) -> pa.Table:
-    """Return the new sightings, and the existing ones whose time a duplicate moved forward."""
+    """Return the new sightings, and the existing ones whose last time a duplicate moved forward."""
     rows, decided = folded.rows, folded.decided
     made = {
         "id": folded.ids,
@@ -179,17 +179,17 @@ def sightings_after(folded: FoldedRows, topology: Topology) -> pa.Table:
 
 
 class Received(Protocol):
-    """The records that `Reducer` judges, as `map_side.ReceivedRows` contains them."""
+    """The records that `Reducer` judges; `map_side.ReceivedRows` is one implementation."""
 
     @property
     def notices(self) -> list[bytes]:
         """Descriptions of the offset runs in the form that `read_notice` accepts."""
 
     def rows(self, without: Collection[str] = ()) -> Batches:
-        """Yield the screened records without some columns, in the same order on every call."""
+        """Yield the screened records without the columns in ``without``, in the same order on every call."""
 
     def known_of(self, ids: pa.Array) -> Batches:
-        """Yield the sightings of earlier jobs or parts that have one of the IDs."""
+        """Yield the sightings of earlier jobs or parts whose ID is one of ``ids``."""
 
 
 class Reducer:

@@ -1,15 +1,15 @@
 """Implements `dedup spark seed`, which turns a history into the initial state of a fleet.
 
 The history is judged as in a backfill and reduced to the sightings that have not expired. The first transaction writes
-a seed mark in the phase `seeding` to every changelog partition. If the topology repartitions, the source offsets are
-committed before any sightings are written. Spark tasks then write the sightings of each partition under the fleet's
-transactional IDs. The last transaction of a partition contains the task record, the seed mark in the phase `seeded`,
-and the group's offset. If a worker's task starts on a partition that is not completely seeded, the task stops with
-StateIncompatible.
+a seed mark in the phase `seeding` to every changelog partition. If the topology repartitions records, the source
+offsets are committed before any sightings are written. Spark tasks then write the sightings of each partition under the
+fleet's transactional IDs. The last transaction of a partition contains the task record, the seed mark in the phase
+`seeded`, and the group's offset. If a worker's task starts on a partition that is not completely seeded, the task stops
+with StateIncompatible.
 
-The seed marks contain the name, the offsets, and the clock time of the seed. Therefore, if the command is killed,
-running it again writes the same records and finishes the seed. A second run with a different history or different
-offsets is rejected, because records of the first run would stay in the changelog.
+The seed marks contain the name, the offsets, and the clock time of the seed. Therefore, running the command again after
+it was killed writes the same records and finishes the seed. A second run with a different history or different offsets
+is rejected, because records of the first run would stay in the changelog.
 
 Writing a changelog record twice does no harm, so attempts of a Spark task may be repeated or run concurrently. If an
 upstream Spark task fails, the writing task sees only a normal end of its input. Therefore, the writing task commits the
@@ -68,7 +68,7 @@ or the first or last offsets of all source partitions.
 """
 
 Row = tuple[int, bytes, bytes, int]
-"""The columns are the changelog partition, the key, the value, and a hash of key and value."""
+"""The changelog partition, the key, the value, and a hash of key and value."""
 
 _COMMIT_ROWS: Final = 50_000
 _MOST_ATTEMPTS: Final = 50
@@ -78,9 +78,7 @@ _WRITTEN: Final = pa.schema([("partition", pa.int32()), ("was_there", pa.bool_()
 
 
 class PartitionTruncated(DedupError):
-    """Raised if some rows of a partition did not arrive because an upstream Spark task failed; Spark then retries the
-    task.
-    """
+    """Raised if rows of a partition are missing because an upstream Spark task failed; Spark then retries the task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,7 @@ class Seeded:
     partitions: tuple[SeededPartition, ...]
     begins: Mapping[TopicPartition, int]
     counts: Counts
-    """The counts of verdicts on the judged part of the history."""
+    """The verdict counts of the part of the history that was judged."""
     seconds: float = 0.0
 
 
@@ -118,7 +116,7 @@ class _ClusterState:
     next_offsets: Mapping[int, int]
     """Maps each task to the offset where it will begin to read its feeding partition."""
     judged_at_ms: int
-    """The wall-clock time of the first run of this seed, which decides which event times are in the future."""
+    """The wall-clock time of this seed's first run, by which event times are judged to be in the future."""
     marks: Mapping[int, SeedMark]
     """The seed marks of an earlier run, by partition; empty in the first run."""
 
@@ -148,8 +146,8 @@ def seed(
     """Write a fleet's changelog and offsets as if the fleet had judged the history up to ``until``.
 
     ``history`` is a `History` of files, a DataFrame of `columns.RECORDS`, or None for the source topics from their
-    start. Rows that the fleet will read itself, according to their offset or timestamp, are ignored. ``commit_rows`` is
-    the number of changelog records in a transaction. Raises StateIncompatible and writes no seed if the group or the
+    start. Rows that, by their offset or timestamp, the fleet will read itself are ignored. ``commit_rows`` is the
+    number of changelog records in a transaction. Writes no seed and raises StateIncompatible if the group or the
     changelog contains state that `dedup spark seed` did not write, or if an earlier run began a different seed.
     """
     began_s = time.monotonic()
@@ -203,7 +201,7 @@ def _of_topics(spark: SparkSession, settings: Settings, found: _ClusterState) ->
 
 
 def _before(history: History, found: _ClusterState, until: Until) -> History:
-    """Return the history without the rows that the fleet will read itself, according to their offset or timestamp."""
+    """Return the history without the rows that, by their offset or timestamp, the fleet will read itself."""
     pairs = ((f"{place.topic}/{place.partition}", offset) for place, offset in found.begins.items())
     begins = fn.create_map(*(fn.lit(each) for pair in pairs for each in pair))
     begin = begins[fn.concat_ws("/", "topic", fn.col("partition").cast("string"))]
@@ -258,7 +256,7 @@ def _marks(
 
 
 def _write_sightings(rows: DataFrame, plan: WritePlan) -> dict[int, bool]:
-    """Write the partitions that have sightings; return, by partition, whether an earlier run had finished it."""
+    """Write the partitions that have sightings; return, for each, whether an earlier run had already finished it."""
     placed = rows.repartition(len(plan.marks), "dedup_partition").sortWithinPartitions("dedup_partition")
     try:
         with translated_errors():
@@ -363,7 +361,7 @@ async def _refuse_used(
 async def _begins(
     topology: Topology, wire: KafkaWire, places: list[TopicPartition], until: Until
 ) -> dict[TopicPartition, int]:
-    """Return the offset that ``until`` denotes in each source partition. Raises SettingsError for invalid offsets."""
+    """Return the offset that ``until`` means in each source partition. Raises SettingsError for invalid offsets."""
     if isinstance(until, int | str):
         return {place: await first_offset(wire, place, until) for place in places}
     problems = []
@@ -423,8 +421,9 @@ class _SeedWriter:
     async def begin(self, found: _ClusterState) -> None:
         """Write seed marks in the phase `seeding` to all changelog partitions in one transaction.
 
-        A `seeding` mark keeps the fleet from starting a task on the partition. If the topology repartitions, the method
-        then commits the source offsets, so that a fleet that starts during the seed does not repartition the history.
+        A `seeding` mark keeps the fleet from starting a task on the partition. If the topology repartitions records,
+        the method then commits the source offsets, so that a fleet that starts during the seed does not repartition the
+        history.
         """
         marks = {} if found.marks else self._plan.marks
         for partition in marks:
@@ -444,7 +443,7 @@ class _SeedWriter:
             await session.drop()
 
     async def write_empty(self) -> dict[int, bool]:
-        """Finish the partitions without sightings; return, by partition, whether an earlier run had finished it."""
+        """Finish the partitions without sightings; return, for each, whether an earlier run had already finished it."""
         empty = [task for task, mark in self._plan.marks.items() if not mark.sightings]
         return {task: await self.write(task, ()) for task in empty}
 

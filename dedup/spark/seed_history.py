@@ -27,7 +27,7 @@ from dedup.store.base import FeedTime
 from dedup.topology.model import Topology
 
 OUTSIDE_KAFKA: Final = (1 << 63) - 1
-"""The source offset of a sighting whose record was read from files without Kafka coordinates."""
+"""The source offset of a sighting whose record came from files without Kafka coordinates."""
 _SEEN: Final = ("first_ms", "last_ms", "source_topic", "source_partition", "source_offset", "fingerprint")
 """The columns of a sighting, besides `dedup_partition` (its task) and `dedup_id`: the first and last event times in ms,
 the coordinates of its record (the topic as its index in `source.topics`), and the fingerprint, which may be empty.
@@ -120,7 +120,7 @@ def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order)
 
 
 def _coordinates(topology: Topology, order: Order, of: str = "") -> list[str]:
-    """Return SQL for the coordinates of a record or, if ``of`` is "first_", of the sighting that the record repeats."""
+    """Return SQL for a record's coordinates or, if ``of`` is "first_", for those of the sighting that it repeats."""
     if order == "event_time":
         return ["0 AS source_topic", "dedup_partition AS source_partition", f"{OUTSIDE_KAFKA} AS source_offset"]
     topics = ", ".join(f"'{name}'" for name in topology.source.topics)
@@ -129,7 +129,7 @@ def _coordinates(topology: Topology, order: Order, of: str = "") -> list[str]:
 
 
 def _sightings(verdicts: DataFrame, topology: Topology, order: Order) -> DataFrame:
-    """Return the sightings that the verdicts produce, with the times to which duplicates may have extended them."""
+    """Return the sightings that result from the verdicts, with the times to which duplicates may have extended them."""
     key, payload = ("dedup_partition", "dedup_id"), "dedup_fingerprint" if topology.fingerprints_wanted else "NULL"
     fingerprint = f"coalesce({payload}, cast('' AS binary)) AS fingerprint"
     times = ("dedup_time_ms AS first_ms", "dedup_time_ms AS last_ms")
@@ -203,7 +203,7 @@ def _encoded(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _encoded_values(lists: pa.ListArray) -> list[bytes]:
-    """Encode each list of sightings, with a fast path if each list has one sighting that no duplicate extended."""
+    """Encode each list of sightings, with a fast path if every list is one sighting that no duplicate extended."""
     flat = lists.flatten()
     first, last, *place = (flat.field(name).to_numpy(zero_copy_only=False) for name in _SEEN[:-1])
     fingerprints = [each or b"" for each in flat.field("fingerprint").to_pylist()]

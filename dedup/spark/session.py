@@ -35,7 +35,7 @@ from dedup.topology.model import Topology
 ERRORS_BY_NAME: Final[Mapping[str, type[DedupError]]] = {
     kind.__name__: kind for kind in (StateIncompatible, RecordFailed, InvariantBroken, BrokerUnavailable)
 }
-"""Maps the name of an error class to the class, so that the driver can raise an executor's error again."""
+"""Maps the name of each error class to the class, so that the driver can raise an executor's error again."""
 _RAISED: Final = re.compile(rf"^dedup\.[\w.]+\.({'|'.join(ERRORS_BY_NAME)}): (.*)$", re.MULTILINE)
 _UNREADABLE: Final = re.compile(
     r"(?:FAILED_READ_FILE|CANNOT_READ_FILE|Error while reading file|is not a Parquet file|Could not read footer)"
@@ -141,7 +141,7 @@ class HadoopDirectory:
 
 
 def shuffle_partitions(spark: SparkSession) -> int:
-    """Return Spark's number of shuffle partitions, or its default number if the setting is not a number (``auto``)."""
+    """Return Spark's number of shuffle partitions, or Spark's default if the setting is not a number (``auto``)."""
     found = spark.conf.get(_SHUFFLE_PARTITIONS)
     return int(found) if found is not None and found.isdecimal() else _DEFAULT_PARTITIONS
 
@@ -169,8 +169,8 @@ def described(spark: SparkSession, text: str, *, group: str | None = None) -> It
 def shuffles_for(spark: SparkSession, size_bytes: int | None, *, power_of_two: bool = False) -> Iterator[None]:
     """Inside the ``with`` block, set Spark's number of shuffle partitions to suit an input of ``size_bytes``.
 
-    A number that the user has set does not change, nor does Spark's default if ``size_bytes`` is None. If
-    ``power_of_two`` is true, the number of partitions is rounded up to a power of two.
+    A number set by the user stays as it is, as does Spark's default if ``size_bytes`` is None. If ``power_of_two`` is
+    true, the number of partitions is rounded up to a power of two.
     """
     before = spark.conf.getAll.get(_SHUFFLE_PARTITIONS)
     if size_bytes is None or (before or "").isdecimal():

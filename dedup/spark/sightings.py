@@ -1,8 +1,8 @@
 """Packs the sightings that a batch job saves for the next job into the rows of a table.
 
-A *layer* is the set of sightings that one job saves. An incremental layer contains the sightings that the job created
-or whose time a duplicate moved forward. A full layer also contains all earlier sightings that have not expired.
-Sightings are packed into buckets by a hash of their ID, so that the next job shuffles only a few large values.
+A *layer* is the set of sightings that one job saves. An incremental layer contains the sightings that the job created,
+and those whose last time a duplicate moved forward. A full layer also contains all earlier sightings that have not
+expired. Sightings are packed into buckets by a hash of their ID, so that the next job shuffles only a few large values.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ of a task, with null in all other columns.
 PACKED_AT_ONCE: Final = 131_072
 """Maximum number of sightings in one packed value, whose uncompressed size is then about 8 MB."""
 _HELD: Final = 1 << 20
-"""Number of sightings that `LayerWriter` collects before it packs them."""
+"""Number of sightings that `LayerWriter` collects before packing them."""
 
 
 def sightings_of(table: pa.Table) -> Iterator[Sighting]:
@@ -67,7 +67,7 @@ def sightings_of(table: pa.Table) -> Iterator[Sighting]:
 
 
 def current(found: Sequence[pa.RecordBatch], topology: Topology, ends: LogEnds) -> pa.Table:
-    """Return the sightings that had not expired when earlier jobs ended, each with its latest time."""
+    """Return the sightings that had not expired when earlier jobs ended, each with its latest `last_ms`."""
     table = pa.Table.from_batches([live(batch, topology, ends) for batch in found], SIGHTINGS)
     if not topology.window.extend:
         return table
@@ -87,7 +87,7 @@ def live(batch: pa.RecordBatch, topology: Topology, ends: LogEnds) -> pa.RecordB
 
 
 def merged(new: pa.Table, repeated: pa.Table, known: pa.Table, topology: Topology) -> pa.Table:
-    """Return the new sightings, and the existing ones whose time a duplicate moved forward.
+    """Return the new sightings, and the existing ones whose last time a duplicate moved forward.
 
     ``known`` contains the sightings of earlier jobs. ``repeated`` has one row for each duplicate: the sighting of
     its ID, with the `last_ms` that the sighting would have if this were the only duplicate.

@@ -35,7 +35,7 @@ class Release:
     """The library versions that match a minor release of Spark, such as 4.1."""
 
     kafka: str
-    """The version of the Kafka connector, chosen so that Maven Central has all dependencies of the connector."""
+    """The version of the Kafka connector, chosen so that Maven Central has all of its dependencies."""
     delta: str
     iceberg: str | None
     """The version of Iceberg, or None if no version supports this release line."""
@@ -148,7 +148,7 @@ def _refuse_other(found: Jar, locks: Mapping[str, Jar]) -> None:
 
 
 def _beside_spark(wanted: Iterable[str], repository: Path) -> Iterator[Artifact]:
-    """Yield the resolved artifacts that PySpark does not include, not even in another version."""
+    """Yield the resolved artifacts that PySpark does not include in any version."""
     own = (Path(pyspark.__file__).parent / "jars").glob("*.jar")
     bundled = {_VERSIONED.sub("", jar.name) for jar in own}
     for artifact in resolved(wanted, repository):

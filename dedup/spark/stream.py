@@ -123,7 +123,7 @@ class Prepared:
         return {at: offset for at, offset in self.positions.items() if at.topic in topics}
 
     def identity(self) -> dict[str, object]:
-        """Return the values that must stay the same for a stream to continue from its checkpoint.
+        """Return the values that must not change if a stream is to continue from its checkpoint.
 
         `state` contains rules and partition counts. `topics` contains Kafka's topic IDs, because a recreated topic has
         different records at the same offsets. `semantics` is a constant that existing checkpoints contain.
@@ -265,9 +265,7 @@ class _IdleMarks:
         return None if lag.records else lag.position
 
     async def _mark(self, wire: KafkaWire, feeding: TopicPartition, position: int) -> bool:
-        """Write an idle marker unless a micro-batch is running or has moved the position; return whether it was
-        written.
-        """
+        """Write an idle marker unless a micro-batch is running or has moved the position. Returns whether it did so."""
         if not self.busy.acquire(blocking=False):
             return False
         try:
@@ -293,7 +291,7 @@ class StreamOptions:
     most_offsets: int = 1_000_000
     """Maximum number of offsets in a micro-batch."""
     commit_rows: int = 100_000
-    """Number of rows in a transaction, which must not stay open longer than `transaction_timeout`."""
+    """Number of rows in a transaction; no transaction may stay open longer than `transaction_timeout`."""
     onto_existing_output: bool = False
     """Let a new group write to an output topic that already contains records; see `dedup.worker.topics`."""
     on_batch: Callable[[BatchReport], None] | None = None
@@ -308,7 +306,7 @@ class _Query:
     options: StreamOptions
     monitor: StreamMonitor
     busy: AbstractContextManager[object]
-    """A context that is entered while a micro-batch is running."""
+    """A context manager that is held while a micro-batch is running."""
     failure: DedupError | None = None
     """The error that stopped the query; it is kept here, because Spark passes on only the text of an error."""
     query: StreamingQuery | None = None
@@ -336,7 +334,7 @@ class _Query:
         self.query = (writer.trigger(availableNow=True) if options.exit_when_done else writer).start()
 
     def _judge(self, rows: DataFrame, batch_id: int) -> None:
-        """Judge and commit a micro-batch; if an attempt of a Spark task reported an error, raise that error."""
+        """Judge and commit a micro-batch. If a task attempt reports an error, raise that error."""
         began_s, ready = time.monotonic(), self.ready
         settings = PicklableSettings.of(ready.settings)
         plan = AttemptPlan(ready.topology, settings, ready.cluster, self.options.commit_rows)
@@ -357,7 +355,7 @@ class _Query:
             self.options.on_batch(judged)
 
     def goes_on(self, spark: SparkSession) -> bool:
-        """Return whether the query is active; if a defect of Spark has stopped it, start it again, but only once."""
+        """Return whether the query is active; if a defect in Spark has stopped it, restart it, but only once."""
         if self.query is None or self.query.isActive:
             return self.query is not None
         if self.failure is not None or self.restarted or not _failed_in_report(self.query):
@@ -387,8 +385,8 @@ class _Query:
 def _failed_in_report(query: StreamingQuery) -> bool:
     """Return whether only the progress report of a micro-batch failed, after Spark had committed the micro-batch.
 
-    If a driver was killed during a micro-batch, the next driver repeats it without asking Kafka for the latest offsets.
-    `KafkaMicroBatchStream.metrics` of Spark 4.1 then fails, because it expects these offsets.
+    If a driver was killed during a micro-batch, the next driver repeats the micro-batch without asking Kafka for the
+    latest offsets. `KafkaMicroBatchStream.metrics` of Spark 4.1 then fails, because it expects these offsets.
     """
     failure: Any = query._jsq.exception()  # noqa: SLF001 - PySpark keeps only the text
     cause = failure.get().getCause() if failure.isDefined() else None
@@ -404,7 +402,7 @@ class Running:
     _queries: Sequence[_Query]
     _monitor: StreamMonitor
     _in_turn: bool
-    """Whether each query starts only after the previous query has read all its input."""
+    """Whether each query starts only after the previous one has read all of its input."""
     _idle_marks: _IdleMarks | None
     _stopping: threading.Event = field(default_factory=threading.Event)
 

@@ -31,9 +31,9 @@ from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
 
 log: Final = logging.getLogger(__name__)
 _LOOK_S: Final = 2.0
-"""The interval in seconds between two readings of the lag while no micro-batch ends."""
+"""Seconds between two readings of the lag while no micro-batch ends."""
 _LOOK_BYTES: Final = 1 << 20
-"""Maximum size of a fetch that looks for a record after a position."""
+"""Maximum size of a fetch that checks for a record after a position."""
 _ANSWER_WITHIN_S: Final = 5.0
 
 
@@ -74,12 +74,12 @@ class StreamMonitor:
         """The address of the pages, or None if no pages are served."""
 
     def start(self) -> None:
-        """Begin to watch the lag and, if the settings enable web pages, to serve the pages."""
+        """Begin to watch the lag and, if the settings enable web pages, serve them."""
         self._thread.start()
         self._runs.wait()
 
     def stop(self) -> None:
-        """Log the micro-batches that have not been logged yet, and stop serving the web pages."""
+        """Log the micro-batches that are not logged yet, and stop serving the web pages."""
         self._call(self._stop)
         self._thread.join()
 
@@ -212,7 +212,7 @@ class StreamMonitor:
         return ()
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
-        """Raise StateIncompatible, because a stream keeps no duplicates or dead letters that a web page could show."""
+        """Raise StateIncompatible, because a stream keeps no duplicates or dead letters for a web page to show."""
         raise StateIncompatible(
             f"{topic}/{partition}/{offset}: a stream on Spark shows no records; use `dedup explain`."
         )
@@ -222,7 +222,7 @@ class Lag(NamedTuple):
     """The number of offsets between a position and the end of a partition."""
 
     position: int
-    """The position, or the beginning of the log if that is greater."""
+    """The position, or the beginning of the log, whichever is greater."""
     records: int
     """Number of offsets from the position to the end, or 0 if these offsets hold only markers and aborted records."""
     unstable: int = 0

@@ -1,4 +1,4 @@
-"""Reads the history of a Delta or Iceberg table, and appends rows to the table in commits that are then read back.
+"""Reads the history of a Delta or Iceberg table, and appends rows to it in commits that are then read back.
 
 Delta: Each append to the table carries an application ID and a transaction version (`txnAppId`, `txnVersion`). If two
 appends carry the same pair, Delta commits one of them, and rejects or silently drops the other. After an append,
@@ -6,12 +6,11 @@ appends carry the same pair, Delta commits one of them, and rejects or silently 
 one by one, newest first (see "Delta Log Entries" in Delta's protocol), because each `DESCRIBE HISTORY` runs a Spark job
 over all log files.
 
-Iceberg: There are no transaction IDs, so Iceberg would accept the appends of two competing jobs one after the other.
+Iceberg: Without transaction IDs, Iceberg would accept the appends of two competing jobs, one after the other.
 Therefore, `IcebergLog.append` writes rows to a branch that begins at the latest snapshot that it has examined, checks
 that `main` is still at this snapshot, and fast-forwards `main` to the branch (see "Branching and Tagging" in Iceberg's
-documentation). Iceberg rejects the fast-forward if the table has changed since the check. If another job commits
-first, the appended rows stay invisible, and `append` starts over or, if the other job belongs to the same application,
-fails.
+documentation). Iceberg rejects the fast-forward if the table has changed since the check. If another job commits first,
+the appended rows stay invisible, and `append` starts over or, if the other job belongs to the same application, fails.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _APPLICATION: Final = "dedup-application"
 _NUMBER: Final = "dedup-number"
 _METADATA: Final = "dedup"
 _ATTEMPTS: Final = 5
-"""Maximum number of attempts to append while other jobs, such as a compaction, commit in the meantime."""
+"""Maximum number of attempts to append while other jobs, such as a compaction, commit to the table."""
 
 
 class TableCommit:
@@ -62,9 +61,7 @@ class TableCommit:
         self.rows: Final = int((info.get("operationMetrics") or {}).get("numOutputRows") or 0)
 
     def actions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the actions of the commit, each parsed only when it is requested, because a commit may have many
-        actions.
-        """
+        """Yield the commit's actions, parsing each only when it is requested, because a commit may have many."""
         return map(json.loads, self._lines)
 
     def __str__(self) -> str:
@@ -90,7 +87,7 @@ class TableCommit:
 
 
 def metadata_object(metadata: str | None) -> Mapping[str, Any]:
-    """Return the metadata of a commit if it is a JSON object with the member `dedup`, and otherwise an empty object."""
+    """Return a commit's metadata if it is a JSON object with the member `dedup`, and otherwise an empty object."""
     try:
         found = json.loads(metadata or "null")
     except ValueError:
@@ -124,8 +121,7 @@ class DeltaLog:
     def commits(self, after: int = -1) -> Iterator[TableCommit]:
         """Yield the commits after version ``after``, or all commits in the log by default, newest first.
 
-        If ``after`` is given and the log lacks a later version, the commits from the missing version on are not
-        yielded.
+        If ``after`` is given and the log lacks a later version, that version and all versions above it are not yielded.
         """
         # If ``after`` is given, the directory is not listed, because a table with a commit every few seconds has
         # hundreds of thousands of files.
@@ -297,7 +293,7 @@ class IcebergLog:
         ) from failed
 
     def _begin(self, rows: DataFrame) -> None:
-        """Create the table if necessary, and its first snapshot, because a branch must begin at a snapshot."""
+        """Create the table and its first snapshot if necessary, because a branch must begin at a snapshot."""
         nothing = rows.limit(0)
         if self._loaded() is None:
             made = nothing.writeTo(self.table).using("iceberg")
@@ -313,9 +309,7 @@ class IcebergLog:
             nothing.writeTo(self.table).append()
 
     def _commit(self, rows: DataFrame, properties: Mapping[str, str], head: SnapshotCommit) -> Exception | None:
-        """Append the rows after ``head``, and return the error, if any; despite an error, the append may have
-        succeeded.
-        """
+        """Append the rows after ``head``, and return the error, if any; the append may have succeeded despite it."""
         table = self._loaded()
         branch = f"dedup_{uuid.uuid4().hex}"
         try:

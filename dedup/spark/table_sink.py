@@ -37,8 +37,8 @@ _COLUMNS: Final = ("key", "value", "headers", "topic", "partition", "offset", "t
 _SETTLED_WITHIN_S: Final = 60.0
 _SETTLED_LOOK_S: Final = 0.2
 _RENEWED_AFTER_MS: Final = 24 * 3_600_000
-"""The sink commits its offsets again after this time without records, because the table commit that contains them
-expires: in Delta after `delta.logRetentionDuration` (30 days by default), in Iceberg by `expire_snapshots` (5 days).
+"""Without records, the sink commits its offsets again after this time, because the commit that contains them expires:
+in Delta after `delta.logRetentionDuration` (30 days by default), in Iceberg by `expire_snapshots` (5 days).
 """
 
 
@@ -47,7 +47,7 @@ class Appended:
     """A table commit of the sink, as read back from the table; its metadata contains the fields up to `id`."""
 
     topic_id: str
-    """Kafka's ID of the output topic, which reveals a recreated topic, whose offsets belong to different records."""
+    """Kafka's ID of the output topic, which reveals a recreated topic, whose offsets belong to other records."""
     number: int
     after: int
     """The version of the sink's previous commit; for the first commit, the table's latest version before it, or -1."""
@@ -86,7 +86,7 @@ class TableSink:
         self._last: Appended | None = None
         self._looked = False
         self._before = -1
-        """The latest version of the table when the sink first read it; a table may be empty and still have versions."""
+        """The table's latest version when the sink first read it; even an empty table may have versions."""
         self._renewed_ms = 0
 
     def ends(self) -> dict[int, int]:
@@ -100,8 +100,8 @@ class TableSink:
 
         If ``until`` is given, only records before these offsets are appended. Afterward, the table contains every
         record before the offsets in `Appended.ends` exactly once. Raises StateIncompatible if another sink has written
-        to the table meanwhile, if rows of the sink were replaced or removed, if the table or the topic was recreated,
-        or if retention deleted records that are not in the table.
+        to the table in the meantime, if rows of the sink were replaced or removed, if the table or the topic was
+        recreated, or if retention deleted records that are not in the table.
         """
         if not self._looked:
             self._before = self._log.latest()
@@ -213,7 +213,7 @@ class TableSink:
         return entries
 
     def _found(self) -> Appended | None:
-        """Return the sink's last table commit, or None if it has none and the table is empty or does not exist."""
+        """Return the sink's last table commit, or None if there is none and the table is empty or does not exist."""
         later: list[TableCommit | SnapshotCommit] = []
         last: Appended | None = None
         for entry in self._log.commits():
@@ -340,7 +340,7 @@ def follow(
 def catch_up(
     sink: TableSink, *, over: threading.Event | None = None, tell: Callable[[Appended], None] = lambda _: None
 ) -> None:
-    """Append all records that were committed before the call; stop early if ``over`` is set."""
+    """Append all records that had been committed before the call; stop early if ``over`` is set."""
     ends = sink.ends()
     while over is None or not over.is_set():
         appended = sink.append(now_ms=_now_ms(), until=ends)

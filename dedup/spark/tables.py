@@ -1,12 +1,12 @@
 """Implements `dedup spark upsert`, which keeps one row per tracking ID in a Delta table (MERGE) or a database (JDBC).
 
 If several records have the same ID, the table keeps the newest record. The table stores the columns that define which
-record is newer (`ORDER`), and only a newer record replaces a row. Therefore, runs may be repeated, killed, and started
-in any order, with the same result.
+record is newer (`ORDER`), and only a newer record replaces a row. Therefore, the result is the same even if runs are
+repeated, killed, or started in another order.
 
 Spark's JDBC writer cannot upsert. Each run therefore writes its rows to its own staging table, and a single SQL
-statement moves the rows to the target table. If a run is killed before the rows are moved, the target table is
-unchanged, and the staging table is left behind.
+statement moves the rows to the target table. A run that is killed before the rows are moved leaves the target table
+unchanged, and its staging table behind.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class TableRows:
 
 
 def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = None, order: str) -> TableRows:
-    """Convert records (`columns.RECORDS`) to rows of a table.
+    """Convert records (`columns.RECORDS`) to the rows of a table.
 
     ``schema`` is Spark DDL for the members of the JSON value that become columns; records with values of other types
     are rejected. Without ``schema``, the columns are `key` and `value` as bytes. A record with a null value becomes a
@@ -235,7 +235,7 @@ def _schema(ddl: str | None) -> t.StructType | None:
 
 
 def _is_unfit(kind: t.DataType) -> bool:
-    """Return whether Spark cannot read the type from JSON or cannot hash it, as `_newest` requires."""
+    """Return whether Spark cannot read the type from JSON, or cannot hash it as `_newest` requires."""
     match kind:
         case t.MapType() | t.VariantType() | t.CharType() | t.VarcharType():
             return True
@@ -361,7 +361,7 @@ def _move(connection: Any, staging: str, table: str, move: str, expected: int) -
 
 @contextlib.contextmanager
 def _connected(spark: SparkSession, to: Jdbc) -> Iterator[Any]:
-    """Yield a JDBC connection in the driver's JVM, with a separate transaction for each statement."""
+    """Yield a JDBC connection in the driver's JVM that runs each statement in its own transaction."""
     java: Any = spark._jvm  # noqa: SLF001  # PySpark's only way to its JVM
     # DriverManager finds drivers only on the system class path, where Spark's jars are not.
     java.org.apache.spark.sql.execution.datasources.jdbc.DriverRegistry.register(to.dialect.driver)

@@ -10,8 +10,8 @@ group's offset. An attempt begins at the next offset to judge, whatever Spark do
   remaining records again.
 * If two attempts run at the same time (speculative execution, or an executor that has lost its driver), the
   InitProducerId request of the newer attempt fences the older one.
-* If there are records between the next offset to judge and the first row, the attempt stops, because they would be
-  lost.
+* If there are records between the next offset to judge and the first row, the attempt stops, because these records
+  would be lost.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from dedup.worker.task_factory import TaskFactory
 from dedup.worker.topics import Cluster
 
 _MOST_RENEWALS: Final = 3
-"""Maximum number of new epochs in which a commit is retried; then the attempt fails, and Spark starts a new attempt."""
+"""Maximum number of new epochs in which a commit is retried before the attempt fails and Spark starts a new one."""
 _MARGIN: Final = 4
-"""The broker aborts a transaction after a timeout, so the attempt commits after a quarter of the timeout."""
+"""The broker aborts a transaction after a timeout, so an attempt commits after a quarter of that time."""
 _BROKER_TROUBLE: Final = 5
-"""Exit code of BrokerUnavailable, which is, besides TaskMigrated, the only error that a new attempt may avoid."""
+"""Exit code of BrokerUnavailable, the only error besides TaskMigrated that a new attempt may avoid."""
 
 REPORT: Final = "report binary"
 """The row that an attempt sends to the driver: a pickled `PartitionReport`, or a pickled error."""
@@ -66,7 +66,7 @@ class AttemptPlan:
     settings: PicklableSettings
     cluster: Cluster
     commit_rows: int
-    """Number of rows in a transaction, which must not stay open longer than its timeout."""
+    """Number of rows in a transaction; no transaction may stay open longer than its timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class _Attempt:
             await self._group.close(drain=False)
 
     async def _next(self, batches: Iterator[FeedBatch]) -> FeedBatch | None:
-        """Return the next batch, or None at the end; meanwhile, commit a transaction that has been open for too long.
+        """Return the next batch, or None at the end; while waiting, commit a transaction that has been open too long.
 
         A separate thread reads from Spark, so that judged records can be sent while the attempt waits.
         """
@@ -252,7 +252,7 @@ async def _refuse_gap(wire: KafkaWire, task: Task, first: FeedBatch) -> None:
 
 
 def deleted_unjudged(task_id: TaskId, position: int, kept: int) -> StateIncompatible:
-    """Return the error for a partition in which retention deleted records before they were judged."""
+    """Return the error for a partition from which retention deleted records before they were judged."""
     feeding = task_id.feeding
     return StateIncompatible(
         f"{feeding.topic}/{feeding.partition} no longer holds offset {position}, which is to be judged next: it begins "

@@ -1,12 +1,12 @@
 """Runs the process from which Spark forks its Python workers: PySpark's daemon with preloaded modules.
 
-Spark starts this process because of the setting `spark.python.daemon.module`. The daemon saves CPU time in every Python
-task, compared with PySpark's own daemon:
+Spark starts this process because of the setting `spark.python.daemon.module`. Compared with PySpark's own daemon, it
+saves CPU time in every Python task:
 
 * If the same version of PySpark is installed, Spark's archives are removed from the Python path. Otherwise, Python
   would read the directories of these archives eighteen times in each task (0.16 CPU seconds).
 * NumPy, pyarrow, and dedup's modules are imported once, before the fork (more than 0.4 CPU seconds).
-* Loaded objects are frozen, so the garbage collection after a task examines only the task's own objects (0.04 CPU
+* Loaded objects are frozen, so the garbage collection after a task examines only objects of that task (0.04 CPU
   seconds).
 """
 

@@ -76,7 +76,7 @@ class Store(Protocol):
     """The changelog offset to restore from, or 0 in a new store."""
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return the encoded sightings of the IDs, by segment and ID, without segments that contain none of the IDs."""
+        """Return the encoded sightings of the IDs, by segment and ID. Segments with none of the IDs are omitted."""
 
     def segments(self) -> dict[int, int]:
         """Map each segment's start, in ascending order, to a changelog offset at or before its first record."""

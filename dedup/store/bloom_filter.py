@@ -3,15 +3,16 @@
 The filter is a blocked Bloom filter (Putze, Sanders, Singler 2007) with about 16 bits per ID and a false-positive rate
 of 0.5%. The filter grows in layers, each at least as large as all earlier layers together.
 
-`SegmentFilter` keeps the filter of one segment together with a log of hashes, from which the next process loads it.
-A filter that lacks one ID of its segment lets a duplicate pass, so a log must prove that it is complete. The store
+`SegmentFilter` keeps the filter of one segment together with a log of hashes, from which the next process loads the
+filter. A filter that lacks an ID of its segment lets a duplicate pass, so a log must be provably complete. The store
 writes a `LogMark` in the same atomic batch as the IDs: how many hashes the log has, their CRC-32, and the segment's
-number of IDs and position at that time. A log counts only if its mark has the segment's current number and position,
-and if its hashes have the mark's CRC. Otherwise, the filter is built from the segment's keys, which takes eight times
-as long, and the log is written again.
+number of IDs and position at that time. A log is used only if its mark has the segment's current number of IDs and
+position, and its hashes have the mark's CRC. Otherwise, the filter is built from the segment's keys, which takes eight
+times as long, and the log is written again.
 
-The log is written before the store's batch and is not synced. After a SIGKILL it may have more hashes than its mark
-says; they are ignored. After a power failure it may have fewer; its CRC then differs.
+The log is written before the store's batch and is not synced. After a SIGKILL, the log may have more hashes than its
+mark says, and the extra ones are ignored. After a power failure, the log may have fewer hashes, and the CRC then
+differs.
 
 From time to time, the filter itself is written to a second file, a snapshot, from which it is loaded twenty times as
 fast; only the hashes after the snapshot are then read from the log. The mark names the snapshot and its CRC. A snapshot
@@ -50,11 +51,11 @@ _HASH_BYTES: Final = 8
 PIECE_IDS: Final = 100_000
 """The most IDs that are read in one step, to bound the memory that a step takes."""
 HASHES_PER_KEY: Final = 8
-"""How many hashes can be loaded from a log in the time in which one key is read from the store."""
+"""How many hashes can be loaded from a log in the time it takes to read one key from the store."""
 PIECE_WORDS: Final = 1 << 15
 """The most words of a snapshot that are read or written in one step, so that they fit into a core's own cache."""
 WORDS_PER_KEY: Final = 32
-"""How many words of a snapshot can be read or written in the time in which one key is read from the store."""
+"""How many words of a snapshot can be read or written in the time it takes to read one key from the store."""
 SNAPSHOT_FROM_IDS: Final = 1_000_000
 """A log with fewer IDs has no snapshot, because it is loaded in 0.03 s."""
 _SNAPSHOT_EVERY: Final = 8
@@ -81,7 +82,7 @@ _PAIRS: Final = (np.uint64(1) << (_PAIR & np.uint64(63))) | (np.uint64(1) << (_P
 
 
 class HashKey:
-    """Hashes IDs with a secret, so that nobody who does not know the secret can choose IDs that collide.
+    """Hashes IDs with a secret, so that only someone who knows the secret could choose IDs that collide.
 
     The hash is MULTILINEAR (Lemire, Kaser 2014, "Strongly universal string hashing is fast") over words of 32 bits: the
     sum of the words, each multiplied by a random number of 64 bits. The last steps spread the result over all bits. An
@@ -111,7 +112,7 @@ class HashKey:
 
 
 class Hashed:
-    """The hashes of a batch of IDs, in the form in which they can be used for several segments."""
+    """The hashes of a batch of IDs, in a form that can be used for several segments."""
 
     __slots__ = ("bits", "hashes", "words")
 
@@ -126,7 +127,7 @@ class Hashed:
 
 
 class BloomFilter:
-    """A set of IDs that never misses an ID that was added, but may report an ID that was not."""
+    """A set of IDs that always reports an added ID, but may also report an ID that was never added."""
 
     __slots__ = ("_capacity", "_layers", "_total_words", "added")
 
@@ -141,7 +142,7 @@ class BloomFilter:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Self:
-        """Return a filter whose words are still to be filled from a snapshot, and to which IDs can be added already."""
+        """Return a filter whose words are still to be filled from a snapshot, but to which IDs can already be added."""
         empty = cls()
         empty._layers = [np.zeros(words, np.uint64) for words in snapshot.layers]
         empty._total_words, empty._capacity, empty.added = snapshot.words, snapshot.capacity, snapshot.hashes
@@ -153,11 +154,11 @@ class BloomFilter:
         return self._total_words * _HASH_BYTES
 
     def snapshot(self, log: LogMark) -> Snapshot:
-        """Describe a copy of the filter, which contains the IDs of the log. The copy's CRC is not known yet."""
+        """Describe a copy of the filter that contains the IDs of the log. The copy's CRC is not known yet."""
         return Snapshot(log.hashes, log.crc, 0, self._capacity, tuple(map(len, self._layers)))
 
     def part(self, first: int, count: int) -> Hashes:
-        """Return up to ``count`` words after the first ``first`` words of all layers; they are words of one layer."""
+        """Return up to ``count`` words of one layer, starting after the first ``first`` words of all layers."""
         for layer in self._layers:
             if first < len(layer):
                 return layer[first : first + count]
@@ -212,13 +213,13 @@ class Snapshot:
         return sum(self.layers)
 
     def encode(self) -> bytes:
-        """Return the end of the mark that the store keeps."""
+        """Encode the snapshot as the end of the mark that the store keeps."""
         head = _SNAPSHOT.pack(self.hashes, self.log_crc, self.crc, self.capacity)
         return head + b"".join(map(_LAYER.pack, self.layers))
 
     @classmethod
     def decode(cls, value: bytes) -> Self:
-        """Return the snapshot that the end of a stored mark describes."""
+        """Decode the snapshot at the end of a stored mark."""
         layers = tuple(words for (words,) in _LAYER.iter_unpack(value[_SNAPSHOT.size :]))
         hashes, log_crc, crc, capacity = _SNAPSHOT.unpack_from(value)
         return cls(hashes, log_crc, crc, capacity, layers)
@@ -237,13 +238,13 @@ class LogMark:
     snapshot: Snapshot | None = None
 
     def encode(self) -> bytes:
-        """Return the value that the store keeps."""
+        """Encode the mark as the value that the store keeps."""
         head = _MARK.pack(self.segment_ids, self.segment_position, self.hashes, self.crc)
         return head if self.snapshot is None else head + self.snapshot.encode()
 
     @classmethod
     def decode(cls, value: bytes) -> Self:
-        """Return the mark of a stored value."""
+        """Decode a stored mark."""
         segment_ids, segment_position, hashes, crc = _MARK.unpack_from(value)
         snapshot = Snapshot.decode(value[_MARK.size :]) if len(value) > _MARK.size else None
         return cls(segment_ids, segment_position, hashes, crc, snapshot)
@@ -271,10 +272,10 @@ class SegmentFilter:
         self._copied_at = 0
         """The number of hashes that the log had when a snapshot was last begun."""
         self._next_key: bytes | None = None
-        """The key after which the segment is read, or None if the segment is not being read."""
+        """The key after which reading the segment continues, or None if the segment is not being read."""
 
     def load(self, mark: LogMark | None, *, first_key: bytes, ids: int, position: int) -> None:
-        """Let `warm` load the filter of a segment that has this number of IDs and this position.
+        """Make `warm` load the filter of a segment that has this number of IDs and this position.
 
         ``first_key`` is less than all keys of the segment.
         """
@@ -305,7 +306,7 @@ class SegmentFilter:
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """The newest snapshot, which the store's mark must name before it can be used."""
+        """The newest snapshot, which can be used only once the store's mark names it."""
         return self._log.snapshot
 
     @property
@@ -331,9 +332,9 @@ class SegmentFilter:
         return found
 
     def write(self, ids: Sequence[bytes], *, segment_ids: int, position: int) -> tuple[Hashed, LogMark]:
-        """Write the hashes of IDs behind the log, and return them with the mark of the longer log.
+        """Append the hashes of IDs to the log file, and return them with the mark of the longer log.
 
-        The log ends as before until `add` is called with the returned values. Raises DedupError if the disk is full.
+        The longer log counts only once `add` is called with the returned values. Raises DedupError if the disk is full.
         """
         hashed = Hashed(self._key.hashes(ids))
         if not self._logged:
@@ -344,19 +345,19 @@ class SegmentFilter:
         return hashed, LogMark(segment_ids, position, hashes, crc, self._log.snapshot)
 
     def add(self, hashed: Hashed, mark: LogMark) -> None:
-        """Add IDs that `write` has written to the log and that the store contains now."""
+        """Add IDs that `write` has written to the log and that the store now contains."""
         self._filter.add(hashed)
         self._log = mark
 
     def mark(self, *, segment_ids: int, position: int) -> LogMark:
-        """Return the mark of the log as it is."""
+        """Return the mark of the log in its current state."""
         return replace(self._log, segment_ids=segment_ids, segment_position=position)
 
     def warm(self, keys: int, read_keys: Callable[[bytes, int], list[bytes]], first_key: bytes) -> int:
         """Load more IDs, in the time that reading ``keys`` keys takes, and return how many of ``keys`` are left.
 
-        If all IDs are loaded and a snapshot is due, the time is used to write it. ``read_keys`` returns at most a
-        number of keys of the segment that follow a key, in ascending order.
+        If all IDs are loaded and a snapshot is due, the time is used to write it. ``read_keys(key, limit)`` returns up
+        to ``limit`` keys of the segment that follow ``key``, in ascending order.
         """
         while keys > 0 and self._load is not None:
             if self._copy is None:

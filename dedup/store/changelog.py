@@ -229,7 +229,7 @@ def all_within(values: Collection[bytes], begin_ms: int, end_ms: int) -> bool:
 
 
 def _ends_within(values: Collection[bytes], length: int, begin_ms: int, end_ms: int) -> bool:
-    """Tell whether values of one length are single sightings that never grew and are within bounds."""
+    """Tell whether values of one length are single sightings that were never extended and end within the bounds."""
     rows = np.frombuffer(b"".join(values), np.uint8).reshape(len(values), length)
     headers = {header for header, entry in _ENTRIES.items() if entry.size == length and not header & _EXTENDED}
     if not headers or not headers.issuperset(np.unique(rows[:, :1]).tolist()):
@@ -333,7 +333,7 @@ def parse_key(key: bytes) -> SightingKey | None:
 
 
 def sighting_rows(keys: Sequence[bytes | None], state_keys: Collection[bytes]) -> list[int]:
-    """Return the rows of all keys except those of sightings of other IDs, without parsing any key."""
+    """Return the rows of all keys except those of other IDs' sightings, without parsing any key."""
     ends = tuple(state_keys)
     return [
         row for row, key in enumerate(keys) if key is None or key.endswith(ends) or not key.startswith(_SIGHTING_TAG)
@@ -354,8 +354,8 @@ class Collected:
 def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Collected:
     """Collect consecutive changelog records. Of several records with the same key, only the last counts.
 
-    Raises StateIncompatible for a record that dedup did not write: its key or value is missing, or its key or version
-    is unknown.
+    Raises StateIncompatible for a record that this release does not write: its key or value is missing, or its key or
+    version is unknown.
     """
     if None in keys or None in values:
         raise StateIncompatible(
@@ -459,8 +459,8 @@ def rebucket(entries: Iterable[tuple[bytes, bytes]], segment_ms: int) -> dict[in
     """Return the writes that move (state key, encoded sightings) pairs into segments with the width ``segment_ms``.
 
     The segment width changes with the guard period and the grace of the topology. The writes replace what a segment
-    holds for an ID, so ``entries`` must include the values of these IDs that are already in new segments. Sightings of
-    one ID that differ only in their last time are merged into one with the latest of these times.
+    holds for an ID, so ``entries`` must include those values of the same IDs that are already in new segments.
+    Sightings of one ID that differ only in their last time are merged into one with the latest of these times.
     """
     intervals: dict[bytes, dict[tuple[int, Source, bytes], int]] = {}
     for state_key, value in entries:

@@ -2,7 +2,7 @@
 
 Nothing that is read from a checkpoint is trusted: only regular files with the names of RocksDB's data files are
 written, each with at most the bytes that the description states, and each is compared with its digest. A checkpoint
-omits RocksDB's options, because dedup opens stores with its own options. It also omits RocksDB's event log, which
+omits RocksDB's options, because dedup opens stores with its own options. Also omitted are RocksDB's event log, which
 contains the machine's name, and the logs of the Bloom filters, which can be built again.
 """
 
@@ -43,28 +43,28 @@ class StoreFile(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Return the description of a file, which must not change."""
+        """Return the description of a file that no longer changes."""
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256")
             return cls(path.name, file.tell(), digest.hexdigest())
 
 
 def files_of(directory: Path) -> list[Path]:
-    """Return the files of a closed store that belong into a checkpoint, in the order of their names."""
+    """Return the files of a closed store that belong in a checkpoint, sorted by name."""
     return sorted(path for path in directory.iterdir() if _STORE_FILE.fullmatch(path.name))
 
 
 def pieces(source: IO[bytes], moved: Moved) -> Iterator[bytes]:
-    """Yield the content of a stream in pieces, and report each piece to ``moved`` after it was used."""
+    """Yield the content of a stream in pieces, and report each piece to ``moved`` after it has been used."""
     while piece := source.read(_PIECE_BYTES):
         yield piece
         moved(len(piece))
 
 
 def write_file(wanted: StoreFile, source: IO[bytes], directory: Path, moved: Moved) -> None:
-    """Write the content of a described file into a directory that lacks it, and sync it to disk.
+    """Write the content of a described file to a new file in the directory, and sync it to disk.
 
-    Raises CheckpointUnusable if the content differs from the description. Part of it may then be in the directory.
+    Raises CheckpointUnusable if the content differs from the description; part of it may have been written by then.
     """
     path, digest, size_bytes = directory / wanted.name, hashlib.sha256(), 0
     try:

@@ -3,8 +3,8 @@
 ``URL/TOPOLOGY/PARTITION/`` contains `manifest.json`, which describes the current checkpoint, and the files that it
 names, each under its SHA-256. RocksDB never changes a data file, so a new checkpoint writes only the files that are not
 there yet. `manifest.json` is written last and in one atomic step. A file is deleted when neither the current nor the
-previous checkpoint names it, so a reader can finish while a newer checkpoint is written. Calls to this module may block
-for minutes, so do not make them in an event loop.
+previous checkpoint names it, so a reader can finish while a newer checkpoint is being written. Calls to this module may
+block for minutes, so do not make them in an event loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dedup.store.checkpoint import MOST_BYTES, Checkpoint, Moved, StoreFile, fil
 _MANIFEST: Final = "manifest.json"
 _OUR_FILE: Final = re.compile(r"(manifest\.json|[0-9a-f]{64})(\.new)?", re.ASCII)
 _DIRECTORIES: Final = frozenset({"file", "ftp", "hdfs", "memory", "sftp", "smb", "webhdfs"})
-"""Protocols that need a directory before a file. For others, none is created: s3fs could create a misnamed bucket."""
+"""Protocols in which a file needs a directory. For others, none is created: s3fs could create a misnamed bucket."""
 
 
 class CheckpointStorage:
@@ -64,8 +64,8 @@ class CheckpointStorage:
     def read(self, checkpoint: Checkpoint, directory: Path, moved: Moved) -> None:
         """Write the files of a checkpoint into an existing, empty directory, and sync them to disk.
 
-        Raises CheckpointUnusable if the storage fails or a file is not as described. Some files may then be in the
-        directory.
+        Raises CheckpointUnusable if the storage fails or a file is not as described; some files may have been written
+        by then.
         """
         place = self.place(checkpoint.topology, checkpoint.partition)
         for wanted in checkpoint.files:
@@ -88,10 +88,10 @@ class CheckpointStorage:
         ids: int,
         moved: Moved = lambda _: None,
     ) -> tuple[Checkpoint, int]:
-        """Store the closed store in ``directory`` as the partition's current checkpoint.
+        """Save the closed store in ``directory`` as the partition's current checkpoint.
 
-        Returns the checkpoint and how many bytes had to be written. The previous checkpoint stays readable, and files
-        that only older ones named are deleted. Raises CheckpointUnusable if the storage fails.
+        Returns the checkpoint and the number of bytes that had to be written. The previous checkpoint stays readable,
+        and files that only older checkpoints named are deleted. Raises CheckpointUnusable if the storage fails.
         """
         place = self.place(identity.topology, identity.partition)
         before = None
@@ -152,7 +152,7 @@ class CheckpointStorage:
                 self._files.rm_file(f"{path}/{name}")
 
     def _put(self, place: str, content: Iterable[bytes]) -> None:
-        """Write a file so that it has either its old content or all of the new one."""
+        """Write a file so that it always has either all of its old or all of its new content."""
         path = self._path(place)
         # In an object store, every write is atomic.
         target = f"{path}.new" if "file" in _protocols(self._files) else path

@@ -1,4 +1,4 @@
-"""Names, checks, and deletes the directories of stores, and keeps released stores open.
+"""Names, checks, and deletes store directories, and keeps released stores open.
 
 It is safe to delete a store's directory while no worker uses it: the store is restored from the changelog. A directory
 that is a symbolic link or contains other files is refused and left unchanged.
@@ -25,10 +25,10 @@ _STORE_FILE: Final = re.compile(
     re.ASCII,
 )
 FILTER_LOG: Final = "filter-log-"
-"""How the name of a Bloom filter's log begins; the segment's start in ms follows."""
+"""The prefix of the name of a Bloom filter's log; the segment's start in ms follows it."""
 SNAPSHOT_SUFFIX: Final = ".bits"
 NEW_SNAPSHOT_SUFFIX: Final = ".bits-new"
-"""What follows the name of a filter's log in the name of the filter's snapshot, and of one that is being written."""
+"""What is appended to the name of a filter's log to name the filter's snapshot, and one that is being written."""
 RESTORE: Final = "The directory will be deleted and restored from the changelog."
 
 
@@ -91,7 +91,7 @@ def _refuse_anothers(path: Path) -> None:
 def delete_store(directory: Path) -> None:
     """Delete the directory of a store, if it exists. The store must not be open in this process.
 
-    Raises StateIncompatible, and deletes nothing, if the directory is not that of a store or another process uses it.
+    Raises StateIncompatible, and deletes nothing, if the directory is not a store's or is used by another process.
     """
     if not directory.exists() and not directory.is_symlink():
         return
@@ -158,7 +158,7 @@ def _names(directory: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Defines how a task opens its partition's store, and how it releases the store."""
+    """Defines how a task opens and releases its partition's store."""
 
     open: Callable[[], Store]
     prepare: Callable[[], Awaitable[None]] | None = None

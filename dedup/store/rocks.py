@@ -67,16 +67,17 @@ _ARENA_BLOCK_BYTES: Final = 64 << 10
 _WAL_BYTES: Final = 16 << 20
 _FILES_TO_MERGE: Final = 12
 """When a segment has this many sorted runs, RocksDB merges runs of similar size (universal compaction), so that each ID
-is rewritten a few times. Level compaction would merge the new files into all older ones each time.
+is rewritten only a few times. Level compaction would merge the new files into all older ones each time.
 """
 _FILES_TO_SLOW_DOWN: Final = 40
 _FILES_TO_STOP: Final = 60
 _OPEN_FILES: Final = 512
-"""The most files that a store keeps open. If a store has more, each lookup may open a file and read its index again,
-which takes longer than all else: with 64 and 100,000,000 IDs in 4 stores, it took half of the worker's time.
+"""The most files that a store keeps open. If a store has more files, a lookup may have to reopen a file and read its
+index again, which takes longer than all else: with a limit of 64 and 100,000,000 IDs in 4 stores, it took half of the
+worker's time.
 """
 _OPEN_FILES_SHARD_BITS: Final = 4
-"""RocksDB divides the open files into 2 to this power groups with a limit each; its default of 6 leaves 8 to each."""
+"""RocksDB splits the open files into 2**this groups, each with a limit; with its default of 6, the limit is 8 files."""
 _BLOOM_BITS: Final = 10
 _BUCKETS: Final = 1 << 14
 _TABLE_BYTES: Final = 8 * _BUCKETS
@@ -87,9 +88,9 @@ _LONGEST_KEY: Final = 33
 """The length of the longest state key, used as the prefix length, so that a hashed memtable finds a key directly."""
 _NICEST: Final = 19
 _NICER_BY: Final = 10
-"""How much greater the nice value of RocksDB's threads is than the worker's, which gives them a tenth of its CPU share.
-With a difference of 15 to 19, as in RocksDB's own low priority, a worker that closed a store on a busy machine waited
-over 10 s for a flush.
+"""How much greater the nice value of RocksDB's threads is than the worker's, which gives the threads a tenth of its CPU
+share. With a difference of 15 to 19, as in RocksDB's own low priority, a worker that closed a store on a busy machine
+waited over 10 s for a flush.
 """
 
 _NOT_THE_STORES_FAULT: Final = (
@@ -385,7 +386,7 @@ class RocksStore:
         return store
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return the encoded sightings of the IDs, by segment and ID, without segments that contain none of the IDs."""
+        """Return the encoded sightings of the IDs, by segment and ID. Segments with none of the IDs are omitted."""
         self._refuse_if_closed()
         asked = [(start, held) for start in segments if (held := self._segments.get(start)) is not None]
         if not asked or not ids:
@@ -512,9 +513,9 @@ class RocksStore:
     def warm(self, ids: int) -> bool:
         """Read up to ``ids`` more stored IDs into the Bloom filters, and return whether the filters contain all IDs.
 
-        More IDs are read from files of the filter: reading 1 million IDs takes about 0.25 s, 0.03 s from a filter's
-        log, and 0.003 s from its snapshot. Complete filters use the same time to write snapshots. Until the filters
-        contain all IDs, lookups are correct but slower.
+        In the same time, more IDs are loaded from a filter's files: 1 million IDs take about 0.25 s from the store,
+        0.03 to 0.06 s from the filter's log, and 0.003 s from its snapshot. Any time left over is used to write
+        snapshots of complete filters. Until the filters contain all IDs, lookups are correct but slower.
         """
         self._refuse_if_closed()
         busy = [each for each in self._segments.items() if not each[1].filter.idle]

@@ -168,7 +168,7 @@ def _loose_ends(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
 
 
 def _taken_twice(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    """Yield findings about files with equal names, and about sources that read the same directory."""
+    """Yield findings about stages with equal names, and about sources that read the same directory."""
     names: dict[str, str] = {}
     directories: dict[str, str] = {}
     for file, stage in ((each.file, each.stage) for each in files):

@@ -45,7 +45,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An arrow between two boxes in the drawing of a topology, labeled with the kind of records."""
+    """An arrow between two boxes in the drawing of a topology, labeled with the kind of records that flow along it."""
 
     start: str
     end: str

@@ -15,7 +15,7 @@ from dedup.topology.state_size import UUID_KEY_BYTES, format_bytes, predict
 LARGEST_CHANGELOG_RECORD_BYTES: Final = 900_000
 """A size below the broker's default `max.message.bytes`, so that space remains for the record batch's header."""
 _LONG_GUARD_MS: Final = 2 * 86_400_000
-"""From this guard period on, a grace period of the same length is worth a warning."""
+"""If the guard period is at least this long, an equally long grace is worth a warning."""
 _HOUR_MS: Final = 3_600_000
 _IDS_PER_S: Final = 1_000
 _SIGHTING_BYTES: Final = 24

@@ -32,7 +32,7 @@ from dedup.topology.schema import ColumnType, Output, Start, StateSpec, Transact
 
 _FINGERPRINT_BYTES: Final = 16
 _WINDOW_RULE: Final = 1
-"""Version of the rule that says what stored sightings mean. State that has another version cannot be used."""
+"""Version of the rule that says what stored sightings mean. State with another version cannot be used."""
 
 _MOST_ALONE: Final = 16
 _AUTO_GROUPS: Final = 8
@@ -91,7 +91,7 @@ class SinkColumn:
 
 @dataclass(frozen=True, slots=True)
 class SinkSpec:
-    """The table with one row per tracking ID that `dedup sink` fills."""
+    """The table that `dedup sink` fills, with one row per tracking ID."""
 
     url: str
     """The URL as written. A reference such as ``${env:DATABASE_URL}`` is replaced by its value when the URL is used."""
@@ -144,7 +144,7 @@ class Topology:
 
     @property
     def reset_group(self) -> str:
-        """The consumer group that stores the written topics' ends and the sources' starts at the last `dedup reset`."""
+        """The consumer group with the written topics' ends and the sources' starts as of the last `dedup reset`."""
         return f"{self.name}.reset"
 
     @property
@@ -154,7 +154,7 @@ class Topology:
 
     @property
     def replay_mark_group(self) -> str:
-        """The consumer group that stores permanently whether a replay has run, and where the last replay ended."""
+        """The consumer group that permanently stores whether a replay has run, and where the last replay ended."""
         return f"{self.name}.replay-mark"
 
     @property
@@ -168,12 +168,12 @@ class Topology:
         return f"{self.name}.layout"
 
     def has_layout(self, size: int) -> bool:
-        """Return whether the layout is written: several partitions share a transaction, or the source may grow."""
+        """Return whether a layout is needed, because several partitions share a transaction or the source may grow."""
         return size > 1 or not self.direct
 
     @property
     def layout_id(self) -> str:
-        """The transactional ID that alone writes the layout record."""
+        """The only transactional ID that writes the layout record."""
         return f"{self.name}.layout"
 
     @property
@@ -226,14 +226,14 @@ class Topology:
 
     @property
     def group_size(self) -> int:
-        """The number of partitions that share a transaction; `dedup.worker.layout` replaces auto by a number."""
+        """The number of partitions that share a transaction; `dedup.worker.layout` replaces auto with a number."""
         size = self.transactions.partitions
         if not isinstance(size, int):
             raise InvariantBroken(f"{self.name}: the layout on the cluster was not read, so no transaction can begin.")
         return size
 
     def grouped_by(self, size: int) -> Self:
-        """Return the topology with so many partitions in a transaction."""
+        """Return the topology with ``size`` partitions per transaction."""
         return replace(self, transactions=TransactionsSpec(partitions=size))
 
     def transactional_id(
@@ -280,8 +280,8 @@ class Topology:
 def auto_group_size(partitions: int) -> int:
     """Return the number of partitions that share a transaction in a new topology with this many partitions.
 
-    A transaction for each partition is cheap enough up to 16 partitions. Beyond, there are eight groups, so that eight
-    workers have work, or more groups if they would have more than 64 partitions.
+    A transaction for each partition is cheap enough up to 16 partitions. Beyond that, there are eight groups, so that
+    eight workers have work, or more groups if eight would have more than 64 partitions each.
     """
     return 1 if partitions <= _MOST_ALONE else min(-(-partitions // _AUTO_GROUPS), _MOST_AUTO)
 

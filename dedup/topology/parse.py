@@ -20,7 +20,7 @@ from dedup.core.tracking_id import (
     TrackingId,
 )
 from dedup.core.window import Window
-from dedup.errors import Problem, TopologyError
+from dedup.errors import InvariantBroken, Problem, TopologyError
 from dedup.topology.model import Late, LateDrop, LateForward, LateTo, SinkColumn, SinkSpec, SourceSpec, Topology
 from dedup.topology.schema import (
     RULES,
@@ -53,7 +53,7 @@ def checked_file(text: str, name: str, model: type[_File], checks: Iterable[_Che
     """Return the content of a file as an instance of ``model``. Raises TopologyError, which lists every problem.
 
     The first field of ``model`` must be the version of the file format. ``checks`` find problems that involve several
-    keys. Each check gets a document that is a mapping, but whose values may be invalid.
+    keys. Each check gets a document whose top-level value is a mapping, but whose other values may be invalid.
     """
     begin = f"{next(iter(model.model_fields))}: 1"
     document = read(text, name=name)
@@ -123,7 +123,9 @@ def _rule(file: TrackingIdFile) -> Rule:
         return FieldsRule(tuple(file.fields))
     if file.content is not None:
         return RawContentRule() if file.content is True else ContentRule(tuple(file.content.exclude))
-    return KeyRule()  # `_one_rule` has found exactly one rule
+    if file.key is not None:
+        return KeyRule()
+    raise InvariantBroken("`_one_rule` has accepted a tracking ID without a rule that is known here.")
 
 
 def event_time_of(written: str | FieldTimeFile) -> EventTime:
@@ -165,7 +167,7 @@ def _one_rule(document: Document) -> Iterator[Problem]:
 
 
 def _format_fits(document: Document) -> Iterator[Problem]:
-    """Report keys that the format of the values leaves without a meaning."""
+    """Report keys that have no meaning with the format of the values."""
     found = document.get(("source", "format"))
     schema_id: At = ("source", "schema_id")
     if found != "json_schema" and document.has(schema_id):

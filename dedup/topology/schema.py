@@ -30,7 +30,7 @@ from dedup.yaml_document import Keys, accepting, matching, some, within
 _HEADER_CHARS: Final = 1_000
 _MOST_STANDBYS: Final = 10
 _MOST_PARTITIONS: Final = 256
-"""Limit for the partitions of a transaction, whose markers the coordinator writes one by one."""
+"""The most partitions in a transaction, because the coordinator writes their markers one by one."""
 RULES: Final = ("key", "header", "field", "fields", "content")
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 _TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
@@ -198,7 +198,7 @@ class ColumnFile(Keys):
 
 
 class SinkFile(Keys):
-    """The table with one row per tracking ID that `dedup sink` writes."""
+    """The table that `dedup sink` fills, with one row per tracking ID."""
 
     url: _Url
     """sqlite:///FILE, postgresql://USER@HOST/DATABASE, or "${env:NAME}"."""
@@ -255,13 +255,13 @@ class TrackingIdFile(Keys):
     fields: _Paths | None = None
     """Paths of several JSON members that together, in this order, are the ID, such as tenant and order number."""
     content: _PlainOrMapping[_True, ContentFile] | None = None
-    """With true, the ID is the value's raw bytes; with {exclude: [...]}, its JSON content without these members."""
+    """With true, the ID is the value's raw bytes; with {exclude: [...]}, the value's JSON without these members."""
     normalize: list[Normalizing] = Field(default_factory=list)
     """Normalization steps that are applied to IDs, in this order, before the IDs are compared."""
     missing: Literal["dead_letter", "forward", "fail"] = "dead_letter"
     """The policy for a record without a usable ID."""
     tombstones: Literal["forward", "dead_letter"] = "forward"
-    """The policy for a null value if the ID is read from the value."""
+    """The policy for a null value if the ID or the event time is read from the value."""
 
 
 class Output(Keys):
@@ -288,7 +288,7 @@ class StateSpec(Keys):
     standby_replicas: Annotated[int, within(0, _MOST_STANDBYS)] = 1
     """Number of other workers that keep a warm copy of each partition's state."""
     max_bytes_per_partition: _Size | None = None
-    """Limit for a partition's state. The worker stops before the state exceeds this limit."""
+    """Limit for a partition's state. The worker stops when the state exceeds this limit."""
 
 
 class TransactionsSpec(Keys):
@@ -302,7 +302,7 @@ class TransactionsSpec(Keys):
             kind=BeforeValidator,
         ),
     ] = "auto"
-    """Number of partitions whose tasks commit together, in one transaction. auto chooses for a new topology only."""
+    """Number of partitions whose tasks commit in one transaction. auto chooses it, but only for a new topology."""
 
 
 class TopologyFile(Keys):
@@ -317,9 +317,9 @@ class TopologyFile(Keys):
     tracking_id: TrackingIdFile
     """The rule for the tracking ID, which identifies the logical event."""
     guard_period: _PositiveDuration
-    """How long another record with the same ID is a duplicate, such as 15m, 24h, or 7d."""
+    """How long another record with the same ID counts as a duplicate, such as 15m, 24h, or 7d."""
     grace: _Duration | None = None
-    """How far behind stream time a record may be and still be judged. Default: the guard period."""
+    """How far behind stream time a record with an unknown ID may be without being late. Default: the guard period."""
     extend: bool = False
     """Whether a duplicate extends the guard period of its ID."""
     extend_at_most: _PositiveDuration | None = None
@@ -364,7 +364,7 @@ class FilesSource(Keys):
     columns: dict[_Column, CsvType] | None = None
     """All columns of the CSV files, each with the JSON type of its values."""
     changed: Literal["stop", "start_over"] = "stop"
-    """What happens if a file is truncated or replaced after a part of the file was read."""
+    """What happens if a file is truncated or replaced after part of it was read."""
     last_line: Literal["wait", "take"] = "wait"
     """wait reads the last line only after its line feed; take does not wait, for files that arrive complete."""
 

@@ -18,14 +18,14 @@ _INTEGER_KEY_BYTES: Final = 6
 """Length of the state key of an integer ID up to a trillion."""
 _TAG_BYTES: Final = 1
 _PER_KEY_BYTE: Final = 1.05
-"""Bytes on disk per byte of a key. Keys share few prefixes, and each key also takes part of the block index."""
+"""Bytes on disk per byte of a key. Keys share few prefixes, and each key also takes up part of the block index."""
 _PER_SIGHTING_BYTES: Final = 16.0
-"""Bytes on disk per sighting besides its key: value, sequence number, lengths, and 10 bits of Bloom filter."""
+"""Bytes on disk per sighting in addition to its key: value, sequence number, lengths, and 10 bits of Bloom filter."""
 _FINGERPRINT_BYTES: Final = 8
 _FILTER_BYTES: Final = 2.7
 """Memory per ID in the Bloom filter: 16 bits, plus a share of the empty part of the newest layer."""
 _LOGGED_BYTES: Final = 8 + _FILTER_BYTES
-"""Bytes on disk per ID in the log and in the snapshot of the Bloom filter, from which it is loaded after a restart."""
+"""Bytes on disk per ID in the Bloom filter's log and snapshot, from which the filter is loaded after a restart."""
 
 
 class StateSize(TypedDict):
@@ -39,7 +39,7 @@ class StateSize(TypedDict):
     disk_least_bytes: int
     disk_most_bytes: int
     filter_most_bytes: int
-    """Memory of the Bloom filters. Besides, each worker uses 128 MiB of memory for buffers and cache."""
+    """Memory of the Bloom filters. In addition, each worker uses 128 MiB of memory for buffers and cache."""
 
 
 def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: bool) -> StateSize:
@@ -59,7 +59,7 @@ def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: 
 
 
 def bytes_an_id(key_length: int, *, fingerprints: bool, logged: bool = True) -> float:
-    """Return the number of bytes that one sighting takes on disk, with the files of its Bloom filter if ``logged``."""
+    """Return the number of bytes per sighting on disk, including the files of the Bloom filter if ``logged``."""
     each = _PER_KEY_BYTE * key_length + _PER_SIGHTING_BYTES
     return each + (_FINGERPRINT_BYTES if fingerprints else 0) + (_LOGGED_BYTES if logged else 0)
 
@@ -82,5 +82,5 @@ def key_bytes(kind: str) -> int:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Return a size in words, in MiB or GiB."""
+    """Return a size as text, in MiB or GiB."""
     return f"{size_bytes / (1 << 30):,.2f} GiB" if size_bytes >= 1 << 28 else f"{size_bytes / (1 << 20):,.1f} MiB"

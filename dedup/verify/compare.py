@@ -1,4 +1,4 @@
-"""Compares the records that the model expects in a topic with the records that are in the topic."""
+"""Compares the records that the model expects in a topic with those that the topic contains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INT64_BYTES: Final = 8
 
 
 def contents_of(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> list[bytes]:
-    """Return a BLAKE2b digest of each key and value; a fast checksum could be forged, which would hide a change."""
+    """Return a BLAKE2b digest of each record's key and value; a fast checksum could be forged to hide a change."""
     lengths = zip(_lengths(keys), _lengths(values), strict=True)
     parts = zip(map(b"%d %d ".__mod__, lengths), _without_none(keys), _without_none(values), strict=True)
     return [blake2b(part, digest_size=DIGEST_BYTES).digest() for part in map(b"".join, parts)]
@@ -112,13 +112,13 @@ class Wanted(NamedTuple):
     position: int
     """The position of the record in the task's log."""
     optional: bool
-    """True if the record may be present or absent, because the log does not prove either."""
+    """True if the record may be present or absent, because the log proves neither."""
     pending: bool
     """True if the record is at or after the committed offset."""
 
 
 class SureColumns(NamedTuple):
-    """Records that a task has certainly written, as columns with the fields of `Wanted`."""
+    """Records that a task must certainly have written, as columns with the fields of `Wanted`."""
 
     positions: Column
     digests: list[bytes]
@@ -167,10 +167,10 @@ class Comparison:
     matched: list[tuple[int, Seen, int, Wanted]] = field(default_factory=list)
     """Records that are present, each with its partition, its task, and the expected record that it matches."""
     at_once: tuple[Column, Column, Column, Column] = (_NONE, _NONE, _NONE, _NONE)
-    """More records that are present: partition, offset, task, and position in the task's log."""
+    """The other records that are present: partition, offset, task, and position in the task's log."""
 
     def places(self, partition: int, *, optional: bool = True) -> tuple[Column, Column, Column]:
-        """Return offset, task, and position of the matched records of a partition, with or without optional ones."""
+        """Return offset, task, and position of a partition's matched records, with or without the optional ones."""
         found = [
             (seen.offset, task, wanted.position)
             for number, seen, task, wanted in self.matched
@@ -186,7 +186,7 @@ class Comparison:
 def matched_at_once(
     expected: Sequence[Expected], actual: Sequence[SeenColumns], *, from_end: bool = False
 ) -> Comparison:
-    """Return the result of `matched`; a digest that occurs once on each side is matched without rows."""
+    """Return the result of `matched`; digests that occur once on each side are matched as whole columns."""
     task_ends = np.cumsum([0, *(len(each.sure.digests) for each in expected)])
     partition_ends = np.cumsum([0, *(len(each.digests) for each in actual)])
     wanted = list(chain.from_iterable(each.sure.digests for each in expected))
@@ -230,8 +230,8 @@ def matched(
 ) -> Comparison:
     """Match the records in each partition with the records expected from each task, regardless of order.
 
-    If a record is present more often than expected, its last copies count as extra or, if ``from_end`` is true, its
-    first copies.
+    If a record is present more often than expected, its last copies (its first copies, if ``from_end`` is true) count
+    as extra.
     """
     candidates = _candidates(expected, actual)
     if from_end:
@@ -252,7 +252,7 @@ def matched(
 def _candidates(
     expected: Sequence[Sequence[Wanted]], actual: Sequence[Sequence[Seen]]
 ) -> dict[bytes, list[tuple[int, Wanted]]]:
-    """Map each digest to its expected records with their tasks, last record first, without absent optional records."""
+    """Map each digest to its expected records and their tasks, last record first, without absent optional records."""
     candidates: defaultdict[bytes, list[tuple[int, Wanted]]] = defaultdict(list)
     for task, records in enumerate(expected):
         for wanted in records:

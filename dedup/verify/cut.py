@@ -31,11 +31,11 @@ _MOST_LATE: Final = 100_000
 
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with the partition that is being read, the number of records read so far, and the number of all records."""
+"""Called with the partition being read, the number of records read so far, and the total number of records."""
 
 
 class Order:
-    """Checks the order of the records in a written partition; each task must write records in the order of its log."""
+    """Checks the order of the records in a written partition; each task must write in the order of its log."""
 
     def __init__(self, bounds: Bounds, matches: Spill) -> None:
         self._bounds: Final = bounds
@@ -116,13 +116,13 @@ class WrittenPartition:
     first_kept: tuple[int, bytes] | None = None
     """The hash (`spill.places_of`) and the digest of the first sampled record."""
     truncated: bool = False
-    """True if a transaction stays open, so that the records after its beginning are unknown."""
+    """True if a transaction stays open, so that all records from its beginning on are unknown."""
     late: set[bytes] = field(default_factory=set)
-    """Digests of the first records that are marked as forwarded late, even those not in the sample."""
+    """Digests of records marked as forwarded late, sampled or not, until there are more than `_MOST_LATE`."""
 
     @property
     def late_digests(self) -> set[bytes] | None:
-        """Digests of all records that are marked as forwarded late, or None if some digests may be unknown."""
+        """Digests of all records marked as forwarded late, or None if some of these digests may be unknown."""
         partial = self.bounds.start_deleted or self.truncated or len(self.late) > _MOST_LATE
         return None if partial else self.late
 
@@ -152,14 +152,14 @@ class Cut:
     begins: dict[str, dict[int, int]]
     """Maps each source topic and partition to the start offset that `dedup reset --to` has set."""
     compacted: frozenset[str]
-    """Names of the topics in which compaction may have removed records between other records."""
+    """Names of the topics from which compaction may have removed records anywhere in the log."""
     plan: Plan
     scratch: str
     """Directory for data that does not fit into memory."""
     sample: int = 1
     """One tracking ID out of this many is judged."""
     begun_with: dict[str, int] = field(default_factory=dict)
-    """Maps each topic with tasks to its number of partitions when the state began; empty if that was not recorded."""
+    """Maps each topic that tasks read to its partition count when the state began; empty if this was not recorded."""
     total: int = 0
     done: int = 0
     starts: dict[int, int] = field(default_factory=dict)
@@ -187,7 +187,7 @@ class Cut:
 
     @property
     def begun_feeds(self) -> list[Feed]:
-        """The source partitions that existed when the state began, so that they count for stream time from the start.
+        """The source partitions that existed when the state began, and therefore count for stream time from the start.
 
         Without a layout, these are all source partitions.
         """
@@ -202,7 +202,7 @@ class Cut:
         return not any(bounds.start_deleted for bounds in self.bounds[topic].values())
 
     def sampled(self, ids: Sequence[bytes | None], contents: Sequence[bytes]) -> Column:
-        """Return the rows that are in the sample, given the ID and the content of each record."""
+        """Return the rows of the records in the sample, given the ID and the content of each record."""
         if self.sample == 1:
             return np.arange(len(ids))
         places = map(place_of, ids, contents)
@@ -213,7 +213,7 @@ class Cut:
         return self.hold(Spill(self.scratch, buckets, numbers, others))
 
     def log_spill(self, buckets: int) -> Spill:
-        """Return an empty spill for the columns of a log, which `free` closes."""
+        """Return an empty spill, which `free` closes, for the columns of a log."""
         return self.hold(Log.spill(self.scratch, buckets))
 
     def hold(self, spill: Spill) -> Spill:
@@ -259,7 +259,7 @@ class Cut:
             found.spill.add(places[kept], seen if len(kept) == len(ids) else seen.at(kept))
 
     def _of_workers(self, columns: RecordColumns) -> RecordColumns:
-        """Drop the records that `dedup replay` has forwarded, because no verdict accounts for them."""
+        """Drop the records that `dedup replay` forwarded, because no verdict accounts for them."""
         topics = self.topology.source.topics
         kept = [row for row, own in enumerate(columns.headers) if not (own and forwarded_by_replay(own, topics))]
         return columns if len(kept) == len(columns.offsets) else columns.rows(kept)
@@ -276,7 +276,7 @@ class Cut:
             side.close()
 
     def pending(self, topic: str, partition: int) -> int:
-        """Return the lag of a feeding partition as `dedup status` counts it."""
+        """Return the lag of a feeding partition, computed as `dedup status` computes it."""
         bounds, committed = self.bounds[topic][partition], self.committed[topic].get(partition)
         begin = max(bounds.low, committed or 0)
         if committed is None or begin >= bounds.high:
@@ -345,7 +345,7 @@ def offsets_of(topology: Topology, reader: KafkaReader, report: Report) -> Topic
 
 
 def begun_with(topology: Topology, reader: KafkaReader) -> dict[str, int]:
-    """Return the partition counts in the newest layout record, with which the state began.
+    """Return the partition counts with which the state began, taken from the newest layout record.
 
     The result is empty if there is no such record, or if partitions cannot be added.
     """

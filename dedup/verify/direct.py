@@ -1,6 +1,6 @@
 """Verifies a topology that reads its source topic directly, by replaying each source partition in log order.
 
-A compacted source cannot be replayed, so only the checks that do not depend on order are made.
+A compacted source cannot be replayed, so it gets only the checks that do not depend on order.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def source_log(
 ) -> Iterator[Log]:
     """Yield a source partition's records in the given ranges of offsets; each range is (first, end, pending).
 
-    ``only`` are the IDs of the records to return, by default all records.
+    If ``only`` is given, only the records with these IDs are returned.
     """
     scan = LogScan(plan, ((0, partition),), from_start=known)
     for begin, end, pending in spans:
@@ -119,7 +119,7 @@ def source_log(
 
 
 def keep(cut: Cut, spill: Spill, log: Log) -> Log:
-    """Add the records that are in the sample to their buckets, return them, and count the others."""
+    """Add the sampled records to their buckets, return these records, and count the others."""
     kept = cut.sampled(log.ids, log.contents)
     if len(kept) < len(log.ids):
         cut.report.unsampled += len(log.ids) - len(kept)
@@ -188,7 +188,7 @@ def _balance(held: _Partition, filed: int) -> None:
 
 
 def _gone_position(held: _Partition, output: WrittenPartition) -> int:
-    """Return the log position of the first record that the output still contains."""
+    """Return the log position of the first record that is still in the output."""
     if output.first_kept is None:
         return 1 << 62
     place, first = output.first_kept
@@ -201,7 +201,7 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
 
 
 def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
-    """Make expected records optional if they precede the output's first record, because they may have been deleted."""
+    """Make expected records that precede the output's first record optional, because they may have been deleted."""
     if held.gone_position < 0:
         return
     excused, forwarded = 0, task.forwarded.one_by_one()
@@ -214,7 +214,7 @@ def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
 
 
 def _copies(cut: Cut, partition: int, buckets: int, *, known: bool) -> Copies:
-    """Return the duplicates and conflicts of a source partition, which are in the partitions with the same number."""
+    """Return a source partition's duplicates and conflicts, which are in the topics' partitions of the same number."""
     whole: dict[str, list[int]] = {}
     for topic in copy_topics(cut).values():
         if cut.partitions[topic] >= cut.partitions[cut.topology.source.topics[0]]:
@@ -252,7 +252,7 @@ def _verify_compacted(cut: Cut, source: str) -> None:
 
 
 def _add_judgeable(cut: Cut, judged: Spill, columns: RecordColumns, partition: int) -> None:
-    """Add partition, offset, event time, and ID of each record that had to be judged to its bucket."""
+    """Add each record that had to be judged to its bucket, as partition, offset, event time, and ID."""
     extracted, holds = extracted_of(cut.plan.extract, columns), cut.plan.dead_letters.holds
     rows = [
         (partition, offset, time_ms, own)
@@ -316,7 +316,7 @@ def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: 
 
 
 def report_leftovers(cut: Cut) -> None:
-    """Report the records in the late and dead-letter topics that no replayed record accounts for."""
+    """Report the records in the late and dead-letter topics that no source record accounts for."""
     for side, (source, filed, again) in ((each, entry) for each in cut.plan.sides for entry in each.left()):
         place = side.place(filed)
         if source is None:

@@ -26,7 +26,7 @@ REPLAYED_HEADER: Final = "dedup-replayed"
 FIRST_TIME_HEADER: Final = "dedup-first-time"
 FIRST_SOURCE_HEADER: Final = "dedup-first-source"
 SourceTuple = tuple[int, int, int]
-"""A `Source`, or its plain values, which are equal to it."""
+"""A `Source`, or a plain tuple of its values, which compares equal to it."""
 LATE_TAIL: Final = (SOURCE_HEADER, TIMESTAMP_HEADER)
 DEAD_TAIL: Final = (REASON_HEADER, DETAIL_HEADER, SOURCE_HEADER, TIMESTAMP_HEADER)
 """The headers that a worker appends, in this order, to the source record's own headers."""
@@ -51,7 +51,7 @@ class Filed(NamedTuple):
     digest: bytes
     """Digest of the record as it was in the source, with its original timestamp."""
     stands_for: bytes
-    """The digest that replaces a value that is too large for the topic; empty if the record is complete."""
+    """The digest that stands in for a value too large for the topic; empty if the record is complete."""
     reason: str
     partition: int
     offset: int
@@ -99,7 +99,7 @@ class SideTopic:
         return f"{self.name}/{filed.partition} offset {filed.offset}"
 
     def take(self, sources: Sequence[SourceTuple]) -> dict[SourceTuple, Filed]:
-        """Remove and return the entries of these source records; `left` yields the entries that are never taken."""
+        """Remove and return the entries of these source records; `left` yields the entries that remain."""
         if self._empty:
             return {}
         wanted: dict[tuple[int, int], list[int]] = {}

@@ -1,6 +1,6 @@
 """Finds the records of one tracking ID in all topics, with the verdict on each record and the reason for it.
 
-The exact model computes the verdicts, so a contradiction between a verdict and the topics is visible. All topics are
+The exact model computes the verdicts, so that contradictions between verdicts and topics become visible. All topics are
 read from the beginning, but only records with the ID are kept in memory.
 """
 
@@ -36,7 +36,7 @@ _MOST_LISTED: Final = 1_000
 
 @dataclass(slots=True)
 class ExplainedRecord:
-    """A source record with the searched ID, its verdict, and its copies in other topics."""
+    """A source record with the ID being searched for, its verdict, and its copies in other topics."""
 
     place: str
     """``topic/partition offset n`` in the source."""
@@ -45,26 +45,26 @@ class ExplainedRecord:
     stream_time_ms: int
     """Stream time after this record, in the log in which it was judged."""
     verdict: str
-    """The model's verdict: unique, duplicate, late, dead_letter, exempt, or fail; `pending` if it is not judged yet."""
+    """The model's verdict: unique, duplicate, late, dead_letter, exempt, or fail; or else `pending` or `purged`."""
     of: str | None = None
     """The record that a duplicate repeats or that a forwarded conflict contradicts."""
     of_ms: int | None = None
     conflict: bool = False
     reason: str = ""
-    """Code of a dead letter."""
+    """Reason code of a dead letter, an exempt record, or a failure."""
     log_place: str | None = None
     """The position of the record in the repartition topic."""
     went: list[str] = field(default_factory=list)
     """The positions of the record in the topics that workers write."""
     doubt: str = ""
-    """The reason why the verdict may have been a different one; empty if the verdict is certain."""
+    """The reason why the worker's verdict may have differed; empty if the verdict is certain."""
     wrong: str = ""
-    """A description of how the topics contradict the verdict; empty if they do not."""
+    """How the topics contradict the verdict; empty if they do not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A sighting of the searched ID in the changelog."""
+    """A sighting of the ID being searched for, in the changelog."""
 
     place: str
     first_ms: int
@@ -83,7 +83,7 @@ class Explanation:
     id: str
     records: list[ExplainedRecord] = field(default_factory=list)
     more: int = 0
-    """Number of records that are not listed."""
+    """Number of records beyond those listed."""
     strays: list[str] = field(default_factory=list)
     """Positions of written records with this ID that no listed record accounts for."""
     sightings: list[Kept] = field(default_factory=list)
@@ -151,7 +151,7 @@ def explain_id(
 
 
 def _logs(cut: Cut, keys: Collection[bytes]) -> Iterator[tuple[str, Iterator[Log]]]:
-    """Yield the name of each log that workers judge, and its records with one of the IDs.
+    """Yield the name of each log that workers judge, with the log's records that have one of the IDs.
 
     The name of a source partition is empty.
     """
@@ -220,7 +220,7 @@ def _records(search: _Search, topic: str) -> Iterator[tuple[int, RecordColumns, 
 
 
 def _find_uncarried(search: _Search) -> None:
-    """List the ID's source records that are not yet, or no longer, in the repartition topic."""
+    """Add the ID's source records that are not yet, or no longer, in the repartition topic to the result."""
     cut, found = search.cut, search.found
     known = {explained.place for explained in found.records}
     for position, topic in enumerate(cut.topology.source.topics):
@@ -283,7 +283,7 @@ def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord
 
 
 def _find_sightings(search: _Search) -> None:
-    """Find the ID's sightings in the changelog, where only the last record of a key counts."""
+    """Find the ID's sightings in the changelog, in which only the last record with a key counts."""
     cut, topic = search.cut, search.cut.topology.changelog_topic
     window = cut.topology.window
     for partition, bounds in cut.reader.bounds(topic).items():

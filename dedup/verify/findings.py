@@ -32,10 +32,10 @@ def explain(
     *,
     partial: bool,
 ) -> list[tuple[int, Wanted]]:
-    """Report every difference between the output and the records that tasks had to forward, in one bucket.
+    """In one bucket, report every difference between the output and the records that tasks had to forward.
 
-    If ``partial`` is true, the output is incomplete: expected records that are absent are not reported as lost but
-    returned, each with the index of its task.
+    If ``partial`` is true, the output is incomplete: absent records are not reported as lost but returned, each with
+    the index of its task.
     """
     absent: defaultdict[bytes | None, list[tuple[int, Wanted]]] = defaultdict(list)
     for task, wanted in comparison.missing:
@@ -60,13 +60,13 @@ def explain(
 
 
 def report_lost(written: Sequence[WrittenPartition], place: str, report: Report) -> None:
-    """Report a record as lost, because it had to be forwarded but is not in the output."""
+    """Report as lost a record that had to be forwarded but is not in the output."""
     text = f"the model forwards it; it is not in {written[0].topic}" if written else "the model forwards it"
     report.violation("lost", place, text)
 
 
 def report_displaced(written: Sequence[WrittenPartition], report: Report) -> None:
-    """Report records that were written in the wrong order; all buckets must have been matched before the call."""
+    """Report records that were written in the wrong order. All buckets must have been matched before."""
     for each in written:
         for offset in each.order.displaced():
             report.violation("reordered", each.place(offset), "not in the order of the log")
@@ -139,7 +139,7 @@ class Copies:
 
     A task writes its copies in the order of its log, to the partition whose number is the task's own number modulo the
     topic's number of partitions. ``known`` is true if it is certain that no record was judged before the first record
-    of the log. ``purged`` contains the partitions of the repartition topic that are not replayed.
+    of the log. ``purged`` contains the repartition topic's partitions that are not replayed.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Copies:
                 report.violation("wrong_duplicate", written.place(copy.offset), NOT_EXPECTED)
 
     def conclude(self) -> None:
-        """Report copies in the wrong order, and count copies that may have been deleted as not provable."""
+        """Report copies in the wrong order, and count as not provable the copies that may have been deleted."""
         for topic, number in self.gone.items():
             self._cut.report.unprovable(f"{topic} has lost its beginning", number)
         for _, written in self._written:

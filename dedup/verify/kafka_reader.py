@@ -1,4 +1,4 @@
-"""Reads Kafka with librdkafka, which workers do not use, so that workers and verifier do not share a client's bugs."""
+"""Reads Kafka with librdkafka, which workers do not use, so that no client bug affects both workers and verifier."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dedup.verify.compare import Headers
 _TOKEN_FOR_S: Final = 3600.0
 _ANSWER_WITHIN_S: Final = 30.0
 _NO_PROGRESS_S: Final = 60.0
-"""A read without progress fails after this time, which is longer than a transaction may stay open."""
+"""A read without progress fails after this time, which exceeds the time that a transaction may stay open."""
 _BATCH: Final = 10_000
 _POLL_S: Final = 0.1
 _AGAIN: Final = frozenset(
@@ -43,7 +43,7 @@ _AGAIN: Final = frozenset(
     }
 )
 _LEADER_MOVED: Final = frozenset({KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE})
-"""The leader is being elected, or a new topic's leader does not know of it yet."""
+"""The leader is being elected, or has not yet learned that it leads a new topic's partition."""
 _NO_HEADERS: Final[Headers] = ()
 _ask_error: Final = methodcaller("error")
 _ask_offset: Final = methodcaller("offset")
@@ -57,7 +57,7 @@ _CREATE_TIME: Final = 1
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Suspend the collector, which would traverse millions of small tuples without cycles again and again."""
+    """Suspend the collector, which would repeatedly traverse millions of small tuples that contain no cycles."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -77,7 +77,7 @@ class Bounds:
     start_deleted: bool
     """True if records before ``low`` were deleted, by retention or by hand."""
     before: int = 0
-    """Number of offsets below ``low`` that still exist but were written before a reset and are not checked."""
+    """Number of offsets below ``low`` that still exist but are not checked, because they precede a reset."""
 
 
 @dataclass(slots=True)
@@ -126,8 +126,8 @@ def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
     """Return the headers of each message, and the offsets of messages with unreadable header names.
 
     For a name that is not UTF-8, the client (2.16.0) returns a list with null pointers *and* sets an error. On a second
-    call, it only returns the list. Therefore, it is called once for each message, through `methodcaller`, which checks
-    for the error. CPython's specialized call instructions (PEP 659) would skip this check.
+    call, it returns the list without an error. Therefore, `headers` is called only once per message, through
+    `methodcaller`, which checks for the error. CPython's specialized call instructions (PEP 659) would skip this check.
     """
     found: list[Headers] = []
     odd: set[int] = set()
@@ -223,7 +223,7 @@ class KafkaReader:
             raise self._unavailable(f"describing {topic}", error) from error
 
     def compacted(self, topics: Iterable[str]) -> frozenset[str]:
-        """Return the names of the topics that are compacted and may therefore lack records between other records."""
+        """Return the names of the compacted topics, which may lack records anywhere in their logs."""
         asked = self._admin.describe_configs(
             [ConfigResource(ResourceType.TOPIC, topic) for topic in topics], request_timeout=_ANSWER_WITHIN_S
         )
@@ -330,7 +330,7 @@ class KafkaReader:
         return kept, reached
 
     def _event(self, message: Message) -> int:
-        """Return the next offset to read if the message says that the end of the partition is reached, or else -1."""
+        """Return the next offset to read if the message reports the end of the partition, or else -1."""
         error = message.error()
         if error is None or error.retriable() or error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
             # librdkafka looks for a coordinator, although these reads use no group.

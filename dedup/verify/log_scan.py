@@ -1,6 +1,6 @@
 """Reads a task's log once, in order, as columns, with stream time at each record.
 
-Most records are plain. What else the verdict on a record may depend on is noted as `Odd`.
+Most records are plain. For the others, `Odd` notes what else their verdicts may depend on.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Original(NamedTuple):
 
 
 class Odd(NamedTuple):
-    """What makes a record an odd one, on which the verdict may depend on more than the records with the same ID."""
+    """What makes a record odd, so that its verdict may depend on more than the records with the same ID."""
 
     fault: ModelFault | None = None
     code: str = ""
@@ -93,7 +93,7 @@ class Odd(NamedTuple):
     letter: Filed | None = None
     """The record's entry in the dead-letter topic, or None if there is none."""
     stand_in: bytes = b""
-    """What a worker writes to a side topic in place of a value that is too large, if this was done."""
+    """The digest that a worker wrote to a side topic in place of a value that was too large; empty if it wrote none."""
 
     @classmethod
     def of(cls, values: Sequence[object]) -> Odd:
@@ -157,7 +157,7 @@ class Log(NamedTuple):
 
     @classmethod
     def of(cls, *rows: Sequence[object]) -> Self:
-        """Return the columns of these rows, which may be the plain values that a spill stores."""
+        """Return these rows as columns; a row may consist of the plain values that a spill stores."""
         columns: list[Any] = list(map(list, zip(*rows, strict=True))) if rows else [[]] * len(Row._fields)
         position, source, content, headers, timestamp_ms, own, time_ms, fingerprint, after_ms, odd = columns
         numbers = np.array([position, *np.reshape(source, (-1, 3)).T, timestamp_ms, time_ms, after_ms], np.int64)
@@ -174,7 +174,7 @@ _LOG_NUMBERS: Final = Log._fields.index("ids")
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Consecutive records of a log, and what was found out about them."""
+    """Consecutive records of a log, and what is known about them."""
 
     columns: RecordColumns
     sources: Sequence[SourceTuple]
@@ -209,7 +209,7 @@ class _Batch:
         return Original(source, self.contents[at], columns.headers[at], columns.timestamps_ms[at])
 
     def odd_rows(self, plan: Plan) -> Collection[int]:
-        """Return the rows of records that are odd even if there is no doubt about the log."""
+        """Return the rows of records that are odd even if nothing about the log is in doubt."""
         if self.pending:
             return range(len(self.sources))
         filed = self.late.keys() | self.letters.keys()
@@ -299,7 +299,7 @@ class LogScan:
     def __init__(self, plan: Plan, feeds: Sequence[Feed], *, from_start: bool) -> None:
         self._plan: Final = plan
         self._model: Final = ReferenceModel(plan.rules, feeds)
-        """Judges all records under the same artificial ID, only to compute stream time."""
+        """Judges all records under one artificial ID, only to compute stream time."""
         self._from_start: Final = from_start
         self._anchor_ms: int | None = None
         self._clamped = False
@@ -313,9 +313,9 @@ class LogScan:
         pending: bool = False,
         only: Collection[bytes] | None = None,
     ) -> Log:
-        """Convert consecutive records to rows of the log; an idle marker is no row but advances stream time.
+        """Convert consecutive records to rows of the log; an idle marker becomes no row but advances stream time.
 
-        ``only`` are the IDs of the records to return, by default all records.
+        If ``only`` is given, only the records with these IDs are returned.
         """
         plan = self._plan
         extracted = extracted_of(plan.extract, columns)
@@ -333,7 +333,7 @@ class LogScan:
         return log.at(np.array([at for at in rows if at not in idle_rows], np.int64))
 
     def _one_by_one(self, batch: _Batch, idle_rows: Collection[int]) -> Log:
-        """Return the rows of a log that may have lost records, with the doubts that arise from this."""
+        """Return the rows of a log that may have lost records, with the resulting doubts."""
         after_ms, odd = np.empty(len(batch.sources), np.int64), list[Odd | None]()
         odd_rows = batch.odd_rows(self._plan)
         for at, source in enumerate(batch.sources):
@@ -367,7 +367,7 @@ class LogScan:
         return self._anchor_ms
 
     def _at_once(self, batch: _Batch, idle_rows: Collection[int]) -> Log:
-        """Return the rows of a log whose beginning is there, with stream time calculated for all of them at once."""
+        """Return the rows of a log that still has its beginning; stream time is calculated for all of them at once."""
         ids, faults = batch.extracted.ids, batch.extracted.faults
         letters = [at for at, source in enumerate(batch.sources) if source in batch.letters] if batch.letters else []
         before_ms = self._model.stream_time_ms
@@ -403,7 +403,7 @@ class LogScan:
         self._model.sightings.clear()
 
     def _perhaps_late(self, original: Original, late: Mapping[SourceTuple, Filed]) -> bool:
-        """Return whether a record may have been late; workers write a dropped late record to no topic."""
+        """Return whether a record may have been late; if late records are dropped, no topic contains them."""
         plan = self._plan
         if plan.late is not None:
             return original.source in late

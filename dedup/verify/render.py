@@ -17,7 +17,7 @@ _SHORTEST_NAME: Final = 12
 _COLOURS: Final = ("#2a78d6", "#eda100", "#1baf7a", "#e34948")
 _EXEMPT_COLOUR: Final = "#8a63d2"
 WIDTH, LEFT = 960, 64
-"""The width of a plot and of the labels on its left side, in pixels."""
+"""The width, in pixels, of a plot and of the labels on its left side."""
 _HEIGHT, _BOTTOM = 240, 28
 _BAR, _NAMES, _NAME_CHARACTERS, _MOST_BARS = 20, 240, 34, 48
 _COLUMNS: Final = ("read", "unique", "exempt", "duplicates", "late", "dead_letters", "pending", "not_provable")
@@ -40,7 +40,7 @@ svg{width:100%;height:auto}svg text{fill:var(--soft);font:12px system-ui,sans-se
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print a report's counts, violations, number of records that are not provable, and closing line."""
+    """Print a report's counts, violations, number of not provable records, and closing line."""
     places = [f"{books.topic}/{books.partition}" for books in report.books]
     table = _books(report, places)
     if _too_wide(table, console) > 0:
@@ -82,12 +82,12 @@ def _books(report: Report, places: Sequence[str], *, with_lines: bool = True) ->
 
 
 def _too_wide(table: Table, console: Console) -> int:
-    """Return how many columns of the terminal a table lacks."""
+    """Return by how many columns a table is wider than the terminal."""
     return console.measure(table, options=console.options.update(width=1_000)).maximum - console.width
 
 
 def _cut(name: str, most: int) -> str:
-    """Return a name of at most ``most`` characters, which has lost its middle if it was longer."""
+    """Return a name, with its middle cut out if it is longer than ``most`` characters."""
     half = (most - 1) // 2
     return name if len(name) <= most else f"{name[:half]}…{name[half + 1 - most :]}"
 

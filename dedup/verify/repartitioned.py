@@ -90,9 +90,9 @@ class _Judged(NamedTuple):
     times_ms: Column
     digests: list[bytes]
     ids: list[bytes | None]
-    """IDs, if the repartition topic may have lost records, or else None."""
+    """The IDs if the repartition topic may have lost records; otherwise, only None."""
     faulty: list[Row | None]
-    """The row of each record with a fault."""
+    """The row of each record with a fault, and None for all other records."""
 
 
 def verify_repartitioned(cut: Cut) -> None:
@@ -164,14 +164,14 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
 
 
 def _places(topics: Column, partitions: Column, offsets: Column) -> Column:
-    """Return hashes that keep records with nearby offsets together, so that a batch goes to few buckets."""
+    """Return hashes that keep records with nearby offsets together, so that a batch is spread over few buckets."""
     return (offsets // BUCKET_ROWS + (topics * _PRIME + partitions) * _PRIME) & _POSITIVE
 
 
 def log_rows(cut: Cut, partition: int, only: Collection[bytes] | None = None) -> Iterator[Log]:
-    """Yield the records of a partition of the repartition topic up to its end, as they were in the source topic.
+    """Yield all records of a partition of the repartition topic, as they were in the source topic.
 
-    ``only`` are the IDs of the records to return, by default all records.
+    If ``only`` is given, only the records with these IDs are returned.
     """
     log = cut.topology.repartition_topic
     bounds = cut.bounds[log][partition]
@@ -216,7 +216,7 @@ def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Sour
 
 
 def _positions_at_once(tails: Sequence[Headers], topics: tuple[str, ...]) -> tuple[list[SourceTuple], list[int]] | None:
-    """Return source positions and timestamps if all headers are those of records, in their usual form."""
+    """Return source positions and timestamps if there are no idle markers and all headers have their usual form."""
     if set(map(len, tails)) != {_APPENDED}:
         return None
     names, contents = zip(*chain.from_iterable(tails), strict=True)
@@ -302,7 +302,7 @@ def _account(cut: Cut, step: _Step, number: int) -> None:
 
 
 def _account_absent(cut: Cut, step: _Step, source: Source, judged: _Judged) -> None:
-    """Account for a source record that is not in the repartition topic; ``judged`` has only this record."""
+    """Account for a source record that is not in the repartition topic; ``judged`` contains only this record."""
     (faulty,), (own,) = judged.faulty, judged.ids
     if faulty is not None:
         keep(cut, step.without_id[1], Log.of(faulty))
@@ -368,7 +368,7 @@ def _replayed(cut: Cut, books: Books, log: Log) -> TaskReplay:
 
 
 def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> None:
-    """Report absent records as lost unless they may have been in the missing part of the output."""
+    """Report the absent records as lost, except those that the missing part of the output may have contained."""
     truncated = any(each.truncated for each in written)
     gone: dict[int, int] = {}
     for task in range(len(step.logs)):
@@ -384,7 +384,7 @@ def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> No
 
 
 def _check_owners(cut: Cut, books: Books, log: Log, owners: dict[bytes | None, int]) -> None:
-    """Report each ID that is also in another partition, because two tasks judged the ID."""
+    """Report each ID that also occurs in another partition, because two tasks judged it."""
     ids = dict.fromkeys(log.ids, books.partition)
     ids.pop(None, None)
     for own in ids.keys() & owners.keys():

@@ -23,7 +23,7 @@ from dedup.verify.report import Books, Report, ViolationKind
 
 CopyKind = Literal["duplicates", "conflicts"]
 REFUSED_BY_THE_BROKER: Final = "refused_by_broker"
-"""The reason in a dead letter that the broker refused. A replay accepts the reason without proof."""
+"""The reason in the dead letter of a record that the broker refused. A replay accepts it without proof."""
 FUTURE: Final = "future_time"
 """The reason in the dead letter of a record whose event time is too far in the future."""
 _FORGET_EVERY: Final = 200_000
@@ -71,7 +71,7 @@ class TaskReplay:
         self.copies: Final[dict[CopyKind, list[Wanted]]] = {"duplicates": [], "conflicts": []}
         """The records that the task must have written to the duplicates and conflicts topics."""
         self.uncertain = False
-        """True if a verdict is not the only possible one, so that the counts may differ."""
+        """True if some verdict is not the only possible one, so that the counts may differ."""
         self._plan: Final = plan
         self._report: Final = report
         self._model: Final = ReferenceModel(plan.rules, feeds)
@@ -79,7 +79,7 @@ class TaskReplay:
         self._pending = False
         self._taken = 0
         self._forget_at: Final[dict[bytes, int]] = {}
-        """Maps each frequent ID to the number of sightings that causes expired sightings to be dropped."""
+        """Maps each frequent ID to the number of sightings at which its expired sightings are dropped."""
         rules, topology = plan.rules, plan.topology
         self._obvious: Final = (
             not rules.extend and rules.on_conflict == "duplicate" and not (topology.duplicates or topology.conflicts)
@@ -99,10 +99,10 @@ class TaskReplay:
                 self._model.forget()
 
     def _at_a_glance(self, log: Log) -> npt.NDArray[np.bool_]:
-        """Return a mask of the records whose IDs have at most one sighting, and of which nothing else is special.
+        """Return a mask of the records whose IDs have at most one sighting and whose verdicts are obvious.
 
-        Most records are like this: the first one with an ID is unique, and all others are duplicates of it. The model
-        judges all records of every other ID.
+        Most records are of this kind: the first one with an ID is unique, and all others are duplicates of it. The
+        model judges the records of all other IDs.
         """
         count, rules, times_ms, prints = len(log.ids), self._plan.rules, log.times_ms, log.fingerprints
         rows: dict[bytes | None, int] = {}
@@ -134,7 +134,7 @@ class TaskReplay:
         self._report.timeline.add_all("duplicates", log.times_ms[~unique])
 
     def _forget(self, tracking_id: bytes | None) -> None:
-        """Drop expired sightings of a frequent ID, because judging a record reads all sightings of its ID."""
+        """Drop expired sightings of a frequent ID, because judging takes longer with each sighting of an ID."""
         known = [] if tracking_id is None else self._model.sightings.get(tracking_id, [])
         if tracking_id is None or len(known) < self._forget_at.get(tracking_id, _MANY_SIGHTINGS):
             return
@@ -200,7 +200,7 @@ class TaskReplay:
         return True
 
     def _dead_by_evidence(self, row: Row, letter: Filed) -> None:
-        """Handle a dead letter for a record without a fault, which the clock or the broker may have refused."""
+        """Handle the dead letter of a record without a fault, which a clock or the broker may have rejected."""
         far_ahead = row.time_ms > row.odd.before_ms + self._plan.topology.max_clock_skew_ms
         by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
         if letter.reason == REFUSED_BY_THE_BROKER:
@@ -290,7 +290,7 @@ class TaskReplay:
             self._violation("wrong_dead_letter", row, text)
 
     def _same(self, row: Row, filed: Filed, side: SideTopic) -> None:
-        """Check that a side topic contains the record unchanged, with the original timestamp in a header."""
+        """Check that a side topic contains the record unchanged, with its original timestamp in a header."""
         whole = digest_with(row.content, row.headers, row.timestamp_ms)
         same = filed.stands_for == row.odd.stand_in if filed.stands_for else filed.digest == whole
         if not same:

@@ -59,7 +59,7 @@ class Books:
     unique: int = 0
     """Number of records forwarded as the first ones with their IDs, including conflicts that the topology forwards."""
     exempt: int = 0
-    """Number of records without an ID or a value that the topology forwards with a mark, without judging them."""
+    """Number of records without an ID or a value that the topology forwards, with a mark but without judging them."""
     duplicates: int = 0
     conflicts: int = 0
     """Number of duplicates that have a different payload."""
@@ -70,11 +70,11 @@ class Books:
     pending: int = 0
     """Number of offsets from the committed offset to the end, as in `dedup status`, or 0 if they hold no record."""
     skipped: int = 0
-    """Number of offsets before the start of the topology, which were never judged."""
+    """Number of offsets that were never judged, because they precede the topology's start."""
     not_provable: int = 0
     """Number of records in ``read`` that were judged although the log no longer shows their correct verdict."""
     ended: int | None = None
-    """Number of records found in their final topic, including dropped duplicates; None if this is not known."""
+    """Number of records that ended in a topic or were rightly dropped; None if this is not known."""
 
     @property
     def balanced(self) -> bool:
@@ -85,7 +85,7 @@ class Books:
 
 @dataclass(slots=True)
 class Timeline:
-    """The number of verdicts over event time, in at most a few hundred steps for any time span."""
+    """The number of verdicts over event time, in at most a few hundred steps whatever the time span."""
 
     step_ms: int = _FIRST_BUCKET_MS
     counts: dict[int, list[int]] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Timeline:
 
 @dataclass(slots=True)
 class Report:
-    """The result of a verification, with the number of all violations and some examples of each kind."""
+    """The result of a verification, with the number of violations of each kind and some examples."""
 
     topology: str
     cluster: str
@@ -133,9 +133,9 @@ class Report:
     sample: int = 1
     """One tracking ID out of this many was judged."""
     unsampled: int = 0
-    """Number of records that were not judged because their IDs are not in the sample."""
+    """Number of records not judged, because their IDs are not in the sample."""
     not_provable: dict[str, int] = field(default_factory=dict)
-    """Maps each reason to the number of records that are not provable for this reason."""
+    """Maps each reason to the number of records that are not provable for that reason."""
     timeline: Timeline = field(default_factory=Timeline)
 
     @property
@@ -160,7 +160,7 @@ class Report:
             self.not_provable[reason] = self.not_provable.get(reason, 0) + number
 
     def closing_line(self) -> str:
-        """Return a line with the numbers of lost and duplicated records, and all other counts that are not 0."""
+        """Return a line with the numbers of lost and duplicated records, and every other count that is not 0."""
         others = "".join(
             f"  {kind} {number}"
             for kind, number in self.counts.items()
@@ -172,7 +172,7 @@ class Report:
         return f"lost {self.counts['lost']}  duplicated {self.counts['duplicated']}{others}{tail}"
 
     def blind_spots(self) -> list[str]:
-        """Return sentences that say what a sample cannot show, or an empty list if all records were judged."""
+        """Return sentences about what a sample cannot show, or an empty list if all records were judged."""
         if self.sample == 1:
             return []
         sampled = (

@@ -36,11 +36,11 @@ class MetricHistory:
 
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
     _last: dict[int, tuple[TaskNumbers, Counter[str], list[int]]] = field(default_factory=dict)
-    """Maps the id() of a task's counters to these counters (so that the id() stays unique), verdicts, and latencies."""
+    """Maps the id() of a task's counters to the counters (so that the id() stays unique), verdicts, and latencies."""
     _last_ms: int | None = None
 
     def sample(self, pulses: Iterable[TaskPulse], now_ms: int) -> None:
-        """Add a sample of the metrics since the previous call, or none in the first call."""
+        """Add a sample of the metrics since the previous call, or none on the first call."""
         grown: Counter[str] = Counter()
         latencies = [0] * (len(END_TO_END_BUCKETS_S) + 1)
         lags: list[int] = []
@@ -93,7 +93,7 @@ MOST_NOTICES: Final = 8
 MOST_CASES: Final = 100
 """The most records of each kind that the page gets."""
 _KINDS: Final[tuple[Kind, ...]] = ("dead_letter", "conflict", "late", "duplicate")
-"""The kinds of records in the order of the page, which begins with those that somebody should look at."""
+"""The kinds of records in the order of the page, beginning with those that somebody should look at."""
 _NULLABLE: Final = (
     "url",
     "restore_remaining",
@@ -168,7 +168,7 @@ def _tasks(tasks: Iterable[TaskSeen]) -> Iterator[Notice]:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of one worker, which its peers add up for the whole fleet."""
+    """The figures of one worker, which the dashboard adds up for the whole fleet."""
 
     format: int
     topology: str

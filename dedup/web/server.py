@@ -202,9 +202,9 @@ class WebServer:
         self._history: Final = MetricHistory()
         self._sampling: asyncio.Task[None] | None = None
         self._board: asyncio.Task[dict[str, Any]] | None = None
-        """The dashboard's content that is being made, or that was made last."""
+        """The dashboard content that is being made or was made last."""
         self._made_s = 0.0
-        """When it was made, according to the monotonic clock."""
+        """When that content was made, according to the monotonic clock."""
         self._peers: ClientSession | None = None
         """A client for the figures of other workers, kept open while the server runs."""
         self.url: str | None = None

@@ -35,7 +35,7 @@ from dedup.worker.topics import Cluster
 from dedup.worker.transport import BatchSchema, DedupApp, refused
 
 _METADATA_MAX_AGE_MS: Final = 10_000
-"""A partition that is added to a source topic is assigned after this time at the latest."""
+"""A partition that is added to a source topic is assigned after at most this time."""
 NOWHERE: Final = "no-pages.invalid"
 """The host name that a worker without web pages announces; such a host can never exist (RFC 2606)."""
 
@@ -118,7 +118,7 @@ class GroupAssignor(PartitionAssignor):
     """Faust's sticky assignor, which assigns whole task groups instead of single partitions.
 
     To Faust, a group is a partition: this class converts partitions to group numbers, and back. Workers whose groups
-    have another size cannot join the same consumer group, because their assignor has another name.
+    have a different size cannot join the same consumer group, because their assignor has a different name.
     """
 
     app: DedupApp
@@ -127,7 +127,7 @@ class GroupAssignor(PartitionAssignor):
 
     @property
     def name(self) -> str:
-        """The name that Kafka compares; all members of a consumer group must have the same one."""
+        """The assignor's name, which Kafka requires to be the same for all members of a consumer group."""
         return "faust" if self._size == 1 else f"faust-groups-of-{self._size}"
 
     @property
@@ -156,7 +156,7 @@ class GroupAssignor(PartitionAssignor):
         return super()._perform_assignment(cluster, member_metadata)
 
     def _get_client_metadata(self, metadata: Any) -> ClientMetadata:  # type: ignore[override]  # Faust calls it on the instance
-        """Return what a member had before, in groups."""
+        """Return a member's previous assignment, converted to groups."""
         found = super()._get_client_metadata(metadata)
         before = found.assignment
         found.assignment = ClientAssignment(
@@ -166,14 +166,14 @@ class GroupAssignor(PartitionAssignor):
         return found
 
     def _get_copartitioned_groups(self, topics: Any, cluster: Any, subscriptions: Any) -> Any:  # type: ignore[override]  # as above
-        """Return the topics that are assigned alike, by their number of groups."""
+        """Return the topics that are assigned alike, by their number of task groups."""
         found: defaultdict[int, list[set[str]]] = defaultdict(list)
         for partitions, alike in super()._get_copartitioned_groups(topics, cluster, subscriptions).items():
             found[-(-partitions // self._size)] += alike
         return found
 
     def _global_table_standby_assignments(self, assignments: Any, partitions_by_topic: Any) -> Any:  # Faust's signature
-        """Convert a finished assignment from groups to partitions; dedup has no global tables."""
+        """Convert a finished assignment from groups to partitions, in place of Faust's step for global tables."""
         return {
             member: ClientAssignment(
                 actives={topic: self._partitions(topic, groups) for topic, groups in made.actives.items()},

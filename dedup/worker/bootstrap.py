@@ -4,8 +4,8 @@ A checkpoint is never required, because the changelog contains all state. If a c
 the worker logs a warning and restores the state from the changelog alone. If a checkpoint does not match the changelog
 or the topology, the worker raises StateIncompatible.
 
-The files are written into a temporary directory, which is renamed only after their digests were checked. The event loop
-renames the directory, so an abandoned transfer thread cannot disturb a later owner of the partition.
+The files are written into a temporary directory, which is renamed only after the files' digests have been checked. The
+event loop renames the directory, so an abandoned transfer thread cannot disturb a later owner of the partition.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class WantedCheckpoint:
 
     @property
     def scratch_home(self) -> Path:
-        """The directory for temporary directories, in which checkpoints of the topology arrive."""
+        """The parent of the temporary directories into which the topology's checkpoints are written."""
         # This is not below the topology's own directory, whose existence means that there is state.
         return self.directory.parents[1] / SCRATCH / self.identity.topology
 
@@ -109,7 +109,7 @@ class Bootstrap:
         """The number of failed attempts to use a checkpoint that existed or may have existed."""
         self._slots: Final = asyncio.Semaphore(_MOST_AT_ONCE)
         self._tried: Final[set[Checkpoint]] = set()
-        """The used checkpoints. None is used twice: a second attempt means that its store was lost or damaged."""
+        """The checkpoints that were used. A second attempt to use one means that its store was lost or damaged."""
         self._fresh: Final[dict[Path, Checkpoint]] = {}
         """Maps each directory to the checkpoint that was written into it, until the store is opened."""
         self._swept: Final[set[Path]] = set()

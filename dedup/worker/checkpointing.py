@@ -1,4 +1,4 @@
-"""Makes a checkpoint: restores a changelog partition into a separate store, and stores its files.
+"""Makes a checkpoint: restores a changelog partition into a separate store, and saves that store's files.
 
 A checkpoint is built from the changelog, so no worker has to pause, and data that exists only on a worker's disk never
 becomes part of a checkpoint (docs/decisions/0014-checkpoints.md). The separate store is kept, so the next checkpoint

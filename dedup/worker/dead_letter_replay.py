@@ -1,10 +1,10 @@
 """Implements `dedup replay`, which sends dead letters to their source, or late records to the output, exactly once.
 
 A dead letter is sent to its source partition, where it is judged like any other record. A late record would be late
-again, so it is sent to the output, with a header that says that the guarantee does not cover it. A record that cannot
-be sent, for example because only its digest was kept, is reported and stays in its topic.
+again, so it is sent to the output, with a header saying that the guarantee does not cover it. A record that cannot be
+sent, for example because only its digest was kept, is reported and stays in its topic.
 
-The sent records and the new position, a committed offset of the group `NAME.replay`, are committed in one transaction.
+The sent records and the new position, which is an offset of the group `NAME.replay`, are committed in one transaction.
 The broker forgets the replay position `offsets.retention.minutes` after the last replay, and a transactional commit
 cannot prevent that. Therefore, each replay also sets a replay mark without expiry in the group `NAME.replay-mark`, by a
 non-transactional commit. If there is a replay mark but no position, nothing is sent until the user says where to begin.
@@ -45,7 +45,7 @@ class Replayed:
 
     sent: int = 0
     left: list[str] = field(default_factory=list)
-    """One sentence for each record that cannot be sent, which contains the record's position and the reason."""
+    """One sentence for each record that cannot be sent, with the record's position and the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,19 +41,19 @@ log: Final = logging.getLogger(__name__)
 _SAMPLED_IDS: Final = 8
 """Number of IDs per sample. Hashing them takes less time than judging a few hundred records."""
 _SAMPLE_EVERY: Final = 1000
-"""The number of records between two samples, which prevents sampling every small batch."""
+"""The number of records between two samples, so that not every small batch is sampled."""
 FOREIGN: Final = (
     "{topic}/{partition} offset {offset} was not written by a repartition task: it lacks the headers dedup-source and "
     "dedup-timestamp. Stop any other program that writes to that topic, then run `dedup reset`."
 )
 _WARM_IDS: Final = 20_000
-"""The number of IDs that each commit after a restart loads into the Bloom filters, in about 10 ms. From the log of a
-filter, eight times as many are loaded.
+"""The number of IDs that each commit after a restart loads into the Bloom filters, in about 10 ms. From a filter's log,
+eight times as many IDs are loaded.
 """
 _MOST_FOLDS: Final = 3
-"""How often a whole batch is folded, each time without one more refused record, before it is judged in parts."""
+"""How many times a whole batch is folded, each time without one more refused record, before it is judged in parts."""
 PIECE: Final = 64
-"""The number of records per part. Each record that its topic does not accept requires one more fold of its part."""
+"""The number of records per part. For each record that its topic does not accept, the part is folded once more."""
 _NO_HEADERS: Final[list[Header]] = []
 _CLOCK_TOLERANCE_MS: Final = 1_000
 """A difference between clocks that is smaller than this never causes records to be judged again."""
@@ -227,7 +227,7 @@ class DedupPlan:
     feeding_topic_id: str = ""
     """Kafka's ID of the feeding topic, which distinguishes it from a recreated topic of the same name."""
     logged: set[Hashable] = field(default_factory=set)
-    """The messages that were already logged. All tasks of the worker share this set."""
+    """The messages that have already been logged. All tasks of the worker share this set."""
     partitions: int = 1
     """The partition count of the source topic, to detect misplaced IDs, or 1 if the task reads a repartition topic."""
 

@@ -1,12 +1,12 @@
-"""Keeps the layout of a topology: how many partitions share a transaction, and how many partitions its topics have.
+"""Keeps a topology's layout: how many partitions share a transaction, and how many its topics had when state began.
 
 Workers with different layouts use different transactional IDs, which do not fence each other. Therefore, the layout is
 a record on the cluster, in the topic ``<name>.layout``, and only the transactional ID ``<name>.layout`` writes it. A
 topology without such a topic has the first layout: one partition in a transaction.
 
 A change writes `changing`, fences every transactional ID of the old and the new layout, and then writes the new layout.
-A task group reads the layout *after* its own InitProducerId. Either it finds the change and ends, or the change has not
-fenced its ID yet and will do so.
+A task group reads the layout *after* its own InitProducerId. Either the group finds the change and ends, or the change
+has yet to fence the group's ID.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _UNAUTHORIZED: Final = 29
 _MOST_ATTEMPTS: Final = 50
 _LOOK_AGAIN_MS: Final = 200
 _PATIENCE_S: Final = 10.0
-"""How long a new worker waits for another one to write the layout before it does so itself."""
+"""How long a new worker waits for another one to write the layout before writing it itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ async def read_layout(wire: Wire, topology: Topology) -> Layout:
 
 
 async def refuse_other_layout(wire: Wire, topology: Topology, cluster: Cluster) -> Layout:
-    """Return the layout. Raise StateIncompatible unless it is what this process believes.
+    """Return the layout. Raise StateIncompatible if it is being changed or is not the one that this process uses.
 
     Call this function after InitProducerId.
     """
@@ -132,7 +132,7 @@ async def refuse_other_layout(wire: Wire, topology: Topology, cluster: Cluster) 
 
 
 def _fits(counts: Mapping[str, int], ours: Mapping[str, int], topology: Topology, cluster: Cluster) -> bool:
-    """Return whether topics with our partition counts can belong to a layout with these counts."""
+    """Return whether a layout with ``counts`` fits topics whose partition counts are ``ours``."""
     if cluster.begun_with and cluster.begun_with != counts:
         return False  # the layout was written anew since this process started
     grown = () if topology.direct else topology.source.topics
@@ -141,14 +141,14 @@ def _fits(counts: Mapping[str, int], ours: Mapping[str, int], topology: Topology
 
 
 async def begun(topology: Topology, cluster: Cluster, wire: Wire) -> Cluster:
-    """Return the cluster with the partition counts in the layout, with which the state began."""
+    """Return the cluster with the partition counts that the state began with, according to the layout."""
     return replace(cluster, begun_with=(await read_layout(wire, topology)).counts)
 
 
 async def with_layout(topology: Topology, cluster: Cluster, wire: Wire, *, fresh: bool) -> Topology:
-    """Return the topology with the number of partitions that share a transaction, in place of auto.
+    """Return the topology with auto replaced by the number of partitions that share a transaction.
 
-    The layout on the cluster decides. Without one, auto chooses if the topology is new (``fresh``).
+    The layout on the cluster decides; if there is none and the topology is new (``fresh``), auto chooses.
     """
     if topology.transactions.partitions != "auto":
         return topology
@@ -163,7 +163,7 @@ async def alone(topology: Topology, cluster: Cluster, wire: Wire, command: str) 
     """Return the topology for a command that commits each partition in a transaction of its own.
 
     Raises StateIncompatible if several partitions share a transaction, or if partitions were added to a source topic,
-    because only workers follow that.
+    because only workers read such partitions.
     """
     found = await with_layout(topology, cluster, wire, fresh=False)
     if found.group_size > 1:
@@ -189,7 +189,7 @@ def counts_of(topology: Topology, cluster: Cluster) -> dict[str, int]:
 
 
 def transactional_ids(topology: Topology, cluster: Cluster, size: int) -> list[str]:
-    """Return every transactional ID of a topology's tasks, if ``size`` partitions share a transaction.
+    """Return every transactional ID that a topology's tasks have if ``size`` partitions share a transaction.
 
     Topics that the cluster lacks are left out.
     """
@@ -205,7 +205,7 @@ def transactional_ids(topology: Topology, cluster: Cluster, size: int) -> list[s
 
 @dataclass(frozen=True, slots=True)
 class LayoutChange:
-    """Writes layouts. A change that was interrupted is finished by running it again."""
+    """Writes layouts. To finish a change that was interrupted, run it again."""
 
     topology: Topology
     cluster: Cluster
@@ -213,9 +213,9 @@ class LayoutChange:
     timeout_ms: int
 
     async def establish(self) -> None:
-        """Write the layout of a topology without one, unless another worker of the fleet does.
+        """Write a layout if the topology has none, unless another worker of the fleet does.
 
-        A layout with another number of partitions in a transaction is left as it is.
+        A layout with a different number of partitions per transaction is left unchanged.
         """
         wanted, waited_s = self.topology.group_size, 0.0
         while self.topology.has_layout(wanted):
@@ -230,11 +230,11 @@ class LayoutChange:
             waited_s += _LOOK_AGAIN_MS / 1000
 
     async def run(self, partitions: int, *, anew: bool = False, unless_there: bool = False) -> None:
-        """Make ``partitions`` partitions share a transaction; afterwards, no worker of the old layout can commit.
+        """Make ``partitions`` partitions share a transaction; afterward, no worker with the old layout can commit.
 
         If ``anew`` is True, the state begins anew with the partitions that the topics have now. If ``unless_there`` is
         True and another process has written a layout, nothing is changed. Raises TaskMigrated if another process
-        changes the layout at the same time, or CommitUnknown.
+        changes the layout at the same time; may also raise CommitUnknown.
         """
         session = self._session(self.topology.layout_id)
         await session.open()
@@ -262,10 +262,10 @@ class LayoutChange:
         return Session(self.wire, transactional_id, None, timeout_ms=self.timeout_ms)
 
     async def _write(self, session: Session, layout: Layout) -> None:
-        """Write a layout; afterwards, everybody reads it or a newer one.
+        """Write a layout; afterward, every reader gets this layout or a newer one.
 
-        A broker answers EndTxn before it writes the markers, and until then readers get the previous layout. A worker
-        that reads the previous layout after its ID was fenced would go on.
+        A broker answers EndTxn before it writes the markers, and readers get the previous layout until it has done so.
+        A worker that read the previous layout after its ID was fenced would continue.
         """
         line: Line = (OWN_ROW, SteadyClock().now_ms(), _KEY, encode_layout(layout), [])
         session.add(fill(TopicPartition(self.topology.layout_topic, 0), [line], compression="none"))
@@ -281,7 +281,7 @@ async def change_layout(topology: Topology, settings: Settings, wire: KafkaWire,
     """Make as many partitions share a transaction as the topology says, and keep state and offsets.
 
     Raises DedupError if workers are running or another process changes the layout, or StateIncompatible if topics are
-    missing. A change that was interrupted is finished.
+    missing. An interrupted change is completed.
     """
     await Group(wire, topology.name).refuse_members()
     have = await admin.topics(known_names(topology))

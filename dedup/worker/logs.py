@@ -1,6 +1,7 @@
 """Formats each event in a worker's logs as one line of text or JSON, and writes it to standard error.
 
-A JSON line also names the task, topic, and partition in the message's arguments. Logs never contain record values.
+A JSON line also names the first task, topic, and partition among the message's arguments. Logs never contain record
+values.
 """
 
 from __future__ import annotations

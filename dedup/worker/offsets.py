@@ -78,13 +78,13 @@ async def first_record(wire: Wire, partition: TopicPartition, begin: int, end: i
 
 
 async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> int | None:
-    """Return the same offset as `committed_position`, but without its leader epoch and its note."""
+    """Return the offset that `committed_position` returns, without the leader epoch and the note."""
     position = await committed_position(wire, group, source, stable=stable)
     return None if position is None else position.offset
 
 
 async def committed_position(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> Position | None:
-    """Return the group's committed offset with its leader epoch and its note.
+    """Return the group's committed offset with the leader epoch and the note that belong to it.
 
     The function retries while the coordinator is unavailable and, with ``stable``, while an open transaction may change
     the offset (KIP-447). A caller that does not own the partition may have to wait until the transaction of a dead

@@ -81,7 +81,7 @@ class SideTopics(NamedTuple):
 
 @dataclass(slots=True)
 class Refusals:
-    """The records that brokers have refused since the last commit, and what replaces these records."""
+    """The records that brokers have refused since the last commit, and their replacements."""
 
     rows: Misfits = field(default_factory=dict)
     """Records that a topic does not accept. Whether a record would be sent to that topic depends on its verdict."""
@@ -132,7 +132,7 @@ class Refusals:
 
 
 def faults_of(batch: FeedBatch, refused: Mapping[int, str]) -> dict[int, Fault]:
-    """Return a fault for each record that the broker refuses or that has a header name that is not UTF-8."""
+    """Return a fault for each record that the broker refuses or that has a header name not in UTF-8."""
     faults = {}
     for row, offset in enumerate(batch.offsets):
         if offset in refused:
@@ -157,7 +157,7 @@ class Limits:
         self._read_ms: Final = dict.fromkeys(known, clock.now_ms())
 
     def most_bytes(self, topic: str) -> int:
-        """Return the largest uncompressed size of a batch of several records that the broker certainly accepts."""
+        """Return the largest uncompressed size at which the broker certainly accepts a batch of several records."""
         known = self._known.get(topic)
         return BATCH_BYTES if known is None else known.surely_fits_bytes
 

@@ -102,7 +102,7 @@ class RepartitionTask(TaskWork):
         return self.collector.publish(batch, rows, outcome, refusals, {})  # none is left out
 
     def idle(self) -> list[RecordBatch]:
-        """Return one marker per partition of the repartition topic, which says that this feed has no new records."""
+        """Return one marker per partition of the repartition topic, each saying that this feed has no new records."""
         topic, partition = self._plan.feeding
         now_ms = self._clock.now_ms()
         headers: list[Header] = [(IDLE, f"{topic}/{partition}".encode()), (TIMESTAMP, str(now_ms).encode())]

@@ -51,7 +51,7 @@ class Doomed:
 
 
 def local_state(topology: Topology, state_dir: Path) -> tuple[Path, ...]:
-    """Return the state directories of a topology's partitions, of one worker or of a fleet on this machine."""
+    """Return the state directories of a topology's partitions on this machine, whether of one worker or of a fleet."""
     homes = [state_dir, *(path for path in state_dir.iterdir() if path.is_dir())] if state_dir.is_dir() else []
     owned = [home / topology.name for home in homes if (home / topology.name).is_dir()]
     return tuple(sorted(path for directory in owned for path in directory.iterdir() if path.name.isdigit()))
@@ -141,7 +141,7 @@ class Reset:
         await change.fence(await read_layout(self.wire, topology))
 
     async def _renew_layout(self) -> None:
-        """Write the layout for the numbers of partitions that the topics have now."""
+        """Write the layout for the partition counts that the topics have now."""
         topology = self.topology
         cluster = Cluster(await self.admin.topics(known_names(topology)))
         if topology.layout_topic in cluster.topics:

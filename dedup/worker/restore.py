@@ -36,8 +36,8 @@ log: Final = logging.getLogger(__name__)
 _WIDTHS: Final = 2
 """The sum of guard period and grace, as a number of segment widths."""
 FETCH_BYTES: Final = 1 << 20
-"""The most compressed bytes of a step. Larger steps are slower, because the objects of a step do not fit into the
-processor's cache, and other tasks wait during a step.
+"""The most compressed bytes of a step. Larger steps are slower, because their objects do not fit into the processor's
+cache, and other tasks wait during a step.
 """
 WAIT_MS: Final = 500
 _LOOK_BACK: Final = 256
@@ -196,7 +196,7 @@ async def fitted(
 
 
 async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBounds, held: TaskRecord | None) -> None:
-    """Raise StateIncompatible if the changelog lacks records at its start that its last task record requires.
+    """Raise StateIncompatible if the start of the changelog lacks records that its last task record requires.
 
     A changelog without a task record is also refused if the local state has one (``held``), because owners never delete
     the last task record.
@@ -257,7 +257,7 @@ def refuse_other_feeding(record: TaskRecord, topic_id: str, feeding: TopicPartit
 
 
 def apply_changelog(store: Store, window: Window, found: Collected, next_offset: int) -> None:
-    """Apply the changelog records of one fetch in a single atomic write. A store segment is as wide as the window."""
+    """Apply the changelog records of one fetch in a single atomic write, in segments of ``window.segment_ms``."""
     writes: Writes = found.writes
     if _other_grid(writes, window):
         # The sightings were written under another guard period, so they move to segments of the current width.
@@ -311,7 +311,7 @@ class LostOffsets:
             raise self._refusal(lost)
 
     async def refuse(self, feed: Feed) -> None:
-        """Raise StateIncompatible if records of a source partition without a committed offset were already judged.
+        """Raise StateIncompatible if records of a source partition without a committed offset have already been judged.
 
         The caller must have fenced all earlier owners of the partition. Concurrent calls share one search of the
         changelog.

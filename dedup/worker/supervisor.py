@@ -135,7 +135,7 @@ def _drain(children: Sequence[Child]) -> int:
     """Stop all workers that are still running, and return the highest of their exit codes, or 0.
 
     A worker that a signal kills while it stops counts as 128 plus the number of the signal, as in a shell. SIGTERM does
-    not count, because it ends a worker at once only before or after the worker judges.
+    not count, because it kills a worker only if the worker has not begun to judge or has finished.
     """
     living = [child.process for child in children if child.process.poll() is None]
     for process in living:

@@ -37,8 +37,8 @@ from dedup.worker.recent_outcomes import Recent
 from dedup.worker.record_collector import RecordCollector, Refusals
 
 _EVENT_TIME_MS: Final = 60_000
-"""A timestamp that is this much older than the record's arrival is an event time, not a delay of the log. (A follower
-that is stuck can hide records for `replica.lag.time.max.ms`, 30 s.)
+"""A timestamp that is this much older than the record's arrival counts as an event time, not as a delay of the log. (A
+follower that is stuck can hide records for `replica.lag.time.max.ms`, 30 s.)
 """
 _MOST_WAITING: Final = 16_000
 """The number of records that a task may judge during a commit before it waits for the commit to end."""
@@ -81,7 +81,7 @@ class Frozen:
     apply: Callable[[Mapping[TopicPartition, int]], None]
     """Applies the generation to the store, given the offset after the last record written to each partition."""
     confirm: Callable[[int], None] = lambda _: None
-    """Receives the time in ms when a broker appended the records; raises ClockBehind if it disproves a verdict."""
+    """Receives the time in ms when a broker appended the records; raises ClockBehind if this disproves a verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class TaskWork(abc.ABC):
 
     @abc.abstractmethod
     async def restore(self, committed: int | None) -> int:
-        """Bring the state up to the end of the changelog, and return the feeding partition's offset to start from."""
+        """Bring the state up to the end of the changelog, and return the feeding offset to start from."""
 
     @abc.abstractmethod
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
@@ -162,7 +162,7 @@ class SharedTransaction(Protocol):
         """The current producer epoch."""
 
     def send(self, batches: Sequence[RecordBatch], feeding: TopicPartition) -> None:
-        """Add record batches, which were made from records of a feeding partition, to the transaction."""
+        """Add record batches made from a feeding partition's records to the transaction."""
 
     def give_up(self) -> None:
         """Close every task of the group at once, so that nothing more is committed in this assignment."""
@@ -236,7 +236,7 @@ class Task:
 
     @property
     def all_committed(self) -> bool:
-        """True if the task runs and everything that it has judged is committed."""
+        """True if the task runs and everything that it has judged has been committed."""
         return self.state is TaskState.RUNNING and not self.dirty and not self._in_flight
 
     def _move(self, state: TaskState) -> None:
@@ -247,8 +247,8 @@ class Task:
     async def start(self) -> int:
         """Restore the state, and return the offset to read from; the group must have been opened.
 
-        May be called again after TaskCorrupted. The task does not run afterwards if its group was closed meanwhile.
-        Raises StateIncompatible, TaskCorrupted, CommitUnknown, or BrokerUnavailable.
+        May be called again after TaskCorrupted. If its group is closed in the meantime, the task does not run
+        afterward. Raises StateIncompatible, TaskCorrupted, CommitUnknown, or BrokerUnavailable.
         """
         if self.state is TaskState.CREATED:
             self._move(TaskState.RESTORING)
@@ -376,7 +376,7 @@ class Task:
             return Captured(self, position, len(self._held), self.work.freeze(position.offset))
 
     def applied(self, captured: Captured, ends: Mapping[TopicPartition, int]) -> None:
-        """Apply captured results to the store, because their transaction is committed."""
+        """Apply captured results to the store, because their transaction has been committed."""
         with self.noting_damage():
             captured.frozen.apply(ends)
         crashpoints.reached("after_apply")
@@ -393,7 +393,7 @@ class Task:
         self._in_flight = self._idle_in_flight = False
 
     def learn(self, refused: RecordRefused) -> None:
-        """Remember a refused batch of this task; raise RecordRefused if a record of it has no replacement left."""
+        """Remember a refused batch of this task; raise RecordRefused if one of its records has no replacement left."""
         offset = self._refusals.learn(refused, self.work.collector.side_topics)
         if offset is not None:
             raise RecordRefused(
@@ -438,7 +438,7 @@ class Task:
         self.send_waiting()
 
     def close_now(self) -> None:
-        """Discard everything that is not committed, and release the store; `start` releases it if it is under way."""
+        """Discard everything that is not committed, and release the store, which a running `start` does itself."""
         if self.state is TaskState.CLOSED:
             return
         restoring = self.state is TaskState.RESTORING

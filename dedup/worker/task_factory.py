@@ -57,7 +57,7 @@ class TaskFactory:
     lost_offsets: LostOffsets = field(init=False)
     logged: set[Hashable] = field(init=False, default_factory=set)
     check: TopicCheck = field(init=False)
-    """Checks that no topic that tasks read was deleted, recreated, or given more partitions since the start."""
+    """Checks that no topic that tasks read has been deleted, recreated, or given more partitions since the start."""
     limits: Limits = field(init=False)
     """The size limits of topics, shared by all tasks so that all of them learn from a refusal."""
 
@@ -131,8 +131,9 @@ class TaskFactory:
     def grouped(self, feeding: Iterable[TopicPartition]) -> list[Members]:
         """Return the feeding partitions group by group. Raises InvariantBroken unless each group is complete.
 
-        Partitions that were added to a topic are grouped, too. The leader of the consumer group may know of them before
-        or after this worker, so the last group may lack them. If the topic may not grow, their tasks refuse to start.
+        Partitions that were added to a topic are grouped, too. The leader of the consumer group may learn of such
+        partitions before or after this worker does, so the last group may lack them. If the topic may not grow, the
+        tasks of added partitions refuse to start.
         """
         size, counts = self.topology.group_size, self.cluster.source_partitions(self.topology)
         by_group: defaultdict[tuple[str, int], list[TopicPartition]] = defaultdict(list)

@@ -41,7 +41,7 @@ class TaskGroup:
     ) -> None:
         """``confirm`` raises StateIncompatible if a topic has changed since the process started; see `TopicCheck`.
 
-        ``refuse_layout`` raises StateIncompatible if the partitions are grouped in another way on the cluster.
+        ``refuse_layout`` raises StateIncompatible if the layout on the cluster groups the partitions differently.
         ``transactions`` counts the transactions of all groups of the worker, by result.
         """
         self._session: Final = session
@@ -71,7 +71,7 @@ class TaskGroup:
         return self._session.epoch
 
     async def open(self) -> None:
-        """Begin a new epoch, which fences another owner of the group and ends the transaction that was left open.
+        """Begin a new epoch, which fences another owner of the group and ends any transaction that it left open.
 
         Raises CommitUnknown, BrokerUnavailable, or StateIncompatible.
         """
@@ -80,7 +80,7 @@ class TaskGroup:
         await self._refuse_layout()
 
     def send(self, batches: Sequence[RecordBatch], feeding: TopicPartition) -> None:
-        """Add record batches, which were made from records of a feeding partition, to the transaction."""
+        """Add record batches made from a feeding partition's records to the transaction."""
         self._session.add(batches, feeding)
 
     async def commit(self) -> None:
@@ -150,14 +150,14 @@ class TaskGroup:
         return ends
 
     def _may_apply(self) -> bool:
-        """Return whether the group may use its stores; it may have been closed while its commit was in flight."""
+        """Return whether the group may still use its stores; it may have been closed while its commit was in flight."""
         return not self.closed
 
     @staticmethod
     def _apply(captured: Sequence[Captured], ends: Mapping[TopicPartition, int]) -> None:
-        """Apply every task's results, even if one of them fails, because all of them are committed.
+        """Apply every task's results, even if one of them fails, because all of them have been committed.
 
-        Raises the first error afterwards. A task that has not applied its results restores them from the changelog.
+        Then raises the first error. A task that has not applied its results restores them from the changelog.
         """
         errors: list[Exception] = []
         for each in captured:
@@ -206,7 +206,7 @@ class TaskGroup:
             self.tasks[TopicPartition(*each.feeding)].learn(each)
 
     async def _look_at_limits(self, refused: Sequence[RecordRefused]) -> None:
-        """Read the size limits of the topics again that refused a record for its size; all tasks share the limits."""
+        """Read again the size limits of topics that refused a record for its size; all tasks share the limits."""
         too_large = sorted({(each.topic, each.partition) for each in refused if each.too_large})
         for task in self._running()[:1]:
             for topic, partition in too_large:

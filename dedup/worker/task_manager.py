@@ -30,7 +30,7 @@ _LEAST_REST: Final = 0.5
 """Share of the commit interval that is reserved for judging, regardless of how long the last commit took."""
 _MOST_RESTORES: Final = 2
 FIRST_PAUSE_S: Final = 0.2
-"""The pause before a task whose commit got no response is rebuilt; it doubles until a commit succeeds."""
+"""The pause before rebuilding a task whose commit got no response; the pause doubles until a commit succeeds."""
 LONGEST_PAUSE_S: Final = 10.0
 _MOST_NAMED: Final = 8
 """The number of groups that one log line names."""
@@ -52,7 +52,7 @@ class Membership(Protocol):
     """The consumer group member that reads partitions on behalf of the tasks."""
 
     rebalancing: bool
-    """True while the group rebalances. The new owner of a partition may then fence its tasks before they are closed."""
+    """True while the group rebalances. A partition's new owner may then fence the task here before it is closed."""
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
         """Start to read a partition at a position, and return a number that identifies this reading."""
@@ -129,10 +129,10 @@ class TaskManager:
         return self._tasks
 
     async def assign(self, feeding: Iterable[TopicPartition]) -> None:
-        """Close the groups of other partitions, and start those of these partitions that are not open yet.
+        """Close the groups of all other partitions, and start the groups of these partitions that are not open yet.
 
-        Groups that stay assigned are not touched. A group that was fenced is not open, so it is started again. What the
-        others have not committed is left to their new owners, which have begun by now and would reject the commit.
+        Groups that stay assigned are left alone. A group that was fenced is no longer open, so it is started again. The
+        closed groups make no last commit, because their new owners have begun by now and would reject it.
         """
         wanted = self._factory.grouped(feeding)
         await self._close(self._groups.keys() - set(wanted), drain=False)

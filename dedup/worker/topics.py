@@ -35,7 +35,7 @@ _FLAG: Final = "--onto-existing-output"
 
 
 class Retention(NamedTuple):
-    """For how long after their timestamps a topic keeps records, and why."""
+    """How long after their timestamps a topic keeps records, and why."""
 
     ms: float
     """Infinite if the topic keeps records forever."""
@@ -69,7 +69,7 @@ def _longest_retention(sources: Iterable[Topic]) -> Retention:
 
 
 def losing(topology: Topology, have: Mapping[str, Topic], wanted: Sequence[WantedTopic]) -> Iterator[tuple[str, str]]:
-    """Yield each topic that would delete records too early, and a sentence that describes the problem.
+    """Yield each topic that would delete records too early, with a sentence that describes the problem.
 
     ``wanted`` contains the topics to create; existing topics are checked with their actual configs in ``have``.
     """
@@ -104,7 +104,7 @@ class Cluster:
 
     topics: Mapping[str, Topic]
     begun_with: Mapping[str, int] = field(default_factory=dict)
-    """The partition counts in the layout, with which the state began; empty if no layout was ever written."""
+    """The partition counts that the state began with, according to the layout; empty if no layout was ever written."""
 
     def feeds(self, topology: Topology) -> tuple[Feed, ...]:
         """Return every source partition that existed when the state began."""
@@ -127,7 +127,7 @@ class Cluster:
         return [place for name in names for place in self.topics[name].places]
 
     def source_partitions(self, topology: Topology) -> dict[str, int]:
-        """Return the partition count of each source topic and of the repartition topic, when the state began."""
+        """Return the partition count that each source topic and the repartition topic had when the state began."""
         names = (*topology.source.topics, *topology.feeding_topics)
         return {name: self.begun_with.get(name, self.topics[name].partitions) for name in names}
 
@@ -295,7 +295,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TopicPlan:
-    """What `dedup apply` will do: the topics to create, and how existing topics differ."""
+    """What `dedup apply` will do: the topics to create, and how existing topics differ from what it would create."""
 
     make: tuple[WantedTopic, ...]
     as_wanted: tuple[str, ...]
@@ -338,8 +338,8 @@ def _differences(found: Topic, wanted: WantedTopic) -> Iterator[Difference]:
 async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) -> list[str]:
     """Create the topics of the plan, and return their names.
 
-    Raises StateIncompatible if partition counts do not match. Raises StateIncompatible before any topic is created if
-    the changelog or the repartition topic is missing but the group has read records.
+    Raises StateIncompatible if partition counts do not match or, before any topic is created, if the changelog or the
+    repartition topic is missing although the group has read records.
     """
     missing = {topic.name for topic in plan.make}
     if not missing.isdisjoint(state_topics(topology)) and not await group_is_new(topology, wire, admin):

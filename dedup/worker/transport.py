@@ -77,8 +77,8 @@ class BatchSchema(faust.Schema[Any, Any]):
 class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
     """Passes new assignments from aiokafka to Faust, which passes them to the tasks.
 
-    Tasks go on while the consumer group rebalances, because an owner is fenced by its transactional ID and not by its
-    membership. Therefore, Faust never hears of revoked partitions, for which it would empty the queues of its agents.
+    Tasks continue while the consumer group rebalances, because an owner is fenced by its transactional ID and not by
+    its membership. Therefore, Faust is never told of revoked partitions; it would empty the queues of its agents.
     """
 
     def __init__(self, consumer: Consumer) -> None:
@@ -139,7 +139,7 @@ class Consumer(FaustConsumer):
         self.rebalancing = False
         """True from the start of a rebalance until its assignment has reached the tasks."""
         self._joined_as = ""
-        """The member ID that the group gave to this worker, which is a new one after the worker was expelled."""
+        """The member ID that the group gave to this worker; it changes if the worker is expelled and joins again."""
         self._passed: dict[TP, int] = {}
         """Maps each partition to the offset below which everything except markers and aborted records was delivered."""
 
@@ -171,7 +171,7 @@ class Consumer(FaustConsumer):
         await self.client.stop()
 
     async def _leave(self) -> None:
-        """Leave the group on a clean stop; otherwise, a static member's partitions wait for the session timeout."""
+        """Leave the group on a clean stop; without this, a static member's partitions wait for the session timeout."""
         coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public API for this
         if coordinator.generation > 0 and coordinator.coordinator_id is not None:
             try:
@@ -199,7 +199,7 @@ class Consumer(FaustConsumer):
         self.fetcher.halt(feeding)
 
     def pause_partitions(self, tps: Iterable[TP]) -> None:
-        """Pause partitions, except those whose tasks go on; Faust calls this with all partitions of an assignment."""
+        """Pause partitions, except those whose tasks continue; Faust calls this with all assigned partitions."""
         super().pause_partitions([tp for tp in tps if self.fetcher.position(TopicPartition(*tp)) is None])
 
     async def is_member(self) -> bool | None:
@@ -218,12 +218,12 @@ class Consumer(FaustConsumer):
         return None if code in COORDINATOR_MOVED else code in {0, _REBALANCE_IN_PROGRESS}
 
     def passed(self, feeding: TopicPartition, end: int, judged: int) -> bool:
-        """Return whether all committed records below ``end`` were delivered and judged."""
+        """Return whether all committed records below ``end`` have been delivered and judged."""
         tp = TP(*feeding)
         return self._passed.get(tp, -1) >= end and self._delivered.get(tp) == judged
 
     async def close_if_expelled(self) -> None:
-        """Close every task if this worker was no member for a while, because its partitions may have had other owners.
+        """Close every task if this worker was not a member for a while, as its partitions may have had other owners.
 
         The tasks would be fenced at their next commit, but an idle task commits nothing.
         """
@@ -246,7 +246,7 @@ class Consumer(FaustConsumer):
         )
 
     def rejoin(self) -> None:
-        """Ask for a new assignment, because a group was fenced or lost its state, unless one is on its way anyway."""
+        """Ask for a new assignment, because a group was fenced or lost its state, unless one is already on its way."""
         if not self.rebalancing:
             self.client._coordinator.request_rejoin()  # noqa: SLF001  # aiokafka has no public API for this
 

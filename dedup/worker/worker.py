@@ -69,7 +69,7 @@ class _Checked:
 
 
 class Loop(uvloop.Loop):
-    """A uvloop event loop whose connections raise OSError once they are closed.
+    """A uvloop event loop whose connections raise OSError on a write once they are closed.
 
     uvloop raises RuntimeError for a write on a connection that the peer has reset, unlike asyncio's own loop. aiokafka
     handles only OSError in this case, so a lost connection would crash the worker with a traceback.
@@ -307,7 +307,7 @@ class Maintenance:
             log.info("%s: records below %d are deleted", partition, offset)
 
     def _log_if_truncated(self, dedup_task: DedupTask, begin: int) -> None:
-        """Log an error once if the changelog lacks records that live segments need; dedup never deletes these."""
+        """Log an error once if the changelog lacks records that live segments need, which dedup never deletes."""
         record = dedup_task.store.task_record if dedup_task.store is not None else None
         if record is None or not record.counts_on_more(begin) or dedup_task.plan.changelog in self.truncated:
             return

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.parts import PARTS, Pool
+from tests.simulation.parts import LONG_PARTS, PARTS, Pool
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -15,7 +15,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     here = [item for item in request.session.items if item.path.parent == Path(__file__).parent]
     own = [item for item in here if isinstance(item, pytest.Function) and "pool" in item.function.__annotations__]
     wanted = [part for item in own for part in ([item.callspec.params["part"]] if hasattr(item, "callspec") else PARTS)]
-    pool = Pool(dict.fromkeys(part for part in PARTS if part in wanted))
+    pool = Pool(dict.fromkeys(part for part in (*LONG_PARTS, *PARTS) if part in wanted))
     yield pool
     pool.close()
 
