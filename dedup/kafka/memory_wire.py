@@ -8,10 +8,13 @@ brokers do: an end of a transaction takes an offset, and a topic may replace tim
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from operator import attrgetter
 from struct import Struct
-from typing import Final
+from typing import Final, NamedTuple
 
 from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.record.util import calc_crc32c
@@ -50,8 +53,7 @@ _MAX_TIMESTAMP: Final = Struct(">q")
 _MAX_TIMESTAMP_AT: Final = 35
 
 
-@dataclass(slots=True)
-class _Stored:
+class _Stored(NamedTuple):
     """A batch in a log."""
 
     raw: bytes
@@ -59,27 +61,31 @@ class _Stored:
     next_offset: int
     order: int
     """The number of batches that all logs received before this one."""
-    producer_id: int | None
-    """The producer whose transaction is open, or None if the batch is committed."""
 
 
 @dataclass(slots=True)
 class _Log:
     batches: list[_Stored] = field(default_factory=list)
     end: int = 0
+    open: dict[int, list[_Stored]] = field(default_factory=dict)
+    """Maps each producer ID with an open transaction to its batches, which are also in ``batches``."""
     sequences: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Maps each producer ID to its epoch and next sequence number."""
 
     @property
     def stable_end(self) -> int:
-        return min((each.base_offset for each in self.batches if each.producer_id is not None), default=self.end)
+        return min((batches[0].base_offset for batches in self.open.values()), default=self.end)
+
+    def committed(self, begin: int, key: Callable[[_Stored], int]) -> Iterator[_Stored]:
+        """Yield the batches below the last stable offset whose ``key`` is greater than ``begin``."""
+        stable = self.stable_end
+        newer = islice(self.batches, bisect_right(self.batches, begin, key=key), None)
+        return takewhile(lambda each: each.base_offset < stable, newer)
 
     def finish(self, producer_id: int, *, commit: bool) -> None:
+        mine = self.open.pop(producer_id)
         if not commit:
-            self.batches = [each for each in self.batches if each.producer_id != producer_id]
-        for each in self.batches:
-            if each.producer_id == producer_id:
-                each.producer_id = None
+            self.batches = [each for each in self.batches if each not in mine]
         self.end += 1  # the marker
 
 
@@ -124,10 +130,8 @@ class MemoryWire:
 
     def read(self, source: TopicPartition, offset: int) -> Columns:
         """Return the committed records at or after an offset."""
-        log = self._logs[source]
-        stable = log.stable_end
-        wanted = [each.raw for each in log.batches if each.next_offset > offset and each.base_offset < stable]
-        return columns_of(source, b"".join(wanted), (), offset)[0]
+        found = self._logs[source].committed(offset, attrgetter("next_offset"))
+        return columns_of(source, b"".join(each.raw for each in found), (), offset)[0]
 
     def read_in_order(self, topic: str, since: int) -> tuple[list[tuple[TopicPartition, Columns]], int]:
         """Return committed batches of all partitions in the order in which they were written, and where to go on.
@@ -137,8 +141,7 @@ class MemoryWire:
         found = {
             each.order: (place, each.raw)
             for place in self._topics[topic].places
-            for each in self._logs[place].batches
-            if each.order >= since and each.producer_id is None
+            for each in self._logs[place].committed(since - 1, attrgetter("order"))
         }
         return [(place, columns_of(place, raw, (), 0)[0]) for _, (place, raw) in sorted(found.items())], self._appended
 
@@ -152,7 +155,10 @@ class MemoryWire:
             _ATTRIBUTES.pack_into(placed, _ATTRIBUTES_AT, attributes | _LOG_APPEND_TIME)
             _MAX_TIMESTAMP.pack_into(placed, _MAX_TIMESTAMP_AT, now_ms)
             _CRC.pack_into(placed, _CRC_AT, calc_crc32c(bytes(placed[_ATTRIBUTES_AT:])))
-        log.batches.append(_Stored(bytes(placed), log.end, log.end + count, self._appended, producer_id))
+        stored = _Stored(bytes(placed), log.end, log.end + count, self._appended)
+        log.batches.append(stored)
+        if producer_id is not None:
+            log.open.setdefault(producer_id, []).append(stored)
         self._appended += 1
         answer = Produced(_OK, log.end, append_time_ms=now_ms)
         log.end += count

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -111,7 +111,7 @@ class TopologyTestDriver:
         # A test may itself run in an event loop, so the tasks have one in a thread of their own.
         self._thread: Final = ThreadPoolExecutor(1, thread_name_prefix="topology-test-driver")
         self._runner: Final = asyncio.Runner()
-        self._run(self._start())
+        self._run(self._start)
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +122,7 @@ class TopologyTestDriver:
     def close(self) -> None:
         """Close the tasks. Closing twice is allowed; every other call then raises ValueError."""
         if not self._closed:
-            self._in_thread(self._close_groups())
+            self._thread.submit(self._runner.run, self._close_groups()).result()
             self._thread.submit(self._runner.close).result()
             self._thread.shutdown()
             self._closed = True
@@ -153,7 +153,7 @@ class TopologyTestDriver:
         own: list[Header] = [(name, None if value is None else _bytes(value)) for name, value in pairs]
         self._refuse_if_over()
         self._wire.append(place, [(OWN_ROW, time_ms, data, _value(value), own) for value in values])
-        self._run(self._judge(place))
+        self._run(self._judge, place)
 
     def idle(self, partition: int = 0, *, topic: str | None = None) -> None:
         """Mark a source partition as idle, as a worker does after `idle_after` without records.
@@ -163,7 +163,7 @@ class TopologyTestDriver:
         """
         if self.topology.direct:
             raise ValueError(f"{self.topology.name} has no repartition topic, so no partition holds another one back")
-        self._run(self._mark_idle(self._source(topic, partition, None)))
+        self._run(self._mark_idle, self._source(topic, partition, None))
 
     def advance_clock(self, by: timedelta | str) -> None:
         """Advance the clock by a duration such as ``"25h"``. Stream time and idle partitions stay as they are.
@@ -254,20 +254,13 @@ class TopologyTestDriver:
         if self._stopped_by is not None:
             raise self._stopped_by
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:  # noqa: ANN401  # the work's
+        self._refuse_if_over()
         try:
-            self._refuse_if_over()
-        except BaseException:
-            work.close()
-            raise
-        try:
-            self._in_thread(work)
+            self._thread.submit(self._runner.run, work(*arguments)).result()
         except Exception as error:
             self._stopped_by = error
             raise
-
-    def _in_thread(self, work: Coroutine[Any, Any, None]) -> None:
-        self._thread.submit(self._runner.run, work).result()
 
     async def _start(self) -> None:
         for places in self._hops:
