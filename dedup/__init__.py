@@ -83,7 +83,8 @@ def run(
 
     With ``exit_when_done``, the worker stops when its group has judged everything that the topics held at the start.
     ``onto_existing_output`` permits a new group to write to an output that holds records. ``on_tick`` is called about
-    20 times a second, for a progress display. Logging is left to the program.
+    20 times a second, for a progress display, with the worker's app, which is not part of the API. Logging is left to
+    the program.
 
     Raises RuntimeError outside the main thread, because signals stop the worker, and otherwise the error that stopped
     it: `StateIncompatible` if state or topics do not fit the topology, `BrokerUnavailable` if no broker answers, or

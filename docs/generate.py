@@ -146,8 +146,8 @@ def _public(name: str, thing: Any) -> Iterator[str]:  # noqa: ANN401  # a class 
         return
     if fields:
         yield "\n".join(["| field | type |", "|---|---|", *(_field(each) for each in fields)])
-    elif vars(thing)["__init__"].__doc__:
-        yield from _prose(vars(thing)["__init__"])
+    elif (made := vars(thing).get("__init__")) is not None and made.__doc__:  # not the one that it inherits
+        yield from _prose(made)
     for own, member in vars(thing).items():
         if own == "__aenter__" or (not own.startswith("_") and (callable(member) or isinstance(member, property))):
             entered = own == "__aenter__"
