@@ -9,6 +9,8 @@ from dedup.metrics import TaskNumbers
 
 Kind = Literal["duplicate", "conflict", "late", "dead_letter"]
 """The kinds of records whose latest examples are kept for inspection."""
+STUCK_S: Final = 30.0
+"""A task that has committed nothing for this long although records wait is stuck."""
 _MOST_SHOWN_BYTES: Final = 4096
 
 

@@ -17,6 +17,7 @@ PAGE: Final = Path(__file__).parent.parent / "config" / "grafana" / "dashboard.j
 SOURCE: Final = {"type": "prometheus", "uid": "${source}"}
 WIDTH: Final = 24
 IN: Final = '{job=~"$job"}'
+ABORTED: Final = '{job=~"$job",result="aborted"}'
 GREEN: Final = {"color": "green", "value": None}
 
 
@@ -106,6 +107,11 @@ ROWS: Final[tuple[tuple[str, Sequence[Panel]], ...]] = (
             Panel(
                 "Transactions",
                 [(f"sum by (result) (rate(dedup_group_transactions_total{IN}[$__rate_interval]))", "{{result}}")],
+                "ops",
+            ),
+            Panel(
+                "Aborted transactions, by partition",
+                [(f"rate(dedup_transactions_total{ABORTED}[$__rate_interval])", "{{topic}}/{{partition}}")],
                 "ops",
             ),
             Panel("Since the last commit", per_partition("dedup_seconds_since_commit"), "s"),

@@ -28,6 +28,7 @@ from dedup.quantities import instant
 from dedup.worker.layout import read_layout
 from dedup.worker.offsets import bounds_of, committed_offset
 from dedup.worker.topics import topic_names
+from dedup.worker_view import STUCK_S
 
 if TYPE_CHECKING:
     from dedup.kafka.topic_admin import GroupMember, Topic
@@ -323,9 +324,14 @@ def _wrong(seen: dict[str, Any]) -> Iterator[str]:
             f"{len(silent)} of {len(seen['members'])} workers do not answer ({', '.join(silent)}), so their tasks' "
             f"states are unknown: name their pages with --url, or see their logs"
         )
-    arriving, committed = seen["arriving_per_s"], seen["committed_per_s"]
-    if seen["lag"] and not lost and committed == 0 and arriving is not None:
-        yield "nothing is being committed although records wait: `dedup doctor` finds what keeps workers from it"
+    # A long commit interval, or a record after a quiet time, is not a fault: both ages are looked at.
+    waited_s = max((task["seconds_since_commit"] or 0 for task in seen["tasks"] if task["lag"]), default=0)
+    waited_s = min(waited_s, (seen["oldest_age_ms"] or 0) / 1000)
+    if waited_s > STUCK_S and not lost and seen["committed_per_s"] == 0:
+        yield (
+            f"nothing was committed for {waited_s:.0f} s although records wait: `dedup doctor` finds what keeps the "
+            f"workers from it"
+        )
 
 
 def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:

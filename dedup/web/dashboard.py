@@ -9,7 +9,7 @@ from heapq import nsmallest
 from typing import Any, Final, Literal
 
 from dedup.metrics import END_TO_END_BUCKETS_S, TaskNumbers, TaskSeen, WorkerSeen
-from dedup.worker_view import Kind, Noted, Peer, TaskPulse
+from dedup.worker_view import STUCK_S, Kind, Noted, Peer, TaskPulse
 
 # The dashboard's plots show the last five minutes of a worker's metrics: rates, lag, and latency, sampled every second.
 # Rates are differences of counters, as in Prometheus' `rate()`; a new task counts from zero. Latency is a quantile of
@@ -86,7 +86,6 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
 
 FORMAT = 2
 """Version of the snapshot's format. A page that stays open during an upgrade detects a new format by this number."""
-STUCK_S: Final = 30.0
 BEHIND_S: Final = 60.0
 NEARLY_FULL: Final = 0.8
 MOST_NOTICES: Final = 8

@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from tests import brokers
 from tests.brokers import RunningKafka, read_all
 
 pytest.importorskip("pyspark", reason="PySpark is not installed: pip install dedup-streams[spark]")
@@ -23,6 +25,13 @@ JULY = 29_425
 INSTALLS = "python3 -m venv"
 BROKER = "another terminal"
 """Its command runs a broker; the test run's own stands for it."""
+
+
+@pytest.fixture
+def kafka() -> Iterator[RunningKafka]:
+    """A broker of the page's own, as its reader has: another page's topic is named `flights`, too."""
+    with brokers.embedded() as running:
+        yield running
 
 
 @dataclass(frozen=True)

@@ -293,12 +293,19 @@ def test_status_says_what_is_wrong_and_what_to_do(surveyed, pages, says, state):
     assert state in printed(seen)
 
 
-def test_status_says_that_nothing_is_committed_only_if_all_partitions_have_workers():
+def test_status_says_that_nothing_is_committed_only_if_records_wait_for_long_and_all_partitions_have_workers():
     whole = survey() | {"tasks": survey()["tasks"][:1]}
-    before = Look(whole, [PAGE], NOW_MS - 1_000)
-    stuck = "nothing is being committed although records wait"
-    assert any(alert.startswith(stuck) for alert in seen_now(whole, [PAGE], before)["alerts"])
-    assert not any(alert.startswith(stuck) for alert in seen_now(survey(), [PAGE], Look(survey(), [PAGE], 0))["alerts"])
+    late = PAGE | {"tasks": [task | {"seconds_since_commit": 40} for task in PAGE["tasks"]]}
+    fresh = whole | {"tasks": [task | {"oldest_ms": NOW_MS - 2_000} for task in whole["tasks"]]}
+
+    def stuck(surveyed, page):
+        alerts = seen_now(surveyed, [page], Look(surveyed, [page], NOW_MS - 1_000))["alerts"]
+        return [alert for alert in alerts if alert.startswith("nothing was committed for 40 s although records wait")]
+
+    assert stuck(whole, late)
+    assert not stuck(whole, PAGE), "a long commit interval"
+    assert not stuck(fresh, late), "a record after a quiet time"
+    assert not stuck(survey(), late), "a partition without a worker"
 
 
 @pytest.mark.parametrize("width", [80, 120])
