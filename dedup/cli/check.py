@@ -1,4 +1,4 @@
-"""Implements `dedup check`, `describe`, `schema`, and `try`, which work without a broker."""
+"""Implements `dedup check`, `describe`, `schema`, `try`, and `size`, which work without a broker."""
 
 from __future__ import annotations
 
@@ -18,18 +18,24 @@ from dedup.cli.inputs import (
     A_TIME,
     ConfigOption,
     JsonOption,
+    OptionalTopology,
     SetOption,
     TopologyArgument,
     read_settings,
     read_topology,
+    say,
     time_of,
 )
-from dedup.errors import AuthorMistake, DedupError, Problem, TopologyError
+from dedup.core.window import Window
+from dedup.errors import AuthorMistake, DedupError, Problem, SettingsError, TopologyError
+from dedup.quantities import format_duration, parse_duration
+from dedup.topology.state_size import KINDS, format_bytes, key_bytes, predict
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
     from dedup.topology.chain import Named, Stage
     from dedup.topology.lint import Finding
+    from dedup.topology.model import Topology
 
 _STDIN: Final = Path("-")
 LOOK_S: Final = 0.3
@@ -137,12 +143,11 @@ def _check_once(topologies: list[Path], settings: Settings | None, *, as_json: b
 def _read_stage(path: Path) -> Named | TopologyError:
     from dedup.topology.chain import Named
     from dedup.topology.ingest_file import is_ingest, parse_ingest
-    from dedup.topology.parse import parse
     from dedup.yaml_document import text_of
 
     try:
         text = text_of(path)
-        return Named(str(path), (parse_ingest if is_ingest(text) else parse)(text, name=str(path)))
+        return Named(str(path), parse_ingest(text, name=str(path)) if is_ingest(text) else read_topology(path))
     except TopologyError as error:
         return error
 
@@ -242,8 +247,8 @@ def try_records(
 
     FILE contains one JSON value per line. The lines are judged in order, as if they were the records of one partition.
     With --envelope, each line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}.
-    In place of "value", "value_base64" takes any bytes. With `source.format: json_schema`, `dedup try` adds the framing
-    to each JSON value.
+    In place of "value", "value_base64" takes any bytes, which `source.format: avro` needs. With `source.format:
+    json_schema`, `dedup try` adds the framing to each JSON value.
 
     Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
     """
@@ -260,10 +265,83 @@ def try_records(
     except OSError as error:
         raise AuthorMistake([Problem(name, f"cannot be read: {error.strerror}; name a file")]) from error
     with opened as lines:
-        for entry in entries(lines, name=name, envelope=envelope, start_ms=start_ms, framing=parsed.source.framing):
+        for entry in entries(lines, name=name, envelope=envelope, start_ms=start_ms, source=parsed.source):
             judgment = judge.judge(entry)
             counts[judgment.verdict] += 1
             typer.echo(judgment.as_json() if as_json else judgment.as_text())
     if not as_json:
         books = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
         typer.echo(f"{counts.total()} records: {books}" if counts else "no records")
+
+
+def size(
+    topology: OptionalTopology = None,
+    *,
+    rate: Annotated[float, typer.Option(min=0, help="Records per second.")] = 1000,
+    duplicates: Annotated[float, typer.Option(min=0, max=1, help="Share of records whose ID is not new.")] = 0,
+    kind: Annotated[str, typer.Option("--id", metavar="KIND", help=f"Kind of ID: {KINDS}.")] = "uuid",
+    guard: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Guard period. Default: the topology's.")
+    ] = None,
+    grace: Annotated[
+        str | None,
+        typer.Option(metavar="DURATION", help="Grace period. Default: --guard, or else the topology's grace period."),
+    ] = None,
+    partitions: Annotated[int, typer.Option(min=1, help="Number of partitions that dedup tasks read.")] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict the size of the state on disk and in memory from a record rate, a guard period, and the kind of ID.
+
+    If TOPOLOGY is given, the command uses the topology's guard period and grace period, and compares the prediction
+    with the topology's limit for the state. The prediction is accurate to within 20% for IDs that have nothing in
+    common, such as UUIDs; sequential IDs may need only half the space. The command does not connect to Kafka.
+
+    Examples: dedup size topologies/orders.yaml --rate 2000
+
+    dedup size --rate 500 --guard 24h --id text:20 --duplicates 0.3 --partitions 12
+    """
+    parsed = None if topology is None else read_topology(topology)
+    window = _window_of(parsed, guard, grace)
+    fingerprints = parsed is not None and parsed.fingerprints_wanted
+    data: dict[str, Any] = {
+        **predict(window, rate * (1 - duplicates), key_bytes(kind), fingerprints=fingerprints),
+        "partitions": partitions,
+        "max_bytes_per_partition": None if parsed is None else parsed.state.max_bytes_per_partition,
+    }
+    data["disk_most_bytes_per_partition"] = data["disk_most_bytes"] // partitions
+    say(data, _size_in_words(data, window), as_json=as_json)
+
+
+def _size_in_words(data: dict[str, Any], window: Window) -> list[str]:
+    copies, filters = "each standby replica takes the same", format_bytes(data["filter_most_bytes"])
+    lines = [
+        f"kept: {format_duration(window.retention_ms)} of event time, and up to half more until a segment is dropped",
+        f"IDs: {data['ids_least']:,} to {data['ids_most']:,}, {data['bytes_an_id']:.0f} bytes each",
+        f"disk: {format_bytes(data['disk_least_bytes'])} to {format_bytes(data['disk_most_bytes'])}; {copies}",
+        f"disk, each of {data['partitions']} partitions: up to {format_bytes(data['disk_most_bytes_per_partition'])}",
+        f"memory: up to {filters} of filters, and 128 MiB of buffers and cache per worker",
+    ]
+    bound = data["max_bytes_per_partition"]
+    if bound is not None:
+        share = data["disk_most_bytes_per_partition"] / bound
+        verdict = "a worker would stop: raise the limit, or use more partitions" if share > 1 else "fits"
+        lines.append(f"state.max_bytes_per_partition: {share:.0%} of {format_bytes(bound)}; {verdict}")
+    return lines
+
+
+def _window_of(topology: Topology | None, guard: str | None, grace: str | None) -> Window:
+    if guard is not None:
+        # As in a topology file, grace is the guard period by default.
+        guard_ms = grace_ms = _duration_of("--guard", guard)
+    elif topology is not None:
+        guard_ms, grace_ms = topology.window.guard_ms, topology.window.grace_ms
+    else:
+        raise SettingsError([Problem("--guard", "is missing; write --guard 24h, or name a topology file")])
+    return Window(guard_ms, grace_ms if grace is None else _duration_of("--grace", grace))
+
+
+def _duration_of(option: str, text: str) -> int:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise SettingsError([Problem(option, str(error))]) from error

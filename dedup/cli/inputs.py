@@ -45,9 +45,9 @@ _CUT: Final = "…"
 def read_topology(path: Path) -> Topology:
     """Parse a topology file. Raises TopologyError, which lists every problem in the file."""
     from dedup.topology.parse import parse
-    from dedup.yaml_document import text_of
+    from dedup.yaml_document import beside, text_of
 
-    return parse(text_of(path), name=str(path))
+    return parse(text_of(path), name=str(path), read_file=beside(path))
 
 
 def read_settings(config: Path | None, overrides: list[str] | None = None) -> Settings:

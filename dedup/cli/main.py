@@ -21,7 +21,7 @@ COMMANDS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
         "describe": ("check.describe", "Show what a topology does with each record, and its topics."),
         "try": ("check.try_records", "Judge records from a file without a broker."),
         "schema": ("check.schema", "Print the JSON Schema of a kind of file, for use in editors."),
-        "size": ("size.size", "Predict the size of the state on disk and in memory."),
+        "size": ("check.size", "Predict the size of the state on disk and in memory."),
         "broker": ("broker.broker", "Run an embedded Kafka until Ctrl-C."),
     },
     "Run": {
