@@ -24,9 +24,9 @@ from dedup.metrics import METRICS
 from dedup.settings import load_settings
 from dedup.topology.lint import lint
 from dedup.topology.parse import parse
-from dedup.yaml_document import beside
 from dedup.worker import record_collector as publish
 from dedup.worker.task import MOVES
+from dedup.yaml_document import beside
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "page.yaml"
