@@ -41,7 +41,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "dedup_other_formats_total",
         "counter",
-        "Dead letters whose first bytes suggest a format other than JSON.",
+        "Dead letters whose first bytes suggest another format than the one that the topology reads.",
         (*_TASK_LABELS, "format"),
     ),
     Metric(

@@ -69,7 +69,7 @@ class Fault:
     detail: str
     """A sentence that contains nothing from the payload except possibly a path and a schema ID."""
     format_name: str = ""
-    """The format that a value other than JSON seems to have, or an empty string if it is unknown."""
+    """The other format that a value seems to have, or an empty string if it is unknown."""
 
 
 ODD_HEADER_NAME: Final = Fault(

@@ -306,7 +306,7 @@ def test_status_adds_up_dead_letters_of_all_workers_and_says_alerts():
     assert "a: all is dead" in seen["alerts"]
     text = printed(seen)
     assert "dead letters: 10 id_null, 5 not_json, since the responding workers started" in text
-    assert "of them in a format other than JSON: 3 gzip, since" in text
+    assert "of them in another format: 3 gzip, since" in text
     assert "attention: a: all is dead" in text
     assert "dead letters" not in printed(seen_now(survey(), [older]))
 
