@@ -485,7 +485,7 @@ class Extractor:
         plain = all(set(map(type, column)) <= {str, int} for column in members)
         ids = self._ids(batch, values, members) if plain and times_ms is not None else None
         if ids is None or times_ms is None:
-            leaves = zip(*columns, strict=True)
+            leaves = list(zip(*columns, strict=True)) or [()] * len(values)
             rows = zip(batch.keys, values, batch.headers, batch.timestamps_ms, leaves, strict=True)
             return self._gathered([of_leaves(self.recipe, *row) for row in rows])
         fingerprints = list(map(value_digest, values)) if self.recipe.fingerprint else None

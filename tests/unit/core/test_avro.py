@@ -171,6 +171,13 @@ def test_the_key_the_raw_value_and_the_fingerprint():
         assert found.ids == [expected] * 9
 
 
+def test_a_record_without_a_key_is_one_of_a_batch():
+    one = Recipe(TrackingId(KeyRule()), fmt="avro", schema=record("long"))
+    found = Extractor(one)([b"k"] * 8 + [None], [b"\x0e"] * 9, [[]] * 9, [5] * 9)
+    assert found.ids == [b"\x02k"] * 8 + [None]
+    assert found.faults[8].code == "id_null"
+
+
 def test_canonical_content_is_refused():
     for rule, exclude in ((ContentRule(), ()), (KeyRule(), (("a",),))):
         with pytest.raises(ValueError, match="format avro has no canonical content"):
