@@ -5,10 +5,12 @@ python bench/extract.py
 
 from __future__ import annotations
 
+import io
 import json
 import uuid
 from time import process_time
 
+import fastavro
 import msgspec
 
 from dedup.core.event_time import EventTime, FieldTime, RecordTime
@@ -50,8 +52,10 @@ def timed(event_time: str) -> list[bytes]:
     return [json.dumps(event(number) | {"at": event_time % (number % 1000)}).encode() for number in range(COUNT)]
 
 
-def measure(name: str, rule: Rule, values: list[bytes], time: EventTime, *, fmt: str = "json") -> None:
-    extractor = compile_extractor(TrackingId(rule), time, fmt=fmt, fingerprint=False)  # type: ignore[arg-type]
+def measure(
+    name: str, rule: Rule, values: list[bytes], time: EventTime, *, fmt: str = "json", schema: str = ""
+) -> None:
+    extractor = compile_extractor(TrackingId(rule), time, fmt=fmt, fingerprint=False, schema=schema)  # type: ignore[arg-type]
     keys = [str(uuid.uuid4()).encode() for _ in values]
     headers = [[("trace", b"x"), ("id", key)] for key in keys]
     times_ms = list(range(len(values)))
@@ -63,7 +67,8 @@ def measure(name: str, rule: Rule, values: list[bytes], time: EventTime, *, fmt:
     assert not found.faults, found.faults[next(iter(found.faults))]
     started = process_time()
     for row in range(200):
-        extract_one(Recipe(TrackingId(rule), time, fmt), keys[row], values[row], headers[row], row)  # type: ignore[arg-type]
+        recipe = Recipe(TrackingId(rule), time, fmt, schema=schema)  # type: ignore[arg-type]
+        extract_one(recipe, keys[row], values[row], headers[row], row)
     slow = (process_time() - started) / 200
     print(f"{name:44s}{best / len(values) * 1e9:9.0f}{slow * 1e9:9.0f}")
 
@@ -82,6 +87,37 @@ def yardstick(values: list[bytes]) -> None:
             decode(value)
         best = min(best, process_time() - started)
     print(f"{'yardstick: msgspec, one field, no checks':44s}{best / len(values) * 1e9:9.0f}")
+
+
+def avro(names: dict[str, object]) -> str:
+    """Return the schema of a record with these fields. The field ts is a timestamp; every second text may be null."""
+    fields: list[dict[str, object]] = []
+    for at, (name, kind) in enumerate(names.items()):
+        of: object = "string" if isinstance(kind, str) else "long"
+        if isinstance(kind, str) and at % 2:
+            of = ["null", "string"]
+        fields.append(
+            {"name": name, "type": {"type": "long", "logicalType": "timestamp-millis"} if name == "ts" else of}
+        )
+    return json.dumps({"type": "record", "name": "Event", "fields": fields})
+
+
+def in_avro(schema: str, values: list[dict[str, object]]) -> list[bytes]:
+    """Return the values in Avro, and print how long fastavro takes to read them."""
+    parsed = fastavro.parse_schema(json.loads(schema))
+    made = []
+    for value in values:
+        stream = io.BytesIO()
+        fastavro.schemaless_writer(stream, parsed, value)
+        made.append(stream.getvalue())
+    best = float("inf")
+    for _ in range(ROUNDS):
+        started = process_time()
+        for each in made:
+            fastavro.schemaless_reader(io.BytesIO(each), parsed)
+        best = min(best, process_time() - started)
+    print(f"{'fastavro, the whole record':44s}{'':9s}{best / len(values) * 1e9:9.0f}")
+    return made
 
 
 def main() -> None:
@@ -105,6 +141,16 @@ def main() -> None:
     measure("field uuid, escapes in every value", event_id, escaped, ts)
     framed = [b"\0\0\0\0\7" + value for value in events]
     measure("field uuid, field time ms, json_schema", event_id, framed, ts, fmt="json_schema")
+    plain = [event(number) for number in range(COUNT)]
+    schema = avro(plain[0])
+    whole = in_avro(schema, plain)
+    measure(
+        "field uuid, field timestamp, avro", event_id, whole, FieldTime(("ts",), "timestamp"), fmt="avro", schema=schema
+    )
+    schema = avro(flight(0))
+    parts = in_avro(schema, [flight(number) for number in range(COUNT)])
+    rule = FieldsRule(tuple((name,) for name in FLIGHT))
+    measure("fields of a flight (7), avro", rule, parts, RecordTime(), fmt="avro", schema=schema)
     one_odd = [*events[:-1], b'{"event_id": 1.5, "ts": 1}']
     measure("field uuid, one odd value a batch", event_id, one_odd, ts)
     measure("key, json", KeyRule(), events, RecordTime())

@@ -66,9 +66,9 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401  # any of the public classes
 def load_topology(path: Path | str) -> Topology:
     """Return the topology that a file describes. Raises `TopologyError`, which lists every problem in the file."""
     from dedup.topology.parse import parse
-    from dedup.yaml_document import text_of
+    from dedup.yaml_document import beside, text_of
 
-    return parse(text_of(Path(path)), name=str(path))
+    return parse(text_of(Path(path)), name=str(path), read_file=beside(Path(path)))
 
 
 def run(

@@ -41,7 +41,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "dedup_other_formats_total",
         "counter",
-        "Dead letters whose first bytes suggest a format other than JSON.",
+        "Dead letters whose first bytes suggest another format than the one that the topology reads.",
         (*_TASK_LABELS, "format"),
     ),
     Metric(
@@ -237,6 +237,7 @@ _OTHER_FORMAT: Final = "The producers send another format, or the topic is wrong
 _REMEDIES: Final[Mapping[str, str]] = {
     "not_json": _OTHER_FORMAT,
     "not_utf8": _OTHER_FORMAT,
+    "not_avro": "Compare `source.schema` with the schema and the framing that the producers write.",
     "wrong_magic_byte": "The producers do not frame values: compare `source.format` with what they send.",
     "schema_id_missing": "Compare `source.schema_id` with what the producers send.",
     "future_time": "Compare the clocks of this machine and of the producers.",

@@ -73,6 +73,14 @@ def text_of(path: Path, mistake: type[AuthorMistake] = TopologyError, remedy: st
         raise mistake([Problem(str(path), f"is not UTF-8 at byte {error.start}; save it as UTF-8")]) from error
 
 
+def beside(path: Path) -> Callable[[str], str]:
+    """Return a function that reads a text file named relative to the directory of the file ``path``.
+
+    It raises OSError or UnicodeDecodeError if the named file cannot be read.
+    """
+    return lambda name: (path.parent / name).read_text(encoding="utf-8")
+
+
 @dataclass(slots=True)
 class Document:
     """The values in a YAML file, and the position of each value."""

@@ -102,6 +102,9 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     if parsed.output is None:
         text = "it forwards nothing, so there is nothing to prove; give it an `output` for the test"
         raise SettingsError([Problem(str(topology), text)])
+    if parsed.source.format == "avro":
+        text = "it reads avro, and dedup chaos makes JSON; test a copy that has `source.format: json`"
+        raise SettingsError([Problem(str(topology), text)])
     if config is not None and partitions is not None:
         text = "the source topics of a test environment exist already; leave this option out"
         raise SettingsError([Problem("--partitions", text)])

@@ -143,12 +143,11 @@ def _check_once(topologies: list[Path], settings: Settings | None, *, as_json: b
 def _read_stage(path: Path) -> Named | TopologyError:
     from dedup.topology.chain import Named
     from dedup.topology.ingest_file import is_ingest, parse_ingest
-    from dedup.topology.parse import parse
     from dedup.yaml_document import text_of
 
     try:
         text = text_of(path)
-        return Named(str(path), (parse_ingest if is_ingest(text) else parse)(text, name=str(path)))
+        return Named(str(path), parse_ingest(text, name=str(path)) if is_ingest(text) else read_topology(path))
     except TopologyError as error:
         return error
 
@@ -249,8 +248,8 @@ def try_records(
 
     FILE contains one JSON value per line. The lines are judged in order, as if they were the records of one partition.
     With --envelope, each line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}. For
-    arbitrary bytes, write "value_base64" instead of "value". With `source.format: json_schema`, `dedup try` adds the
-    framing to each JSON value.
+    arbitrary bytes, which `source.format: avro` needs, write "value_base64" instead of "value". With `source.format:
+    json_schema`, `dedup try` adds the framing to each JSON value.
 
     Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
     """
@@ -267,7 +266,7 @@ def try_records(
     except OSError as error:
         raise AuthorMistake([Problem(name, f"cannot be read: {error.strerror}; name a file")]) from error
     with opened as lines:
-        for entry in entries(lines, name=name, envelope=envelope, start_ms=start_ms, framing=parsed.source.framing):
+        for entry in entries(lines, name=name, envelope=envelope, start_ms=start_ms, source=parsed.source):
             judgment = judge.judge(entry)
             counts[judgment.verdict] += 1
             typer.echo(judgment.as_json() if as_json else judgment.as_text())

@@ -94,12 +94,17 @@ def open_session(
 
 
 def _fit_for(topology: Topology, fmt: InputFormat | None, *, rows_are_events: bool = False) -> Topology:
-    """Return the topology. Raises SettingsError if it reads a framing that a history of this format lacks."""
-    if topology.source.framing is not None and (fmt == "json" or rows_are_events):
-        option = "--rows-are-events" if rows_are_events else "--format json"
-        text = "has values without the framing of `source.format: json_schema`; read records, or use `format: json`"
-        raise SettingsError([Problem(option, text)])
-    return topology
+    """Return the topology. Raises SettingsError if a history of this format cannot have the values that it reads."""
+    option = "--rows-are-events" if rows_are_events else f"--format {fmt}"
+    match topology.source.format:
+        case "json_schema" if rows_are_events or fmt == "json":
+            text = "has values without the framing of `source.format: json_schema`; read records, or use `format: json`"
+            raise SettingsError([Problem(option, text)])
+        case "avro" if rows_are_events or fmt in {"json", "json-records"}:
+            text = "has values that are text, not `source.format: avro`; read Parquet files or a table with their bytes"
+            raise SettingsError([Problem(option, text)])
+        case _:
+            return topology
 
 
 def _packages(conf: list[str] | None, fmt: InputFormat | None, *places: str | None, **wanted: bool) -> list[Package]:

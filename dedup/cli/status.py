@@ -374,7 +374,7 @@ def table(seen: dict[str, Any], width: int) -> RenderableType:
     if len(kinds) > 1:
         columns.insert(1, Column("task", [task["task"] for task in seen["tasks"]], is_text=True))
     lines: list[RenderableType] = [_headline(seen), fitted(columns, width)]
-    for name, what in (("dead_letters", "dead letters"), ("other_formats", "of them in a format other than JSON")):
+    for name, what in (("dead_letters", "dead letters"), ("other_formats", "of them in another format")):
         if seen[name]:
             counts = ", ".join(f"{count:,} {reason}" for reason, count in seen[name].items())
             lines.append(f"{what}: {counts}, since the responding workers started")

@@ -11,11 +11,11 @@ import msgspec
 
 from dedup.core.extract import Extractor
 from dedup.core.fold import Outcome, Rows, Sightings, fold
-from dedup.core.framing import HEADER, SchemaIdPlace, framed
+from dedup.core.framing import HEADER, framed
 from dedup.core.window import Feed, Sighting, StreamTime
 from dedup.errors import AuthorMistake, Problem
 from dedup.quantities import format_duration, instant
-from dedup.topology.model import LateForward, LateTo, Topology, extractor_of
+from dedup.topology.model import LateForward, LateTo, SourceSpec, Topology, extractor_of
 
 _FEED: Final = Feed(0, 0)
 _EXEMPT: Final = {
@@ -67,8 +67,8 @@ class _Envelope(msgspec.Struct):
     value_base64: bytes | None = None
     """The bytes of the value, which msgspec decodes from base64."""
 
-    def record(self, framing: SchemaIdPlace | None) -> tuple[bytes | None, bytes | None, tuple[tuple[str, bytes], ...]]:
-        """Return the key, the value, and the headers. Raises ValueError if the line has two values."""
+    def record(self, source: SourceSpec) -> tuple[bytes | None, bytes | None, tuple[tuple[str, bytes], ...]]:
+        """Return the key, the value, and the headers. Raises ValueError for two values, or a value that is not Avro."""
         key = None if self.key is None else self.key.encode()
         headers = tuple((header, content.encode()) for header, content in self.headers.items())
         value = bytes(self.value)
@@ -78,32 +78,36 @@ class _Envelope(msgspec.Struct):
             return key, self.value_base64, headers
         if value == b"null":
             return key, None, headers
-        if HEADER in self.headers and framing != "prefix":
+        if source.format == "avro":
+            raise ValueError("the topology reads avro, so the value must be value_base64")
+        if HEADER in self.headers and source.framing != "prefix":
             return key, value, headers
-        value, added = framed(framing, value)
+        value, added = framed(source.framing, value)
         return key, value, (*headers, *added)
 
 
-def entries(
-    lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int, framing: SchemaIdPlace | None
-) -> Iterator[Entry]:
+def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int, source: SourceSpec) -> Iterator[Entry]:
     """Yield the records in a file, and skip blank lines.
 
     Line n has the timestamp ``start_ms`` plus n-1 seconds, unless ``envelope`` is set and the line contains a
-    timestamp. The value of a record does not need to be JSON. Values not given as base64 get the ``framing`` that the
-    topology reads. Raises AuthorMistake if ``envelope`` is set and a line is not an envelope.
+    timestamp. The value of a record does not need to be JSON. Values get the framing that the ``source`` has, unless
+    they are base64. Raises AuthorMistake if ``envelope`` is set and a line is not an envelope, or if ``envelope`` is
+    not set and the source is Avro, which no line of text can hold.
     """
+    if source.format == "avro" and not envelope:
+        why = 'is needed, because the topology reads avro; write each line as {"value_base64": ..., "timestamp": ms}'
+        raise AuthorMistake([Problem("--envelope", why)])
     for number, line in enumerate(lines, 1):
         text = line.rstrip(b"\r\n")
         if not text.strip():
             continue
         timestamp_ms = start_ms + (number - 1) * 1_000
         if not envelope:
-            yield Entry(number, None, *framed(framing, text), timestamp_ms)
+            yield Entry(number, None, *framed(source.framing, text), timestamp_ms)
             continue
         try:
             whole = msgspec.json.decode(text, type=_Envelope)
-            key, value, headers = whole.record(framing)
+            key, value, headers = whole.record(source)
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
             remedy = 'write {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}, or leave --envelope out'
             raise AuthorMistake([Problem(f"{name}:{number}:1", f"is not an envelope ({error}); {remedy}")]) from error

@@ -10,10 +10,11 @@ from typing import Final, Literal, TypeVar, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from dedup.core.exact_json import ABSENT, Absent, JsonValue, NotJudged, Number, Unreadable
+from dedup.core.exact_json import ABSENT, NotJudged, Number, Unreadable
 from dedup.core.json_path import Path, format_path
 
-TimeUnit = Literal["rfc3339", "s", "ms", "us"]
+TimeUnit = Literal["rfc3339", "s", "ms", "us", "timestamp"]
+"""How a time is written. With timestamp, the schema of the values says so."""
 _Integers = npt.NDArray[np.int64]
 _Count = TypeVar("_Count", int, _Integers)
 
@@ -54,8 +55,11 @@ class FieldTime:
 EventTime = RecordTime | FieldTime
 
 
-def time_ms_of(found: JsonValue | Absent, time: FieldTime) -> int:
-    """Convert a field's value to an event time. Raises BadTime if the value is missing or cannot be converted."""
+def time_ms_of(found: object, time: FieldTime) -> int:
+    """Convert a field's value to an event time. Raises BadTime if the value is missing or cannot be converted.
+
+    A number is a `Number` or an int. With the unit ``timestamp``, the value is already in milliseconds.
+    """
     place = format_path(time.path)
     if found is ABSENT:
         raise BadTime("time_missing", f"no event time at {place}")
@@ -63,20 +67,30 @@ def time_ms_of(found: JsonValue | Absent, time: FieldTime) -> int:
         raise BadTime("time_missing", f"the event time at {place} is null")
     match time.unit:
         case "rfc3339":
-            if not isinstance(found, str):
-                raise BadTime("time_ill_typed", f"the event time at {place} is not RFC 3339 text")
-            time_ms = rfc3339_ms(found)
-            if time_ms is None:
-                text = f"the event time at {place} is not an RFC 3339 time such as 2026-01-31T08:00:00Z"
-                raise BadTime("time_unparsable", text)
+            return _text_ms(found, place)
+        case "timestamp":
+            if type(found) is not int:
+                raise BadTime("time_ill_typed", f"the event time at {place} is not a timestamp with a zone")
+            return found
         case "s" | "ms" | "us":
-            if not isinstance(found, Number):
+            number = Number(str(found)) if type(found) is int else found
+            if not isinstance(number, Number):
                 raise BadTime("time_ill_typed", f"the event time at {place} is not a number")
-            time_ms = _number_ms(found, _POWER[time.unit])
+            time_ms = _number_ms(number, _POWER[time.unit])
             if time_ms is None:
                 raise BadTime("time_out_of_range", f"the event time at {place} does not fit 64-bit milliseconds")
+            return time_ms
         case never:
             assert_never(never)
+
+
+def _text_ms(found: object, place: str) -> int:
+    if not isinstance(found, str):
+        raise BadTime("time_ill_typed", f"the event time at {place} is not RFC 3339 text")
+    time_ms = rfc3339_ms(found)
+    if time_ms is None:
+        text = f"the event time at {place} is not an RFC 3339 time such as 2026-01-31T08:00:00Z"
+        raise BadTime("time_unparsable", text)
     return time_ms
 
 

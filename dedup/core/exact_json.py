@@ -11,13 +11,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
+
+import msgspec
 
 from dedup.core.json_path import Path, format_path
 
 MAX_DEPTH: Final = 512
 """Maximum nesting depth of containers. More deeply nested values are refused before any recursion."""
 
+SHORT_BYTES: Final = 2 * MAX_DEPTH
+"""A value of at most this many bytes cannot be nested deeper than MAX_DEPTH, because each level has two brackets."""
+DECODE_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec's decoder raises for a value that it does not accept."""
 _EXPONENT_DIGITS: Final = 18
 """If a number's value is needed, an exponent with more digits is refused, which RFC 8259, section 6, allows."""
 
@@ -292,3 +298,57 @@ def _refuse_constant(name: str) -> NoReturn:
 _DECODER: Final = json.JSONDecoder(
     object_pairs_hook=Members, parse_int=Number, parse_float=Number, parse_constant=_refuse_constant
 )
+
+
+def content_of(value: bytes, exclude: tuple[Path, ...]) -> bytes:
+    """Return the canonical JSON of a value. Raises Unreadable in the same cases as `decode` and `canonical_json`."""
+    without = excluded(exclude)
+    quick = _quick_content(value, without)
+    return canonical_json(decode(value), without) if quick is None else quick
+
+
+def may_be_deep(value: bytes) -> bool:
+    """Return False only if the value is certainly not nested more than `MAX_DEPTH` levels deep."""
+    return len(value) > SHORT_BYTES and value.count(b"{") + value.count(b"[") > MAX_DEPTH
+
+
+def _quick_content(value: bytes, without: Excluded) -> bytes | None:
+    if b"\\" in value or may_be_deep(value):
+        return None
+    try:
+        content = _QUICK_DECODER.decode(value)
+        whole = _QUICK_ENCODER.encode(content)
+        if whole.count(b'"') != value.count(b'"'):  # the decoder has dropped a repeated member
+            return None
+        if not without:
+            return whole
+        _leave_out(content, without)
+        return _QUICK_ENCODER.encode(content)
+    except _QUICK_REFUSALS:
+        return None
+
+
+def _leave_out(content: object, without: Excluded) -> None:
+    if isinstance(content, dict):
+        steps: list[Any] = [step for step in without if step in content]
+    elif isinstance(content, list):
+        # Elements are removed from the end, so that earlier positions stay valid.
+        steps = sorted((step for step in without if isinstance(step, int) and step < len(content)), reverse=True)
+    else:
+        return
+    for step in steps:
+        below = without[step]
+        if below is None:
+            del content[step]
+        else:
+            _leave_out(content[step], below)
+
+
+def _as_written(text: str) -> msgspec.Raw:
+    # Raw is encoded unchanged. (A Number is a dataclass and would be encoded as an object.)
+    return msgspec.Raw(Number(text).decimal_text().encode())
+
+
+_QUICK_REFUSALS: Final = (*DECODE_REFUSALS, OverflowError, Unreadable)
+_QUICK_DECODER: Final = msgspec.json.Decoder(float_hook=_as_written)
+_QUICK_ENCODER: Final = msgspec.json.Encoder(order="sorted")

@@ -29,8 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dedup.core import tracking_id as encoding
+from dedup.core.avro import AvroReader, avro_reader
 from dedup.core.event_time import MAX_MS, MIN_MS, EventTime, FieldTime, TimeUnit, rfc3339_column_ms, rfc3339_ms
-from dedup.core.exact_json import MAX_DEPTH, Excluded, Number, Unreadable, canonical_json, decode, excluded
+from dedup.core.exact_json import DECODE_REFUSALS, SHORT_BYTES, Unreadable, content_of, may_be_deep
 from dedup.core.extract_one import (
     Fault,
     FaultKind,
@@ -41,6 +42,7 @@ from dedup.core.extract_one import (
     content_digest,
     extract_one,
     normalize_bytes,
+    of_leaves,
     value_digest,
 )
 from dedup.core.framing import SchemaIdPlace, payloads_of
@@ -56,6 +58,7 @@ from dedup.core.tracking_id import (
     Normalizing,
     RawContentRule,
     TrackingId,
+    member_paths,
     normalizer,
     state_key,
 )
@@ -81,13 +84,9 @@ _TIME_TYPES: Final[dict[TimeUnit, tuple[Any, ...]]] = {
     "us": (_Int64,),
     "s": (_Seconds, msgspec.Raw),
     "rfc3339": (str,),
+    "timestamp": (),
 }
 """For each unit, the types that the decoder tries for a time; for seconds, it tries whole numbers before fractions."""
-
-_SHORT_BYTES: Final = 2 * MAX_DEPTH
-"""A value of at most this many bytes cannot be nested deeper than MAX_DEPTH, because each level has two brackets."""
-
-_DECODE_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class _Name(NamedTuple):
@@ -189,7 +188,7 @@ class JsonColumns:
         for decoder in self.decoders:
             try:
                 return decoder.decode_lines(joined)
-            except _DECODE_REFUSALS:
+            except DECODE_REFUSALS:
                 continue
         return None
 
@@ -277,19 +276,14 @@ def _joined(values: Sequence[bytes | None]) -> bytes | None:
     text = np.frombuffer(joined, np.uint8)
     if not ((text[ends - lengths] == ord("{")).all() and (text[ends - 1] == ord("}")).all()):
         return None
-    if lengths.max() > _SHORT_BYTES and any(may_be_deep(value) for value in values if value is not None):
+    if lengths.max() > SHORT_BYTES and any(may_be_deep(value) for value in values if value is not None):
         return None
     return joined
 
 
-def may_be_deep(value: bytes) -> bool:
-    """Return False only if the value is certainly not nested more than `MAX_DEPTH` levels deep."""
-    return len(value) > _SHORT_BYTES and value.count(b"{") + value.count(b"[") > MAX_DEPTH
-
-
 def _times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
     match unit:
-        case "ms":
+        case "ms" | "timestamp":
             return column
         case "us":
             return [time // 1000 for time in column]
@@ -306,6 +300,15 @@ def _times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
             assert_never(never)
 
 
+def _avro_times(column: list[Any], unit: TimeUnit) -> list[int] | None:
+    if set(map(type, column)) != {str if unit == "rfc3339" else int}:
+        return None
+    most = MAX_MS // 1000
+    if unit == "s" and (max(column) > most or min(column) < -most):
+        return None
+    return _times_ms(column, unit)
+
+
 def _seconds_ms(column: list[msgspec.Raw]) -> list[int] | None:
     times_ms: list[int] = []
     for raw in column:
@@ -318,56 +321,6 @@ def _seconds_ms(column: list[msgspec.Raw]) -> list[int] | None:
 
 _FEW: Final = 4
 """With at most this many rows, another attempt on the fast path is not worthwhile."""
-_REFUSALS: Final = (*_DECODE_REFUSALS, OverflowError, Unreadable)
-"""Exceptions that make the fast path leave the rows to the slow path."""
-
-
-def content_of(value: bytes, exclude: tuple[Path, ...]) -> bytes:
-    """Return the canonical JSON of a value. Raises Unreadable in the same cases as `decode` and `canonical_json`."""
-    without = excluded(exclude)
-    quick = _quick(value, without)
-    return canonical_json(decode(value), without) if quick is None else quick
-
-
-def _quick(value: bytes, without: Excluded) -> bytes | None:
-    if b"\\" in value or may_be_deep(value):
-        return None
-    try:
-        content = _DECODER.decode(value)
-        whole = _ENCODER.encode(content)
-        if whole.count(b'"') != value.count(b'"'):  # the decoder has dropped a repeated member
-            return None
-        if not without:
-            return whole
-        _leave_out(content, without)
-        return _ENCODER.encode(content)
-    except _REFUSALS:
-        return None
-
-
-def _leave_out(content: object, without: Excluded) -> None:
-    if isinstance(content, dict):
-        steps: list[Any] = [step for step in without if step in content]
-    elif isinstance(content, list):
-        # Elements are removed from the end, so that earlier positions stay valid.
-        steps = sorted((step for step in without if isinstance(step, int) and step < len(content)), reverse=True)
-    else:
-        return
-    for step in steps:
-        below = without[step]
-        if below is None:
-            del content[step]
-        else:
-            _leave_out(content[step], below)
-
-
-def _as_written(text: str) -> msgspec.Raw:
-    # Raw is encoded unchanged. (A Number is a dataclass and would be encoded as an object.)
-    return msgspec.Raw(Number(text).decimal_text().encode())
-
-
-_DECODER: Final = msgspec.json.Decoder(float_hook=_as_written)
-_ENCODER: Final = msgspec.json.Encoder(order="sorted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,15 +344,18 @@ def compile_extractor(
     fingerprint: bool,
     fingerprint_exclude: tuple[Path, ...] = (),
     schema_id: SchemaIdPlace = "auto",
+    schema: str = "",
 ) -> Extractor:
     """Return a topology's extractor. Raises ValueError if the topology's rules can never find an ID or a time."""
+    if fmt == "avro" and (isinstance(tracking_id.rule, ContentRule) or fingerprint_exclude):
+        raise ValueError("format avro has no canonical content; use fields, the key, a header or content: true as ID")
     if fmt == "bytes" and isinstance(tracking_id.rule, FieldRule | FieldsRule | ContentRule):
         raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
     if fmt == "bytes" and isinstance(event_time, FieldTime):
         raise ValueError("format bytes has no fields; use format json, or event_time: record")
     if isinstance(tracking_id.rule, FieldsRule) and not tracking_id.rule.paths:
         raise ValueError("fields is empty; name at least one path")
-    return Extractor(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude, schema_id))
+    return Extractor(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude, schema_id, schema))
 
 
 class _Batch(NamedTuple):
@@ -422,15 +378,12 @@ class Extractor:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe: Final = recipe
-        match recipe.tracking_id.rule:
-            case FieldRule(path):
-                paths: tuple[Path, ...] = (path,)
-            case FieldsRule(paths):
-                pass
-            case _:
-                paths = ()
+        paths = member_paths(recipe.tracking_id.rule)
         time = recipe.event_time if isinstance(recipe.event_time, FieldTime) else None
-        self._json: Final = None if recipe.fmt == "bytes" else compile_columns(paths, time)
+        is_json = recipe.fmt in {"json", "json_schema"}
+        self._json: Final = compile_columns(paths, time) if is_json else None
+        self._avro: Final = avro_reader(recipe.schema, paths, time) if recipe.fmt == "avro" else None
+        self._columnar: Final = (self._json is not None) if is_json else self._avro is None or self._avro.columnar
         parts = len(paths) if isinstance(recipe.tracking_id.rule, FieldsRule) else 0
         self._memos: Final = [PartMemo(recipe.tracking_id.normalize) for _ in range(parts)]
         steps = recipe.tracking_id.normalize
@@ -447,7 +400,7 @@ class Extractor:
         return self._extract(_Batch(keys, values, headers, timestamps_ms))
 
     def _extract(self, batch: _Batch) -> Extracted:
-        if len(batch.values) <= _FEW or (self._json is None and self.recipe.fmt != "bytes"):
+        if len(batch.values) <= _FEW or not self._columnar:
             return self._one_by_one(batch)
         found = self._in_columns(batch)
         if found is not None:
@@ -457,7 +410,9 @@ class Extractor:
         return self._halved(batch)
 
     def _one_by_one(self, batch: _Batch) -> Extracted:
-        found = [extract_one(self.recipe, *record) for record in zip(*batch, strict=True)]
+        return self._gathered([extract_one(self.recipe, *record) for record in zip(*batch, strict=True)])
+
+    def _gathered(self, found: Sequence[One | Fault]) -> Extracted:
         return Extracted(
             [one.id if isinstance(one, One) else None for one in found],
             [one.time_ms if isinstance(one, One) else 0 for one in found],
@@ -496,8 +451,10 @@ class Extractor:
         return Extracted(ids, times_ms, fingerprints if self.recipe.fingerprint else None, faults)
 
     def _in_columns(self, batch: _Batch) -> Extracted | None:
-        if self.recipe.fmt == "bytes" and None in batch.values:
+        if self._json is None and None in batch.values:
             return None
+        if self._avro is not None:
+            return self._of_avro(batch, self._avro)
         members: list[list[str | int]] = []
         times_ms: list[int] | None = None
         payloads: Sequence[bytes | None] | None = batch.values
@@ -517,6 +474,23 @@ class Extractor:
         if self.recipe.fingerprint:
             fingerprints = [self._fingerprint(payload) for payload in payloads if payload is not None]
         return Extracted(list(ids), list(batch.timestamps_ms) if times_ms is None else times_ms, fingerprints, {})
+
+    def _of_avro(self, batch: _Batch, reader: AvroReader) -> Extracted | None:
+        values = [value for value in batch.values if value is not None]
+        columns = reader.columns(values)
+        if columns is None:
+            return None
+        paths, time = reader.count - reader.has_time, self.recipe.event_time
+        members: list[Any] = columns[:paths]
+        times_ms = list(batch.timestamps_ms) if not isinstance(time, FieldTime) else _avro_times(columns[-1], time.unit)
+        plain = all(set(map(type, column)) <= {str, int} for column in members)
+        ids = self._ids(batch, values, members) if plain and times_ms is not None else None
+        if ids is None or times_ms is None:
+            leaves = list(zip(*columns, strict=True)) or [()] * len(values)
+            rows = zip(batch.keys, values, batch.headers, batch.timestamps_ms, leaves, strict=True)
+            return self._gathered([of_leaves(self.recipe, *row) for row in rows])
+        fingerprints = list(map(value_digest, values)) if self.recipe.fingerprint else None
+        return Extracted(list(ids), times_ms, fingerprints, {})
 
     def _ids(
         self, batch: _Batch, payloads: Sequence[bytes | None], members: list[list[str | int]]

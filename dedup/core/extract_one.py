@@ -5,16 +5,18 @@ Tests check that the column extractor (extract.py) agrees with this module on ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
 from typing import Final, Literal, assert_never
+from uuid import UUID
 
 from dedup.core import exact_json
 from dedup.core import tracking_id as encoding
-from dedup.core.event_time import EventTime, FieldTime, RecordTime, time_ms_of
+from dedup.core.avro import Instant, Leaf, Refused, avro_reader
+from dedup.core.event_time import BadTime, EventTime, FieldTime, RecordTime, time_ms_of
 from dedup.core.exact_json import (
     ABSENT,
     Absent,
@@ -36,14 +38,16 @@ from dedup.core.tracking_id import (
     KeyRule,
     RawContentRule,
     TrackingId,
+    member_paths,
     normalizer,
     state_key,
 )
 
-Format = Literal["json", "json_schema", "bytes"]
+Format = Literal["json", "json_schema", "avro", "bytes"]
 Headers = Sequence[tuple[str, bytes | None]]
 
 _FINGERPRINT_BYTES: Final = 8
+_CONTAINERS: Final = ("record", "array", "map")
 
 
 class FaultKind(Enum):
@@ -65,7 +69,7 @@ class Fault:
     detail: str
     """A sentence that contains nothing from the payload except possibly a path and a schema ID."""
     format_name: str = ""
-    """The format that a value other than JSON seems to have, or an empty string if it is unknown."""
+    """The other format that a value seems to have, or an empty string if it is unknown."""
 
 
 ODD_HEADER_NAME: Final = Fault(
@@ -98,6 +102,8 @@ class Recipe:
     fingerprint_exclude: tuple[Path, ...] = ()
     schema_id: SchemaIdPlace = "auto"
     """Where the schema ID is, with format json_schema."""
+    schema: str = ""
+    """The schema of all values, with format avro."""
 
 
 class _MissingId(NotJudged):
@@ -113,44 +119,74 @@ def extract_one(
 
     The order of faults is TOMBSTONE, UNREADABLE, MISSING_ID, BAD_TIME. A null value is a TOMBSTONE if the ID or the
     event time comes from the value. If the ID comes from the key or a header, MISSING_ID is reported before TOMBSTONE.
-    A value that is not in its format (JSON, or JSON after a framing) is UNREADABLE even if only the key or a header is
-    needed.
+    A value that does not have its format is UNREADABLE even if only the key or a header is needed.
     """
     try:
         if value is None:
             return _of_tombstone(recipe, key, headers, timestamp_ms)
+        rule, time = recipe.tracking_id.rule, recipe.event_time
+        if recipe.fmt == "avro":
+            reader = avro_reader(recipe.schema, member_paths(rule), time if isinstance(time, FieldTime) else None)
+            return of_leaves(recipe, key, value, headers, timestamp_ms, reader.read(value))
         payload = payload_of(recipe.schema_id, value, headers) if recipe.fmt == "json_schema" else value
         content = ABSENT if recipe.fmt == "bytes" else exact_json.decode(payload)
-        time = recipe.event_time
         found = look_up(content, time.path) if isinstance(time, FieldTime) else ABSENT
-        canonical = _canonical_id(recipe.tracking_id, key, value, headers, content)
+        members = (look_up(content, path) for path in member_paths(rule))
+        canonical = _canonical_id(recipe.tracking_id, key, value, headers, content, members)
         time_ms = time_ms_of(found, time) if isinstance(time, FieldTime) else timestamp_ms
         return One(state_key(canonical), time_ms, _fingerprint(recipe, payload, content))
     except NotJudged as refused:
-        return Fault(FaultKind(refused.kind), refused.code, refused.detail, refused.format_name)
+        return _fault(refused)
+
+
+def of_leaves(
+    recipe: Recipe, key: bytes | None, value: bytes, headers: Headers, timestamp_ms: int, leaves: Sequence[Leaf]
+) -> One | Fault:
+    """Return what `extract_one` returns for a record whose members of the ID and, last, event time are ``leaves``."""
+    time = recipe.event_time
+    try:
+        canonical = _canonical_id(recipe.tracking_id, key, value, headers, ABSENT, leaves)
+        if isinstance(time, FieldTime):
+            if isinstance(leaves[-1], Refused):
+                text = f"the event time at {format_path(time.path)} has the type {leaves[-1].type_name}"
+                raise BadTime("time_ill_typed", f"{text}, which is no time of unit {time.unit}")
+            timestamp_ms = time_ms_of(leaves[-1], time)
+        return One(state_key(canonical), timestamp_ms, _fingerprint(recipe, value, ABSENT))
+    except NotJudged as refused:
+        return _fault(refused)
+
+
+def _fault(refused: NotJudged) -> Fault:
+    return Fault(FaultKind(refused.kind), refused.code, refused.detail, refused.format_name)
 
 
 def _of_tombstone(recipe: Recipe, key: bytes | None, headers: Headers, timestamp_ms: int) -> One | Fault:
     if not isinstance(recipe.tracking_id.rule, KeyRule | HeaderRule):
         return Fault(FaultKind.TOMBSTONE, "tombstone", "the value is null, and the tracking ID is read from it")
-    canonical = _canonical_id(recipe.tracking_id, key, b"", headers, ABSENT)
+    canonical = _canonical_id(recipe.tracking_id, key, b"", headers, ABSENT, ())
     if isinstance(recipe.event_time, FieldTime):
         return Fault(FaultKind.TOMBSTONE, "tombstone", "the value is null, and the event time is read from it")
     return One(state_key(canonical), timestamp_ms, _digest(b"") if recipe.fingerprint else b"")
 
 
 def _canonical_id(
-    tracking_id: TrackingId, key: bytes | None, value: bytes, headers: Headers, content: JsonValue | Absent
+    tracking_id: TrackingId,
+    key: bytes | None,
+    value: bytes,
+    headers: Headers,
+    content: JsonValue | Absent,
+    members: Iterable[JsonValue | Leaf],
 ) -> bytes:
+    """Return the canonical bytes of an ID, given the members at the paths of the rule, in their order."""
     match tracking_id.rule:
         case KeyRule():
             return _of_bytes(key, tracking_id, "the record's key")
         case HeaderRule(name):
             return _of_bytes(_header(headers, name), tracking_id, f"the header {name}")
         case FieldRule(path):
-            return _of_fields((path,), tracking_id, content)[0]
+            return _of_fields((path,), tracking_id, members)[0]
         case FieldsRule(paths):
-            return encoding.encode_composite(_of_fields(paths, tracking_id, content))
+            return encoding.encode_composite(_of_fields(paths, tracking_id, members))
         case ContentRule(exclude):
             if isinstance(content, Absent):
                 raise Unreadable("not_json", "only a JSON value has canonical content")
@@ -190,11 +226,10 @@ def normalize_bytes(value: bytes, normalize: Callable[[str], str]) -> bytes:
     return value
 
 
-def _of_fields(paths: Sequence[Path], tracking_id: TrackingId, content: JsonValue | Absent) -> list[bytes]:
+def _of_fields(paths: Sequence[Path], tracking_id: TrackingId, members: Iterable[JsonValue | Leaf]) -> list[bytes]:
     parts: list[bytes] = []
     missing: _MissingId | None = None
-    for path in paths:
-        found = look_up(content, path)
+    for path, found in zip(paths, members, strict=False):  # the event time may follow
         try:
             parts.append(_of_field(found, tracking_id, format_path(path)))
         except _MissingId as first:
@@ -204,24 +239,45 @@ def _of_fields(paths: Sequence[Path], tracking_id: TrackingId, content: JsonValu
     return parts
 
 
-def _of_field(found: JsonValue | Absent, tracking_id: TrackingId, place: str) -> bytes:
+def _of_field(found: JsonValue | Leaf, tracking_id: TrackingId, place: str) -> bytes:
     match found:
         case Absent():
             raise _MissingId("id_missing", f"there is no value at {place}")
         case None:
             raise _MissingId("id_null", f"{place} is null")
-        case True:
-            return encoding.TRUE
-        case False:
-            return encoding.FALSE
+        case bool():
+            return encoding.TRUE if found else encoding.FALSE
         case str():
             return _of_text(found, tracking_id, place)
         case Number():
             if found.is_integer:
                 return encoding.encode_integer_text(found.integer_text())
             return encoding.DECIMAL + found.decimal_text().encode()
-        case Members() | list():
+        case int() | bytes() | UUID() | Instant():
+            return _of_typed(found, place)
+        case Refused(name) if name not in _CONTAINERS:
+            raise _MissingId("id_ill_typed", f"{place} has the type {name}, which cannot be a tracking ID")
+        case Members() | list() | Refused():
             raise _MissingId("id_container", f"{place} is an object or an array; name a member inside it")
+        case never:
+            assert_never(never)
+
+
+def _of_typed(found: int | bytes | UUID | Instant, place: str) -> bytes:
+    match found:
+        case int():
+            return encoding.encode_integer(found)
+        case bytes():
+            if not found:
+                raise _MissingId("id_empty", f"{place} is empty")
+            return encoding.encode_bytes(found)
+        case UUID():
+            return encoding.UUID + found.bytes
+        case Instant(nanoseconds):
+            try:
+                return encoding.encode_instant(nanoseconds)
+            except OverflowError:
+                raise _MissingId("id_out_of_range", f"{place} is no time in the years 1 to 9999") from None
         case never:
             assert_never(never)
 

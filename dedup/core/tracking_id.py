@@ -11,6 +11,7 @@ Equal IDs have equal canonical bytes. The encoding never changes. Canonical byte
     07 true, 08 false
     09 composite       per part: its canonical length (LEB128), its canonical bytes
     0a content         canonical JSON text (exact_json.canonical_json)
+    0e instant         RFC 3339 text in UTC, its exact fraction of a second without trailing zeros
 
 The state key of an ID, under which its sightings are stored, consists of the canonical bytes if there are at most 32 of
 them. Otherwise, the state key is the byte ``00`` and the BLAKE2b-256 digest of the canonical bytes. No tag is ``00``,
@@ -23,6 +24,7 @@ import json
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from functools import cache
 from hashlib import blake2b
 from re import compile as compile_pattern
@@ -46,6 +48,7 @@ TRUE: Final = b"\x07"
 FALSE: Final = b"\x08"
 COMPOSITE: Final = b"\x09"
 CONTENT: Final = b"\x0a"
+INSTANT: Final = b"\x0e"
 DIGEST: Final = b"\x00"
 
 KEPT_BYTES: Final = 32
@@ -61,6 +64,7 @@ _UUID_TEXT: Final = compile_pattern(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12
 _UUID_BYTES: Final = compile_pattern(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UUID_CHARS: Final = 36
 _INT64: Final = 1 << 63
+_EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - text in UTC gets its Z from `encode_instant`
 _LENGTH_BITS: Final = 7
 _MORE: Final = 1 << _LENGTH_BITS
 """The bit of a LEB128 byte that says that another byte follows."""
@@ -107,6 +111,17 @@ class RawContentRule:
 Rule = KeyRule | HeaderRule | FieldRule | FieldsRule | ContentRule | RawContentRule
 
 
+def member_paths(rule: Rule) -> tuple[Path, ...]:
+    """Return the paths of the members that form the ID, or no paths if the ID is not formed by single members."""
+    match rule:
+        case FieldRule(path):
+            return (path,)
+        case FieldsRule(paths):
+            return paths
+        case _:
+            return ()
+
+
 @dataclass(frozen=True, slots=True)
 class TrackingId:
     """The rule that finds the ID in a record, and the normalization of IDs before they are compared."""
@@ -149,6 +164,13 @@ def encode_integer_text(digits: str) -> bytes:
         if -_INT64 <= value < _INT64:
             return encode_integer(value)
     return BIG_INTEGER + digits.encode()
+
+
+def encode_instant(nanoseconds: int) -> bytes:
+    """Return the canonical bytes of a moment. Raises OverflowError if it is not in the years 1 to 9999."""
+    seconds, fraction = divmod(nanoseconds, 10**9)
+    text = (_EPOCH + timedelta(seconds=seconds)).isoformat()
+    return INSTANT + (f"{text}.{fraction:09}".rstrip("0") if fraction else text).encode() + b"Z"
 
 
 def encode_composite(parts: Sequence[bytes]) -> bytes:
@@ -199,7 +221,7 @@ def id_text(key: bytes) -> str | None:
     if tag == COMPOSITE:
         parts = [_json(part) for part in _parts(body)]
         return None if None in parts else f"[{', '.join(filter(None, parts))}]"
-    if tag in {TEXT, BYTES, CONTENT, BIG_INTEGER, DECIMAL}:
+    if tag in {TEXT, BYTES, CONTENT, BIG_INTEGER, DECIMAL, INSTANT}:
         return body.decode(errors="replace")
     if tag == UUID:
         return str(Uuid(bytes=body))
@@ -210,7 +232,7 @@ def id_text(key: bytes) -> str | None:
 
 def _json(key: bytes) -> str | None:
     text = id_text(key)
-    if text is None or key[:1] not in {TEXT, BYTES, UUID}:
+    if text is None or key[:1] not in {TEXT, BYTES, UUID, INSTANT}:
         return text
     return json.dumps(text, ensure_ascii=False)
 

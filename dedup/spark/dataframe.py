@@ -21,7 +21,7 @@ from dedup.spark.columns import COORDINATES, as_records
 from dedup.spark.files import as_events
 from dedup.topology.model import LateForward, Topology
 from dedup.topology.parse import parse
-from dedup.yaml_document import text_of
+from dedup.yaml_document import beside, text_of
 
 Shape = Literal["columns", "kafka"]
 """``columns``: each row is an event, and its columns are the event's members. ``kafka``: the column `value` contains
@@ -98,7 +98,9 @@ def unique(
 
 
 def _rules(topology: Topology | str | Path) -> Topology:
-    return topology if isinstance(topology, Topology) else parse(text_of(Path(topology)), name=str(topology))
+    if isinstance(topology, Topology):
+        return topology
+    return parse(text_of(Path(topology)), name=str(topology), read_file=beside(Path(topology)))
 
 
 def _refuse_unfit(df: DataFrame, topology: Topology, shape: Shape, order: Order | None, *, placed: bool) -> None:
@@ -130,7 +132,8 @@ def _without_columns(topology: Topology) -> Iterator[Problem]:
         yield Problem("tracking_id", f"is taken from the record's key or a header, {lacks}")
     if isinstance(topology.event_time, RecordTime):
         yield Problem("event_time", f"is the record's timestamp, {lacks}")
-    reads = {"bytes": "an opaque value", "json_schema": "a schema registry's framing"}.get(topology.source.format)
+    found = {"bytes": "an opaque value", "json_schema": "a schema registry's framing", "avro": "Avro"}
+    reads = found.get(topology.source.format)
     if reads is not None:
         yield Problem("source.format", f"{topology.source.format} reads {reads}, {lacks}")
 

@@ -139,6 +139,9 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
     if order not in {_EVENT_TIME, _OFFSET, *([] if payload is None else payload.names)}:
         text = f"{order!r} is not event_time, offset or a column that --schema names"
         raise SettingsError([Problem("--order", text)])
+    if payload is not None and topology.source.format == "avro":
+        text = "names members of JSON values, and the topology reads avro; leave it out to keep values as bytes"
+        raise SettingsError([Problem("--schema", text)])
     known = identified(records, topology)
     reason, detail = fn.col("dedup_fault"), fn.col("dedup_detail")
     columns = [fn.col("key"), fn.col("value")]

@@ -129,7 +129,10 @@ def _readers_of(files: Sequence[Named], topic: str) -> list[tuple[str, Topology]
 
 def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
     """Yield findings about settings of an ingest file that contradict a topology that reads its topic."""
-    rule = topology.tracking_id.rule
+    rule, reads = topology.tracking_id.rule, topology.source.format
+    if reads in {"json_schema", "avro"}:
+        text = f"source.format: {reads} does not fit {ingest.name}, which writes JSON; use `format: json`."
+        yield Finding("error", "json_is_written", text)
     reads_header = isinstance(rule, HeaderRule) and rule.name == _ID_HEADER
     if reads_header and ingest.tracking_id is not None:
         text = (

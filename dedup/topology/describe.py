@@ -199,6 +199,8 @@ def _agent_facts(topology: Topology) -> Iterator[tuple[str, str]]:
 def _topic_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     source = topology.source
     read = source.format + ("" if source.framing is None else f" with the schema id {_SCHEMA_IDS[source.framing]}")
+    if source.schema is not None:
+        read += f" of the schema {source.schema.name}"
     for topic in source.topics:
         yield topic, f"read, {read}, from {source.start}"
     labels = dict(topology.outlets)

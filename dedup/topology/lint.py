@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from dedup.core.avro import is_refused, nodes_at, parse_schema, type_name
+from dedup.core.event_time import FieldTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
-from dedup.core.tracking_id import ContentRule, KeyRule, RawContentRule
+from dedup.core.json_path import Path, format_path
+from dedup.core.tracking_id import ContentRule, KeyRule, RawContentRule, member_paths
 from dedup.quantities import format_duration
 from dedup.topology.model import LateDrop, LateForward, Topology
 from dedup.topology.state_size import UUID_KEY_BYTES, format_bytes, predict
@@ -41,6 +44,7 @@ def lint(topology: Topology) -> list[Finding]:
         *_window(topology),
         *_where_ids_meet(topology),
         *_tracking_id(topology),
+        *_schema(topology),
     ]
     return sorted(findings, key=lambda finding: finding.level)
 
@@ -158,6 +162,24 @@ def _where_ids_meet(topology: Topology) -> Iterator[Finding]:
         yield warning("normalized_keys_repartitioned", text)
 
 
+def _schema(topology: Topology) -> Iterator[Finding]:
+    if topology.source.schema is None:
+        return
+    schema = parse_schema(topology.source.schema.text)
+    members: list[tuple[Path, FieldTime | None]] = [(path, None) for path in member_paths(topology.tracking_id.rule)]
+    if isinstance(topology.event_time, FieldTime):
+        members.append((topology.event_time.path, topology.event_time))
+    for path, time in members:
+        refused = {type_name(node) for node in nodes_at(schema, path) if is_refused(node, time)} - {"null"}
+        if refused:
+            place = f"{'tracking_id' if time is None else 'event_time'}: {format_path(path)}"
+            text = f"{place} may also have the type {' or '.join(sorted(refused))}, which makes a record a dead letter."
+            yield warning("type_sometimes_refused", text)
+    if topology.fingerprints_wanted:
+        text = "conflicts compare bytes: another order of a map's keys, or another schema, makes another payload."
+        yield warning("payload_bytes_compared", text)
+
+
 def _tracking_id(topology: Topology) -> Iterator[Finding]:
     rule = topology.tracking_id.rule
     if isinstance(rule, ContentRule | RawContentRule):
@@ -171,5 +193,7 @@ def _tracking_id(topology: Topology) -> Iterator[Finding]:
         change = "a change of white space or member order"
         if topology.source.format == "json_schema":
             change = "a change of white space, member order, or schema id"
+        if topology.source.format == "avro":
+            change = "another order of a map's keys, or another schema,"
         text = f"tracking_id.content: true compares bytes: {change} makes a new event."
         yield warning("bytes_compared", text)

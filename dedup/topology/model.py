@@ -43,6 +43,15 @@ SubTopology = Literal["dedup", "repartition"]
 
 
 @dataclass(frozen=True, slots=True)
+class SchemaFile:
+    """The schema with which all values of a topology's source are written."""
+
+    name: str
+    """The file's name, as the topology file has it."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class SourceSpec:
     """The topics that a topology reads, and how it reads them."""
 
@@ -53,6 +62,8 @@ class SourceSpec:
     start: Start = "earliest"
     schema_id: SchemaIdPlace = "auto"
     """Where the schema ID of a value is, with format json_schema."""
+    schema: SchemaFile | None = None
+    """The schema of all values, with format avro."""
 
     @property
     def framing(self) -> SchemaIdPlace | None:
@@ -274,6 +285,8 @@ class Topology:
             "partitions": dict(sorted(partitions.items())),
             "payloads": [format_path(path) for path in self.fingerprint_exclude] if self.fingerprints_wanted else None,
         }
+        if self.fingerprints_wanted and self.source.format == "avro":
+            identity["payloads"] = "avro bytes"  # not the canonical JSON that other formats compare
         return json.dumps(identity, sort_keys=True, separators=(",", ":"))
 
 
@@ -317,4 +330,5 @@ def extractor_of(topology: Topology, *, fingerprint: bool = True) -> Extractor:
         fingerprint=fingerprint and topology.fingerprints_wanted,
         fingerprint_exclude=topology.fingerprint_exclude,
         schema_id=topology.source.schema_id,
+        schema="" if topology.source.schema is None else topology.source.schema.text,
     )

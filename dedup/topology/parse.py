@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, TypeVar
+from errno import ENOENT
+from functools import cache, partial
+from typing import Any, Final, TypeVar, get_args
 
 from pydantic import BaseModel
 
-from dedup.core.event_time import EventTime, FieldTime, RecordTime
+from dedup.core.avro import Record, SchemaRefused, is_refused, nodes_at, parse_schema, type_name
+from dedup.core.event_time import EventTime, FieldTime, RecordTime, TimeUnit
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
+from dedup.core.json_path import parse_path
 from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
@@ -21,7 +25,17 @@ from dedup.core.tracking_id import (
 )
 from dedup.core.window import Window
 from dedup.errors import InvariantBroken, Problem, TopologyError
-from dedup.topology.model import Late, LateDrop, LateForward, LateTo, SinkColumn, SinkSpec, SourceSpec, Topology
+from dedup.topology.model import (
+    Late,
+    LateDrop,
+    LateForward,
+    LateTo,
+    SchemaFile,
+    SinkColumn,
+    SinkSpec,
+    SourceSpec,
+    Topology,
+)
 from dedup.topology.schema import (
     RULES,
     ColumnFile,
@@ -32,7 +46,7 @@ from dedup.topology.schema import (
     TopologyFile,
     TrackingIdFile,
 )
-from dedup.yaml_document import At, Document, dotted, in_order, read, schema_of, validated
+from dedup.yaml_document import At, Document, did_you_mean, dotted, in_order, read, schema_of, validated
 
 _File = TypeVar("_File", bound=BaseModel)
 _Check = Callable[[Document], Iterator[Problem]]
@@ -44,9 +58,18 @@ _REPARTITION: Final = "the repartition topic"
 _SINK_LETTERS: Final = "the topic of the sink's dead letters"
 
 
-def parse(text: str, *, name: str) -> Topology:
-    """Parse the text of the topology file ``name``. Raises TopologyError, which lists every problem in the file."""
-    return _topology(checked_file(text, name, TopologyFile, (_one_rule, _format_fits, _one_role_each)))
+def _no_file(name: str) -> str:
+    raise FileNotFoundError(ENOENT, "No such file or directory", name)
+
+
+def parse(text: str, *, name: str, read_file: Callable[[str], str] = _no_file) -> Topology:
+    """Parse the text of the topology file ``name``. Raises TopologyError, which lists every problem in the file.
+
+    ``read_file`` returns the content of a file that the topology names, or raises OSError or UnicodeDecodeError.
+    """
+    read_once = cache(read_file)
+    checks = (_one_rule, _format_fits, partial(_schema_fits, read_file=read_once), _one_role_each)
+    return _topology(checked_file(text, name, TopologyFile, checks), read_once)
 
 
 def checked_file(text: str, name: str, model: type[_File], checks: Iterable[_Check]) -> _File:
@@ -78,9 +101,11 @@ def json_schema() -> dict[str, Any]:
     return schema_of(TopologyFile, "dedup topology")
 
 
-def _topology(file: TopologyFile) -> Topology:
+def _topology(file: TopologyFile, read_file: Callable[[str], str]) -> Topology:
     tracking_id = TrackingId(_rule(file.tracking_id), tuple(file.tracking_id.normalize))
     source = file.source
+    schema = None if source.schema_file is None else SchemaFile(source.schema_file, read_file(source.schema_file))
+    framing = "auto" if source.schema_id == "none" else source.schema_id
     declared = source.partitioned_by == "tracking_id"
     # Normalization may make two keys equal that the producers' partitioner has treated as different.
     implied = isinstance(tracking_id.rule, KeyRule) and not tracking_id.normalize
@@ -91,7 +116,7 @@ def _topology(file: TopologyFile) -> Topology:
     conflicts = file.conflicts if isinstance(file.conflicts, ConflictsFile) else ConflictsFile(topic=file.conflicts)
     return Topology(
         name=file.name,
-        source=SourceSpec(tuple(source.topics), source.format, declared or implied, source.start, source.schema_id),
+        source=SourceSpec(tuple(source.topics), source.format, declared or implied, source.start, framing, schema),
         tracking_id=tracking_id,
         window=Window(file.guard_period, grace_ms, file.extend, cap_ms if file.extend else 0),
         dead_letter=file.dead_letter or f"{side_prefix}.dead-letter",
@@ -166,19 +191,106 @@ def _one_rule(document: Document) -> Iterator[Problem]:
         yield Problem(place, f"tracking_id: {' and '.join(written)} exclude each other; keep exactly one")
 
 
+_SCHEMA: Final[At] = ("source", "schema")
+_SCHEMA_ID: Final[At] = ("source", "schema_id")
+_UNIT: Final[At] = ("event_time", "unit")
+_MEMBERS: Final[tuple[At, ...]] = (
+    ("tracking_id", "field"),
+    ("tracking_id", "fields"),
+    ("tracking_id", "content", "exclude"),
+    ("event_time", "field"),
+    ("conflicts", "exclude"),
+)
+_JSON_MEMBERS: Final[tuple[At, ...]] = (
+    ("tracking_id", "content", "exclude"),
+    ("conflicts", "exclude"),
+    ("sink", "columns"),
+)
+
+
 def _format_fits(document: Document) -> Iterator[Problem]:
-    """Report keys that have no meaning with the format of the values."""
-    found = document.get(("source", "format"))
-    schema_id: At = ("source", "schema_id")
-    if found != "json_schema" and document.has(schema_id):
-        yield Problem(document.place_of_key(schema_id), "source.schema_id: needs `source.format: json_schema`")
-    if found != "bytes":
+    """Report keys that the format of the values leaves without a meaning, and keys that it needs."""
+    found, schema_id = document.get(("source", "format")), document.get(_SCHEMA_ID)
+    if found == "avro":
+        yield from _avro_fits(document)
         return
-    fields: list[At] = [("tracking_id", "field"), ("tracking_id", "fields"), ("tracking_id", "content", "exclude")]
-    for at in [*fields, ("event_time", "field"), ("conflicts", "exclude")]:
-        if document.has(at):
-            text = f"{dotted(at)}: needs `source.format: json`; a value of format bytes has no fields"
-            yield Problem(document.place_of_key(at), text)
+    if document.has(_SCHEMA):
+        yield _at_key(document, _SCHEMA, "needs `source.format: avro`")
+    if document.get(_UNIT) == "timestamp":
+        yield _at_key(document, _UNIT, "timestamp needs `source.format: avro`; write rfc3339, s, ms, or us")
+    if schema_id == "none":
+        yield _at_key(document, _SCHEMA_ID, "none needs `source.format: avro`; JSON without framing is `format: json`")
+    elif found != "json_schema" and document.has(_SCHEMA_ID):
+        yield _at_key(document, _SCHEMA_ID, "needs `source.format: json_schema`")
+    for at in filter(document.has, _MEMBERS if found == "bytes" else ()):
+        yield _at_key(document, at, "needs `source.format: json`; a value of format bytes has no fields")
+
+
+def _avro_fits(document: Document) -> Iterator[Problem]:
+    form: At = ("source", "format")
+    if not document.has(_SCHEMA):
+        yield _at_key(document, form, "avro needs `source.schema`: the file with the Avro schema of all values")
+    if document.get(_SCHEMA_ID) != "none":
+        text = (
+            "avro needs `source.schema_id: none`; Avro behind a schema registry's framing is not supported: use format "
+        )
+        at = _SCHEMA_ID if document.has(_SCHEMA_ID) else form
+        yield _at_key(document, at, text + "bytes with the ID in the key or a header")
+    for at in filter(document.has, _JSON_MEMBERS):
+        yield _at_key(document, at, "needs `source.format: json`; a value of format avro is compared and kept as bytes")
+
+
+def _at_key(document: Document, at: At, text: str) -> Problem:
+    return Problem(document.place_of_key(at), f"{dotted(at)}: {text}")
+
+
+def _schema_fits(document: Document, *, read_file: Callable[[str], str]) -> Iterator[Problem]:
+    """Report a schema that cannot be read, and members that it does not have or whose types are refused."""
+    name = document.get(_SCHEMA)
+    if not isinstance(name, str) or document.get(("source", "format")) != "avro":
+        return
+    place, said = document.place(_SCHEMA), f'{dotted(_SCHEMA)}: "{name}"'
+    try:
+        schema = parse_schema(read_file(name))
+    except OSError as error:
+        yield Problem(place, f"{said} cannot be read: {error.strerror}; name a file, relative to the topology file")
+        return
+    except UnicodeDecodeError as error:
+        yield Problem(place, f"{said} is not UTF-8 at byte {error.start}; save it as UTF-8")
+        return
+    except SchemaRefused as refused:
+        yield Problem(place, f"{said} {refused}; correct the schema")
+        return
+    several = document.get(("tracking_id", "fields"))
+    ids: list[At] = [("tracking_id", "field")]
+    ids += [("tracking_id", "fields", row) for row in range(len(several) if isinstance(several, list) else 0)]
+    for at in ids:
+        yield from _member_fits(document, at, schema, None)
+    unit = document.get(_UNIT)
+    if unit in get_args(TimeUnit):
+        yield from _member_fits(document, ("event_time", "field"), schema, unit)
+
+
+def _member_fits(document: Document, at: At, schema: Record, unit: TimeUnit | None) -> Iterator[Problem]:
+    text = document.get(at)
+    try:
+        path = parse_path(text if isinstance(text, str) else "")
+    except ValueError:
+        return  # reported with the key
+    said, file = f'{dotted(at)}: "{text}"', document.get(_SCHEMA)
+    time = None if unit is None else FieldTime(path, unit)
+    nodes = [node for node in nodes_at(schema, path) if type_name(node) != "null"]
+    if not nodes:
+        holders = (node for node in nodes_at(schema, path[:-1]) if isinstance(node, Record))
+        known = [name for node in holders for name in node.fields]
+        hint = did_you_mean(str(path[-1]), known) or "; name a field of the schema"
+        yield Problem(document.place(at), f"{said} is not in {file}{hint}")
+    elif all(is_refused(node, time) for node in nodes):
+        types = " or ".join(sorted(set(map(type_name, nodes))))
+        wanted = "an ID is a string, integer, decimal, boolean, enum, bytes, fixed, uuid, or timestamp"
+        if time is not None:
+            wanted = "unit timestamp takes a timestamp with a zone, rfc3339 a string, and s, ms, and us a number"
+        yield Problem(document.place(at), f"{said} has the type {types} in {file}; {wanted}")
 
 
 def _one_role_each(document: Document) -> Iterator[Problem]:

@@ -21,7 +21,6 @@ from pydantic import (
 from pydantic_core.core_schema import no_info_after_validator_function, str_schema
 
 from dedup.core.event_time import TimeUnit, rfc3339_ms
-from dedup.core.framing import SchemaIdPlace
 from dedup.core.json_path import Path, format_path, parse_path
 from dedup.core.tracking_id import Normalizing
 from dedup.quantities import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
@@ -37,6 +36,7 @@ _TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
 _TABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}(\.[A-Za-z_][A-Za-z0-9_]{0,62})?")
 _URL: Final = re.compile(r"(sqlite:///.+|postgres(ql)?://.+|\$\{(env|file):[^}]+\})")
+_FILE: Final = re.compile(r"[^\0]*[^\0/]")
 _QUERY: Final = re.compile(r"\s*(select|with)\b", re.IGNORECASE)
 _PASSWORD: Final = re.compile(r"://[^/@:]*:(?!\$\{)[^@/]+@")
 _ALWAYS: Final = {"acks", "idempotence", "enable_idempotence", "transactional_id", "transactions", "retries"}
@@ -120,10 +120,10 @@ _True = Annotated[
     accepting(lambda value: value is True, "takes true only; leave it out to use another rule", kind=BeforeValidator),
 ]
 _Format = Annotated[
-    Literal["json", "json_schema", "bytes"],
+    Literal["json", "json_schema", "avro", "bytes"],
     accepting(
-        lambda text: str(text).lower() not in {"avro", "protobuf"},
-        '"{}" is not supported; use json, json_schema, or bytes with the ID in the key or a header',
+        lambda text: str(text).lower() != "protobuf",
+        '"{}" is not supported; use json, json_schema, avro, or bytes with the ID in the key or a header',
         kind=BeforeValidator,
     ),
 ]
@@ -180,11 +180,20 @@ class _ExactlyOne(Keys):
 
 
 class FieldTimeFile(Keys):
-    """An event time that is read from a member of the JSON value."""
+    """An event time that is read from a member of the value."""
 
     field: _Path
     """Path of the member, such as order.placed_at."""
-    unit: TimeUnit
+    unit: TimeUnit = Field(
+        description="rfc3339 means a string; s, ms, and us mean a number of seconds, milliseconds, or microseconds; "
+        "timestamp, with format avro, means a timestamp type, which says its own unit."
+    )
+
+
+class JsonTimeFile(FieldTimeFile):
+    """An event time that is read from a member of a JSON value."""
+
+    unit: Literal["rfc3339", "s", "ms", "us"]
     """rfc3339 means a string; s, ms, and us mean a number of seconds, milliseconds, or microseconds."""
 
 
@@ -219,12 +228,22 @@ class SourceFile(Keys):
 
     topics: Annotated[list[_Topic], some("topic")] = Field(json_schema_extra={"minItems": 1})
     """Topics to read. Several topics are always repartitioned."""
-    format: _Format = "json"
-    """Format of values. With json_schema, values are JSON with a schema registry's framing, and no registry is needed.
-    With bytes, values are not parsed, so the ID is the key, a header, or the whole value."""
-    schema_id: SchemaIdPlace = "auto"
-    """Where the schema ID is, with format json_schema: in the header __value_schema_id, in the first 5 bytes of the
-    value (prefix), or in the header if the record has it, else in the prefix (auto)."""
+    format: _Format = Field(
+        default="json",
+        description="Format of values. With json_schema, values are JSON with a schema registry's framing, and no "
+        "registry is needed. With avro, values are the binary encoding of one Avro schema, without framing. With "
+        "bytes, values are not parsed, so the ID is the key, a header, or the whole value.",
+    )
+    schema_id: Literal["auto", "header", "prefix", "none"] = Field(
+        default="auto",
+        description="Where the schema ID is, with format json_schema: in the header __value_schema_id, in the first 5 "
+        "bytes of the value (prefix), or in the header if the record has it, else in the prefix (auto). Format avro "
+        "needs none.",
+    )
+    schema_file: Annotated[str, matching(_FILE, "is not the name of a file")] | None = Field(
+        default=None, alias="schema"
+    )
+    """File with the Avro schema of all values, relative to the topology file, with format avro."""
     partitioned_by: Literal["tracking_id"] | None = Field(
         default=None,
         description="Declares that producers put equal IDs into the same partition. If this key is missing, records go "
@@ -465,7 +484,7 @@ class IngestFile(Keys):
     """The topic that records are sent to."""
     tracking_id: IngestIdFile | None = None
     """The members to use as the record's key. Default: none; the header dedup-id holds the position in the source."""
-    event_time: _PlainOrMapping[Literal["now"], FieldTimeFile] = "now"
+    event_time: _PlainOrMapping[Literal["now"], JsonTimeFile] = "now"
     """The record's timestamp, which is now (the time when the record is sent) or a member of the value."""
     dead_letter: _Topic | None = None
     """Topic for dead letters. Default: <name>.dead-letter."""

@@ -134,7 +134,7 @@ def _worker(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) 
     if formats := seen.total().formats:
         # If values have another format, the cause is the producer, not a single record.
         named = ", ".join(f"{count:,} {name}" for name, count in formats.most_common())
-        text = f"Dead letters in a format other than JSON since this worker started, by their first bytes: {named}."
+        text = f"Dead letters in another format since this worker started, by their first bytes: {named}."
         yield Notice("warning", text, "kind:dead_letter")
     if any(sample["dead_letter"] for sample in samples):
         yield Notice("warning", "Dead letters in the last five minutes: their reasons are below.", "kind:dead_letter")

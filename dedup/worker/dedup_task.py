@@ -114,7 +114,7 @@ def record_key_of(state_key: bytes) -> bytes | None:
 
 
 def note_format(rows: Rows, row: int, plan: DedupPlan, judged: Judged) -> None:
-    """Count a dead letter that is not JSON by its format, and log the first one of each topic and format."""
+    """Count a dead letter that has another format, and log the first one of each topic and format."""
     fault = rows.extracted.faults.get(row)
     if fault is None or not fault.format_name:
         return
@@ -125,8 +125,8 @@ def note_format(rows: Rows, row: int, plan: DedupPlan, judged: Judged) -> None:
         plan.logged.add(seen)
         log.warning(
             "%s is a dead letter: %s. If all records of the topic are like this, none of them can be judged: make the "
-            "producers write JSON in UTF-8, read JSON behind Schema Registry framing with `format: json_schema`, or "
-            "take the tracking ID from the key or a header with `format: bytes`. "
+            "producers write what `source.format` says, read JSON behind Schema Registry framing with `format: "
+            "json_schema`, or take the tracking ID from the key or a header with `format: bytes`. "
             "This is logged once; the metric dedup_other_formats_total counts all of them.",
             source.place(plan.source_topics),
             fault.detail,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, Final, assert_never, cast
+from uuid import UUID
 
 from faust.assignor.partition_assignor import PartitionAssignor
 from prometheus_client import CollectorRegistry, generate_latest
@@ -18,11 +21,23 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from yarl import URL
 
-from dedup.core.extract_one import Fault, Recipe, extract_one
+from dedup.core.avro import Instant, Leaf, Node, Scalar, nodes_at, parse_schema, type_name
+from dedup.core.event_time import rfc3339_ms
+from dedup.core.exact_json import Number
+from dedup.core.extract_one import Fault, Format, Recipe, extract_one, of_leaves
 from dedup.core.framing import framed
 from dedup.core.json_path import Path
 from dedup.core.partitioner import partitions
-from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule, Rule
+from dedup.core.tracking_id import (
+    ContentRule,
+    FieldRule,
+    FieldsRule,
+    HeaderRule,
+    KeyRule,
+    RawContentRule,
+    Rule,
+    member_paths,
+)
 from dedup.core.window import Sighting
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.kafka.wire import TopicPartition
@@ -292,12 +307,16 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
     For example, the input ``7`` may stand for the string "7" or the number 7. Users write a composite ID as a JSON
     array of its parts, and a content ID as the content itself.
     """
-    source = topology.source
-    recipe = Recipe(topology.tracking_id, fmt=source.format, schema_id=source.schema_id)
-    keys: list[bytes] = []
+    source, keys = topology.source, list[bytes]()
     why = "it is not one"
-    for key, value, headers in _records(topology, text):
-        one = extract_one(recipe, key, value, headers, 0)
+    if source.schema is not None and member_paths(topology.tracking_id.rule):
+        recipe = Recipe(topology.tracking_id, fmt="avro", schema=source.schema.text)
+        found = [of_leaves(recipe, None, b"", (), 0, leaves) for leaves in _typed(topology, source.schema.text, text)]
+    else:
+        fmt: Format = "bytes" if source.format == "avro" else source.format
+        recipe = Recipe(topology.tracking_id, fmt=fmt, schema_id=source.schema_id)
+        found = [extract_one(recipe, key, value, headers, 0) for key, value, headers in _records(topology, text)]
+    for one in found:
         if isinstance(one, Fault):
             why = one.detail
         elif one.id not in keys:
@@ -305,6 +324,64 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
     if not keys:
         raise SettingsError([Problem("ID", f"{text!r} cannot be an ID of {topology.name!r}: {why}")])
     return keys
+
+
+def _typed(topology: Topology, schema: str, text: str) -> Iterator[tuple[Leaf, ...]]:
+    """Yield the members of each ID that a user's input may stand for, in the types that an Avro schema gives them."""
+    paths = member_paths(topology.tracking_id.rule)
+    texts = [text]
+    if isinstance(topology.tracking_id.rule, FieldsRule):
+        parts = _array(topology.name, text, len(paths), parse_int=str, parse_float=str)
+        texts = [part if isinstance(part, str) else json.dumps(part) for part in parts]
+    types = [nodes_at(parse_schema(schema), path) for path in paths]
+    yield from product(*(_leaves(nodes, part) for nodes, part in zip(types, texts, strict=True)))
+
+
+def _leaves(nodes: Sequence[Node], text: str) -> list[Leaf]:
+    found: list[Leaf] = []
+    for node in nodes:
+        name = "string" if isinstance(node, Scalar) and node.kind == "string" else type_name(node)
+        with suppress(ValueError, KeyError):  # the text is no value of this type, or the type is refused
+            found.append(_FROM_TEXT[name](text))
+    return found
+
+
+def _decimal(text: str) -> Number:
+    if not _JSON_NUMBER.fullmatch(text):
+        raise ValueError(text)
+    return Number(text if {".", "e", "E"} & set(text) else f"{text}e0")
+
+
+def _instant(text: str) -> Instant:
+    time_ms, fraction = rfc3339_ms(text), _FRACTION.search(text)
+    if time_ms is None:
+        raise ValueError(text)
+    return Instant(time_ms // 1000 * 10**9 + (int(f"{fraction[1]:0<9.9}") if fraction else 0))
+
+
+_JSON_NUMBER: Final = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+_FRACTION: Final = re.compile(r"\.(\d+)")
+_FROM_TEXT: Final[Mapping[str, Callable[[str], Leaf]]] = {
+    "string": str,
+    "enum": str,
+    "int": int,
+    "long": int,
+    "boolean": {"true": True, "false": False}.__getitem__,
+    "decimal": _decimal,
+    "bytes": str.encode,
+    "fixed": str.encode,
+    "uuid": UUID,
+    **dict.fromkeys(("timestamp-millis", "timestamp-micros", "timestamp-nanos"), _instant),
+}
+"""What a user's input means for each Avro type that can be an ID."""
+
+
+def _array(name: str, text: str, count: int, **options: Any) -> list[Any]:  # noqa: ANN401 - json.loads's own
+    parts = json.loads(text, **options) if _is_json(text) else None
+    if not isinstance(parts, list) or len(parts) != count:
+        why = f"write it as a JSON array of its {count} parts"
+        raise SettingsError([Problem("ID", f"the ID of {name!r} is composite; {why}")])
+    return parts
 
 
 def _records(topology: Topology, text: str) -> list[_Record]:
@@ -328,10 +405,7 @@ def _unframed(rule: Rule, name: str, text: str) -> list[_Record]:
             literals = [json.dumps(text), *([text] if _is_json(text) else [])]
             return [(None, _nested([(path, literal)]).encode(), []) for literal in literals]
         case FieldsRule(paths):
-            parts = json.loads(text) if _is_json(text) else None
-            if not isinstance(parts, list) or len(parts) != len(paths):
-                why = f"write it as a JSON array of its {len(paths)} parts"
-                raise SettingsError([Problem("ID", f"the ID of {name!r} is composite; {why}")])
+            parts = _array(name, text, len(paths))
             pairs = [(path, json.dumps(part)) for path, part in zip(paths, parts, strict=True)]
             return [(None, _nested(pairs).encode(), [])]
         case ContentRule() | RawContentRule():

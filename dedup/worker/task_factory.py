@@ -18,10 +18,9 @@ from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import TopicNow, TopicPartition, Wire
 from dedup.metrics import TaskNumbers
 from dedup.settings import Settings
-from dedup.store.base import Store, StoreIdentity
+from dedup.store.base import MemoryStore, Store, StoreIdentity
 from dedup.store.checkpoint_storage import refuse_unreadable
 from dedup.store.directory import Keeping, StorePool, delete_store, store_directory
-from dedup.store.memory import MemoryStore
 from dedup.store.rocks import RocksMemory, RocksStore
 from dedup.topology.model import Topology, extractor_of
 from dedup.worker.bootstrap import Bootstrap, WantedCheckpoint

@@ -211,6 +211,16 @@ def test_records_with_the_header_fit_a_topology_that_reads_it(tmp_path):
     assert "exactly-once at every stage" in check(tmp_path, FILES, topology)
 
 
+def test_a_topology_of_another_format_cannot_read_what_ingest_writes():
+    reads = TOPOLOGY.replace("topics: [t]", "topics: [t], format: json_schema")
+    files = [
+        Named("x", parse_ingest(FILES + "tracking_id: {field: id}\n", name="x")),
+        Named("y", parse(reads, name="y")),
+    ]
+    ((file, finding),) = lint_chain(files)
+    assert (file, finding.level, finding.code) == ("y", "error", "json_is_written")
+
+
 def test_records_with_the_id_as_their_key_fit_a_topology_that_reads_the_key():
     files = [
         Named("x", parse_ingest(FILES + "tracking_id: {field: id}\n", name="x")),

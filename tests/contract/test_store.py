@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from dedup.errors import InvariantBroken, StateIncompatible, TaskCorrupted
-from dedup.store.base import FeedTime, StoreIdentity, TaskRecord
+from dedup.store.base import FeedTime, MemoryStore, StoreIdentity, TaskRecord
 from dedup.store.directory import delete_store, store_directory
-from dedup.store.memory import MemoryStore
 from dedup.store.rocks import RocksMemory, RocksStore
 
 IDENTITY = StoreIdentity("orders", 3, "q7BvLZ1nQ8i")

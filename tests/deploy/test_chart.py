@@ -73,6 +73,13 @@ def test_what_is_rendered_is_valid_by_the_published_schema(version, more):
     assert ("replicas" in made["StatefulSet"]["spec"]) is not bool(more)
 
 
+def test_a_schema_stands_beside_the_topology(tmp_path):
+    (tmp_path / "o.avsc").write_text('{"type":"record",\n "name":"R","fields":[]}\n', encoding="utf-8")
+    data = rendered("--set-file", f"files.o\\.avsc={tmp_path / 'o.avsc'}")["ConfigMap"]["data"]
+    assert data.keys() == {"topology.yaml", "worker.yaml", "o.avsc"}
+    assert data["o.avsc"] == (tmp_path / "o.avsc").read_text(encoding="utf-8")
+
+
 def test_another_topology_replaces_the_pods():
     sums = [
         rendered(*more)["StatefulSet"]["spec"]["template"]["metadata"]["annotations"]["checksum/config"]

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.property.extract_cases import EVENTS, framed
+from tests.property.extract_cases import AVRO_EVENTS, EVENTS, framed
 
 NASTY = [
     b"\x00",
@@ -81,12 +81,12 @@ def mutated(dice: random.Random, values: list[bytes]) -> bytes:
     return value
 
 
-def records(dice: random.Random, count: int, *, framing: bool = False) -> Iterator[Record]:
+def records(dice: random.Random, count: int, *, framing: bool = False, avro: bool = False) -> Iterator[Record]:
     """Yield records; stretches of good ones between, so that whole batches are taken in columns, too.
 
-    ``framing``: with a schema registry's framing before values or in headers, in some records damaged.
+    ``avro``: values of the schema of `AVRO`. ``framing``: with a schema registry's framing before values or in headers, in some records damaged.
     """
-    values, good = corpus(), EVENTS[:6]
+    values, good = (AVRO_EVENTS, AVRO_EVENTS[:3]) if avro else (corpus(), EVENTS[:6])
     for at in range(count):
         if at % STRETCH == 0:
             clean = dice.random() < 0.4

@@ -26,6 +26,7 @@ from dedup.topology.model import Topology
 from dedup.topology.parse import parse
 from dedup.verify.report import Report
 from dedup.verify.verifier import verify
+from dedup.yaml_document import beside
 from tests.brokers import Admin, RunningKafka, producer_of, read_all
 from tests.integration.transactions import until_ended
 from tests.integration.workload import Event, Expected, assert_order_kept, id_of
@@ -75,6 +76,8 @@ class Job:
     config: dict[str, Any] = field(default_factory=dict)
     source_config: dict[str, str] = field(default_factory=dict)
     output_config: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    """Files beside the topology file, by their names."""
     workers: list[Worker] = field(default_factory=list)
     sent: list[Event] = field(default_factory=list)
 
@@ -90,7 +93,9 @@ class Job:
         }
         text = json.dumps({key: value for key, value in (base | self.document).items() if value is not None})
         self.topology_file.write_text(text, encoding="utf-8")
-        self.topology: Topology = parse(text, name=str(self.topology_file))
+        for name, content in self.files.items():
+            (self.directory / name).write_text(content, encoding="utf-8")
+        self.topology: Topology = parse(text, name=str(self.topology_file), read_file=beside(self.topology_file))
         settings: dict[str, Any] = {
             "brokers": [self.kafka.bootstrap],
             "state_dir": str(self.directory / "state"),

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from uuid import UUID
 
+import fastavro
 import pytest
 
 from tests.integration.conftest import MakeJob
@@ -52,7 +58,7 @@ def test_a_topic_of_framed_values_is_told_of_once_and_counted(make_job: MakeJob,
     assert (seen["dead_letters"], seen["other_formats"]) == ({"not_json": 300}, {"schema_registry": 300})
     assert len(seen["alerts"]) == 1
     told = dedup(job, "status", "--url", url)
-    assert "of them in a format other than JSON: 300 schema_registry" in " ".join(told.split())
+    assert "of them in another format: 300 schema_registry" in " ".join(told.split())
     notices: list[dict[str, str]] = []
 
     def noticed() -> bool:
@@ -100,5 +106,51 @@ def test_framed_values_are_forwarded_unchanged_and_verified(
     assert job.read(conflicts) == [], "another form of the framing is no other payload"
     dedup(job, "verify")
     found = json.loads(dedup(job, "explain", "f-8", "--json"))
+    assert sorted(each["verdict"] for each in found["records"]) == ["duplicate", "duplicate", "unique"]
+    assert found["contradictions"] == 0
+
+
+SCHEMA = (Path(__file__).parents[1] / "data" / "orders.avsc").read_text(encoding="utf-8")
+
+
+def order(number: int, coupon: str | None = None) -> bytes:
+    stream = io.BytesIO()
+    record = {
+        "order": {"id": UUID(int=number), "total": Decimal(number) / 4},
+        "coupon": coupon,
+        "placed_at": datetime.fromtimestamp(BASE_MS / 1000 + number, UTC),
+    }
+    fastavro.schemaless_writer(stream, fastavro.parse_schema(json.loads(SCHEMA)), record)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("hops", ["direct", "repartitioned"])
+def test_avro_is_forwarded_unchanged_and_verified(
+    make_job: MakeJob, topic_names: Callable[[str], str], hops: str
+) -> None:
+    source = {"topics": [topic_names("avro-in")], "format": "avro", "schema_id": "none", "schema": "orders.avsc"}
+    if hops == "direct":
+        source["partitioned_by"] = "tracking_id"
+    conflicts = topic_names("conflicts")
+    time, rule = {"field": "placed_at", "unit": "timestamp"}, {"field": "order.id"}
+    document = {"source": source, "idle_after": "1s", "conflicts": conflicts, "tracking_id": rule, "event_time": time}
+    job = make_job(document=document, files={"orders.avsc": SCHEMA})
+    good = [Event(number % 2, order(number), 0) for number in range(0, 200, 2)]
+    other = [Event(0, order(number, "half"), 0) for number in range(0, 20, 2)]
+    bad = [good[0].value[:-1], good[0].value + b"\0", b"\0\0\0\0\7" + good[0].value, b'{"order":{"id":"a"}}', b""]
+    job.send([*good, *good[::3], *other, *(Event(0, value, 0) for value in bad)])
+    # Workers that are killed judge what they had not committed once more.
+    for _ in range(2):
+        worker = job.start()
+        until(lambda: job.read(job.output), "something is judged")
+        worker.kill()
+    job.finish()
+    assert sorted(each.value() for each in job.read(job.output)) == sorted(event.value for event in good)
+    assert sorted(each.value() for each in job.read(conflicts)) == sorted(event.value for event in other)
+    letters = [dict(letter.headers() or []) for letter in job.read(job.topology.dead_letter)]
+    assert [letter["dedup-reason"] for letter in letters] == [b"not_avro"] * len(bad)
+    assert any(b"Schema Registry framing, schema id 7" in letter["dedup-detail"] for letter in letters)
+    dedup(job, "verify")
+    found = json.loads(dedup(job, "explain", str(UUID(int=6)), "--json"))
     assert sorted(each["verdict"] for each in found["records"]) == ["duplicate", "duplicate", "unique"]
     assert found["contradictions"] == 0

@@ -40,6 +40,31 @@ RECIPES = {
     "framed raw": Recipe(TrackingId(RawContentRule()), fmt="json_schema"),
     "framed content": Recipe(TrackingId(ContentRule((("t",),))), fmt="json_schema"),
 }
+_AVSC = """{"type": "record", "name": "Event", "fields": [
+ {"name": "id", "type": ["null", "string", "long", {"type": "bytes", "logicalType": "decimal", "precision": 30, "scale": 1},
+  {"type": "fixed", "name": "U", "size": 16, "logicalType": "uuid"}]},
+ {"name": "t", "type": {"type": "long", "logicalType": "timestamp-micros"}},
+ {"name": "a", "type": {"type": "array", "items": ["null", "Event"]}}]}"""
+AVRO = {
+    "avro": Recipe(
+        TrackingId(FieldRule(("id",)), ("trim",)), FieldTime(("t",), "us"), "avro", fingerprint=True, schema=_AVSC
+    ),
+    "avro fields": Recipe(
+        TrackingId(FieldsRule((("id",), ("t",)))), FieldTime(("t",), "timestamp"), "avro", schema=_AVSC
+    ),
+    "avro index": Recipe(TrackingId(FieldRule(("a", 0, "id"))), fmt="avro", schema=_AVSC),
+    "avro key": Recipe(TrackingId(KeyRule()), fmt="avro", schema=_AVSC),
+}
+AVRO_EVENTS = [
+    b"\x02\x48" + UUID.encode() + b"\x80\x80\xd0\xe8\xe7\xf7\x83\x06\x00",
+    b"\x04\x0e\x80\x80\xd0\xe8\xe7\xf7\x83\x06\x00",
+    b"\x06\x02\x0f\x02\x02\x02\x02\x02a\x00\x00\x00",
+    b"\x08" + b"u" * 16 + b"\x01\x03\x06\x02\x00\x00\x00\x00\x00",
+    b"\x02\x04 a\x02\x04\x00\x02\x04\x0e\x02\x00\x00",
+    b"\x00\x02\x00",
+    b"\x02\x00\x02\x00",
+]
+"""Values of the schema of `AVRO`; the last two have no ID, and the fourth has a block with a wrong size."""
 EXTRACTORS = {name: Extractor(recipe) for name, recipe in RECIPES.items()}
 
 EVENTS = [

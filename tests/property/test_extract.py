@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dedup.core.event_time import RecordTime
-from dedup.core.exact_json import Unreadable, canonical_json, decode, excluded
-from dedup.core.extract import Extractor, FaultKind, Recipe, bytes_keys, content_of, scalar_keys, text_keys
+from dedup.core.exact_json import Unreadable, canonical_json, content_of, decode, excluded
+from dedup.core.extract import Extractor, FaultKind, Recipe, bytes_keys, scalar_keys, text_keys
 from dedup.core.extract_one import Fault, One, extract_one
 from dedup.core.tracking_id import KeyRule, TrackingId, encode_bytes, encode_integer, encode_text, state_key
 from tests.property.extract_cases import EVENTS, EXTRACTORS, FILLER, NAME, RECIPES, SCHEMA_IDS, UUID, framed
@@ -283,7 +283,7 @@ def test_quick_content_is_exact_content(record, seed, exclude):
 
 
 def test_quick_content_is_taken_for_plain_values(monkeypatch):
-    monkeypatch.setattr("dedup.core.extract.decode", lambda value: pytest.fail(f"{value} went the exact way"))
+    monkeypatch.setattr("dedup.core.exact_json.decode", lambda value: pytest.fail(f"{value} went the exact way"))
     value = b'{"b": [1.50, -0, {"d": null, "c": "x"}], "a": 1e5, "at": 7}'
     assert content_of(value, (("at",),)) == b'{"a":1e5,"b":[15e-1,0,{"c":"x","d":null}]}'
 

@@ -8,8 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dedup.store.base import StoreIdentity, TaskRecord
-from dedup.store.memory import MemoryStore
+from dedup.store.base import MemoryStore, StoreIdentity, TaskRecord
 from dedup.store.rocks import RocksMemory, RocksStore
 
 IDENTITY = StoreIdentity("orders", 0, "topic-id")

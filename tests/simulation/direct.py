@@ -12,8 +12,8 @@ from dedup.core.window import Feed, Window
 from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import TopicPartition
+from dedup.store.base import MemoryStore
 from dedup.store.directory import Keeping
-from dedup.store.memory import MemoryStore
 from dedup.worker.dedup_task import DedupPlan, DedupTask
 from dedup.worker.record_collector import Limits, RecordCollector, Route, Routes
 from dedup.worker.task import Committing, Task, TaskId

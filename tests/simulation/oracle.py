@@ -12,9 +12,8 @@ from dedup.core.fold import Rules
 from dedup.core.reference_model import ModelRecord, ModelRules, ReferenceModel
 from dedup.core.window import Source
 from dedup.kafka.wire import TopicPartition
-from dedup.store.base import Store
+from dedup.store.base import MemoryStore, Store
 from dedup.store.changelog import collect, decode_sightings
-from dedup.store.memory import MemoryStore
 from dedup.worker.restore import apply_changelog
 from tests.simulation.cluster import Cluster, Record
 

@@ -26,9 +26,8 @@ from dedup.kafka.wire import (
     TopicNow,
     TopicPartition,
 )
-from dedup.store.base import TaskRecord, Writes
+from dedup.store.base import MemoryStore, TaskRecord, Writes
 from dedup.store.directory import StorePool
-from dedup.store.memory import MemoryStore
 from dedup.worker.task_manager import Factory, TaskManager
 from tests.simulation.cluster import CONCURRENT, Cluster, Record
 from tests.simulation.loop import SimLoop

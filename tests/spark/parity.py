@@ -5,13 +5,17 @@ The header `n` numbers the records, and no rule looks at it: so a record is foun
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any, NamedTuple
+
+import fastavro
 
 from dedup.core.extract_one import Fault, One, Recipe, extract_one
 from dedup.core.reference_model import ModelFault, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
@@ -56,6 +60,53 @@ FRAMED: dict[str, dict[str, Any]] = {
     "framed-content": {**RULES["content"], "source": {"format": "json_schema"}},
 }
 """Topologies for the events that `framed` returns."""
+AVSC = json.dumps(
+    {
+        "type": "record",
+        "name": "Order",
+        "fields": [
+            {
+                "name": "id",
+                "type": [
+                    "null",
+                    "boolean",
+                    "string",
+                    "long",
+                    {"type": "bytes", "logicalType": "decimal", "precision": 30, "scale": 1},
+                    {"type": "map", "values": "string"},
+                ],
+            },
+            {"name": "tenant", "type": ["null", "string"]},
+            {
+                "name": "order",
+                "type": {
+                    "type": "record",
+                    "name": "Place",
+                    "fields": [
+                        {"name": "id", "type": ["null", "long"]},
+                        {"name": "placed", "type": ["null", "string"]},
+                    ],
+                },
+            },
+            {"name": "at", "type": ["null", {"type": "long", "logicalType": "timestamp-millis"}]},
+            {"name": "v", "type": {"type": "array", "items": "int"}},
+        ],
+    }
+)
+_IN_AVRO = {"format": "avro", "schema_id": "none", "schema": "parity.avsc"}
+AVRO: dict[str, dict[str, Any]] = {
+    "avro": {
+        "source": _IN_AVRO,
+        "tracking_id": {"field": "id", "normalize": ["trim", "lower"]},
+        "conflicts": {"topic": "{name}-conflicts"},
+    },
+    "avro-fields": {
+        "source": _IN_AVRO,
+        "tracking_id": {"fields": ["tenant", "order.id"]},
+        "event_time": {"field": "at", "unit": "timestamp"},
+    },
+}
+"""Topologies for the events that `in_avro` returns, beside a file with `AVSC`."""
 
 
 def document(name: str, options: Mapping[str, Any], topic: str | None = None) -> dict[str, Any]:
@@ -108,6 +159,32 @@ def framed(seed: int, events: Iterable[Event]) -> list[Event]:
         value, headers = extract_cases.framed(event.value, dice, 0.01)
         made.append(replace(event, value=value, headers=(*event.headers, *headers)))
     return made
+
+
+def in_avro(seed: int, events: Iterable[Event]) -> list[Event]:
+    """Return the events with their values in Avro, a hundredth of them damaged; what is no JSON object stays."""
+    dice = random.Random(seed)
+    parsed = fastavro.parse_schema(json.loads(AVSC))
+    return [replace(event, value=_in_avro(dice, parsed, event.value)) for event in events]
+
+
+def _in_avro(dice: random.Random, parsed: Any, value: bytes | None) -> bytes | None:
+    try:
+        whole = json.loads(value or b"", parse_float=Decimal)
+    except (ValueError, RecursionError):
+        return value
+    number, order = whole.get("id"), whole.get("order", {})
+    record = {
+        "id": Decimal(number) if type(number) is int and number.bit_length() > 63 else number,
+        "tenant": whole.get("tenant") if isinstance(whole.get("tenant"), str) else None,
+        "order": {"id": order.get("id"), "placed": order.get("placed")},
+        "at": whole["at"] if isinstance(whole["at"], int) and whole["at"].bit_length() < 64 else None,
+        "v": [whole["v"]] * (whole["v"] + 1),
+    }
+    stream = io.BytesIO()
+    fastavro.schemaless_writer(stream, parsed, record)
+    made = stream.getvalue()
+    return made if dice.random() > 0.01 else dice.choice([made[:-1], made + b"\0", b"\x0c" + made[1:]])
 
 
 def _again(event: Event, number: int) -> Event:
@@ -231,6 +308,7 @@ def recipe_of(topology: Topology) -> Recipe:
         topology.fingerprints_wanted,
         topology.fingerprint_exclude,
         topology.source.schema_id,
+        "" if topology.source.schema is None else topology.source.schema.text,
     )
 
 

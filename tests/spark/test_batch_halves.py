@@ -24,7 +24,20 @@ from dedup.topology.model import Topology
 from dedup.topology.parse import parse
 from dedup.worker.record_collector import IDLE, TIMESTAMP
 from tests.integration.workload import Event
-from tests.spark.parity import FRAMED, NOW_MS, POLICIES, RULES, Row, by_model, document, framed, stream
+from tests.spark.parity import (
+    AVRO,
+    AVSC,
+    FRAMED,
+    NOW_MS,
+    POLICIES,
+    RULES,
+    Row,
+    by_model,
+    document,
+    framed,
+    in_avro,
+    stream,
+)
 
 TOPIC = "parity-in"
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
@@ -81,13 +94,15 @@ def rows_of(table: pa.Table) -> dict[tuple[int, int], Row]:
 
 
 def topology_of(options) -> Topology:
-    return parse(json.dumps(document("parity", options, TOPIC)), name="parity")
+    return parse(json.dumps(document("parity", options, TOPIC)), name="parity", read_file=lambda _: AVSC)
 
 
-@pytest.mark.parametrize("name", [*RULES, *POLICIES, *FRAMED])
+@pytest.mark.parametrize("name", [*RULES, *POLICIES, *FRAMED, *AVRO])
 def test_every_rule_and_policy(name):
-    topology = topology_of({**RULES, **POLICIES, **FRAMED}[name])
-    events = framed(9, stream(3, 3_000)) if name in FRAMED else stream(3, 3_000)
+    topology = topology_of({**RULES, **POLICIES, **FRAMED, **AVRO}[name])
+    events = stream(3, 3_000)
+    if name not in {**RULES, **POLICIES}:
+        events = (framed if name in FRAMED else in_avro)(9, events)
     expected = {place: row for place, (row, _) in by_model(events, topology).items()}
     assert {"unique", "duplicate", "late", "dead_letter"} <= {row.verdict for row in expected.values()}
     # Each partition's log by itself, as Kafka's source reads it.

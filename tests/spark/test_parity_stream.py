@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 
 import pytest
 
@@ -15,7 +16,7 @@ from dedup.spark.stream import StreamOptions, start_stream
 from dedup.topology.model import LateDrop
 from dedup.topology.parse import parse
 from tests.integration.workload import BASE_MS
-from tests.spark.parity import FRAMED, POLICIES, RULES, by_model, document, framed, stream
+from tests.spark.parity import AVRO, AVSC, FRAMED, POLICIES, RULES, by_model, document, framed, in_avro, stream
 from tests.spark.parity_topics import ANY_TIME, rows_in_topics, sent
 
 A_YEAR_LATER_MS = BASE_MS + 365 * 86_400_000
@@ -47,14 +48,14 @@ def assert_equal(kafka, topology, events, places):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("framing", [False, True])
-def test_every_rule_and_policy(spark, kafka, admin, topic_names, tmp_path, framing):
+@pytest.mark.parametrize("form", ["json", "framed", "avro"])
+def test_every_rule_and_policy(spark, kafka, admin, topic_names, tmp_path, form):
     topic = topic_names("parity-in")
-    events = framed(7, stream(3, FEW)) if framing else stream(3, FEW)
+    events = {"json": list, "framed": partial(framed, 7), "avro": partial(in_avro, 7)}[form](stream(3, FEW))
     places = sent(admin, topic, events)
     topologies = [
-        parse(json.dumps(document(topic_names(name), options, topic)), name=name)
-        for name, options in (FRAMED if framing else {**RULES, **POLICIES}).items()
+        parse(json.dumps(document(topic_names(name), options, topic)), name=name, read_file=lambda _: AVSC)
+        for name, options in {"json": {**RULES, **POLICIES}, "framed": FRAMED, "avro": AVRO}[form].items()
     ]
     for topology in topologies:
         admin.create_topic(topology.output.topic, 2, ANY_TIME)

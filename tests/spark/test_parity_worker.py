@@ -20,15 +20,19 @@ from dedup.settings import Settings
 from dedup.spark.batch_verdicts import judged
 from dedup.spark.kafka_source import read_kafka
 from dedup.topology.parse import parse
+from dedup.yaml_document import beside
 from tests.brokers import read_all
 from tests.integration.workload import BASE_MS, Event
 from tests.spark.parity import (
+    AVRO,
+    AVSC,
     FRAMED,
     POLICIES,
     RULES,
     by_model,
     document,
     framed,
+    in_avro,
     model_record,
     recipe_of,
     row_of,
@@ -45,7 +49,7 @@ MANY = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", "100000"))
 FEW = 2_000
 BEHIND_A_REPARTITION = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", FEW))
 A_YEAR_LATER_MS = BASE_MS + 365 * 86_400_000
-ALL = {**RULES, **POLICIES, **FRAMED}
+ALL = {**RULES, **POLICIES, **FRAMED, **AVRO}
 SEEN_IN_TOPICS = [name for name, options in {**RULES, **POLICIES}.items() if options.get("late") != "drop"]
 
 
@@ -109,7 +113,8 @@ def compared(spark, kafka, admin, topic_names, tmp_path):
             made = document(topic_names(name), ALL[name], topic)
             file = tmp_path / f"{name}.yaml"
             file.write_text(json.dumps(made), encoding="utf-8")
-            topologies[name] = parse(file.read_text(encoding="utf-8"), name=name)
+            (tmp_path / "parity.avsc").write_text(AVSC, encoding="utf-8")
+            topologies[name] = parse(file.read_text(encoding="utf-8"), name=name, read_file=beside(file))
             admin.create_topic(topologies[name].output.topic, 2, ANY_TIME)
             workers[name] = start_worker(tmp_path, file, kafka, name)
         try:
@@ -174,6 +179,11 @@ def test_every_rule_and_policy(compared):
 @pytest.mark.timeout(900)
 def test_framed_values(compared):
     compared(list(FRAMED), FEW, seed=5, within_s=240, change=lambda events: framed(7, events))
+
+
+@pytest.mark.timeout(900)
+def test_avro_values(compared):
+    compared(list(AVRO), FEW, seed=5, within_s=240, change=lambda events: in_avro(7, events))
 
 
 IN_CI = "fields"

@@ -26,8 +26,10 @@ from dedup.topology.lint import lint
 from dedup.topology.parse import parse
 from dedup.worker import record_collector as publish
 from dedup.worker.task import MOVES
+from dedup.yaml_document import beside
 
 ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data" / "page.yaml"
 PAGES = sorted(
     [
         ROOT / "README.md",
@@ -82,7 +84,9 @@ def test_a_yaml_block_is_a_topology_or_a_config(text, tmp_path):
         path.write_text(text.replace("/run/secrets/kafka", str(secret)), encoding="utf-8")
         load_settings(path, [], {"KAFKA_USER": "u"})
         return
-    assert [finding for finding in lint(parse(text, name="page.yaml")) if finding.level == "error"] == []
+    assert [
+        finding for finding in lint(parse(text, name="page.yaml", read_file=beside(DATA))) if finding.level == "error"
+    ] == []
 
 
 @pytest.mark.parametrize(("arguments", "output"), commands())

@@ -298,7 +298,7 @@ def test_an_issue_leads_to_its_cause(open_page: Open, serve: Serve) -> None:
     expect(last).not_to_be_in_viewport()
     page.locator("#notices").get_by_role("link", name="The state of orders/40").click()
     expect(last).to_be_in_viewport()
-    page.locator("#notices").get_by_role("link", name="Dead letters in a format other than JSON").click()
+    page.locator("#notices").get_by_role("link", name="Dead letters in another format").click()
     rows = page.locator("#latest tbody tr")
     expect(rows).to_have_count(1)
     expect(rows).to_contain_text("orders/0/7")

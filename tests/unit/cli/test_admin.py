@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from uuid import UUID
 
 import pytest
 from rich.console import Console
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from dedup.cli.inputs import shortened
 from dedup.cli.main import create_app
 from dedup.cli.status import Look, NotReached, ask, idle_workers, looked, showing, table
+from dedup.core.tracking_id import id_text
 from dedup.errors import SettingsError, StateIncompatible
 from dedup.kafka.topic_admin import Topic
 from dedup.settings import Secret, Settings, TopicDefaults, Web
@@ -36,6 +38,12 @@ def topology(rule: str = "field: id", more: str = "", source: str = "topics: [c]
         f"dedup: 1\nname: t\nsource: {{{source}}}\ntracking_id: {{{rule}}}\nguard_period: 10s\noutput: {{topic: out}}\n{more}\n",
         name="t.yaml",
     )
+
+
+def avro_topology(rule: str, schema: str):
+    source = "{topics: [c], format: avro, schema_id: none, schema: s.avsc}"
+    text = f"dedup: 1\nname: t\nsource: {source}\ntracking_id: {{{rule}}}\nguard_period: 10s\noutput: {{topic: out}}\n"
+    return parse(text, name="t.yaml", read_file=lambda name: schema)
 
 
 def dedup(*arguments: str) -> tuple[int, str]:
@@ -158,6 +166,47 @@ class TestStateKeys:
         with pytest.raises(SettingsError, match="no framing"):
             state_keys(topology("content: true", source=f"{source}, schema_id: prefix"), "{}")
 
+    @pytest.mark.parametrize(
+        ("kind", "text", "keys"),
+        [
+            ('"string"', "7", [b"\x017"]),
+            ('["null","long","string"]', "7", [b"\x04\x07", b"\x017"]),
+            ('"boolean"', "true", [b"\x07"]),
+            ('{"type":"enum","name":"E","symbols":["A"]}', "A", [b"\x01A"]),
+            ('{"type":"fixed","name":"F","size":2}', "ab", [b"\x02ab"]),
+            ('{"type":"bytes","logicalType":"decimal","precision":9,"scale":2}', "1.50", [b"\x0615e-1"]),
+            ('{"type":"bytes","logicalType":"decimal","precision":9,"scale":2}', "150", [b"\x0615e1"]),
+            ('{"type":"string","logicalType":"uuid"}', "x", [b"\x01x"]),
+            (
+                '{"type":"fixed","name":"F","size":16,"logicalType":"uuid"}',
+                f"{UUID(int=7)}",
+                [b"\x03" + bytes(15) + b"\7"],
+            ),
+            (
+                '{"type":"long","logicalType":"timestamp-micros"}',
+                "1970-01-01T01:00:00.000120+01:00",
+                [b"\x0e1970-01-01T00:00:00.00012Z"],
+            ),
+        ],
+    )
+    def test_an_avro_id_has_the_types_of_its_schema(self, kind, text, keys):
+        schema = f'{{"type":"record","name":"R","fields":[{{"name":"f","type":{kind}}}]}}'
+        made = avro_topology("field: f", schema)
+        assert state_keys(made, text) == keys
+        assert all(key in state_keys(made, shown) for key in keys if (shown := id_text(key)))
+        if "string" not in kind and "fixed" not in kind and "enum" not in kind:
+            with pytest.raises(SettingsError, match="cannot be an ID"):
+                state_keys(made, "no such ID")
+
+    def test_an_avro_composite_is_a_list_of_its_parts(self):
+        schema = '{"type":"record","name":"R","fields":[{"name":"a","type":["long","string"]},{"name":"b","type":"boolean"}]}'
+        made = avro_topology("fields: [a, b]", schema)
+        assert state_keys(made, "[7, true]") == [b"\x09\x02\x04\x07\x01\x07", b"\x09\x02\x017\x01\x07"]
+        with pytest.raises(SettingsError, match="JSON array of its 2 parts"):
+            state_keys(made, "7")
+        assert state_keys(avro_topology("key: true", schema), "7") == [b"\x027"]
+        assert state_keys(avro_topology("content: true", schema), "7") == [b"\x027"]
+
     def test_a_composite_is_a_list_of_its_parts(self):
         assert state_keys(topology("fields: [a.b, a.c]"), '["x", 7]') == [b"\x09\x02\x01x\x02\x04\x07"]
         for text in ("x", '["x"]', '{"a": 1}'):
@@ -257,7 +306,7 @@ def test_status_adds_up_dead_letters_of_all_workers_and_says_alerts():
     assert "a: all is dead" in seen["alerts"]
     text = printed(seen)
     assert "dead letters: 10 id_null, 5 not_json, since the responding workers started" in text
-    assert "of them in a format other than JSON: 3 gzip, since" in text
+    assert "of them in another format: 3 gzip, since" in text
     assert "attention: a: all is dead" in text
     assert "dead letters" not in printed(seen_now(survey(), [older]))
 

@@ -21,6 +21,9 @@ SAMPLE = str(ROOT / "tests" / "data" / "sample.jsonl")
 NOW = "--now=2024-01-01T12:00:00Z"
 
 
+AVSC = '{"type":"record","name":"R","fields":[{"name":"id","type":"long"}]}'
+
+
 def dedup(*arguments: str, given: str | bytes | None = None) -> tuple[int, str]:
     """Exit code and standard output; errors that main() would print stand after it."""
     result = CliRunner().invoke(entry.create_app(), list(arguments), input=given)
@@ -186,6 +189,16 @@ class TestTry:
         if schema_id != "prefix":
             lines = ['{"value":{"id":1},"headers":{"__value_schema_id":"\\u0000\\u0000\\u0000\\u0000"}}']
             assert verdicts(path, *lines, options=("--envelope",))[0].startswith("dead letter: bad_schema_id: ")
+
+    def test_avro_is_given_as_base64(self, tmp_path):
+        (tmp_path / "r.avsc").write_text(AVSC, encoding="utf-8")
+        path = topology(tmp_path, source="topics: [c], format: avro, schema_id: none, schema: r.avsc")
+        found = verdicts(path, *['{"value_base64":"Ag=="}'] * 2, '{"value_base64":"AgI="}', options=("--envelope",))
+        assert [each.split(":")[0] for each in found] == ["unique", "duplicate", "dead letter"]
+        assert found[2].startswith("dead letter: not_avro: the value is not a record of the schema")
+        assert "the value must be value_base64" in dedup("try", path, "--envelope", given='{"value":{"id":1}}')[1]
+        code, output = dedup("try", path, given='{"id":1}')
+        assert (code, output.split(";")[0]) == (2, "--envelope: is needed, because the topology reads avro")
 
     @pytest.mark.parametrize("line", ["{", "[]", '{"key":1}', '{"timestamp":"x"}', '{"value":1,"value_base64":"MA=="}'])
     def test_a_line_that_is_no_envelope(self, tmp_path, line):

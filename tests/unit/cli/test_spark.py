@@ -66,6 +66,26 @@ def test_a_history_without_framing_is_refused_where_the_topology_reads_one(given
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        ["backfill", "TOPOLOGY", "--input", "in", "--format", "json-records", "--out", "out"],
+        ["incremental", "TOPOLOGY", "--input", "in", "--rows-are-events", "--out", "out"],
+        ["seed", "TOPOLOGY", "--until", "latest", "--history", "in", "--format", "json"],
+    ],
+)
+def test_a_history_of_text_is_refused_where_the_topology_reads_avro(given, tmp_path):
+    source = "source:\n  format: avro\n  schema_id: none\n  schema: r.avsc\n"
+    topology = tmp_path / "t.yaml"
+    topology.write_text(Path(SIMPLEST).read_text(encoding="utf-8").replace("source:\n", source), encoding="utf-8")
+    schema = '{"type":"record","name":"R","fields":[{"name":"event_id","type":"string"},{"name":"ts","type":"long"}]}'
+    (tmp_path / "r.avsc").write_text(schema, encoding="utf-8")
+    arguments = [str(topology) if each == "TOPOLOGY" else each for each in given]
+    error = CliRunner().invoke(create_app(), ["spark", *arguments]).exception
+    assert isinstance(error, SettingsError), error
+    assert "has values that are text, not `source.format: avro`" in str(error)
+
+
+@pytest.mark.parametrize(
     ("given", "names"),
     [
         (["sink", SIMPLEST], "dedup spark sink"),

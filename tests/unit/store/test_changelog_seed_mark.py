@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dedup.core.window import Sighting, Source, Window
 from dedup.errors import StateIncompatible, TaskCorrupted
 from dedup.kafka.wire import FetchedRecord, LogBounds, TopicPartition
-from dedup.store.base import TaskRecord
+from dedup.store.base import MemoryStore, TaskRecord
 from dedup.store.changelog import (
     SEED_MARK_KEY,
     TASK_RECORD_KEY,
@@ -22,7 +22,6 @@ from dedup.store.changelog import (
     parse_key,
     sighting_key,
 )
-from dedup.store.memory import MemoryStore
 from dedup.worker.restore import restore
 from tests.simulation.cluster import fetched
 

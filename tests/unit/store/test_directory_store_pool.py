@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dedup.errors import InvariantBroken
+from dedup.store.base import MemoryStore
 from dedup.store.directory import StorePool
-from dedup.store.memory import MemoryStore
 
 
 class Noted(MemoryStore):

@@ -62,9 +62,12 @@ def test_the_least_file_has_none():
         ("event_time: {field: created}", '8:1: the key "unit" is missing in event_time'),
         (
             "event_time: {field: created, unit: iso8601}",
-            '8:36: event_time.unit: "iso8601" is not one of rfc3339 | s | ms | us; did you mean "rfc3339"?',
+            '8:36: event_time.unit: "iso8601" is not one of rfc3339 | s | ms | us | timestamp; did you mean "rfc3339"?',
         ),
-        ("event_time: {field: created, unit: sec}", '8:36: event_time.unit: "sec" is not one of rfc3339 | s | ms | us'),
+        (
+            "event_time: {field: created, unit: sec}",
+            '8:36: event_time.unit: "sec" is not one of rfc3339 | s | ms | us | timestamp',
+        ),
         (
             "event_time: {field: a..b, unit: ms}",
             '8:21: event_time.field: path a..b: a member name is missing at position 3; quote odd names: a["b.c"]',
@@ -173,20 +176,26 @@ def test_a_mistake_in_one_line(line, said):
         ),
         (
             "[clicks]",
-            "[clicks]\n  format: avro",
-            '5:11: source.format: "avro" is not supported; use json, json_schema, or bytes with the ID in the key or a header',
+            "[clicks]\n  format: protobuf",
+            '5:11: source.format: "protobuf" is not supported; use json, json_schema, avro, or bytes with the ID in the key or a header',
         ),
         (
             "[clicks]",
             "[clicks]\n  format: jsn",
-            '5:11: source.format: "jsn" is not one of json | json_schema | bytes; did you mean "json"?',
+            '5:11: source.format: "jsn" is not one of json | json_schema | avro | bytes; did you mean "json"?',
         ),
         ("[clicks]", "[clicks]\n  schema_id: prefix", "5:3: source.schema_id: needs `source.format: json_schema`"),
         (
             "[clicks]",
             "[clicks]\n  format: json_schema\n  schema_id: none",
-            '6:14: source.schema_id: "none" is not one of auto | header | prefix',
+            "6:3: source.schema_id: none needs `source.format: avro`; JSON without framing is `format: json`",
         ),
+        (
+            "[clicks]",
+            "[clicks]\n  format: json_schema\n  schema_id: prefixed",
+            '6:14: source.schema_id: "prefixed" is not one of auto | header | prefix | none; did you mean "prefix"?',
+        ),
+        ("[clicks]", "[clicks]\n  schema: a.avsc", "5:3: source.schema: needs `source.format: avro`"),
         (
             "[clicks]",
             "[clicks]\n  start: yesterday",

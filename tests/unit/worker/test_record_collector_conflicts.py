@@ -6,8 +6,8 @@ import pytest
 
 from dedup.kafka.record_batch import FeedBatch
 from dedup.metrics import TaskNumbers
+from dedup.store.base import MemoryStore
 from dedup.store.directory import Keeping
-from dedup.store.memory import MemoryStore
 from dedup.topology.model import extractor_of
 from dedup.topology.parse import parse
 from dedup.worker.dedup_task import DedupTask

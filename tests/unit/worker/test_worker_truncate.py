@@ -2,8 +2,7 @@
 
 import pytest
 
-from dedup.store.base import NOT_SAID, TaskRecord
-from dedup.store.memory import MemoryStore
+from dedup.store.base import NOT_SAID, MemoryStore, TaskRecord
 from tests.simulation.cluster import Cluster
 from tests.simulation.direct import DirectWire, task
 

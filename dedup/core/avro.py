@@ -1,0 +1,691 @@
+"""Reads the members of Avro values by path: one value exactly (`AvroReader.read`), or a batch in columns.
+
+A value is the binary encoding of one record under a known writer schema. Both ways skip what is not asked for, but
+follow the schema through the whole value, because the value must end where its record ends. The columns
+(`AvroReader.columns`) advance all values of a batch together, field by field, and leave every batch in which a value
+might be damaged to `read`. Source: "Binary Encoding" and "Logical Types" of the Avro specification 1.12.0.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice, repeat
+from math import log10
+from typing import Any, Final, assert_never, cast
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+
+from dedup.core.event_time import FieldTime, TimeUnit
+from dedup.core.exact_json import ABSENT, Absent, Number, Unreadable, with_foreign_format
+from dedup.core.framing import PREFIX_BYTES
+from dedup.core.json_path import Path
+
+MAX_DEPTH: Final = 200
+"""Maximum nesting depth of schemas and of values, whose depth the schema does not limit if it contains itself."""
+_MOST_SCHEMA_CHARS: Final = 1 << 20
+_MOST_DECIMAL_BYTES: Final = 1_024
+_VARINT_BITS: Final = 64
+_VARINT_BYTES: Final = 10
+_LOW: Final = 0x7F
+"""The bits of a byte that belong to a number. The byte is greater if another one follows."""
+_LONG_ARRAY: Final = 64
+_ROWS_PER_ITEM: Final = 16
+"""An array longer than `_LONG_ARRAY` is read in columns only if so many values of the batch, on average, have each
+item."""
+_PADDING: Final = bytes(16)
+"""What follows the last value of a batch, so that a number that is cut off there can be read and then refused."""
+
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_FULL_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+_WIDTHS: Final = {
+    "null": 0, "boolean": 1, "int": -1, "long": -1, "float": 4, "double": 8, "bytes": -1, "string": -1
+}  # fmt: skip
+"""The primitive types, and how many bytes each value takes; -1 if it depends on the value."""
+_UNITS: Final = ("millis", "micros", "nanos")
+_LOGICAL: Final = {
+    "int": {"date", "time-millis"},
+    "long": {"time-micros", *(f"{zone}timestamp-{unit}" for zone in ("", "local-") for unit in _UNITS)},
+    "bytes": {"decimal", "big-decimal"},
+    "fixed": {"decimal", "duration", "uuid"},
+    "string": {"uuid"},
+}
+"""The logical types of each type. Others, and invalid ones, count as the type itself, as the specification says."""
+_SIZE_OF: Final = {"uuid": 16, "duration": 12}
+_TIMESTAMPS: Final[Mapping[str, tuple[TimeUnit | None, int]]] = {
+    "timestamp-millis": ("ms", 1_000_000),
+    "timestamp-micros": ("us", 1_000),
+    "timestamp-nanos": (None, 1),
+}
+"""The unit of each type that holds an instant, as a topology file writes it, and in nanoseconds."""
+_NO_ID: Final = frozenset(
+    {"null", "float", "double", "date", "time-millis", "time-micros", "duration", "big-decimal"}
+    | {f"local-timestamp-{unit}" for unit in _UNITS}
+)
+
+
+class SchemaRefused(ValueError):
+    """A schema is not valid, or its values are no records. The message says why, as the rest of a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A type whose values contain no other values."""
+
+    kind: str
+    logical: str = ""
+    """The logical type, or an empty string."""
+    width: int = -1
+    """How many bytes each value takes, or -1 if it depends on the value."""
+    symbols: tuple[str, ...] = ()
+    scale: int = 0
+
+    @property
+    def name(self) -> str:
+        """What the type is called: the logical type, if there is one."""
+        return self.logical or self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record. Fields are added after the record is made, because it may contain itself."""
+
+    name: str
+    fields: dict[str, Node] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """An array or a map."""
+
+    item: Node
+    name: str
+    """Either array or map."""
+
+
+@dataclass(frozen=True, slots=True)
+class Union:
+    """A value of one of several types, preceded by the position of its type."""
+
+    branches: tuple[Node, ...]
+
+
+Node = Scalar | Record | Items | Union
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """A moment, in nanoseconds since 1970 UTC."""
+
+    nanoseconds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A value whose type cannot be what the value is read for, such as a double as an ID."""
+
+    type_name: str
+
+
+Leaf = None | bool | int | str | bytes | Number | UUID | Instant | Refused | Absent
+"""What is at a path. A decimal is a `Number` with an exponent."""
+
+
+@lru_cache(maxsize=256)
+def parse_schema(text: str) -> Record:
+    """Return the record that an Avro schema describes. Raises SchemaRefused if there is none."""
+    if len(text) > _MOST_SCHEMA_CHARS:
+        raise SchemaRefused(f"has {len(text):,} characters, more than {_MOST_SCHEMA_CHARS:,}")
+    try:
+        return _SchemaParser().record(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise SchemaRefused(f"is not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
+    except RecursionError:
+        raise SchemaRefused(f"is nested more than {MAX_DEPTH} levels deep") from None
+
+
+class _SchemaParser:
+    def __init__(self) -> None:
+        self._named: Final[dict[str, Node]] = {}
+        self._arrays: Final[list[Items]] = []
+
+    def record(self, schema: Any) -> Record:  # noqa: ANN401 - JSON
+        node = self.node(schema, "", 0)
+        if not isinstance(node, Record):
+            raise SchemaRefused("does not describe a record; each value must be one record")
+        if any(_takes_nothing(each.item, ()) for each in self._arrays):
+            raise SchemaRefused("has an array of items that take no bytes, so a value could have any number of them")
+        return node
+
+    def node(self, schema: Any, namespace: str, depth: int) -> Node:  # noqa: ANN401 - JSON
+        if depth > MAX_DEPTH:
+            raise SchemaRefused(f"is nested more than {MAX_DEPTH} levels deep")
+        match schema:
+            case str() if schema in _WIDTHS:
+                return Scalar(schema, width=_WIDTHS[schema])
+            case str():
+                return self._known(schema, namespace)
+            case list():
+                branches = tuple(self.node(each, namespace, depth + 1) for each in schema)
+                if not branches or any(isinstance(branch, Union) for branch in branches):
+                    raise SchemaRefused("has a union that is empty or has a union as a branch")
+                return Union(branches)
+            case {"type": str(kind)} if kind in _WIDTHS:
+                logical, scale = _logical(kind, schema, 0)
+                return Scalar(kind, logical, _WIDTHS[kind], scale=scale)
+            case {"type": "record" | "enum" | "fixed" | "array" | "map"}:
+                return self._complex(schema, namespace, depth)
+            case {"type": inner}:
+                return self.node(inner, namespace, depth + 1)
+            case _:
+                raise SchemaRefused("has a type that is no name, list, or object with a type")
+
+    def _complex(self, schema: Mapping[str, Any], namespace: str, depth: int) -> Node:
+        match schema:
+            case {"type": "record", "fields": list(fields)}:
+                return self._record(schema, fields, namespace, depth)
+            case {"type": "enum", "symbols": list(symbols)}:
+                if not all(isinstance(each, str) for each in symbols) or len(set(symbols)) < len(symbols):
+                    raise SchemaRefused("has an enum whose symbols are not distinct names")
+                return self._define(schema, namespace, Scalar("enum", symbols=tuple(symbols)))
+            case {"type": "fixed", "size": int(size)} if size >= 0 and size is not True:
+                logical, scale = _logical("fixed", schema, size)
+                return self._define(schema, namespace, Scalar("fixed", logical, size, scale=scale))
+            case {"type": "array", "items": item}:
+                self._arrays.append(Items(self.node(item, namespace, depth + 1), "array"))
+                return self._arrays[-1]
+            case {"type": "map", "values": item}:
+                return Items(self.node(item, namespace, depth + 1), "map")
+            case _:
+                raise SchemaRefused(f"has a type {schema['type']} that is not complete")
+
+    def _known(self, name: str, namespace: str) -> Node:
+        full = f"{namespace}.{name}" if namespace and "." not in name else name
+        found = self._named.get(full, self._named.get(name))
+        if found is None:
+            raise SchemaRefused(f"uses a type that it does not define before: {name[:_LONG_ARRAY]}")
+        return found
+
+    def _record(self, schema: Mapping[str, Any], fields: list[Any], namespace: str, depth: int) -> Node:
+        record = Record(_full_name(schema, namespace))
+        self._define(schema, namespace, record)
+        for each in fields:
+            match each:
+                case {"name": str(name), "type": kind} if _NAME.fullmatch(name) and name not in record.fields:
+                    record.fields[name] = self.node(kind, record.name.rpartition(".")[0], depth + 1)
+                case _:
+                    raise SchemaRefused(f"has a field without a type or a name of its own in {record.name}")
+        return record
+
+    def _define(self, schema: Mapping[str, Any], namespace: str, node: Node) -> Node:
+        name = _full_name(schema, namespace)
+        if name in self._named or name in _WIDTHS:
+            raise SchemaRefused(f"defines {name} twice")
+        self._named[name] = node
+        return node
+
+
+def _full_name(schema: Mapping[str, Any], namespace: str) -> str:
+    name, own = schema.get("name"), schema.get("namespace") or namespace
+    full = name if "." in str(name) or not own else f"{own}.{name}"
+    if not isinstance(full, str) or not isinstance(name, str) or not _FULL_NAME.fullmatch(full):
+        raise SchemaRefused(f"has a type {schema['type']} without a valid name")
+    return full
+
+
+def _logical(kind: str, schema: Mapping[str, Any], size: int) -> tuple[str, int]:
+    """Return the logical type and the scale, or "" and 0 if there is no valid logical type."""
+    name = schema.get("logicalType")
+    if not isinstance(name, str) or name not in _LOGICAL.get(kind, ()):
+        return "", 0
+    if kind == "fixed" and size != _SIZE_OF.get(name, size):
+        return "", 0
+    if name != "decimal":
+        return name, 0
+    precision, scale = schema.get("precision"), schema.get("scale", 0)
+    if type(precision) is not int or type(scale) is not int or not 0 <= scale <= precision or precision == 0:
+        return "", 0
+    most = int(log10(2) * (8 * size - 1)) if kind == "fixed" else precision
+    return (name, scale) if precision <= most else ("", 0)
+
+
+def nodes_at(node: Node, path: Path) -> list[Node]:
+    """Return the types that values at a path can have; none if the schema has nothing there."""
+    if isinstance(node, Union):
+        return [found for branch in node.branches for found in nodes_at(branch, path)]
+    if not path:
+        return [node]
+    step, *rest = path
+    if isinstance(node, Record) and isinstance(step, str) and step in node.fields:
+        return nodes_at(node.fields[step], tuple(rest))
+    if isinstance(node, Items) and isinstance(step, int) == (node.name == "array"):
+        return nodes_at(node.item, tuple(rest))
+    return []
+
+
+def type_name(node: Node) -> str:
+    """Return what a type is called: its logical type, if it has one, or the kind of values that it has."""
+    match node:
+        case Scalar() | Items():
+            return node.name
+        case Record():
+            return "record"
+        case Union():
+            return "union"
+        case never:
+            assert_never(never)
+
+
+def is_refused(node: Node, time: FieldTime | None) -> bool:
+    """Return whether values of a type are no IDs or, with ``time``, no event times of its unit."""
+    if not isinstance(node, Scalar):
+        return True
+    if time is None:
+        return node.name in _NO_ID
+    if node.name in _TIMESTAMPS:
+        return time.unit not in {"timestamp", _TIMESTAMPS[node.name][0]}
+    numbers, texts = {"int", "long", "decimal"}, {"string"}
+    return node.name not in {"timestamp": set(), "rfc3339": texts}.get(time.unit, numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is asked for at one place of the schema."""
+
+    slots: tuple[int, ...] = ()
+    """The positions, in the result, of the paths that end here."""
+    below: Mapping[str | int, _Wanted] = field(default_factory=dict)
+
+
+_NOTHING: Final = _Wanted()
+
+
+def _wanted(paths: Iterable[tuple[int, Path]]) -> _Wanted:
+    ends: list[int] = []
+    below: dict[str | int, list[tuple[int, Path]]] = {}
+    for slot, path in paths:
+        if path:
+            below.setdefault(path[0], []).append((slot, path[1:]))
+        else:
+            ends.append(slot)
+    return _Wanted(tuple(ends), {step: _wanted(rest) for step, rest in below.items()})
+
+
+class AvroReader:
+    """Reads the members at some paths, and the event time, from values of one writer schema."""
+
+    def __init__(self, schema: Record, ids: Sequence[Path], time: FieldTime | None) -> None:
+        self._schema: Final = schema
+        self.has_time: Final = time is not None
+        self.count: Final = len(ids) + self.has_time
+        self._time: Final = time
+        paths = [*ids, *([time.path] if time is not None else [])]
+        self._time_slot: Final = len(ids) if time is not None else -1
+        self._want: Final = _wanted(enumerate(paths))
+        # An item's position differs between the values of a batch, and so do the keys of maps.
+        self.columnar: Final = not any(_through_items(schema, path) for path in paths)
+
+    def read(self, value: bytes) -> list[Leaf]:
+        """Return what is at each path, the time last. Raises Unreadable if the value is not exactly one record."""
+        try:
+            return self._read(value)
+        except _Damaged as damage:
+            raise self._not_avro(value, f"the value is not a record of the schema: {damage}") from None
+
+    def _read(self, value: bytes) -> list[Leaf]:
+        cursor = _Cursor(self, value)
+        cursor.walk(self._schema, self._want, 0)
+        if cursor.at != len(value):
+            raise _Damaged(f"it continues after its record ends (byte {cursor.at} of {len(value)})")
+        return cursor.found
+
+    def _not_avro(self, value: bytes, text: str) -> Unreadable:
+        if value[:1] == b"{" and value[-1:] == b"}":
+            return Unreadable("not_avro", f"{text}; it looks like JSON", format_name="json")
+        if value[:1] == b"\0":  # a framing, or the first field of a damaged record
+            try:
+                self._read(value[PREFIX_BYTES:])
+            except (_Damaged, Unreadable):
+                return Unreadable("not_avro", text)
+        return with_foreign_format(value, "not_avro", text)
+
+    def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
+        """Return what is at each path as a column, the time last, or None if `read` must look at any value."""
+        batch = _Batch(self, values)
+        try:
+            batch.walk(self._schema, self._want, slice(None), 0)
+        except (_Odd, Unreadable, UnicodeDecodeError):
+            return None
+        return batch.found if (batch.at == batch.ends).all() else None
+
+    def time_of(self, slot: int) -> FieldTime | None:
+        """Return the rule of the event time if that is what a slot is read for, or None for a part of the ID."""
+        return self._time if slot == self._time_slot else None
+
+
+def _through_items(node: Node, path: Path) -> bool:
+    return any(isinstance(each, Items) for at in range(len(path)) for each in nodes_at(node, path[:at]))
+
+
+@lru_cache(maxsize=256)
+def avro_reader(schema: str, ids: tuple[Path, ...], time: FieldTime | None) -> AvroReader:
+    """Return the reader for the values of a schema. Raises SchemaRefused if the schema is not valid."""
+    return AvroReader(parse_schema(schema), ids, time)
+
+
+def _takes_nothing(node: Node, inside: tuple[Record, ...]) -> bool:
+    if isinstance(node, Record):
+        return not any(node is each for each in inside) and all(
+            _takes_nothing(each, (*inside, node)) for each in node.fields.values()
+        )
+    return isinstance(node, Scalar) and node.width == 0
+
+
+def leaf_of(node: Scalar, raw: Any, time: FieldTime | None) -> Leaf:  # noqa: ANN401 - int, bytes, or None, by the type
+    """Return a value as an ID or, with ``time``, as an event time. Raises Unreadable if it has no such meaning."""
+    if node.kind == "null":
+        return None
+    if is_refused(node, time):
+        return Refused(node.name)
+    if node.logical in _TIMESTAMPS:
+        nanoseconds = raw * _TIMESTAMPS[node.logical][1]
+        if time is None:
+            return Instant(nanoseconds)
+        return int(nanoseconds // 1_000_000) if time.unit == "timestamp" else int(raw)
+    match node.kind, node.logical:
+        case "boolean", _:
+            return bool(raw)
+        case "enum", _:
+            return node.symbols[int(raw)]
+        case "string", _:
+            return _text(raw)
+        case _, "uuid":
+            return UUID(bytes=raw)
+        case _, "decimal":
+            return _decimal(raw, node.scale)
+        case _:
+            return cast("bytes | int", raw)
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise Unreadable("not_utf8", f"a string of the value is not UTF-8 (byte {error.start} of the string)") from None
+
+
+def _decimal(raw: bytes, scale: int) -> Number:
+    if not 0 < len(raw) <= _MOST_DECIMAL_BYTES:
+        text = f"a decimal of the value has {len(raw)} bytes, not 1 to {_MOST_DECIMAL_BYTES:,}"
+        raise Unreadable("number_out_of_range", text)
+    return Number(f"{int.from_bytes(raw, 'big', signed=True)}e-{scale}")
+
+
+class _Damaged(Exception):
+    """A value is not a record of its schema. The message says why, and reveals nothing of the value."""
+
+
+class _Cursor:
+    """A position in one value, which `walk` moves behind the value of a type."""
+
+    def __init__(self, reader: AvroReader, value: bytes) -> None:
+        self._reader: Final = reader
+        self._value: Final = value
+        self.found: Final[list[Leaf]] = [ABSENT] * reader.count
+        self.at = 0
+
+    def walk(self, node: Node, want: _Wanted, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise Unreadable("too_deep", f"the value is nested more than {MAX_DEPTH} levels deep")
+        match node:
+            case Scalar():
+                raw = self._raw(node)
+                for slot in want.slots:
+                    self.found[slot] = leaf_of(node, raw, self._reader.time_of(slot))
+            case Record():
+                self._refuse(want, "record")
+                for name, inner in node.fields.items():
+                    self.walk(inner, want.below.get(name, _NOTHING), depth + 1)
+            case Union(branches):
+                branch = self._varint()
+                if not 0 <= branch < len(branches):
+                    raise _Damaged(f"a union has no branch {branch} (before byte {self.at})")
+                self.walk(branches[branch], want, depth + 1)
+            case Items(name=name):
+                self._refuse(want, name)
+                self._items(node, want, depth)
+            case never:
+                assert_never(never)
+
+    def _refuse(self, want: _Wanted, name: str) -> None:
+        for slot in want.slots:
+            self.found[slot] = Refused(name)
+
+    def _items(self, node: Items, want: _Wanted, depth: int) -> None:
+        keys = {step.encode(): False for step in want.below if isinstance(step, str)}
+        position = 0
+        while count := self._varint():
+            due = None
+            if count < 0:
+                size, count = self._varint(), -count
+                due = self.at + size
+            if count > len(self._value) - self.at:  # each item takes a byte
+                raise _Damaged(f"it ends inside a block of {count} items (byte {self.at})")
+            for at in range(position, position + count):
+                step: str | int = at if node.name == "array" else self._key(keys)
+                self.walk(node.item, want.below.get(step, _NOTHING), depth + 1)
+            position += count
+            if due is not None and due != self.at:
+                raise _Damaged(f"a block of items has another size than it says (byte {self.at})")
+
+    def _key(self, keys: dict[bytes, bool]) -> str | int:
+        """Return the key of a map's item, or -1 if no path has it. ``keys`` are those of paths, True if met before."""
+        key = self._take(self._varint())
+        if key not in keys:
+            return -1
+        if keys[key]:
+            raise Unreadable("repeated_member", "a map repeats a key that is on a path of the ID or event time")
+        keys[key] = True
+        return key.decode()
+
+    def _raw(self, node: Scalar) -> int | bytes:
+        match node.kind:
+            case "int" | "long":
+                return self._varint()
+            case "enum":
+                symbol = self._varint()
+                if not 0 <= symbol < len(node.symbols):
+                    raise _Damaged(f"an enum has no symbol {symbol} (before byte {self.at})")
+                return symbol
+            case "boolean":
+                byte = self._take(1)[0]
+                if byte > 1:
+                    raise _Damaged(f"a boolean is neither 0 nor 1 (before byte {self.at})")
+                return byte
+            case "bytes" | "string":
+                return self._take(self._varint())
+            case _:
+                return self._take(node.width)
+
+    def _varint(self) -> int:
+        raw = shift = 0
+        for byte in self._value[self.at : self.at + _VARINT_BYTES]:
+            raw |= (byte & _LOW) << shift
+            shift += 7
+            if byte <= _LOW:
+                self.at += shift // 7
+                if raw.bit_length() > _VARINT_BITS:
+                    break
+                return raw >> 1 ^ -(raw & 1)
+        if shift < 7 * _VARINT_BYTES:
+            raise _Damaged(f"it ends inside a number (byte {self.at})")
+        raise _Damaged(f"a number has more than {_VARINT_BITS} bits (byte {self.at})")
+
+    def _take(self, size: int) -> bytes:
+        if size < 0:
+            raise _Damaged(f"a length is negative (before byte {self.at})")
+        if size > len(self._value) - self.at:
+            raise _Damaged(f"it ends inside a field of {size} bytes (byte {self.at})")
+        taken = self._value[self.at : self.at + size]
+        self.at += size
+        return taken
+
+
+class _Odd(Exception):
+    """A batch needs `AvroReader.read`."""
+
+
+_Longs = npt.NDArray[np.int64]
+_Rows = slice | _Longs
+"""All values of a batch, or the positions of some."""
+
+
+class _Batch:
+    """A position in each value of a batch. `walk` moves those of some values behind the value of a type."""
+
+    def __init__(self, reader: AvroReader, values: Sequence[bytes]) -> None:
+        self._reader: Final = reader
+        self._joined: Final = b"".join([*values, _PADDING])
+        self._text: Final = np.frombuffer(self._joined, np.uint8)
+        lengths = np.fromiter(map(len, values), np.int64, len(values))
+        self.ends: Final = np.cumsum(lengths)
+        self.at: Final = self.ends - lengths
+        self.found: Final[list[list[Leaf]]] = [[ABSENT] * len(values) for _ in range(reader.count)]
+
+    def walk(self, node: Node, want: _Wanted, rows: _Rows, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise _Odd
+        match node:
+            case Scalar():
+                self._scalar(node, want, rows)
+            case Record():
+                self._put(want, rows, lambda _: repeat(Refused("record")))
+                for name, inner in node.fields.items():
+                    self.walk(inner, want.below.get(name, _NOTHING), rows, depth + 1)
+            case Union(branches):
+                self._union(branches, want, rows, depth)
+            case Items(name=name):
+                self._put(want, rows, lambda _: repeat(Refused(name)))
+                self._items(node, rows, depth)
+            case never:
+                assert_never(never)
+
+    def _put(self, want: _Wanted, rows: _Rows, leaves: Callable[[FieldTime | None], Iterable[Leaf]]) -> None:
+        for slot in want.slots:
+            column, values = self.found[slot], leaves(self._reader.time_of(slot))
+            if isinstance(rows, slice):
+                column[:] = islice(values, len(column))
+            else:
+                for row, value in zip(rows.tolist(), values, strict=False):
+                    column[row] = value
+
+    def _union(self, branches: Sequence[Node], want: _Wanted, rows: _Rows, depth: int) -> None:
+        chosen = self._varints(rows)
+        first = int(chosen[0])
+        if (chosen == first).all():
+            if not 0 <= first < len(branches):
+                raise _Odd
+            self.walk(branches[first], want, rows, depth + 1)
+            return
+        if chosen.min() < 0 or chosen.max() >= len(branches):
+            raise _Odd
+        some = np.arange(len(self.at)) if isinstance(rows, slice) else rows
+        for branch in np.unique(chosen).tolist():
+            self.walk(branches[branch], want, some[chosen == branch], depth + 1)
+
+    def _items(self, node: Items, rows: _Rows, depth: int) -> None:
+        going = np.arange(len(self.at)) if isinstance(rows, slice) else rows
+        while len(going):
+            counts = self._varints(going)
+            going, counts = going[counts != 0], counts[counts != 0]
+            sized = going[counts < 0]
+            due = self._varints(sized) + self.at[sized]
+            counts = np.abs(counts)
+            if ((counts < 0) | (counts > self.ends[going] - self.at[going])).any():
+                raise _Odd
+            self._block(node, going, counts, depth)
+            if (due != self.at[sized]).any():
+                raise _Odd
+
+    def _block(self, node: Items, rows: _Longs, counts: _Longs, depth: int) -> None:
+        item = node.item
+        if isinstance(item, Scalar) and item.width > 0 and item.kind != "boolean" and node.name == "array":
+            self._advance(rows, counts * item.width)
+            return
+        if len(counts) and counts.max() > _LONG_ARRAY and counts.sum() < _ROWS_PER_ITEM * counts.max():
+            raise _Odd
+        while len(rows):
+            if node.name == "map":
+                self._advance(rows, self._varints(rows))
+            self.walk(item, _NOTHING, rows, depth + 1)
+            counts = counts - 1
+            rows, counts = rows[counts > 0], counts[counts > 0]
+
+    def _scalar(self, node: Scalar, want: _Wanted, rows: _Rows) -> None:
+        match node.kind:
+            case "int" | "long" | "enum":
+                numbers = self._varints(rows)
+                if node.kind == "enum" and (numbers.min() < 0 or numbers.max() >= len(node.symbols)):
+                    raise _Odd
+                self._put(want, rows, lambda time: _number_leaves(node, numbers, time))
+            case "boolean":
+                flags = self._text[self.at[rows]]
+                self._advance(rows, 1)
+                if flags.max() > 1:
+                    raise _Odd
+                self._put(want, rows, lambda time: [leaf_of(node, flag, time) for flag in flags.tolist()])
+            case _:
+                lengths: _Longs | int = node.width if node.width >= 0 else self._varints(rows)
+                starts = self.at[rows] + 0
+                self._advance(rows, lengths)
+                if want.slots:
+                    ends = (starts + lengths).tolist()
+                    parts = [self._joined[start:end] for start, end in zip(starts.tolist(), ends, strict=True)]
+                    self._put(want, rows, lambda time: _part_leaves(node, parts, time))
+
+    def _varints(self, rows: _Rows) -> _Longs:
+        at = self.at[rows]
+        byte = self._text[at]
+        raw = (byte & _LOW).astype(np.uint64)
+        at = at + 1
+        going, shift = np.flatnonzero(byte > _LOW), 7
+        while len(going):
+            byte = self._text[at[going]]
+            if shift == _VARINT_BITS - 1 and byte.max() > 1:  # the 64th bit is the last one
+                raise _Odd
+            raw[going] |= (byte & _LOW).astype(np.uint64) << np.uint64(shift)
+            at[going] += 1
+            going, shift = going[byte > _LOW], shift + 7
+        if (at > self.ends[rows]).any():
+            raise _Odd
+        self.at[rows] = at
+        numbers: _Longs = (raw >> np.uint64(1)).astype(np.int64) ^ -(raw & np.uint64(1)).astype(np.int64)
+        return numbers
+
+    def _advance(self, rows: _Rows, lengths: _Longs | int) -> None:
+        at = self.at[rows]
+        if ((lengths < 0) | (lengths > self.ends[rows] - at)).any():
+            raise _Odd
+        self.at[rows] = at + lengths
+
+
+def _number_leaves(node: Scalar, numbers: _Longs, time: FieldTime | None) -> list[Any]:
+    if not is_refused(node, time):
+        found: list[Any] = numbers.tolist()
+        if node.kind != "enum" and not node.logical:
+            return found
+        if node.logical in _TIMESTAMPS and time is not None:
+            per_ms = 1_000_000 // _TIMESTAMPS[node.logical][1]
+            return found if time.unit != "timestamp" else list((numbers // per_ms).tolist())
+    return [leaf_of(node, number, time) for number in numbers.tolist()]
+
+
+def _part_leaves(node: Scalar, parts: list[bytes], time: FieldTime | None) -> list[Any]:
+    if node.kind == "string" and not is_refused(node, time):
+        return list(map(bytes.decode, parts))
+    return [leaf_of(node, part, time) for part in parts]

@@ -1,0 +1,266 @@
+"""Avro values: the golden vectors of every type as ID and as time, one verdict for each way to be damaged, schemas."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dedup.core import tracking_id as encoding
+from dedup.core.avro import MAX_DEPTH, SchemaRefused, avro_reader, parse_schema
+from dedup.core.event_time import FieldTime
+from dedup.core.exact_json import Unreadable
+from dedup.core.extract import Extractor, Recipe, compile_extractor
+from dedup.core.extract_one import Fault, One, extract_one
+from dedup.core.json_path import parse_path
+from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule, TrackingId
+
+VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "avro.json").read_text())
+LINE = {
+    "type": "record",
+    "name": "Line",
+    "fields": [{"name": "sku", "type": "string"}, {"name": "next", "type": ["null", "Line"]}],
+}
+
+
+def record(*kinds, name="R"):
+    return json.dumps(
+        {"type": "record", "name": name, "fields": [{"name": f"f{at}", "type": kind} for at, kind in enumerate(kinds)]}
+    )
+
+
+def recipe(schema, path="f0", **options):
+    return Recipe(TrackingId(FieldRule(parse_path(path))), fmt="avro", schema=schema, **options)
+
+
+def code_of(found):
+    return found.code if isinstance(found, Fault) else found
+
+
+def everywhere(one, values):
+    """Return what is extracted of equal values: one by one, and in columns with other values around."""
+    slow = extract_one(one, None, values, [], 5)
+    found = Extractor(one)([None] * 9, [values] * 9, [[]] * 9, [5] * 9)
+    fast = found.faults.get(8) or One(
+        found.ids[8], found.times_ms[8], found.fingerprints[8] if found.fingerprints else b""
+    )
+    assert fast == slow
+    return slow
+
+
+def test_the_vectors_are_of_this_encoding():
+    assert VECTORS["encoding_version"] == encoding.ENCODING_VERSION
+
+
+@pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda case: case["name"])
+def test_a_vector_as_id_and_as_time(case):
+    schema = json.dumps(
+        {
+            "type": "record",
+            "name": "R",
+            "fields": [{"name": "f", "type": case["type"]}, {"name": "end", "type": "boolean"}],
+        }
+    )
+    value = bytes.fromhex(case["value"]) + b"\1"
+    found = everywhere(recipe(schema, "f"), value)
+    assert (found.id.hex() if isinstance(found, One) else found.code) == case["id"]
+    found = everywhere(recipe(schema, "end", event_time=FieldTime(("f",), case["unit"])), value)
+    assert (found.time_ms if isinstance(found, One) else found.code) == case["time"]
+    if isinstance(found, Fault):
+        assert len(found.detail) < 200
+
+
+@pytest.mark.parametrize(
+    ("kinds", "value", "said"),
+    [
+        (["long"], b"", "it ends inside a number (byte 0)"),
+        (["long"], b"\x80", "it ends inside a number (byte 0)"),
+        (["string"], b"\x06ab", "it ends inside a field of 3 bytes (byte 1)"),
+        (["bytes"], b"\x80\x80\x80\x80\x08", "it ends inside a field of 1073741824 bytes (byte 5)"),
+        (["bytes"], b"\xfe\xff\xff\xff\xff\xff\xff\xff\xff\x01", "it ends inside a field of 9223372036854775807 bytes"),
+        (["bytes"], b"\x01", "a length is negative (before byte 1)"),
+        (["string", "double"], b"\x00abc", "it ends inside a field of 8 bytes (byte 1)"),
+        (["long"], b"\x02\x02", "it continues after its record ends (byte 1 of 2)"),
+        ([["null", "long"]], b"\x06", "a union has no branch 3 (before byte 1)"),
+        ([{"type": "array", "items": "long"}], b"\x02\x02", "it ends inside a number (byte 2)"),
+        (
+            [{"type": "array", "items": "long"}],
+            b"\xfe\xff\xff\xff\x0f\x02",
+            "it ends inside a block of 2147483647 items",
+        ),
+        (
+            [{"type": "array", "items": "long"}],
+            b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x02",
+            "it ends inside a block of",
+        ),
+        (
+            [{"type": "array", "items": "long"}],
+            b"\x01\x04\x02\x00",
+            "a block of items has another size than it says (byte 3)",
+        ),
+        ([{"type": "map", "values": "null"}], b"\xfe\xff\xff\xff\x0f\x02a", "it ends inside a block of"),
+    ],
+)
+def test_a_damaged_value_is_a_dead_letter_with_its_reason(kinds, value, said):
+    fault = everywhere(recipe(record(*kinds)), value)
+    assert (fault.kind.name, fault.code) == ("UNREADABLE", "not_avro")
+    assert fault.detail.startswith(f"the value is not a record of the schema: {said}")
+    assert everywhere(Recipe(TrackingId(HeaderRule("h")), fmt="avro", schema=record(*kinds)), value) == fault
+
+
+def test_blocks_may_say_their_size():
+    schema = record({"type": "array", "items": "string"}, "long")
+    for value in (b"\x04\x02a\x02b\x00\x0e", b"\x03\x08\x02a\x02b\x00\x0e", b"\x01\x04\x02a\x02\x02b\x00\x0e"):
+        assert everywhere(recipe(schema, "f1"), value).id == b"\x04\x07"
+        assert everywhere(recipe(schema, "f0[1]"), value).id == b"\x01b"
+        assert everywhere(recipe(schema, "f0[2]"), value).code == "id_missing"
+
+
+def test_a_key_of_a_map_is_a_step():
+    schema = record({"type": "map", "values": ["null", "long"]})
+    assert everywhere(recipe(schema, "f0.é"), b"\x04\x02a\x00\x04\xc3\xa9\x02\x0e\x00").id == b"\x04\x07"
+    assert everywhere(recipe(schema, "f0.b"), b"\x02\x02a\x00\x00").code == "id_missing"
+    assert everywhere(recipe(schema, "f0.a"), b"\x04\x02a\x02\x0e\x02a\x02\x0e\x00").code == "repeated_member"
+
+
+def test_a_schema_that_contains_itself_is_bounded():
+    schema = record("long", LINE)
+    assert everywhere(recipe(schema), b"\x0e\x02a\x02\x02b\x00").id == b"\x04\x07"
+    assert everywhere(recipe(schema, "f1.next.sku"), b"\x0e\x02a\x02\x02b\x00").id == b"\x01b"
+    assert everywhere(recipe(schema, "f1.next.next.sku"), b"\x0e\x02a\x02\x02b\x00").code == "id_missing"
+    fault = everywhere(recipe(schema), b"\x0e" + b"\x02a\x02" * 100_000 + b"\x02a\x00")
+    assert (fault.code, fault.detail) == ("too_deep", f"the value is nested more than {MAX_DEPTH} levels deep")
+
+
+@pytest.mark.parametrize(
+    ("value", "format_name", "said"),
+    [
+        (b"\0\0\0\0\x2a\x0e\0", "schema_registry", "it begins with byte 0: Schema Registry framing, schema id 42"),
+        (b"\0\0\0\0\x2a\x0e\6", "", "the value is not a record of the schema: it continues after"),
+        (b'{"id": 7}', "json", "it looks like JSON"),
+        (b"Obj\1...", "avro_file", "an Avro object container"),
+        (b"\xc3\x01........\x0e\0", "avro_single_object", "Avro's single-object encoding"),
+    ],
+)
+def test_a_value_of_another_format_is_named(value, format_name, said):
+    fault = extract_one(recipe(record("long", ["null", "long"])), None, value, [], 0)
+    assert (fault.code, fault.format_name) == ("not_avro", format_name)
+    assert said in fault.detail
+
+
+def test_ids_are_those_of_json():
+    """So a topic may change its format: the state that holds its IDs stays good."""
+    schema = record(
+        "string", "long", {"type": "bytes", "logicalType": "decimal", "precision": 9, "scale": 2}, "boolean"
+    )
+    rule = TrackingId(FieldsRule((("f0",), ("f1",), ("f2",), ("f3",))), ("trim", "lower"))
+    avro = Recipe(rule, fmt="avro", schema=schema)
+    value = b'{"f0":" A ","f1":7,"f2":1.5,"f3":true}'
+    assert everywhere(avro, b"\x06 A \x0e\x04\x00\x96\x01").id == extract_one(Recipe(rule), None, value, [], 0).id
+
+
+def test_the_key_the_raw_value_and_the_fingerprint():
+    schema = record("long")
+    for rule, expected in ((KeyRule(), b"\x02k"), (RawContentRule(), b"\x02\x0e")):
+        one = Recipe(TrackingId(rule), fmt="avro", schema=schema, fingerprint=True)
+        other = Recipe(TrackingId(rule), fmt="bytes", fingerprint=True)
+        record_of = (b"k", b"\x0e", [], 5)
+        assert extract_one(one, *record_of).id == expected
+        assert extract_one(one, *record_of) == extract_one(other, *record_of)
+        found = Extractor(one)([b"k"] * 9, [b"\x0e"] * 9, [[]] * 9, [5] * 9)
+        assert found.fingerprints == [extract_one(one, *record_of).fingerprint] * 9
+        assert found.ids == [expected] * 9
+
+
+def test_a_record_without_a_key_is_one_of_a_batch():
+    one = Recipe(TrackingId(KeyRule()), fmt="avro", schema=record("long"))
+    found = Extractor(one)([b"k"] * 8 + [None], [b"\x0e"] * 9, [[]] * 9, [5] * 9)
+    assert found.ids == [b"\x02k"] * 8 + [None]
+    assert found.faults[8].code == "id_null"
+
+
+def test_canonical_content_is_refused():
+    for rule, exclude in ((ContentRule(), ()), (KeyRule(), (("a",),))):
+        with pytest.raises(ValueError, match="format avro has no canonical content"):
+            compile_extractor(
+                TrackingId(rule),
+                FieldTime(("f0",), "ms"),
+                fmt="avro",
+                fingerprint=True,
+                fingerprint_exclude=exclude,
+                schema=record("long"),
+            )
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ("", "is not JSON (line 1, column 1: Expecting value)"),
+        ('"string"', "does not describe a record"),
+        ('["null"]', "does not describe a record"),
+        ("7", "has a type that is no name, list, or object with a type"),
+        ("[" * 100_000, "is nested more than 200 levels deep"),
+        ('{"type":' * 300 + '"int"' + "}" * 300, "is nested more than 200 levels deep"),
+        (record("text"), "uses a type that it does not define before: text"),
+        (record("R2", name="x.R1"), "uses a type that it does not define before: R2"),
+        (record([["null"]]), "has a union that is empty or has a union as a branch"),
+        (record([]), "has a union that is empty or has a union as a branch"),
+        (record({"type": "enum", "name": "E", "symbols": ["A", "A"]}), "has an enum whose symbols are not distinct names"),
+        (record({"type": "enum", "name": "E"}), "has a type enum that is not complete"),
+        (record({"type": "fixed", "name": "F", "size": -1}), "has a type fixed that is not complete"),
+        (record({"type": "fixed", "name": "F", "size": True}), "has a type fixed that is not complete"),
+        (record({"type": "fixed", "size": 1}), "has a type fixed without a valid name"),
+        (record({"type": "record", "name": "R", "fields": []}), "defines R twice"),
+        (record({"type": "record", "name": "a b", "fields": []}), "has a type record without a valid name"),
+        (record({"type": "array", "items": "null"}), "has an array of items that take no bytes"),
+        (record({"type": "array", "items": json.loads(record("null", name="N"))}), "has an array of items that take no bytes"),
+        ('{"type":"record","name":"R","fields":[{"name":"a","type":"int"},{"name":"a","type":"int"}]}', "has a field without"),
+        ('{"type":"record","name":"R","fields":[{"name":"a"}]}', "has a field without a type or a name of its own in R"),
+        (record(*["int"] * 40_000), "has 1,"),
+    ],
+)  # fmt: skip
+def test_a_schema_that_is_refused(schema, said):
+    with pytest.raises(SchemaRefused) as refused:
+        parse_schema(schema)
+    assert str(refused.value).startswith(said)
+
+
+def test_names_are_found_in_their_namespace():
+    schema = {
+        "type": "record",
+        "name": "a.b.Outer",
+        "fields": [
+            {"name": "f0", "type": {"type": "enum", "name": "E", "symbols": ["X"]}},
+            {"name": "f1", "type": {"type": "record", "name": "Inner", "namespace": "c", "fields": [{"name": "f", "type": "a.b.E"}]}},
+            {"name": "f2", "type": ["null", "E", "c.Inner"]},
+            {"name": "f3", "type": {"type": {"type": "array", "items": "E"}}},
+        ],
+    }  # fmt: skip
+    value = b"\0\0\2\0\2\0\0"
+    assert avro_reader(json.dumps(schema), (("f2",), ("f1", "f")), None).read(value) == ["X", "X"]
+    with pytest.raises(Unreadable):
+        avro_reader(json.dumps(schema), (), None).read(value[:-1])
+
+
+def test_whole_batches_are_taken_in_columns(monkeypatch):
+    monkeypatch.setattr("dedup.core.extract.extract_one", lambda *given: pytest.fail(f"{given} went the slow way"))
+    one = recipe(
+        record(["null", "string"], {"type": "array", "items": "double"}, LINE),
+        event_time=FieldTime(("f2", "sku"), "rfc3339"),
+    )
+    time = b"\x28" + b"1970-01-01T00:00:01Z"
+    values = [
+        b"\x02\x02%c" % (97 + row)
+        + b"\x04"
+        + b"\1" * 16
+        + b"\x00"
+        + time
+        + (b"\x02" + time + b"\x00" if row % 3 else b"\x00")
+        for row in range(20)
+    ]
+    found = Extractor(one)([None] * 20, values, [[]] * 20, [0] * 20)
+    assert found.ids == [b"\x01%c" % (97 + row) for row in range(20)]
+    assert found.times_ms == [1000] * 20
+    # A row without an ID does not send its neighbors there.
+    values[7] = b"\x00\x00" + time + b"\x00"
+    found = Extractor(one)([None] * 20, values, [[]] * 20, [0] * 20)
+    assert {row: fault.code for row, fault in found.faults.items()} == {7: "id_null"}
