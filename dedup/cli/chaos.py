@@ -67,10 +67,7 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     per_s: Annotated[int, typer.Option(min=1, help="Records sent per second.")] = 2_000,
     seed: Annotated[int, typer.Option(help="Seed of the fault schedule; the same seed gives the same faults.")] = 1,
     harder: Annotated[
-        float,
-        typer.Option(
-            min=0.1, max=20, help="Fault-rate multiplier; above 1, an embedded Kafka gets more kinds of faults."
-        ),
+        float, typer.Option(min=0.1, max=20, help="Fault-rate factor; above 1, more kinds if Kafka is embedded.")
     ] = 1.0,
     partitions: Annotated[
         int | None,
