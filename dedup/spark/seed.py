@@ -148,7 +148,8 @@ def seed(
     ``history`` is a `History` of files, a DataFrame of `columns.RECORDS`, or None for the source topics from their
     start. Rows that, by their offset or timestamp, the fleet will read itself are ignored. ``commit_rows`` is the
     number of changelog records in a transaction. Writes no seed and raises StateIncompatible if the group or the
-    changelog contains state that `dedup spark seed` did not write, or if an earlier run began a different seed.
+    changelog contains state that `dedup spark seed` did not write, if an earlier run began a different seed, or if all
+    records of the history are dead letters.
     """
     began_s = time.monotonic()
     work = partial(on_cluster, settings, f"dedup-{topology.name}-seed")
@@ -171,6 +172,7 @@ def seed(
         rows = changelog_rows(folded.sightings, topology.window)
         rows = rows.withColumn("hash", fn.xxhash64("key", "value")).persist()
         try:
+            _refuse_unread(folded.counts, whole.place)
             marks, records = _marks(topology, found, folded, rows, "topics" if history is None else "files")
             plan = WritePlan(topology, PicklableSettings.of(settings), marks, records, commit_rows)
             work(lambda wire, _: _SeedWriter(plan, wire).begin(found))
@@ -188,6 +190,17 @@ def seed(
     )
     seconds = round(time.monotonic() - began_s, 3)
     return Seeded(marks[0].seed, tuple(partitions), found.begins, folded.counts, seconds)
+
+
+def _refuse_unread(counts: Counts, place: str) -> None:
+    """Raise StateIncompatible if no record can be judged, because a fleet without state would forward all repeats."""
+    dead = counts.verdicts.get("dead_letter", 0)
+    if dead and dead == sum(counts.verdicts.values()):
+        why = ", ".join(f"{count:,} {cause}" for cause, count in counts.causes["dead_letter"].items())
+        raise StateIncompatible(
+            f"nothing was seeded: all {dead:,} records of {place} are dead letters ({why}). Compare `source.format`, "
+            f"`tracking_id`, and `event_time` with the records."
+        )
 
 
 def _of_topics(spark: SparkSession, settings: Settings, found: _ClusterState) -> History:

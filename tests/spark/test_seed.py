@@ -225,6 +225,9 @@ def test_what_can_not_be_seeded_is_refused_with_nothing_written(spark, make_job)
     elsewhere = spark.createDataFrame([(b"a", b'{"id":"a"}', None, BASE_MS, source, 7, 0)], RECORDS)
     with pytest.raises(StateIncompatible, match=f"{source}/7"):
         seed(spark, job.topology, job.settings, "latest", history=elsewhere)
+    unread = spark.createDataFrame([(b"a", b"no JSON", None, BASE_MS, source, 0, 0)], RECORDS)
+    with pytest.raises(StateIncompatible, match=r"nothing was seeded: all 1 records of .* \(1 not_json\)"):
+        seed(spark, job.topology, job.settings, "latest", history=unread)
     job.finish()
     with pytest.raises(StateIncompatible, match="cannot be seeded"):
         seed(spark, job.topology, job.settings, "latest")
