@@ -47,6 +47,7 @@ _PLAIN: Final = (
 _LAST_PORT: Final = 65_535
 _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 _WORKER_ID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+_REGISTRY: Final = re.compile(r"https?://[^/@\s?#]+(/[^@\s?#]*)?")
 _PAGE_ADDRESS: Final = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _WITH_PASSWORD: Final = re.compile(r"[a-z0-9+.-]+://[^/]*:[^/]*@.*", re.IGNORECASE | re.DOTALL)
 _REFERENCE: Final = re.compile(r"\$\{([a-z]*):([^}]*)\}")
@@ -93,6 +94,9 @@ _WORKER_ID_RULE: Final = matching(
     _WORKER_ID, 'is not a valid worker ID; use at most 100 of a-z A-Z 0-9 "." "_" "-", and do not start with "."'
 )
 _PAGE_RULE: Final = matching(_PAGE_ADDRESS, "is not the address of a page; write for example http://worker-1:6066")
+_REGISTRY_RULE: Final = matching(
+    _REGISTRY, "is not the address of a schema registry; write for example https://registry:8081, without a password"
+)
 _DURATION: Final = WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN})
 _BROKER_RULE: Final = accepting(_is_broker, '"{}" is not a broker; write host:port, such as kafka-1:9092')
 _Broker = Annotated[str, _BROKER_RULE, WithJsonSchema({"type": "string", "pattern": f"^{_BROKER.pattern}$"})]
@@ -127,6 +131,26 @@ class Security(Keys):
     """File of the client certificate's private key (PEM)."""
     key_password: _SecretText | None = None
     """Password of the private key, written as ${env:NAME} or ${file:PATH}."""
+
+
+class RegistrySection(Keys):
+    """The schema registry that has the schemas of values, if their framing names one; with Confluent's API."""
+
+    url: Annotated[str, _REGISTRY_RULE] | None = None
+    """Address, such as https://registry:8081 or http://apicurio:8080/apis/ccompat/v7."""
+    username: str | None = None
+    """User for basic authentication."""
+    password: _SecretText | None = None
+    """Password or, without a username, bearer token, written as ${env:NAME} or ${file:PATH}."""
+    ca_file: str | None = None
+    """File of CA certificates to trust (PEM). Default: the system's certificates."""
+    schema_wait: Annotated[str, _between("0s", "10m"), _DURATION] = "30s"
+    """How long the registry may not know a schema before the records that name it become dead letters."""
+
+    @property
+    def schema_wait_ms(self) -> int:
+        """`schema_wait` in milliseconds."""
+        return parse_duration(self.schema_wait)
 
 
 class StateSection(Keys):
@@ -196,6 +220,8 @@ class Settings(Keys):
     )
     security: Security = Security()
     """Protocol, credentials, and certificates for connections to the brokers."""
+    schema_registry: RegistrySection = RegistrySection()
+    """The schema registry, for topologies with Avro behind a framing."""
     state_dir: Annotated[Path, BeforeValidator(_directory), WithJsonSchema({"type": "string"})] = Path("state")
     """Directory of local state. Each worker needs its own directory."""
     state: StateSection = StateSection()

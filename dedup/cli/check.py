@@ -241,6 +241,7 @@ def try_records(
     now: Annotated[
         str | None, typer.Option("--now", help="Current time (RFC 3339). Default: this machine's clock.")
     ] = None,
+    config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Judge records from a file without a broker, and print each verdict with its reason.
@@ -255,6 +256,10 @@ def try_records(
     from dedup.cli.try_records import RecordJudge, entries
 
     parsed = read_topology(topology)
+    if parsed.source.names_schemas:
+        from dedup.kafka.schema_registry import asking
+
+        parsed = asking(parsed, read_settings(config))
     now_ms = time.time_ns() // 1_000_000 if now is None else time_of("--now", now)
     judge = RecordJudge(parsed, now_ms=now_ms)
     start_ms = time_of("--time", start)

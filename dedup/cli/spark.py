@@ -92,6 +92,10 @@ def open_session(
     """Return a Spark session with the settings in ``conf``. Raises SettingsError for a setting without a value."""
     from dedup.spark.session import session_for
 
+    if topology.source.names_schemas:
+        text = "avro behind a schema registry's framing is not supported on Spark; use `dedup run`, `verify`, or `sink`"
+        raise SettingsError([Problem("source.format", text)])
+
     return session_for(topology, master=master, packages=packages, conf=pairs_of("--conf", conf))
 
 
