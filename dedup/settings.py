@@ -47,7 +47,7 @@ _PLAIN: Final = (
 _LAST_PORT: Final = 65_535
 _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 _WORKER_ID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
-_REGISTRY: Final = re.compile(r"https?://[^/@\s?#]+(/[^@\s?#]*)?")
+_REGISTRY: Final = re.compile(r"https?://[^/\s?#]+(/[^\s?#]*)?")
 _PAGE_ADDRESS: Final = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _WITH_PASSWORD: Final = re.compile(r"[a-z0-9+.-]+://[^/]*:[^/]*@.*", re.IGNORECASE | re.DOTALL)
 _REFERENCE: Final = re.compile(r"\$\{([a-z]*):([^}]*)\}")
@@ -82,6 +82,14 @@ def _place(text: str) -> str:
     return text
 
 
+def _registry(text: str) -> str:
+    if "@" in text:
+        raise ValueError("contains a user; leave it out, and set schema_registry.username and .password")
+    if not _REGISTRY.fullmatch(text):
+        raise ValueError("is not the address of a schema registry; write for example https://registry:8081")
+    return text
+
+
 def _between(low: str, high: str) -> Any:  # noqa: ANN401 - a validator
     low_ms, high_ms = parse_duration(low), parse_duration(high)
     short = high_ms <= parse_duration("1h")
@@ -94,9 +102,6 @@ _WORKER_ID_RULE: Final = matching(
     _WORKER_ID, 'is not a valid worker ID; use at most 100 of a-z A-Z 0-9 "." "_" "-", and do not start with "."'
 )
 _PAGE_RULE: Final = matching(_PAGE_ADDRESS, "is not the address of a page; write for example http://worker-1:6066")
-_REGISTRY_RULE: Final = matching(
-    _REGISTRY, "is not the address of a schema registry; write for example https://registry:8081, without a password"
-)
 _DURATION: Final = WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN})
 _BROKER_RULE: Final = accepting(_is_broker, '"{}" is not a broker; write host:port, such as kafka-1:9092')
 _Broker = Annotated[str, _BROKER_RULE, WithJsonSchema({"type": "string", "pattern": f"^{_BROKER.pattern}$"})]
@@ -136,7 +141,7 @@ class Security(Keys):
 class RegistrySection(Keys):
     """The schema registry that has the schemas of values, if their framing names one; with Confluent's API."""
 
-    url: Annotated[str, _REGISTRY_RULE] | None = None
+    url: Annotated[str, AfterValidator(_registry)] | None = None
     """Address, such as https://registry:8081 or http://apicurio:8080/apis/ccompat/v7."""
     username: str | None = None
     """User for basic authentication."""
@@ -452,6 +457,7 @@ def _contradictions(settings: Settings, document: Document) -> Iterator[Problem]
     if settings.web.enabled and settings.web.token is None and not is_loopback(settings.web.host):
         text = f'web.host: "{settings.web.host}" can be reached from outside; set web.token, or listen on 127.0.0.1'
         yield Problem(document.place(("web", "host")), text)
+    yield from _registry_contradictions(settings.schema_registry, document)
     if settings.transaction_timeout_ms < 2 * settings.commit_interval_ms:
         text = f"transaction_timeout: must be at least twice commit_interval ({settings.commit_interval})"
         yield Problem(document.place(("transaction_timeout",)), text)
@@ -459,6 +465,15 @@ def _contradictions(settings: Settings, document: Document) -> Iterator[Problem]
     if (topics.min_insync_replicas or 0) > (topics.replication_factor or 32_767):
         text = f"topics.min_insync_replicas: more than topics.replication_factor ({topics.replication_factor})"
         yield Problem(document.place(("topics", "min_insync_replicas")), text)
+
+
+def _registry_contradictions(registry: RegistrySection, document: Document) -> Iterator[Problem]:
+    for key in ("username", "password", "ca_file"):
+        if registry.url is None and getattr(registry, key) is not None:
+            yield Problem(document.place(("schema_registry", key)), f"schema_registry.{key}: needs schema_registry.url")
+    if registry.ca_file is not None and (registry.url or "").startswith("http:"):
+        text = "schema_registry.ca_file: has no effect with http; write an address that begins with https"
+        yield Problem(document.place(("schema_registry", "ca_file")), text)
 
 
 def _unused(document: Document, keys: Sequence[str], protocol: str, needed: str) -> Iterator[Problem]:

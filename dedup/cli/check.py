@@ -57,7 +57,8 @@ def check(
     The exit code is 2 if a file has an error, and 0 if there are only warnings. If several files are given, the command
     also checks the chain from source to table that they form, and reports each stage that is not exactly-once. Two
     topologies that write to the same topic are an error, unless the topic receives only their dead letters. With
-    --broker, the command also compares the cluster's topics with those that each topology needs.
+    --broker, the command also compares the cluster's topics with those that each topology needs, and the topology's
+    members with the newest schema of each source topic in the schema registry (subject TOPIC-value).
 
     Examples: dedup check topologies/*.yaml
 
@@ -163,9 +164,10 @@ def _findings(topology: Stage, settings: Settings | None) -> list[Finding]:
     if settings is None:
         return lint(topology)
 
+    from dedup.kafka.schema_registry import registry_findings
     from dedup.worker.topics import broker_findings
 
-    return lint(topology) + asyncio.run(broker_findings(topology, settings))
+    return lint(topology) + asyncio.run(broker_findings(topology, settings)) + registry_findings(topology, settings)
 
 
 def _print_warnings(path: Path, found: list[Finding], *, ok: bool) -> None:

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from dedup.cli.inputs import ConfigOption, SetOption, TopologyArgument, read_settings, read_topology
+from dedup.cli.inputs import ConfigOption, SetOption, TopologyArgument, read_both
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,8 +57,8 @@ def run(
     from dedup.worker.supervisor import FleetPlan, supervise
     from dedup.worker.worker import RunOptions, kept_worker_id, main_loop
 
-    settings = read_settings(config, overrides)
-    parsed = read_topology(topology)
+    # A registry that is needed and missing is reported before anything is created.
+    parsed, settings = read_both(topology, config, overrides)
     set_up_logging(settings)
     if workers > 1:
         settings = settings.model_copy(update={"worker_id": kept_worker_id(settings)})

@@ -12,11 +12,13 @@ from collections.abc import Iterable
 from http.client import HTTPException, HTTPResponse
 from typing import Final
 from urllib.error import HTTPError, URLError
+from urllib.parse import quote
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 from dedup.core.framing import SchemaBook, SchemaRef, named
 from dedup.errors import Problem, RegistryUnavailable, SettingsError
 from dedup.settings import RegistrySection, Settings
+from dedup.topology.lint import Finding, schema_findings, warning
 from dedup.topology.model import Topology
 
 log: Final = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ _WITHIN_S: Final = 5.0
 _MOST_BYTES: Final = 4 << 20
 _CHUNK: Final = 1 << 16
 _NOT_FOUND: Final = 404
+_BY_ID: Final = b"\0"
 _AT_ONCE: Final = 4
 _PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
@@ -64,9 +67,15 @@ class SchemaRegistry:
         The text of a schema that is not Avro is returned, too, and fails to parse. Raises RegistryUnavailable if the
         registry gives no answer, or one that says neither.
         """
-        kind = "ids" if ref[:1] == b"\0" else "guids"
+        return self._schema(f"/schemas/{'ids' if ref[:1] == _BY_ID else 'guids'}/{named(ref)}")
+
+    def latest(self, subject: str) -> str | None:
+        """Return the newest schema of a subject, or None if there is none; otherwise like `schema`."""
+        return self._schema(f"/subjects/{quote(subject, safe='')}/versions/latest")
+
+    def _schema(self, path: str) -> str | None:
         try:
-            answer = json.loads(self._get(f"{self._url}/schemas/{kind}/{named(ref)}"))
+            answer = json.loads(self._get(self._url + path))
         except HTTPError as error:
             with error:
                 if error.code == _NOT_FOUND:
@@ -179,3 +188,21 @@ def asking(topology: Topology, settings: Settings) -> Topology:
     if not topology.source.names_schemas:
         return topology
     return topology.knowing(SchemaBook(SchemaRegistry(settings.schema_registry).schema))
+
+
+def registry_findings(topology: Topology, settings: Settings) -> list[Finding]:
+    """Return findings about a topology and the newest schemas of its topics, if their values name their schemas.
+
+    Raises SettingsError or RegistryUnavailable.
+    """
+    findings: list[Finding] = []
+    if topology.source.names_schemas:
+        registry = SchemaRegistry(settings.schema_registry)
+        for subject in (f"{topic}-value" for topic in topology.source.topics):
+            text = registry.latest(subject)
+            if text is None:
+                said = f"the schema registry has no subject {subject}, so the types of members were not checked."
+                findings.append(warning("schema_not_found", said))
+            else:
+                findings += schema_findings(topology, text, subject)
+    return findings

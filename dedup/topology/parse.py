@@ -231,8 +231,8 @@ def _avro_fits(document: Document) -> Iterator[Problem]:
         text = "needs `source.schema_id: none`; a schema registry has the schemas that the framings of values name"
         yield _at_key(document, _SCHEMA, text)
     elif framed and not _is_direct(document):
-        text = "avro behind a framing needs one topic that is `partitioned_by: tracking_id`; records of other topics "
-        yield _at_key(document, form, text + "can be read with `schema_id: none`, or bytes with the ID in the key")
+        text = "avro behind a framing needs `partitioned_by: tracking_id` and one topic; for other topics, use bytes "
+        yield _at_key(document, form, text + "with the ID in the key or a header")
     elif not framed and not document.has(_SCHEMA):
         text = "none needs `source.schema`: the file with the Avro schema of all values"
         yield _at_key(document, _SCHEMA_ID, text)
