@@ -147,8 +147,8 @@ class SchemaResolver:
             try:
                 async with self._at_once:
                     found = await asyncio.to_thread(self._registry.schema, ref)
-            except RegistryUnavailable as error:
-                self._note(str(error))
+            except Exception as error:  # noqa: BLE001 - whatever it is, records wait, and the log says why
+                self._note(str(error) if isinstance(error, RegistryUnavailable) else repr(error))
             else:
                 self._note(None)
                 unknown_since_s = min(unknown_since_s, time.monotonic())

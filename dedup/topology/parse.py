@@ -225,26 +225,15 @@ def _format_fits(document: Document) -> Iterator[Problem]:
 
 
 def _avro_fits(document: Document) -> Iterator[Problem]:
-    form: At = ("source", "format")
     framed = document.get(_SCHEMA_ID) != "none"
     if framed and document.has(_SCHEMA):
         text = "needs `source.schema_id: none`; a schema registry has the schemas that the framings of values name"
         yield _at_key(document, _SCHEMA, text)
-    elif framed and not _is_direct(document):
-        text = "avro behind a framing needs `partitioned_by: tracking_id` and one topic; for other topics, use bytes "
-        yield _at_key(document, form, text + "with the ID in the key or a header")
     elif not framed and not document.has(_SCHEMA):
         text = "none needs `source.schema`: the file with the Avro schema of all values"
         yield _at_key(document, _SCHEMA_ID, text)
     for at in filter(document.has, _JSON_MEMBERS):
         yield _at_key(document, at, "needs `source.format: json`; a value of format avro is compared and kept as bytes")
-
-
-def _is_direct(document: Document) -> bool:
-    topics, rule = document.get(("source", "topics")), document.get(("tracking_id",))
-    by_key = isinstance(rule, dict) and "key" in rule and "normalize" not in rule
-    declared = document.get(("source", "partitioned_by")) == "tracking_id" or by_key
-    return isinstance(topics, list) and len(topics) == 1 and declared
 
 
 def _at_key(document: Document, at: At, text: str) -> Problem:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from dedup.core.extract_one import SCHEMA_UNKNOWN
 from dedup.core.reference_model import Feed, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
+from dedup.errors import StateIncompatible
 from dedup.verify.compare import Expected, SureColumns, Wanted, digest_with
 from dedup.verify.evidence import FIRST_SOURCE_HEADER, FIRST_TIME_HEADER, Filed, SideTopic
 from dedup.verify.log_scan import Log, Plan, Row, forwarded_digest, forwarded_digests, position
@@ -285,6 +286,12 @@ class TaskReplay:
         if letter is None:
             if not dead_letters.complete:
                 self._unprovable(WHY_SIDE_GONE)
+            elif code == SCHEMA_UNKNOWN and not self._pending:
+                raise StateIncompatible(
+                    f"{self.place(row.source)}: the schema registry does not know the schema of this record, and no "
+                    f"dead letter says so. Either the schema was deleted after the record was judged, or the dead "
+                    f"letter was. Nothing can be verified until the schema is registered again, with the same ID."
+                )
             elif not self._pending:
                 self._violation("lost", row, f'dead letter for "{code}", but not in {dead_letters.name}')
             return

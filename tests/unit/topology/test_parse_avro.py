@@ -70,8 +70,7 @@ def test_what_it_becomes():
     ("schema_id", "said"), [("auto", "header or prefix"), ("header", "header"), ("prefix", "prefix")]
 )
 def test_a_framing_names_the_schema(rule, schema_id, said):
-    source = f"schema_id: {schema_id}" + (", partitioned_by: tracking_id" if rule == "field: id" else "")
-    made = topology(rule, source=source)
+    made = topology(rule, source=f"schema_id: {schema_id}")
     assert (made.source.names_schemas, made.source.framing, made.source.schema) == (True, schema_id, None)
     assert f"read, avro with the schema id in the {said}, from earliest" in describe(made)
     with pytest.raises(SettingsError, match="is not supported here"):
@@ -104,10 +103,6 @@ def test_units_that_fit(more, unit):
 
 WANTED = "an ID is a string, integer, decimal, boolean, enum, bytes, fixed, uuid, or timestamp"
 NO_FILE = "needs `source.schema_id: none`; a schema registry has the schemas that the framings of values name"
-FRAMED = (
-    "avro behind a framing needs `partitioned_by: tracking_id` and one topic; for other topics, use bytes with the ID "
-    "in the key or a header"
-)
 UNITS = "unit timestamp takes a timestamp with a zone, rfc3339 a string, and s, ms, and us a number"
 
 
@@ -117,9 +112,6 @@ UNITS = "unit timestamp takes a timestamp with a zone, rfc3339 a string, and s, 
         ({"source": "schema_id: none"}, "3:37: source.schema_id: none needs `source.schema`: the file with the Avro schema of all values"),
         ({"source": "schema: o.avsc"}, f"3:37: source.schema: {NO_FILE}"),
         ({"source": "schema_id: prefix, schema: o.avsc"}, f"3:56: source.schema: {NO_FILE}"),
-        ({"source": "schema_id: prefix"}, f"3:23: source.format: {FRAMED}"),
-        ({"source": "start: latest"}, f"3:23: source.format: {FRAMED}"),
-        ({"source": "start: latest", "rule": "key: true, normalize: [trim]"}, f"3:23: source.format: {FRAMED}"),
         (
             {"source": "schema_id: none, schema: x.avsc"},
             '3:62: source.schema: "x.avsc" cannot be read: No such file or directory; name a file, relative to the topology file',
