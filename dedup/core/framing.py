@@ -87,7 +87,7 @@ def refs_of(
 ) -> list[SchemaRef | None]:
     """Return the schema ID of each value, or None for a null value and for one whose framing is damaged."""
     in_prefix = place == "prefix" or (place == "auto" and HEADER not in map(_name, chain.from_iterable(headers)))
-    if in_prefix and payloads_of("prefix", values, headers) is not None:
+    if values and in_prefix and payloads_of("prefix", values, headers) is not None:
         return list(map(_prefix, values))
     found: list[SchemaRef | None] = []
     for value, row in zip(values, headers, strict=True):
