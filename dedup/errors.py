@@ -86,6 +86,12 @@ class DatabaseUnavailable(DedupError):
     exit_code = 5
 
 
+class RegistryUnavailable(DedupError):
+    """The schema registry gave no answer, or none that says whether it knows a schema, so the caller asks again."""
+
+    exit_code = 5
+
+
 class CheckpointUnusable(DedupError):
     """A checkpoint or its storage is damaged or unreachable, so the caller must read the changelog instead."""
 

@@ -237,6 +237,7 @@ _OTHER_FORMAT: Final = "The producers send another format, or the topic is wrong
 _REMEDIES: Final[Mapping[str, str]] = {
     "not_json": _OTHER_FORMAT,
     "not_utf8": _OTHER_FORMAT,
+    "schema_unknown": "Compare `schema_registry.url` with the registry where the producers register their schemas.",
     "not_avro": "Compare `source.schema` with the schema and the framing that the producers write.",
     "wrong_magic_byte": "The producers do not frame values: compare `source.format` with what they send.",
     "schema_id_missing": "Compare `source.schema_id` with what the producers send.",

@@ -48,6 +48,7 @@ _PLAIN: Final = (
 _LAST_PORT: Final = 65_535
 _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 _WORKER_ID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+_REGISTRY: Final = re.compile(r"https?://[^/\s?#]+(/[^\s?#]*)?")
 _PAGE_ADDRESS: Final = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _WITH_PASSWORD: Final = re.compile(r"[a-z0-9+.-]+://[^/]*:[^/]*@.*", re.IGNORECASE | re.DOTALL)
 _REFERENCE: Final = re.compile(r"\$\{([a-z]*):([^}]*)\}")
@@ -79,6 +80,14 @@ def _place(text: str) -> str:
         raise ValueError(f'"{text}" is not a location; write a directory, or a URL such as s3://bucket/path')
     if _WITH_PASSWORD.fullmatch(text):
         raise ValueError("contains a password; leave it out, and pass it in the variables of the storage's own library")
+    return text
+
+
+def _registry(text: str) -> str:
+    if "@" in text:
+        raise ValueError("contains a user; leave it out, and set schema_registry.username and .password")
+    if not _REGISTRY.fullmatch(text):
+        raise ValueError("is not the address of a schema registry; write for example https://registry:8081")
     return text
 
 
@@ -128,6 +137,26 @@ class Security(Keys):
     """File of the client certificate's private key (PEM)."""
     key_password: _SecretText | None = None
     """Password of the private key, written as ${env:NAME} or ${file:PATH}."""
+
+
+class RegistrySection(Keys):
+    """The schema registry that has the schemas of values, if their framing names one; with Confluent's API."""
+
+    url: Annotated[str, AfterValidator(_registry)] | None = None
+    """Address, such as https://registry:8081 or http://apicurio:8080/apis/ccompat/v7."""
+    username: str | None = None
+    """User for basic authentication."""
+    password: _SecretText | None = None
+    """Password or, without a username, bearer token, written as ${env:NAME} or ${file:PATH}."""
+    ca_file: str | None = None
+    """File of CA certificates to trust (PEM). Default: the system's certificates."""
+    schema_wait: Annotated[str, _between("0s", "10m"), _DURATION] = "30s"
+    """How long the registry may not know a schema before the records that name it become dead letters."""
+
+    @property
+    def schema_wait_ms(self) -> int:
+        """`schema_wait` in milliseconds."""
+        return parse_duration(self.schema_wait)
 
 
 class StateSection(Keys):
@@ -197,6 +226,8 @@ class Settings(Keys):
     )
     security: Security = Security()
     """Protocol, credentials, and certificates for connections to the brokers."""
+    schema_registry: RegistrySection = RegistrySection()
+    """The schema registry, for topologies with Avro behind a framing."""
     state_dir: Annotated[Path, BeforeValidator(_directory), WithJsonSchema({"type": "string"})] = Path("state")
     """Directory of local state. Each worker needs its own directory."""
     state: StateSection = StateSection()
@@ -434,6 +465,7 @@ def _contradictions(settings: Settings, document: Document) -> Iterator[Problem]
     if settings.web.enabled and settings.web.token is None and not is_loopback(settings.web.host):
         text = f'web.host: "{settings.web.host}" can be reached from outside; set web.token, or listen on 127.0.0.1'
         yield Problem(document.place(("web", "host")), text)
+    yield from _registry_contradictions(settings.schema_registry, document)
     if settings.transaction_timeout_ms < 2 * settings.commit_interval_ms:
         text = f"transaction_timeout: must be at least twice commit_interval ({settings.commit_interval})"
         yield Problem(document.place(("transaction_timeout",)), text)
@@ -441,6 +473,15 @@ def _contradictions(settings: Settings, document: Document) -> Iterator[Problem]
     if (topics.min_insync_replicas or 0) > (topics.replication_factor or 32_767):
         text = f"topics.min_insync_replicas: more than topics.replication_factor ({topics.replication_factor})"
         yield Problem(document.place(("topics", "min_insync_replicas")), text)
+
+
+def _registry_contradictions(registry: RegistrySection, document: Document) -> Iterator[Problem]:
+    for key in ("username", "password", "ca_file"):
+        if registry.url is None and getattr(registry, key) is not None:
+            yield Problem(document.place(("schema_registry", key)), f"schema_registry.{key}: needs schema_registry.url")
+    if registry.ca_file is not None and (registry.url or "").startswith("http:"):
+        text = "schema_registry.ca_file: has no effect with http; write an address that begins with https"
+        yield Problem(document.place(("schema_registry", "ca_file")), text)
 
 
 def _unused(document: Document, keys: Sequence[str], protocol: str, needed: str) -> Iterator[Problem]:

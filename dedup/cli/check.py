@@ -57,7 +57,8 @@ def check(
     The exit code is 2 if a file has an error, and 0 if there are only warnings. If several files are given, the command
     also checks the chain that they form from source to table, and reports each stage that is not exactly-once. It is an
     error if two topologies write to the same topic, unless they send only dead letters to it. With --broker, the
-    command also compares the cluster's topics with those that each topology needs.
+    command also compares the cluster's topics with those that each topology needs, and the topology's members with the
+    newest schema of each source topic in the schema registry (subject TOPIC-value).
 
     Examples: dedup check topologies/*.yaml
 
@@ -163,9 +164,10 @@ def _findings(topology: Stage, settings: Settings | None) -> list[Finding]:
     if settings is None:
         return lint(topology)
 
+    from dedup.kafka.schema_registry import registry_findings
     from dedup.worker.topics import broker_findings
 
-    return lint(topology) + asyncio.run(broker_findings(topology, settings))
+    return lint(topology) + asyncio.run(broker_findings(topology, settings)) + registry_findings(topology, settings)
 
 
 def _print_warnings(path: Path, found: list[Finding], *, ok: bool) -> None:
@@ -242,6 +244,7 @@ def try_records(
         str | None,
         typer.Option("--now", help="Time to use as the current time (RFC 3339). Default: this machine's clock."),
     ] = None,
+    config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Judge records from a file without a broker, and print each verdict with its reason.
@@ -256,6 +259,10 @@ def try_records(
     from dedup.cli.try_records import RecordJudge, entries
 
     parsed = read_topology(topology)
+    if parsed.source.names_schemas:
+        from dedup.kafka.schema_registry import asking
+
+        parsed = asking(parsed, read_settings(config))
     now_ms = time.time_ns() // 1_000_000 if now is None else time_of("--now", now)
     judge = RecordJudge(parsed, now_ms=now_ms)
     start_ms = time_of("--time", start)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from dedup.cli.inputs import ConfigOption, SetOption, read_ingest, read_settings, read_topology
+from dedup.cli.inputs import ConfigOption, SetOption, read_both, read_ingest, read_settings
 from dedup.errors import Problem, SettingsError, TaskMigrated
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ def sink(
     from dedup.connect.sink_connector import run_sink
     from dedup.worker.logs import set_up_logging
 
-    settings = read_settings(config, overrides)
-    parsed = read_topology(topology)
+    parsed, settings = read_both(topology, config, overrides)
     spec = resolved_sink(parsed, topology)
     set_up_logging(settings)
     numbers = None if partitions is None else _numbers(partitions)

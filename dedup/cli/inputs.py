@@ -55,7 +55,12 @@ def read_settings(config: Path | None, overrides: list[str] | None = None) -> Se
 
 def read_both(topology: Path, config: Path | None, overrides: list[str] | None) -> tuple[Topology, Settings]:
     """Return a topology and the settings. Raises TopologyError or SettingsError if a file is invalid."""
-    return read_topology(topology), read_settings(config, overrides)
+    parsed, settings = read_topology(topology), read_settings(config, overrides)
+    if parsed.source.names_schemas:
+        from dedup.kafka.schema_registry import asking
+
+        parsed = asking(parsed, settings)
+    return parsed, settings
 
 
 def read_ingest(path: Path) -> Ingest:

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 import dedup
-from dedup.cli.inputs import ConfigOption, SetOption, TopologyArgument, read_settings, read_topology
+from dedup.cli.inputs import ConfigOption, SetOption, TopologyArgument, read_both
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,8 +56,8 @@ def run(
     from dedup.worker.supervisor import FleetPlan, supervise
     from dedup.worker.worker import kept_worker_id
 
-    settings = read_settings(config, overrides)
-    parsed = read_topology(topology)
+    # A registry that is needed and missing is reported before anything is created.
+    parsed, settings = read_both(topology, config, overrides)
     set_up_logging(settings)
     if workers > 1:
         settings = settings.model_copy(update={"worker_id": kept_worker_id(settings)})

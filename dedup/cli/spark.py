@@ -27,7 +27,6 @@ from dedup.cli.inputs import (
     TopologyArgument,
     pairs_of,
     publish,
-    read_both,
     read_settings,
     read_topology,
     refuse_no_page,
@@ -91,6 +90,19 @@ def open_session(
     from dedup.spark.session import session_for
 
     return session_for(topology, master=master, packages=packages, conf=pairs_of("--conf", conf))
+
+
+def _read(path: Path) -> Topology:
+    """Return a topology. Raises SettingsError if its values name their schemas, which only workers can find."""
+    topology = read_topology(path)
+    if topology.source.names_schemas:
+        text = "avro behind a schema registry's framing is not supported on Spark; use `dedup run`, `verify`, or `sink`"
+        raise SettingsError([Problem("source.format", text)])
+    return topology
+
+
+def _read_both(path: Path, config: Path | None, overrides: list[str] | None) -> tuple[Topology, Settings]:
+    return _read(path), read_settings(config, overrides)
 
 
 def _fit_for(topology: Topology, fmt: InputFormat | None, *, rows_are_events: bool = False) -> Topology:
@@ -191,7 +203,7 @@ def run(
     from dedup.worker.logs import set_up_logging
 
     settings = read_settings(config, overrides)
-    parsed = read_topology(topology)
+    parsed = _read(topology)
     every_s = _seconds("--every", every)
     set_up_logging(settings)
     # py4j logs every call from Spark to Python.
@@ -294,7 +306,7 @@ def backfill_command(
     from dedup.spark.files import read_files
 
     format_of = fmt if inputs else None
-    parsed = _fit_for(read_topology(topology), format_of, rows_are_events=rows_are_events)
+    parsed = _fit_for(_read(topology), format_of, rows_are_events=rows_are_events)
     packages = _packages(conf, format_of, out, *(inputs or ()), kafka=not inputs, delta=out_format == "delta")
     with _job("backfill", parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
@@ -351,7 +363,7 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.incremental import incremental
     from dedup.spark.incremental_input import NewFiles, NewVersions
 
-    parsed = _fit_for(read_topology(topology), fmt, rows_are_events=rows_are_events)
+    parsed = _fit_for(_read(topology), fmt, rows_are_events=rows_are_events)
     now_ms = None if now is None else time_of("--now", now)
     packages = _packages(conf, fmt, out, *inputs, delta=True)
     with _job("incremental", parsed, master, conf, packages, quiet=quiet) as spark:
@@ -402,7 +414,7 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.files import read_files
     from dedup.spark.seed import seed
 
-    parsed, settings = read_both(topology, config, overrides)
+    parsed, settings = _read_both(topology, config, overrides)
     _fit_for(parsed, fmt if history else None, rows_are_events=rows_are_events)
     example = "latest, 2024-01-01T00:00:00Z or orders/0=1200,orders/1=900"
     if "=" in until:
@@ -457,7 +469,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
 
     dedup spark audit topologies/orders.yaml --history /data/orders --config config/production.yaml
     """
-    parsed, settings = read_both(topology, config, overrides)
+    parsed, settings = _read_both(topology, config, overrides)
     _fit_for(parsed, fmt if history else None, rows_are_events=rows_are_events)
     offsets = None if begins is None else _parse_offsets(begins, "--from")
     refuse_no_page(report)
@@ -518,7 +530,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.tables import keep_rejected, output_records, table_rows, upsert_delta, upsert_jdbc
 
     began_s = time.monotonic()
-    parsed = _fit_for(read_topology(topology), fmt if inputs else None)
+    parsed = _fit_for(_read(topology), fmt if inputs else None)
     to = _target(delta, jdbc, table, user)
     needs = {"kafka": not inputs, "delta": delta is not None, "jdbc": jdbc is not None}
     packages = _packages(conf, fmt if inputs else None, delta, rejected, *(inputs or ()), **needs)
@@ -577,7 +589,7 @@ def sink_command(
     """
     from dedup.spark.table_sink import TableSink, catch_up, follow
 
-    parsed, settings = read_both(topology, config, overrides)
+    parsed, settings = _read_both(topology, config, overrides)
     every_s, over = _seconds("--every", every), threading.Event()
     total = 0
 

@@ -14,6 +14,7 @@ from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection as Cluster
 from dedup.kafka.record_batch import Columns, Header
+from dedup.kafka.schema_registry import asking
 from dedup.kafka.topic_admin import Admin
 from dedup.kafka.wire import TopicPartition
 from dedup.settings import Settings
@@ -66,7 +67,7 @@ class IdempotentReader:
         self._name: Final = name
         self._topic: Final = topic
         self._url: Final = url
-        self._extract: Final = extractor_of(topology)
+        self._extract: Final = extractor_of(asking(topology, settings))
         self._wire: Final = KafkaWire(Cluster.of(settings, client_id=f"dedup-reader-{name}"))
         self._opened = AsyncExitStack()
         self._consumer: FencedConsumer | None = None

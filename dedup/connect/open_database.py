@@ -1,19 +1,35 @@
-"""Opens the SQLite or PostgreSQL database that a URL names, and repeats work that a lost connection interrupted."""
+"""Opens the SQLite or PostgreSQL database that a URL names, and repeats work that a lost connection interrupted.
+
+SQLite needs no package, so its connection stands here; PostgreSQL's is imported where its driver is installed.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
 import math
+import re
+import sqlite3
 import time
-from collections.abc import Callable
-from typing import Final, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
 
-from dedup.connect import sqlite
-from dedup.connect.database import DatabaseAway, DatabaseConnection, shown
-from dedup.errors import DatabaseUnavailable, PackageMissing, Problem, SettingsError
+from dedup.connect.database import STAGED, DatabaseAway, DatabaseConnection, Row, RowsRefused, Table, shown
+from dedup.errors import DatabaseUnavailable, PackageMissing, Problem, SettingsError, StateIncompatible
 
 POSTGRES: tuple[str, ...] = ("postgresql://", "postgres://")
+SQLITE: Final = "sqlite:///"
+_BUSY_S: Final = 5.0
+_AWAY: Final = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN")
+"""Prefixes of the names of SQLite's temporary errors."""
+_CODES: Final[Mapping[str, str]] = {
+    "SQLITE_CONSTRAINT_UNIQUE": "unique_violation",
+    "SQLITE_CONSTRAINT_PRIMARYKEY": "unique_violation",
+    "SQLITE_CONSTRAINT_NOTNULL": "null_refused",
+    "SQLITE_CONSTRAINT_DATATYPE": "wrong_type",
+}
+_NUMBERED: Final = re.compile(r":\d+\Z")
 START_WITHIN_S: Final = 30.0
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
@@ -26,7 +42,7 @@ def refuse_unusable(url: str) -> None:
     if url.startswith(POSTGRES):
         if importlib.util.find_spec("psycopg") is None:
             raise PackageMissing("PostgreSQL", "postgres")
-    elif not url.startswith(sqlite.PREFIX):
+    elif not url.startswith(SQLITE):
         raise SettingsError(
             [Problem("url", f"{shown(url)!r} is neither sqlite:///FILE nor postgresql://USER@HOST/DATABASE")]
         )
@@ -35,11 +51,79 @@ def refuse_unusable(url: str) -> None:
 def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
     """Return a new connection. Raises the errors of `refuse_unusable`, and DatabaseAway if there is no response."""
     refuse_unusable(url)
-    if url.startswith(sqlite.PREFIX):
-        return sqlite.SqliteConnection(url, read_only=read_only)
+    if url.startswith(SQLITE):
+        return SqliteConnection(url, read_only=read_only)
     from dedup.connect.postgres import PostgresConnection  # noqa: PLC0415  # only where its driver is installed
 
     return PostgresConnection(url)
+
+
+class SqliteConnection(DatabaseConnection):
+    """A `DatabaseConnection` to SQLite. While one connection writes, other writers wait for its lock."""
+
+    types: Mapping[str, str] = {
+        "bytes": "BLOB",
+        "text": "TEXT",
+        "integer": "INTEGER",
+        "number": "REAL",
+        "boolean": "INTEGER",
+        "time": "TEXT",
+        "json": "TEXT",
+    }
+    mark = "?"
+    temporary = "temp"
+    begin_statement = "BEGIN IMMEDIATE"
+
+    def __init__(self, url: str, *, read_only: bool = False) -> None:
+        self._path: Final = url.removeprefix(SQLITE)
+        mode = "?mode=ro" if read_only else ""
+        with self._explained():
+            self._connection = sqlite3.connect(
+                f"file:{self._path}{mode}", uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+            )
+
+    def _run(self, sql: str, parameters: Sequence[Any]) -> sqlite3.Cursor:
+        return self._connection.execute(sql, parameters)
+
+    def has(self, table: str) -> bool:
+        """See `DatabaseConnection`."""
+        return bool(self.query("SELECT 1 FROM pragma_table_info(?) LIMIT 1", (table.rpartition(".")[2],)))
+
+    def columns(self, sql: str) -> list[str]:
+        """See `DatabaseConnection`."""
+        # SQLite renames the second of two columns with the same name to "name:1".
+        return [_NUMBERED.sub("", name) for name in super().columns(sql)]
+
+    def stage(self, table: Table, rows: Sequence[Row]) -> None:
+        """See `DatabaseConnection`."""
+        marks = ", ".join("?" for _ in table.columns)
+        with self._explained():
+            self._connection.execute(f"DELETE FROM {STAGED}")  # noqa: S608  # our own name
+            self._connection.executemany(f"INSERT INTO {STAGED} VALUES ({marks})", rows)  # noqa: S608  # our own name
+
+    def rollback(self) -> None:
+        """See `DatabaseConnection`."""
+        if self._connection.in_transaction:
+            self.execute("ROLLBACK")
+
+    def close(self) -> None:
+        """See `DatabaseConnection`."""
+        self._connection.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.IntegrityError as error:
+            code = _CODES.get(getattr(error, "sqlite_errorname", ""), "constraint")
+            raise RowsRefused(code, f"SQLite: {error}") from error
+        except (sqlite3.DataError, OverflowError, UnicodeEncodeError) as error:
+            raise RowsRefused("wrong_type", f"SQLite rejects this value: {error}") from error
+        except sqlite3.DatabaseError as error:
+            name = getattr(error, "sqlite_errorname", None) or ""
+            if isinstance(error, sqlite3.OperationalError) and name.startswith(_AWAY):
+                raise DatabaseAway(f"{self._path}: {error}") from error
+            raise StateIncompatible(f"{self._path}: SQLite says: {error}. Nothing was changed.") from error
 
 
 class RetryingDatabase:

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dedup.core import tracking_id as encoding
-from dedup.core.avro import AvroReader, avro_reader
+from dedup.core.avro import AvroReader
 from dedup.core.event_time import MAX_MS, MIN_MS, EventTime, FieldTime, TimeUnit, rfc3339_column_ms, rfc3339_ms
 from dedup.core.exact_json import DECODE_REFUSALS, SHORT_BYTES, Unreadable, content_of, may_be_deep
 from dedup.core.extract_one import (
@@ -43,9 +43,10 @@ from dedup.core.extract_one import (
     extract_one,
     normalize_bytes,
     of_leaves,
+    reader_for,
     value_digest,
 )
-from dedup.core.framing import SchemaIdPlace, payloads_of
+from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, payloads_of, refs_of
 from dedup.core.json_path import Path
 from dedup.core.tracking_id import (
     CONTENT,
@@ -344,7 +345,7 @@ def compile_extractor(
     fingerprint: bool,
     fingerprint_exclude: tuple[Path, ...] = (),
     schema_id: SchemaIdPlace = "auto",
-    schema: str = "",
+    schema: str | SchemaBook = "",
 ) -> Extractor:
     """Return a topology's extractor. Raises ValueError if the topology's rules can never find an ID or a time."""
     if fmt == "avro" and (isinstance(tracking_id.rule, ContentRule) or fingerprint_exclude):
@@ -382,8 +383,7 @@ class Extractor:
         time = recipe.event_time if isinstance(recipe.event_time, FieldTime) else None
         is_json = recipe.fmt in {"json", "json_schema"}
         self._json: Final = compile_columns(paths, time) if is_json else None
-        self._avro: Final = avro_reader(recipe.schema, paths, time) if recipe.fmt == "avro" else None
-        self._columnar: Final = (self._json is not None) if is_json else self._avro is None or self._avro.columnar
+        self._columnar: Final = self._json is not None if is_json else True
         parts = len(paths) if isinstance(recipe.tracking_id.rule, FieldsRule) else 0
         self._memos: Final = [PartMemo(recipe.tracking_id.normalize) for _ in range(parts)]
         steps = recipe.tracking_id.normalize
@@ -433,14 +433,21 @@ class Extractor:
         return Extracted(first.ids + second.ids, first.times_ms + second.times_ms, fingerprints, faults)
 
     def _nulls_apart(self, batch: _Batch) -> Extracted:
+        null: tuple[list[int], list[int]] = ([], [])
+        for row, value in enumerate(batch.values):
+            null[value is None].append(row)
+        return self._apart(batch, null)
+
+    def _apart(self, batch: _Batch, parts: Iterable[Sequence[int]]) -> Extracted:
+        """Extract each part of the rows separately."""
         count = len(batch.values)
         ids: list[bytes | None] = [None] * count
         times_ms = [0] * count
         fingerprints = [b""] * count
         faults: dict[int, Fault] = {}
-        null = [row for row in range(count) if batch.values[row] is None]
-        there = [row for row in range(count) if batch.values[row] is not None]
-        for rows, take in ((null, self._one_by_one), (there, self._extract)):
+        for rows in parts:
+            # All values are null, or none is.
+            take = self._one_by_one if rows and batch.values[rows[0]] is None else self._extract
             part = take(batch.only(rows))
             for at, row in enumerate(rows):
                 ids[row] = part.ids[at]
@@ -453,8 +460,8 @@ class Extractor:
     def _in_columns(self, batch: _Batch) -> Extracted | None:
         if self._json is None and None in batch.values:
             return None
-        if self._avro is not None:
-            return self._of_avro(batch, self._avro)
+        if self.recipe.fmt == "avro":
+            return self._avro(batch)
         members: list[list[str | int]] = []
         times_ms: list[int] | None = None
         payloads: Sequence[bytes | None] | None = batch.values
@@ -475,8 +482,27 @@ class Extractor:
             fingerprints = [self._fingerprint(payload) for payload in payloads if payload is not None]
         return Extracted(list(ids), list(batch.timestamps_ms) if times_ms is None else times_ms, fingerprints, {})
 
-    def _of_avro(self, batch: _Batch, reader: AvroReader) -> Extracted | None:
-        values = [value for value in batch.values if value is not None]
+    def _avro(self, batch: _Batch) -> Extracted | None:
+        """Extract the values of each schema separately."""
+        values: Sequence[bytes | None] | None = batch.values
+        refs: set[SchemaRef | None] = {b""}
+        if isinstance(self.recipe.schema, SchemaBook):
+            values = payloads_of(self.recipe.schema_id, batch.values, batch.headers)
+            column = refs_of(self.recipe.schema_id, batch.values, batch.headers)
+            refs = set(column)
+        if values is None or None in refs:
+            return None
+        if len(refs) > 1:
+            return self._apart(batch, [[row for row, each in enumerate(column) if each == ref] for ref in refs])
+        try:
+            reader = reader_for(self.recipe, refs.pop() or b"")
+        except Unreadable:
+            return self._one_by_one(batch)
+        if not reader.columnar:
+            return self._one_by_one(batch)
+        return self._of_avro(batch, [value for value in values if value is not None], reader)
+
+    def _of_avro(self, batch: _Batch, values: list[bytes], reader: AvroReader) -> Extracted | None:
         columns = reader.columns(values)
         if columns is None:
             return None
@@ -487,8 +513,8 @@ class Extractor:
         ids = self._ids(batch, values, members) if plain and times_ms is not None else None
         if ids is None or times_ms is None:
             leaves = list(zip(*columns, strict=True)) or [()] * len(values)
-            rows = zip(batch.keys, values, batch.headers, batch.timestamps_ms, leaves, strict=True)
-            return self._gathered([of_leaves(self.recipe, *row) for row in rows])
+            rows = zip(*batch, leaves, strict=True)
+            return self._gathered([of_leaves(self.recipe, *row) for row in rows])  # type: ignore[arg-type]
         fingerprints = list(map(value_digest, values)) if self.recipe.fingerprint else None
         return Extracted(list(ids), times_ms, fingerprints, {})
 

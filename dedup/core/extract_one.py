@@ -15,7 +15,7 @@ from uuid import UUID
 
 from dedup.core import exact_json
 from dedup.core import tracking_id as encoding
-from dedup.core.avro import Instant, Leaf, Refused, avro_reader
+from dedup.core.avro import AvroReader, Instant, Leaf, Refused, SchemaRefused, avro_reader
 from dedup.core.event_time import BadTime, EventTime, FieldTime, RecordTime, time_ms_of
 from dedup.core.exact_json import (
     ABSENT,
@@ -28,7 +28,7 @@ from dedup.core.exact_json import (
     canonical_json,
     look_up,
 )
-from dedup.core.framing import SchemaIdPlace, payload_of
+from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, named, payload_of, split
 from dedup.core.json_path import Path, format_path
 from dedup.core.tracking_id import (
     ContentRule,
@@ -47,6 +47,8 @@ Format = Literal["json", "json_schema", "avro", "bytes"]
 Headers = Sequence[tuple[str, bytes | None]]
 
 _FINGERPRINT_BYTES: Final = 8
+SCHEMA_UNKNOWN: Final = "schema_unknown"
+"""The code of the fault of a record whose schema the registry did not know when the record was judged."""
 _CONTAINERS: Final = ("record", "array", "map")
 
 
@@ -102,8 +104,8 @@ class Recipe:
     fingerprint_exclude: tuple[Path, ...] = ()
     schema_id: SchemaIdPlace = "auto"
     """Where the schema ID is, with format json_schema."""
-    schema: str = ""
-    """The schema of all values, with format avro."""
+    schema: str | SchemaBook = ""
+    """With format avro: the schema of all values, or the schemas that the framings of values name."""
 
 
 class _MissingId(NotJudged):
@@ -126,8 +128,10 @@ def extract_one(
             return _of_tombstone(recipe, key, headers, timestamp_ms)
         rule, time = recipe.tracking_id.rule, recipe.event_time
         if recipe.fmt == "avro":
-            reader = avro_reader(recipe.schema, member_paths(rule), time if isinstance(time, FieldTime) else None)
-            return of_leaves(recipe, key, value, headers, timestamp_ms, reader.read(value))
+            ref, payload = (b"", value)
+            if isinstance(recipe.schema, SchemaBook):
+                ref, payload = split(recipe.schema_id, value, headers)
+            return of_leaves(recipe, key, value, headers, timestamp_ms, reader_for(recipe, ref).read(payload))
         payload = payload_of(recipe.schema_id, value, headers) if recipe.fmt == "json_schema" else value
         content = ABSENT if recipe.fmt == "bytes" else exact_json.decode(payload)
         found = look_up(content, time.path) if isinstance(time, FieldTime) else ABSENT
@@ -137,6 +141,18 @@ def extract_one(
         return One(state_key(canonical), time_ms, _fingerprint(recipe, payload, content))
     except NotJudged as refused:
         return _fault(refused)
+
+
+def reader_for(recipe: Recipe, ref: SchemaRef) -> AvroReader:
+    """Return the reader of Avro values whose framing names a schema. Raises Unreadable if the schema is unusable."""
+    time = recipe.event_time if isinstance(recipe.event_time, FieldTime) else None
+    text = recipe.schema if isinstance(recipe.schema, str) else recipe.schema[ref]
+    if text is None:
+        raise Unreadable(SCHEMA_UNKNOWN, f"the schema registry does not know the value's schema, {named(ref)}")
+    try:
+        return avro_reader(text, member_paths(recipe.tracking_id.rule), time)
+    except SchemaRefused as refused:
+        raise Unreadable("schema_refused", f"the value's schema, {named(ref)}, {refused}") from None
 
 
 def of_leaves(
@@ -151,7 +167,10 @@ def of_leaves(
                 text = f"the event time at {format_path(time.path)} has the type {leaves[-1].type_name}"
                 raise BadTime("time_ill_typed", f"{text}, which is no time of unit {time.unit}")
             timestamp_ms = time_ms_of(leaves[-1], time)
-        return One(state_key(canonical), timestamp_ms, _fingerprint(recipe, value, ABSENT))
+        payload = value
+        if recipe.fingerprint and isinstance(recipe.schema, SchemaBook):
+            payload = payload_of(recipe.schema_id, value, headers)
+        return One(state_key(canonical), timestamp_ms, _fingerprint(recipe, payload, ABSENT))
     except NotJudged as refused:
         return _fault(refused)
 

@@ -19,7 +19,7 @@ from dedup.errors import Problem, SettingsError
 from dedup.spark.batch_verdicts import Order, judged
 from dedup.spark.columns import COORDINATES, as_records
 from dedup.spark.files import as_events
-from dedup.topology.model import LateForward, Topology
+from dedup.topology.model import LateForward, Topology, extractor_of
 from dedup.topology.parse import parse
 from dedup.yaml_document import beside, text_of
 
@@ -104,6 +104,7 @@ def _rules(topology: Topology | str | Path) -> Topology:
 
 
 def _refuse_unfit(df: DataFrame, topology: Topology, shape: Shape, order: Order | None, *, placed: bool) -> None:
+    extractor_of(topology)  # raises SettingsError for values that name their schemas
     problems = [
         Problem(name, f'"{given}" is unknown; write {" or ".join(get_args(kind))}')
         for name, given, kind in (("shape", shape, Shape), ("order", "offsets" if order is None else order, Order))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from dedup.core.avro import is_refused, nodes_at, parse_schema, type_name
+from dedup.core.avro import SchemaRefused, is_refused, nodes_at, parse_schema, type_name
 from dedup.core.event_time import FieldTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.json_path import Path, format_path
@@ -163,21 +163,35 @@ def _where_ids_meet(topology: Topology) -> Iterator[Finding]:
 
 
 def _schema(topology: Topology) -> Iterator[Finding]:
-    if topology.source.schema is None:
+    if topology.source.schema is not None:
+        yield from schema_findings(topology, topology.source.schema.text, topology.source.schema.name)
+    if topology.source.format == "avro" and topology.fingerprints_wanted:
+        text = "conflicts compare bytes: another order of a map's keys, or another schema, makes another payload."
+        yield warning("payload_bytes_compared", text)
+
+
+def schema_findings(topology: Topology, text: str, name: str) -> Iterator[Finding]:
+    """Yield findings about a topology that reads values of a schema."""
+    try:
+        schema = parse_schema(text)
+    except SchemaRefused as refused:
+        yield Finding("error", "schema_refused", f"the schema {name} {refused}: its records would become dead letters.")
         return
-    schema = parse_schema(topology.source.schema.text)
     members: list[tuple[Path, FieldTime | None]] = [(path, None) for path in member_paths(topology.tracking_id.rule)]
     if isinstance(topology.event_time, FieldTime):
         members.append((topology.event_time.path, topology.event_time))
     for path, time in members:
-        refused = {type_name(node) for node in nodes_at(schema, path) if is_refused(node, time)} - {"null"}
-        if refused:
-            place = f"{'tracking_id' if time is None else 'event_time'}: {format_path(path)}"
-            text = f"{place} may also have the type {' or '.join(sorted(refused))}, which makes a record a dead letter."
+        place = f"{'tracking_id' if time is None else 'event_time'}: {format_path(path)}"
+        types = {type_name(node): is_refused(node, time) for node in nodes_at(schema, path)}
+        types.pop("null", None)
+        refused_types = " or ".join(sorted(name for name, refused in types.items() if refused))
+        if not types:
+            yield Finding("error", "member_missing", f"{place} is not in the schema {name}.")
+        elif all(types.values()):
+            yield Finding("error", "member_refused", f"{place} has the type {refused_types} in the schema {name}.")
+        elif refused_types:
+            text = f"{place} may also have the type {refused_types}, which makes a record a dead letter."
             yield warning("type_sometimes_refused", text)
-    if topology.fingerprints_wanted:
-        text = "conflicts compare bytes: another order of a map's keys, or another schema, makes another payload."
-        yield warning("payload_bytes_compared", text)
 
 
 def _tracking_id(topology: Topology) -> Iterator[Finding]:

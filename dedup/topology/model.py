@@ -13,7 +13,7 @@ from dedup.core.event_time import EventTime, FieldTime, RecordTime
 from dedup.core.extract import Extractor, compile_extractor
 from dedup.core.extract_one import Format
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone, Rules
-from dedup.core.framing import SchemaIdPlace
+from dedup.core.framing import SchemaBook, SchemaIdPlace
 from dedup.core.json_path import Path, format_path
 from dedup.core.tracking_id import (
     ENCODING_VERSION,
@@ -27,7 +27,7 @@ from dedup.core.tracking_id import (
     TrackingId,
 )
 from dedup.core.window import Window
-from dedup.errors import InvariantBroken
+from dedup.errors import InvariantBroken, Problem, SettingsError
 from dedup.topology.schema import ColumnType, Output, Start, StateSpec, TransactionsSpec
 
 _FINGERPRINT_BYTES: Final = 16
@@ -63,12 +63,19 @@ class SourceSpec:
     schema_id: SchemaIdPlace = "auto"
     """Where the schema ID of a value is, with format json_schema."""
     schema: SchemaFile | None = None
-    """The schema of all values, with format avro."""
+    """The schema of all values, with format avro and without framing."""
+    schemas: SchemaBook | None = field(default=None, compare=False)
+    """The schemas that the framings of values name, with format avro, or None if nothing has to read values."""
 
     @property
     def framing(self) -> SchemaIdPlace | None:
         """Where the schema ID of a value is, or None if values have no framing."""
-        return self.schema_id if self.format == "json_schema" else None
+        return self.schema_id if self.format == "json_schema" or self.names_schemas else None
+
+    @property
+    def names_schemas(self) -> bool:
+        """True if the framing of each value names its schema, which a schema registry has."""
+        return self.format == "avro" and self.schema is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +242,10 @@ class Topology:
             self.window, self.missing, self.tombstones, self.future, self.on_conflict, self.fingerprints_wanted
         )
 
+    def knowing(self, schemas: SchemaBook) -> Self:
+        """Return the topology with a book of schemas."""
+        return replace(self, source=replace(self.source, schemas=schemas))
+
     @property
     def group_size(self) -> int:
         """The number of partitions that share a transaction; `dedup.worker.layout` replaces auto with a number."""
@@ -318,6 +329,15 @@ def rule_text(rule: Rule) -> str:
             assert_never(never)
 
 
+def _schema_of(source: SourceSpec) -> str | SchemaBook:
+    if source.names_schemas:
+        if source.schemas is None:
+            text = "avro behind a schema registry's framing is not supported here; `dedup run`, `verify`, `explain`, "
+            raise SettingsError([Problem("source.format", text + "`lookup`, `try`, `replay`, and `sink` support it")])
+        return source.schemas
+    return "" if source.schema is None else source.schema.text
+
+
 def extractor_of(topology: Topology, *, fingerprint: bool = True) -> Extractor:
     """Return the extractor of IDs, event times, and, if the topology compares payloads, payload fingerprints.
 
@@ -330,5 +350,5 @@ def extractor_of(topology: Topology, *, fingerprint: bool = True) -> Extractor:
         fingerprint=fingerprint and topology.fingerprints_wanted,
         fingerprint_exclude=topology.fingerprint_exclude,
         schema_id=topology.source.schema_id,
-        schema="" if topology.source.schema is None else topology.source.schema.text,
+        schema=_schema_of(topology.source),
     )

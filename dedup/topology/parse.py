@@ -227,15 +227,13 @@ def _format_fits(document: Document) -> Iterator[Problem]:
 
 
 def _avro_fits(document: Document) -> Iterator[Problem]:
-    form: At = ("source", "format")
-    if not document.has(_SCHEMA):
-        yield _at_key(document, form, "avro needs `source.schema`: the file with the Avro schema of all values")
-    if document.get(_SCHEMA_ID) != "none":
-        text = (
-            "avro needs `source.schema_id: none`; Avro behind a schema registry's framing is not supported: use format "
-        )
-        at = _SCHEMA_ID if document.has(_SCHEMA_ID) else form
-        yield _at_key(document, at, text + "bytes with the ID in the key or a header")
+    framed = document.get(_SCHEMA_ID) != "none"
+    if framed and document.has(_SCHEMA):
+        text = "needs `source.schema_id: none`; a schema registry has the schemas that the framings of values name"
+        yield _at_key(document, _SCHEMA, text)
+    elif not framed and not document.has(_SCHEMA):
+        text = "none needs `source.schema`: the file with the Avro schema of all values"
+        yield _at_key(document, _SCHEMA_ID, text)
     for at in filter(document.has, _JSON_MEMBERS):
         yield _at_key(document, at, "needs `source.format: json`; a value of format avro is compared and kept as bytes")
 

@@ -231,19 +231,20 @@ class SourceFile(Keys):
     format: _Format = Field(
         default="json",
         description="Format of values. With json_schema, values are JSON with a schema registry's framing, and no "
-        "registry is needed. With avro, values are the binary encoding of one Avro schema, without framing. With "
-        "bytes, values are not parsed, so the ID is the key, a header, or the whole value.",
+        "registry is needed. With avro, the framing names the schema, which the schema registry has, or there is no "
+        "framing and one schema. With bytes, values are not parsed, so the ID is the key, a header, or the whole "
+        "value.",
     )
     schema_id: Literal["auto", "header", "prefix", "none"] = Field(
         default="auto",
-        description="Where the schema ID is, with format json_schema: in the header __value_schema_id, in the first 5 "
-        "bytes of the value (prefix), or in the header if the record has it, else in the prefix (auto). Format avro "
-        "needs none.",
+        description="Where the schema ID is: in the header __value_schema_id, in the first 5 bytes of the value "
+        "(prefix), or in the header if the record has it, else in the prefix (auto). With format avro, values may have "
+        "no framing (none).",
     )
     schema_file: Annotated[str, matching(_FILE, "is not the name of a file")] | None = Field(
         default=None, alias="schema"
     )
-    """File with the Avro schema of all values, relative to the topology file, with format avro."""
+    """File with the Avro schema of all values, relative to the topology file, with `schema_id: none`."""
     partitioned_by: Literal["tracking_id"] | None = Field(
         default=None,
         description="Declares that producers put equal IDs into the same partition. If this key is missing, records go "

@@ -14,8 +14,10 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dedup.core.extract_one import SCHEMA_UNKNOWN
 from dedup.core.reference_model import Feed, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
+from dedup.errors import StateIncompatible
 from dedup.verify.compare import Expected, SureColumns, Wanted, digest_with
 from dedup.verify.evidence import FIRST_SOURCE_HEADER, FIRST_TIME_HEADER, Filed, SideTopic
 from dedup.verify.log_scan import Log, Plan, Row, forwarded_digest, forwarded_digests, position
@@ -31,6 +33,9 @@ _MANY_SIGHTINGS: Final = 64
 
 WHY_FRONT: Final = "the log has lost its beginning, and too little event time precedes them in the rest of the log"
 WHY_REFUSED: Final = "the broker refused them, according to the dead-letter topic"
+WHY_SCHEMA: Final = "the schema registry did not know their schema when they were judged, and knows it now"
+_BY_EVIDENCE: Final = {REFUSED_BY_THE_BROKER: WHY_REFUSED, SCHEMA_UNKNOWN: WHY_SCHEMA}
+"""The reasons in dead letters that are accepted without proof, each with a sentence."""
 WHY_CLOCK: Final = "dead letters for a future event time, which only the worker's wall clock can confirm"
 WHY_CLAMPED: Final = "a time may have been clamped to the worker's wall clock, and stream time with it"
 WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or a transaction there stays open"
@@ -203,8 +208,8 @@ class TaskReplay:
         """Handle the dead letter of a record without a fault, which a clock or the broker may have rejected."""
         far_ahead = row.time_ms > row.odd.before_ms + self._plan.topology.max_clock_skew_ms
         by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
-        if letter.reason == REFUSED_BY_THE_BROKER:
-            self._unprovable(WHY_REFUSED)
+        if letter.reason in _BY_EVIDENCE:
+            self._unprovable(_BY_EVIDENCE[letter.reason])
             self._same(row, letter, self._plan.dead_letters)
         elif by_clock and row.time_ms > row.odd.before_ms:
             # The record was judged before the dead letter was appended. If the dead letter was appended late enough,
@@ -281,11 +286,17 @@ class TaskReplay:
         if letter is None:
             if not dead_letters.complete:
                 self._unprovable(WHY_SIDE_GONE)
+            elif code == SCHEMA_UNKNOWN and not self._pending:
+                raise StateIncompatible(
+                    f"{self.place(row.source)}: the schema registry does not know the schema of this record, and no "
+                    f"dead letter says so. Either the schema was deleted after the record was judged, or the dead "
+                    f"letter was. Nothing can be verified until the schema is registered again, with the same ID."
+                )
             elif not self._pending:
                 self._violation("lost", row, f'dead letter for "{code}", but not in {dead_letters.name}')
             return
         self._same(row, letter, dead_letters)
-        if letter.reason not in {code, REFUSED_BY_THE_BROKER}:
+        if letter.reason not in {code, *_BY_EVIDENCE}:
             text = f'{dead_letters.place(letter)} says "{letter.reason}"; the record says "{code}"'
             self._violation("wrong_dead_letter", row, text)
 

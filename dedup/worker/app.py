@@ -22,6 +22,7 @@ from yarl import URL
 
 from dedup.core.window import Sighting
 from dedup.kafka.client import KafkaWire
+from dedup.kafka.schema_registry import SchemaRegistry, SchemaResolver
 from dedup.settings import Settings
 from dedup.store.directory import StorePool
 from dedup.store.rocks import RocksMemory
@@ -225,6 +226,10 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         broker_commit_interval=1.0,
         consumer_metadata_max_age_ms=_METADATA_MAX_AGE_MS,
     )
+    if topology.source.names_schemas:
+        registry = SchemaRegistry(settings.schema_registry)
+        app.schemas = SchemaResolver(registry, wait_ms=settings.schema_registry.schema_wait_ms)
+        topology = topology.knowing(app.schemas.book)
     app.pool = StorePool()
     factory = TaskFactory(topology, settings, cluster, wire, SteadyClock(), RocksMemory(), app.pool)
     app.settings, app.wire, app.factory = settings, wire, factory

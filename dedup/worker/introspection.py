@@ -162,7 +162,9 @@ class Introspection:
         if not tasks.opened.is_set():
             return "there is no assignment yet, or a rebalance is in progress"
         waiting = [task for task in tasks.running.values() if task.state is not TaskState.RUNNING]
-        return f"{len(waiting)} of {len(tasks.running)} tasks are not running yet" if waiting else None
+        if waiting:
+            return f"{len(waiting)} of {len(tasks.running)} tasks are not running yet"
+        return None if self.app.schemas is None else self.app.schemas.waiting
 
     def seen(self) -> WorkerSeen:
         """Return the worker's current state."""
@@ -309,9 +311,9 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
     """
     source, keys = topology.source, list[bytes]()
     why = "it is not one"
-    if source.schema is not None and member_paths(topology.tracking_id.rule):
-        recipe = Recipe(topology.tracking_id, fmt="avro", schema=source.schema.text)
-        found = [of_leaves(recipe, None, b"", (), 0, leaves) for leaves in _typed(topology, source.schema.text, text)]
+    if source.format == "avro" and member_paths(topology.tracking_id.rule):
+        recipe = Recipe(topology.tracking_id, fmt="avro")
+        found = [of_leaves(recipe, None, b"", (), 0, leaves) for leaves in _typed(topology, text)]
     else:
         fmt: Format = "bytes" if source.format == "avro" else source.format
         recipe = Recipe(topology.tracking_id, fmt=fmt, schema_id=source.schema_id)
@@ -326,14 +328,15 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
     return keys
 
 
-def _typed(topology: Topology, schema: str, text: str) -> Iterator[tuple[Leaf, ...]]:
-    """Yield the members of each ID that a user's input may stand for, in the types that an Avro schema gives them."""
+def _typed(topology: Topology, text: str) -> Iterator[tuple[Leaf, ...]]:
+    """Yield the members of each ID that a user's input may stand for, in the types that Avro schemas give them."""
     paths = member_paths(topology.tracking_id.rule)
     texts = [text]
     if isinstance(topology.tracking_id.rule, FieldsRule):
         parts = _array(topology.name, text, len(paths), parse_int=str, parse_float=str)
         texts = [part if isinstance(part, str) else json.dumps(part) for part in parts]
-    types = [nodes_at(parse_schema(schema), path) for path in paths]
+    schema = topology.source.schema
+    types = [_ANY_TYPE if schema is None else nodes_at(parse_schema(schema.text), path) for path in paths]
     yield from product(*(_leaves(nodes, part) for nodes, part in zip(types, texts, strict=True)))
 
 
@@ -374,6 +377,8 @@ _FROM_TEXT: Final[Mapping[str, Callable[[str], Leaf]]] = {
     **dict.fromkeys(("timestamp-millis", "timestamp-micros", "timestamp-nanos"), _instant),
 }
 """What a user's input means for each Avro type that can be an ID."""
+_ANY_TYPE: Final = [Scalar(name) for name in _FROM_TEXT if name not in {"enum", "int", "fixed"}]
+"""The types that a member may have in schemas that are not at hand, without those that mean the same as another one."""
 
 
 def _array(name: str, text: str, count: int, **options: Any) -> list[Any]:  # noqa: ANN401 - json.loads's own

@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from dedup.core.extract import Extracted, Extractor
+from dedup.core.extract import Extracted, Extractor, Fault
+from dedup.core.extract_one import SCHEMA_UNKNOWN
 from dedup.core.fold import DeadLetter, Outcome, Rows
 from dedup.core.partitioner import partitions
 from dedup.core.window import Feed
@@ -64,6 +65,8 @@ class RepartitionTask(TaskWork):
         fallback = batch.feeding.partition % plan.partitions
         with_id = [row for row, key in enumerate(extracted.ids) if key is not None]
         chosen = [fallback] * len(batch)
+        # The `dedup` task may know the schema by then, and would find an ID that belongs to another partition.
+        unknown = {row: fault for row, fault in extracted.faults.items() if fault.code == SCHEMA_UNKNOWN}
         for row, partition in zip(
             with_id, partitions([extracted.ids[row] or b"" for row in with_id], plan.partitions), strict=True
         ):
@@ -73,7 +76,7 @@ class RepartitionTask(TaskWork):
         place = f"{batch.feeding}/"
         for row, partition in enumerate(chosen):
             offset = batch.offsets[row]
-            if offset in batch.odd_names:
+            if offset in batch.odd_names or row in unknown:
                 continue
             headers: list[Header] = [
                 *batch.headers[row],
@@ -84,16 +87,16 @@ class RepartitionTask(TaskWork):
         misfits: Misfits = {}
         batches = self._filled(lines, refusals, misfits)
         self._judged.verdicts["repartitioned"] += sum(map(len, lines.values())) - len(misfits)
-        if misfits or batch.odd_names:
+        if misfits or batch.odd_names or unknown:
             refused = {offset: why for (_, offset), why in misfits.items()}
-            batches += self._dead_letters(batch, extracted, refusals, refused)
+            batches += self._dead_letters(batch, extracted, refusals, unknown | faults_of(batch, refused))
         return batches
 
     def _dead_letters(
-        self, batch: FeedBatch, extracted: Extracted, refusals: Refusals, refused: Mapping[int, str]
+        self, batch: FeedBatch, extracted: Extracted, refusals: Refusals, faults: Mapping[int, Fault]
     ) -> list[RecordBatch]:
-        """Return dead letters for records that the repartition topic does not accept."""
-        dead = [(row, DeadLetter(fault.code, fault.detail)) for row, fault in faults_of(batch, refused).items()]
+        """Return dead letters for records that are not written to the repartition topic."""
+        dead = [(row, DeadLetter(fault.code, fault.detail)) for row, fault in sorted(faults.items())]
         self._judged.verdicts["dead_letter"] += len(dead)
         self._judged.dead_reasons.update(letter.code for _, letter in dead)
         rows = Rows(extracted, batch.offsets, (Feed(self._plan.topic, batch.feeding.partition),))

@@ -94,6 +94,8 @@ class TopologyTestDriver:
         ``partitions`` is the partition count of each source topic, or a mapping from source topics to counts. ``now``
         is the time at which the driver's clock begins; the default is the machine's time.
         """
+        if topology.source.names_schemas:
+            raise ValueError(f"{topology.name}: the driver has no schema registry; test with `schema_id: none`")
         counts = dict.fromkeys(topology.source.topics, partitions) if isinstance(partitions, int) else dict(partitions)
         if counts.keys() != set(topology.source.topics) or min(counts.values()) < 1:
             topics = ", ".join(topology.source.topics)

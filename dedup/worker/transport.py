@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Final, NoReturn, cast
 
 import aiokafka
@@ -22,10 +23,12 @@ from faust.transport.consumer import TransactionManager as FaustTransactionManag
 from faust.transport.producer import Producer as FaustProducer
 from faust.types import TP, AppT, ConsumerMessage
 
+from dedup.core.framing import refs_of
 from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import Answer, FeedFetcher
 from dedup.kafka.record_batch import Columns, FeedBatch
+from dedup.kafka.schema_registry import SchemaResolver
 from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, Position, TopicPartition
 from dedup.metrics import DeadLetterAlert
 from dedup.settings import Settings
@@ -108,6 +111,8 @@ class DedupApp(faust.App):
     tasks: TaskManager
     standbys: Standbys
     pool: StorePool
+    schemas: SchemaResolver | None = None
+    """What finds the schemas that values name, if the topology needs it."""
     alert: DeadLetterAlert | None = None
     """The alert that is active while nearly all records become dead letters."""
     sub_topologies: dict[str, tuple[str, ...]]
@@ -140,6 +145,8 @@ class Consumer(FaustConsumer):
         """True from the start of a rebalance until its assignment has reached the tasks."""
         self._joined_as = ""
         """The member ID that the group gave to this worker; it changes if the worker is expelled and joins again."""
+        self._held: dict[TP, deque[Answer]] = {}
+        """The answers of each partition whose next records wait for a schema."""
         self._passed: dict[TP, int] = {}
         """Maps each partition to the offset below which everything except markers and aborted records was delivered."""
 
@@ -166,6 +173,8 @@ class Consumer(FaustConsumer):
 
     async def on_stop(self) -> None:
         """Leave the group after all tasks have been closed."""
+        if self.app.schemas is not None:
+            self.app.schemas.close()
         await super().on_stop()
         await self._leave()
         await self.client.stop()
@@ -258,13 +267,14 @@ class Consumer(FaustConsumer):
         # aiokafka considers a member alive as long as it polls. No records are returned: all partitions are paused.
         await self.client.getmany(timeout_ms=0)
         try:
-            found = await self.fetcher.poll([TopicPartition(*tp) for tp in self._get_active_partitions()])
+            reading = [tp for tp in self._get_active_partitions() if tp not in self._held]
+            found = await self.fetcher.poll([TopicPartition(*tp) for tp in reading])
         except DedupError as error:
             # The error is not raised, because Faust would log a traceback. The worker stops with the error's message.
             self.app.tasks.fail(error)
             await asyncio.sleep(_POLL_MS / 1000)
             return
-        for answer in found:
+        for answer in found if self.app.schemas is None else self._resolved(found, self.app.schemas):
             feeding = answer.source
             if answer.begun != self._passed[TP(*feeding)] and not answer.reading.over:
                 raise InvariantBroken(
@@ -285,6 +295,20 @@ class Consumer(FaustConsumer):
             # This is set only after the last batch was taken, because the fetcher's position is ahead of the agents.
             if not answer.reading.over:
                 self._passed[TP(*feeding)] = answer.next_offset
+
+    def _resolved(self, found: Iterable[Answer], schemas: SchemaResolver) -> Iterator[Answer]:
+        """Yield the answers whose schemas are known, and hold the others, in the order of each partition."""
+        for answer in found:
+            self._held.setdefault(TP(*answer.source), deque()).append(answer)
+        place = self.app.factory.topology.source.schema_id
+        for tp, answers in list(self._held.items()):
+            while answers:
+                columns = answers[0].columns
+                if not answers[0].reading.over and schemas.missing(refs_of(place, columns.values, columns.headers)):
+                    break
+                yield answers.popleft()
+            if not answers:
+                del self._held[tp]
 
     def _message(self, answer: Answer, columns: Columns, generation: int) -> ConsumerMessage:
         feeding = answer.source

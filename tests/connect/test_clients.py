@@ -13,7 +13,7 @@ from confluent_kafka import Producer
 import dedup
 from dedup.connect import transactional_outbox as outbox
 from dedup.connect.database import DatabaseAway
-from dedup.connect.sqlite import SqliteConnection
+from dedup.connect.open_database import SqliteConnection
 from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.errors import BrokerUnavailable, InvariantBroken, StateIncompatible, TaskMigrated
 from dedup.kafka.client import KafkaWire

@@ -209,6 +209,22 @@ def test_numbers_stay_numbers():
         ),
         ("brokers: [a:1]\nweb: {prot: 1}", 'c.yaml:2:7: unknown key "web.prot"; did you mean "port"?'),
         (
+            "brokers: [a:1]\nschema_registry: {username: u}",
+            "c.yaml:2:29: schema_registry.username: needs schema_registry.url",
+        ),
+        (
+            "brokers: [a:1]\nschema_registry: {url: 'http://r', ca_file: /x}",
+            "c.yaml:2:45: schema_registry.ca_file: has no effect with http; write an address that begins with https",
+        ),
+        (
+            "brokers: [a:1]\nschema_registry: {url: 'http://u:p@r'}",
+            "c.yaml:2:24: schema_registry.url: contains a user; leave it out, and set schema_registry.username and .password",
+        ),
+        (
+            "brokers: [a:1]\nschema_registry: {url: 'registry:8081'}",
+            "c.yaml:2:24: schema_registry.url: is not the address of a schema registry; write for example https://registry:8081",
+        ),
+        (
             "brokers: [a:1]\nlog: {level: trace}",
             'c.yaml:2:14: log.level: "trace" is not one of debug | info | warning | error',
         ),

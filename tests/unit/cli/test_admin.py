@@ -207,6 +207,12 @@ class TestStateKeys:
         assert state_keys(avro_topology("key: true", schema), "7") == [b"\x027"]
         assert state_keys(avro_topology("content: true", schema), "7") == [b"\x027"]
 
+    def test_an_avro_id_may_have_any_type_where_a_registry_has_the_schemas(self):
+        made = topology("field: f", source="topics: [c], format: avro, partitioned_by: tracking_id")
+        assert state_keys(made, "7") == [b"\x017", b"\x04\x07", b"\x067e0", b"\x027"]
+        assert state_keys(made, f"{UUID(int=7)}") == [b"\x03" + bytes(15) + b"\7"]
+        assert state_keys(topology("key: true", source="topics: [c], format: avro"), "7") == [b"\x027"]
+
     def test_a_composite_is_a_list_of_its_parts(self):
         assert state_keys(topology("fields: [a.b, a.c]"), '["x", 7]') == [b"\x09\x02\x01x\x02\x04\x07"]
         for text in ("x", '["x"]', '{"a": 1}'):

@@ -85,6 +85,20 @@ def test_a_history_of_text_is_refused_where_the_topology_reads_avro(given, tmp_p
     assert "has values that are text, not `source.format: avro`" in str(error)
 
 
+@pytest.mark.parametrize("command", ["run", "backfill", "upsert"])
+def test_schemas_of_a_registry_are_refused(command, tmp_path):
+    text = Path(SIMPLEST).read_text(encoding="utf-8").replace("source:\n", "source:\n  format: avro\n")
+    (tmp_path / "t.yaml").write_text(text, encoding="utf-8")
+    given = {
+        "run": ["--checkpoint", "c"],
+        "backfill": ["--input", "i", "--out", "o"],
+        "upsert": ["--input", "i", "--delta", "d"],
+    }
+    error = CliRunner().invoke(create_app(), ["spark", command, str(tmp_path / "t.yaml"), *given[command]]).exception
+    assert isinstance(error, SettingsError), error
+    assert "source.format: avro behind a schema registry's framing is not supported on Spark" in str(error)
+
+
 @pytest.mark.parametrize(
     ("given", "names"),
     [

@@ -1,6 +1,7 @@
 """Avro values: the golden vectors of every type as ID and as time, one verdict for each way to be damaged, schemas."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import Unreadable
 from dedup.core.extract import Extractor, Recipe, compile_extractor
 from dedup.core.extract_one import Fault, One, extract_one
+from dedup.core.framing import SchemaBook
 from dedup.core.json_path import parse_path
 from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule, TrackingId
+from dedup.errors import InvariantBroken
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "avro.json").read_text())
 LINE = {
@@ -176,6 +179,64 @@ def test_a_record_without_a_key_is_one_of_a_batch():
     found = Extractor(one)([b"k"] * 8 + [None], [b"\x0e"] * 9, [[]] * 9, [5] * 9)
     assert found.ids == [b"\x02k"] * 8 + [None]
     assert found.faults[8].code == "id_null"
+
+
+BOOK = SchemaBook()
+BOOK.update(
+    {
+        b"\0\0\0\0\1": record("long"),
+        b"\0\0\0\0\2": record(["null", "long"], "string"),
+        b"\1" + b"g" * 16: record({"type": "map", "values": "long"}),
+        b"\0\0\0\0\3": None,
+        b"\0\0\0\0\4": '"string"',
+    }
+)
+FRAMED = [
+    (b"\0\0\0\0\1\x0e", [], b"\x04\x07"),
+    (b"\0\0\0\0\2\x02\x0e\x02a", [("h", b"x")], b"\x04\x07"),
+    (b"\x0e", [("__value_schema_id", b"\0\0\0\0\1")], b"\x04\x07"),
+    (b"\x00", [("__value_schema_id", b"\1" + b"g" * 16)], "id_container"),
+    (b"\0\0\0\0\2\x00\x00", [], "id_null"),
+    (b"\0\0\0\0\3\x0e", [], "schema_unknown"),
+    (b"\0\0\0\0\4\x0e", [], "schema_refused"),
+    (b"\0\0\0\0\1\x0e\x00", [], "not_avro"),
+    (b"\0\0\0", [], "truncated_framing"),
+    (b"{}", [], "wrong_magic_byte"),
+    (b"\x0e", [("__value_schema_id", b"\2")], "bad_schema_id"),
+    (None, [], "tombstone"),
+]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_value_is_read_by_the_schema_that_its_framing_names(seed):
+    one = recipe(BOOK, fingerprint=True)
+    dice = random.Random(seed)
+    # Some batches have values of one form only, so that they are taken in columns.
+    chosen = dice.choices(FRAMED if seed % 2 else dice.sample(FRAMED[:5], 2), k=60)
+    values, headers = [value for value, _, _ in chosen], [row for _, row, _ in chosen]
+    found = Extractor(one)([None] * 60, values, headers, [5] * 60)
+    for row, (value, of_row, expected) in enumerate(chosen):
+        slow = extract_one(one, None, value, of_row, 5)
+        if isinstance(slow, One):
+            assert (slow.id, slow) == (expected, One(found.ids[row], found.times_ms[row], found.fingerprints[row]))
+        else:
+            assert (slow.code, slow) == (expected, found.faults[row])
+
+
+def test_the_fingerprint_and_the_raw_content_of_framed_values():
+    framed, plain = recipe(BOOK, fingerprint=True), recipe(record("long"), fingerprint=True)
+    value = FRAMED[0][0]
+    assert everywhere(framed, value) == everywhere(plain, value[5:])
+    raw = Recipe(TrackingId(RawContentRule()), fmt="avro", schema=BOOK)
+    assert everywhere(raw, value).id == b"\x02" + value
+
+
+def test_a_schema_that_nobody_asked_for_is_a_defect():
+    with pytest.raises(InvariantBroken, match="schema 9 was not asked for"):
+        extract_one(recipe(BOOK), None, b"\0\0\0\0\x09\x0e", [], 0)
+    asked = SchemaBook(lambda ref: record("long") if ref == b"\0\0\0\0\x09" else None)
+    assert extract_one(recipe(asked), None, b"\0\0\0\0\x09\x0e", [], 0).id == b"\x04\x07"
+    assert extract_one(recipe(asked), None, b"\0\0\0\0\x08\x0e", [], 0).code == "schema_unknown"
 
 
 def test_canonical_content_is_refused():

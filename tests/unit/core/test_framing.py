@@ -5,7 +5,7 @@ import pytest
 from dedup.core.exact_json import Unreadable
 from dedup.core.extract import Extractor, Recipe
 from dedup.core.extract_one import FaultKind, extract_one
-from dedup.core.framing import HEADER, framed, payload_of, payloads_of
+from dedup.core.framing import HEADER, framed, named, payload_of, payloads_of, refs_of
 from dedup.core.tracking_id import ContentRule, FieldRule, KeyRule, RawContentRule, TrackingId
 
 JSON = b'{"id":7}'
@@ -91,6 +91,21 @@ def test_the_raw_content_is_the_value_with_its_framing():
     ids = {extract_one(raw, None, PREFIX[:4] + each + JSON, [], 0).id for each in (b"\1", b"\2")}
     assert ids == {b"\x02" + PREFIX[:4] + each + JSON for each in (b"\1", b"\2")}
     assert extract_one(raw, None, JSON, [(HEADER, PREFIX)], 0).id == b"\x02" + JSON
+
+
+@pytest.mark.parametrize("place", ["auto", "header", "prefix"])
+def test_the_schema_ids_of_a_column(place):
+    values = [PREFIX + JSON, JSON, None, b"\0", PREFIX]
+    headers = [[], [(HEADER, GUID)], [], [], [(HEADER, None)]]
+    found = {
+        "auto": [PREFIX, GUID, None, None, None],
+        "header": [None, GUID, None, None, None],
+        "prefix": [PREFIX, None, None, None, PREFIX],
+    }
+    assert refs_of(place, values, headers) == found[place]
+    assert refs_of(place, [], []) == []  # a fetch may contain nothing but markers of transactions
+    assert refs_of(place, values[:1] * 3, headers[:1] * 3) == found[place][:1] * 3
+    assert [named(PREFIX), named(GUID)] == ["42", "00010203-0405-0607-0809-0a0b0c0d0e0f"]
 
 
 def test_whole_batches_are_taken_in_columns(monkeypatch):

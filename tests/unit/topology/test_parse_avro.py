@@ -7,9 +7,10 @@ import json
 import pytest
 
 from dedup.core.event_time import FieldTime
-from dedup.errors import TopologyError
+from dedup.core.framing import SchemaBook
+from dedup.errors import SettingsError, TopologyError
 from dedup.topology.describe import describe
-from dedup.topology.lint import lint
+from dedup.topology.lint import lint, schema_findings
 from dedup.topology.model import SchemaFile, Topology, extractor_of
 from dedup.topology.parse import parse
 
@@ -64,6 +65,35 @@ def test_what_it_becomes():
     assert (found.ids, found.times_ms, found.faults) == ([b"\x09\x02\x01a\x02\x04\x07"], [1], {})
 
 
+@pytest.mark.parametrize("rule", ["field: id", "key: true"])
+@pytest.mark.parametrize(
+    ("schema_id", "said"), [("auto", "header or prefix"), ("header", "header"), ("prefix", "prefix")]
+)
+def test_a_framing_names_the_schema(rule, schema_id, said):
+    made = topology(rule, source=f"schema_id: {schema_id}")
+    assert (made.source.names_schemas, made.source.framing, made.source.schema) == (True, schema_id, None)
+    assert f"read, avro with the schema id in the {said}, from earliest" in describe(made)
+    with pytest.raises(SettingsError, match="is not supported here"):
+        extractor_of(made)
+    assert not extractor_of(made.knowing(SchemaBook()))([], [], [], []).faults
+
+
+def test_the_schemas_of_a_registry_are_checked():
+    made = topology("fields: [id, number]", "event_time: {field: at, unit: ms}", "partitioned_by: tracking_id")
+    found = list(schema_findings(made, FILES["o.avsc"], "c-value"))
+    assert [(each.level, each.code, each.text) for each in found] == [
+        (
+            "warning",
+            "type_sometimes_refused",
+            "tracking_id: number may also have the type float, which makes a record a dead letter.",
+        ),
+        ("error", "member_refused", "event_time: at has the type timestamp-micros in the schema c-value."),
+    ]
+    without = json.dumps({"type": "record", "name": "R", "fields": []})
+    assert {each.code for each in schema_findings(made, without, "c-value")} == {"member_missing"}
+    assert {each.code for each in schema_findings(made, "{}", "c-value")} == {"schema_refused"}
+
+
 @pytest.mark.parametrize(
     ("more", "unit"), [("at", "timestamp"), ("at", "us"), ("id", "rfc3339"), ("number", "s"), ("number", "ms")]
 )
@@ -72,25 +102,16 @@ def test_units_that_fit(more, unit):
 
 
 WANTED = "an ID is a string, integer, decimal, boolean, enum, bytes, fixed, uuid, or timestamp"
-FRAMED = (
-    "avro needs `source.schema_id: none`; Avro behind a schema registry's framing is not supported: "
-    "use format bytes with the ID in the key or a header"
-)
+NO_FILE = "needs `source.schema_id: none`; a schema registry has the schemas that the framings of values name"
 UNITS = "unit timestamp takes a timestamp with a zone, rfc3339 a string, and s, ms, and us a number"
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"source": "schema_id: none"}, "3:23: source.format: avro needs `source.schema`: the file with the Avro schema of all values"),
-        (
-            {"source": "schema: o.avsc"},
-            f"3:23: source.format: {FRAMED}",
-        ),
-        (
-            {"source": "schema_id: prefix, schema: o.avsc"},
-            f"3:37: source.schema_id: {FRAMED}",
-        ),
+        ({"source": "schema_id: none"}, "3:37: source.schema_id: none needs `source.schema`: the file with the Avro schema of all values"),
+        ({"source": "schema: o.avsc"}, f"3:37: source.schema: {NO_FILE}"),
+        ({"source": "schema_id: prefix, schema: o.avsc"}, f"3:56: source.schema: {NO_FILE}"),
         (
             {"source": "schema_id: none, schema: x.avsc"},
             '3:62: source.schema: "x.avsc" cannot be read: No such file or directory; name a file, relative to the topology file',
