@@ -49,6 +49,7 @@ SHOWN_BY = {
 }
 
 
+@pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_mutant_is_caught(mutant: Variant) -> None:
     tally = enumerate_all(SHOWN_BY[mutant.name], mutant, until_wrong=True)
