@@ -27,13 +27,6 @@ from tests.fault_proxy import RoughProxy
 pytestmark = pytest.mark.broker
 
 
-def test_the_public_names_are_these():
-    assert dedup.__all__ == ["Event", "IdempotentReader", "IdempotentWriter", "Work"]
-    assert all(getattr(dedup, name).__name__ == name for name in dedup.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'Writer'"):
-        _ = dedup.Writer
-
-
 async def test_records_and_positions_are_visible_together_or_not_at_all(stage, admin):
     admin.create_topic(stage.topic, 2, {"retention.ms": "-1"})
     async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings) as writer:
