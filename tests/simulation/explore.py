@@ -85,12 +85,14 @@ def enumerate_all(
     return tally
 
 
-def sample(scenario: Scenario, variant: Variant, seeds: Iterable[int]) -> Tally:
+def sample(scenario: Scenario, variant: Variant, seeds: Iterable[int], *, until_wrong: bool = False) -> Tally:
     """Run schedules of a scenario by seeds, where there are too many to run all."""
     tally = Tally(f"{variant.name} · {scenario.name}, sampled")
     begin = time.perf_counter()
     for seed in seeds:
         one(tally, scenario, variant, Seeded(seed), f"{scenario.name}, seed {seed}")
+        if until_wrong and tally.wrong:
+            break
     tally.seconds = time.perf_counter() - begin
     return tally
 

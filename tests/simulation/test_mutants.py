@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.simulation import scenarios as of
-from tests.simulation.explore import enumerate_all
+from tests.simulation.explore import enumerate_all, sample
 from tests.simulation.variants import MUTANTS, Variant
 
 SHOWN_BY = {
@@ -47,12 +47,15 @@ SHOWN_BY = {
     "the old layout's ids not fenced by a change": of.GROUP_SPLIT,
     "only the first task asked whether it was overtaken": of.GROUP_ZOMBIE_REFUSED,
 }
+MOST = 10_000
+"""Schedules; the mutant that hides best is wrong in one of 715."""
 
 
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_mutant_is_caught(mutant: Variant) -> None:
-    tally = enumerate_all(SHOWN_BY[mutant.name], mutant, until_wrong=True)
+    # By seeds: they spread over all schedules, and find in seconds what an enumeration finds after a minute.
+    tally = sample(SHOWN_BY[mutant.name], mutant, range(MOST), until_wrong=True)
     print(tally)  # noqa: T201  # shown with -s
     assert tally.wrong, f"no schedule of {SHOWN_BY[mutant.name].name!r} shows that {mutant.name!r} is wrong: {tally}"
     # A mutant that crashes by itself shows nothing about its rule.
