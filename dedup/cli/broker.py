@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dedup.cli.inputs import embedded_kafka, kept_after_errors, pairs_of, refuse_no_page
+from dedup.cli.inputs import JsonOption, embedded_kafka, kept_after_errors, pairs_of, refuse_no_page
 
 
 def broker(
@@ -53,6 +53,7 @@ def demo(
             "--chain", help="Run a chain from a file to a table (ingest, worker, sink), and kill each process once."
         ),
     ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Deduplicate 336,776 real flights on an embedded Kafka, kill a worker midway, and verify the result.
 
@@ -70,15 +71,18 @@ def demo(
     from dedup.embedded.flights import data_file
 
     data_file()
-    if chain and report is not None:
-        raise typer.BadParameter("--report and --chain exclude each other")
+    if chain and (as_json or report is not None):
+        raise typer.BadParameter(f"{'--json' if as_json else '--report'} and --chain exclude each other")
     if report is not None:
         refuse_no_page(report)
-    console = Console(highlight=False, soft_wrap=True)
+    # With --json, stdout contains the report and nothing else.
+    console = Console(highlight=False, soft_wrap=True, stderr=as_json)
     size = FAST if fast else FULL
     with kept_after_errors("dedup-demo-", console) as directory:
         if chain:
             demo_chain(size.flights, directory, console)
             return
         found, distinct = run_demo(size, directory, console)
+    if as_json:
+        typer.echo(found.to_json(), nl=False)
     print_books(found, distinct, report, console)

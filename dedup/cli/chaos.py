@@ -15,6 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from dedup.cli.inputs import (
+    JsonOption,
     TopologyArgument,
     embedded_kafka,
     kept_after_errors,
@@ -76,6 +77,7 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     report: Annotated[Path, typer.Option(help="Path of the HTML report; a JSON report is written next to it.")] = Path(
         "chaos.html"
     ),
+    as_json: JsonOption = False,
 ) -> None:
     """Inject faults into a fleet under load, then verify that nothing was lost or duplicated.
 
@@ -94,7 +96,8 @@ def chaos(  # noqa: PLR0917  # one parameter per option
 
     dedup chaos topologies/orders.yaml --config config/test.yaml --minutes 30 --seed 7
     """
-    console = Console(highlight=False, soft_wrap=True)
+    # With --json, stdout contains the report and nothing else.
+    console = Console(highlight=False, soft_wrap=True, stderr=as_json)
     parsed = read_topology(topology)
     if parsed.output is None:
         text = "it forwards nothing, so there is nothing to prove; give it an `output` for the test"
@@ -112,6 +115,8 @@ def chaos(  # noqa: PLR0917  # one parameter per option
         found = _embedded(options) if config is None else _on_test_cluster(options, config)
         write_report(report, found.to_html(), found.to_json())
         _print(found, report, console)
+        if as_json:
+            typer.echo(found.to_json(), nl=False)
         if not found.passed:
             raise VerificationFailed(
                 f"{parsed.name}: {found.closing_line}. {report} names what broke. `--seed {seed}` injects the same "

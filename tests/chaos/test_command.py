@@ -57,7 +57,8 @@ def test_a_short_run_holds_every_oracle(tmp_path: Path) -> None:
 def test_a_run_in_which_workers_die_by_themselves_fails_and_says_so(tmp_path: Path) -> None:
     """Each worker is ended in its second commit: nothing had hit it, so O8 is broken, and the report names it."""
     environ = {"DEDUP_CRASH_AT": "before_end:2"}
-    code, text, found = chaos(tmp_path / "chaos.html", "--minutes", "0.2", "--harder", "0.1", environ=environ)
+    code, text, found = chaos(tmp_path / "chaos.html", "--minutes", "0.2", "--harder", "0.1", "--json", environ=environ)
+    assert text.startswith((tmp_path / "chaos.json").read_text(encoding="utf-8")), "the report is all of stdout"
     assert code == VIOLATED, text
     assert not found["passed"]
     broken = {each["name"]: each["figure"] for each in found["oracles"] if not each["held"]}

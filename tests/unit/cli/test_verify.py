@@ -73,6 +73,26 @@ def test_the_demo_refuses_a_report_that_can_not_be_written_before_it_begins(
     assert "--report" in str(result.exception)
 
 
+@pytest.mark.parametrize(("distinct", "exit_code"), [(0, 0), (1, 1)])
+def test_the_demo_s_json_is_all_that_is_on_stdout(
+    monkeypatch: pytest.MonkeyPatch, distinct: int, exit_code: int
+) -> None:
+    """Also of a demo that fails; the rest is on stderr."""
+    found = Report("flights", "", "replay", 0)
+    monkeypatch.setattr("dedup.cli.demo_run.run_demo", lambda *_: (found, distinct))
+    result = CliRunner().invoke(create_app(), ["demo", "--json"])
+    assert result.exit_code == exit_code, result.output
+    assert result.stdout == found.to_json()
+    assert f"distinct flights {distinct}" in result.stderr
+
+
+def test_the_demo_of_the_chain_has_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dedup.cli.demo_run.demo_chain", lambda *_: pytest.fail("it begins"))
+    result = CliRunner().invoke(create_app(), ["demo", "--json", "--chain"])
+    assert result.exit_code != 0
+    assert "--json and --chain exclude each other" in result.output.replace("\n", " ")
+
+
 def test_chaos_refuses_what_forwards_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chaos, "_on_test_cluster", lambda *_: pytest.fail("it begins"))
     result = typed(tmp_path, "chaos")
