@@ -19,6 +19,8 @@ from dedup.cli.inputs import A_TIME, ConfigOption, JsonOption, SetOption, Topolo
 from dedup.errors import Problem, SettingsError, StateIncompatible
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dedup.kafka.client import KafkaWire
     from dedup.kafka.topic_admin import Admin
     from dedup.settings import Settings
@@ -259,12 +261,17 @@ def layout(
         return await read_layout(wire, parsed)
 
     found = on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
+    say({**asdict(found), "topology": wanted}, layout_in_words(parsed.name, found, wanted), as_json=as_json)
+
+
+def layout_in_words(name: str, found: Layout, wanted: int) -> Iterator[str]:
+    """Yield the layout as lines of text; ``wanted`` is the topology's ``transactions.partitions``."""
     shared = "each partition has" if found.partitions == 1 else f"{found.partitions} partitions share"
-    lines = [f"{parsed.name}: {shared} a transaction; transactions.partitions is {wanted}"]
-    lines += [f"{topic} had {count} partitions when the state began" for topic, count in found.counts.items()]
+    yield f"{name}: {shared} a transaction; transactions.partitions is {wanted}"
+    for topic, count in found.counts.items():
+        yield f"{topic} had {count} partitions when the state began"
     if found.changing_to is not None:
-        lines.append(f"a change to {found.changing_to} was interrupted; run `dedup layout --apply` to finish it")
-    say({**asdict(found), "topology": wanted}, lines, as_json=as_json)
+        yield f"a change to {found.changing_to} was interrupted; run `dedup layout --apply` to finish it"
 
 
 def replay(

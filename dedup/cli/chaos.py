@@ -114,7 +114,7 @@ def chaos(  # noqa: PLR0917  # one parameter per option
         options = ChaosOptions(parsed, topology, minutes, workers, per_s, seed, harder, count, directory, console)
         found = _embedded(options) if config is None else _on_test_cluster(options, config)
         write_report(report, found.to_html(), found.to_json())
-        _print(found, report, console)
+        print_report(found, report, console)
         if as_json:
             typer.echo(found.to_json(), nl=False)
         if not found.passed:
@@ -234,7 +234,8 @@ def _run(
     return ChaosReport(*run_of, run.events, found.verified, oracles(found))
 
 
-def _print(found: ChaosReport, page: Path, console: Console) -> None:
+def print_report(found: ChaosReport, page: Path, console: Console) -> None:
+    """Print what held, the number of faults, and the closing line."""
     table = Table("", "what must hold", "figure", "", title=f"{found.topology}: {found.seconds / 60:.1f} minutes")
     for each in found.oracles:
         table.add_row(each.name, each.meaning, each.figure, each.verdict)

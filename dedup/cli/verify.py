@@ -83,8 +83,9 @@ def in_words(found: Explanation, topology: Topology) -> Iterator[str]:
 
 
 def _record(record: ExplainedRecord, topology: Topology) -> Iterator[str]:
-    other = "" if record.timestamp_ms == record.event_time_ms else f" (record timestamp {instant(record.timestamp_ms)})"
-    yield f"{record.place}, event time {instant(record.event_time_ms)}{other}: {record.verdict}"
+    other = "" if record.timestamp_ms == record.event_time_ms else f", record timestamp {instant(record.timestamp_ms)}"
+    yield f"{record.verdict}: {record.place}"
+    yield f"    event time {instant(record.event_time_ms)}{other}"
     yield f"    {_why(record, topology)}"
     if record.log_place is not None:
         yield f"    judged as {record.log_place}"

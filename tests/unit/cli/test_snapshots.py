@@ -8,7 +8,8 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -17,11 +18,20 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from dedup import load_topology
+from dedup.chaos.checks import ChaosReport, Epochs, Evidence, oracles
+from dedup.chaos.fault_run import ChaosEvents, FaultType, InjectedFault
+from dedup.chaos.live_checker import Sightings
+from dedup.cli import chaos, doctor
+from dedup.cli.admin import layout_in_words
 from dedup.cli.inputs import Column, fitted
 from dedup.cli.main import COMMANDS, create_app
 from dedup.cli.status import Look, looked, table
+from dedup.cli.verify import in_words as explain_in_words
+from dedup.verify.explanation import ExplainedRecord, Explanation
 from dedup.verify.render import print_report
 from dedup.verify.report import Books, Report
+from dedup.worker.layout import Layout
 
 ROOT: Final = Path(__file__).parents[3]
 SNAPSHOTS: Final = Path(__file__).parent / "snapshots"
@@ -83,6 +93,45 @@ def verify(console: Console, topic: str = "flights") -> None:
     print_report(Report("flights", "127.0.0.1:9092", "replay", NOW_MS, 812.5, books=books), console)
 
 
+def chaos_report(console: Console) -> None:
+    books = [
+        Books("orders", each, read=1_200_000, unique=900_000, duplicates=300_000, ended=1_200_000) for each in range(4)
+    ]
+    evidence = Evidence(
+        Report("orders", "b:9092", "replay", 0, books=books), Sightings(3_600_000, 0, ()), reached=True, judged=True,
+        stores=4, wrong_stores=[], zombies=14, fenced=14, epochs=[Epochs(112, 40, ())], starts=301,
+        unprovoked=["worker 1 ended by itself with exit code 1"],
+    )  # fmt: skip
+    kinds = [FaultType.KILL] * 286 + [FaultType.FREEZE] * 14
+    events = ChaosEvents([InjectedFault(1.0, kind, 0, hit=True) for kind in kinds], [], Counter())
+    found = ChaosReport("orders", 7, 600.0, 3, events, evidence.verified, oracles(evidence))
+    chaos.print_report(found, Path("chaos.html"), console)
+
+
+def doctor_says() -> Iterator[str]:
+    denied = "User:orders-worker may not Write to topic payments.card-authorizations.production.eu-central-1.v2.unique"
+    found = [
+        doctor.Symptom("TCP", "warning", "broker-3.example:9092 refuses connections", "Start it, or correct `brokers`"),
+        doctor.Symptom("ACL", "error", denied, "Grant it: `dedup apply --acls` prints the commands"),
+    ]
+    return doctor.in_words(found, frozenset({"DNS", "TCP", "TLS", "authentication", "version", "ACL"}), 2)
+
+
+def explain_says() -> Iterator[str]:
+    first, second = (f"{TOPIC}/9 offset {at}" for at in (184_000_000, 184_000_077))
+    records = [
+        ExplainedRecord(first, NOW_MS, NOW_MS, NOW_MS, "unique", went=[f"{TOPIC}.unique/9 offset 120345678"]),
+        ExplainedRecord(second, NOW_MS + 9, NOW_MS + 5, NOW_MS + 5, "duplicate", of=first, of_ms=NOW_MS),
+        ExplainedRecord(f"{TOPIC}/9 offset 3", NOW_MS, NOW_MS - 10**9, NOW_MS, "late", wrong="it is in no topic"),
+    ]
+    found = Explanation("orders", "8d5e957f-2978-4348-b7bd-98fa830fa641", records)
+    return explain_in_words(found, load_topology(ROOT / "topologies/orders.yaml"))
+
+
+def as_lines(says: Callable[[], Iterator[str]], _width: int) -> str:
+    return "".join(f"{line}\n" for line in says())
+
+
 SHOWN: Final[dict[str, Callable[[int], str]]] = {
     **{
         name: partial(printed_by, command)
@@ -98,8 +147,12 @@ SHOWN: Final[dict[str, Callable[[int], str]]] = {
     "status": partial(on_a_console, status),
     "verify": partial(on_a_console, verify),
     "verify-long-name": partial(on_a_console, partial(verify, topic=TOPIC)),
+    "chaos": partial(on_a_console, chaos_report),
+    "doctor": partial(as_lines, doctor_says),
+    "explain": partial(as_lines, explain_says),
+    "layout": partial(as_lines, lambda: layout_in_words("payments", Layout(4, {TOPIC: 24}, 2), 2)),
 }
-WRAPPED_BY_THE_TERMINAL: Final = {"check", "try"}
+WRAPPED_BY_THE_TERMINAL: Final = {"check", "try", "doctor", "explain", "layout"}
 """Commands whose lines are messages, one for each finding, which people also search and pipe."""
 
 
