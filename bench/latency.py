@@ -29,7 +29,7 @@ from bench import report, stage
 from bench.candidates import CANDIDATES, Candidate, Job, environ_of
 from bench.cluster import Cluster
 from bench.pace import Paced, paced_workload
-from bench.process import MeasuredProcess
+from bench.process import MeasuredProcess, cpu_s_of
 from bench.reader import Exactness, OutputReader, check
 from bench.workload import event, finish, producer, send
 
@@ -52,6 +52,10 @@ class Latency:
     rate: int
     rate_reached: float
     producer_late_s: float
+    cores: float
+    """CPU time of the candidate while events came, divided by that time."""
+    broker_cores: float
+    """The same of the broker; 0 if the broker runs on another machine."""
     p50_ms: float
     p99_ms: float
     p999_ms: float
@@ -89,11 +93,14 @@ def main(
             for _ in range(-(-_BROKER_WARM_S // seconds)):
                 _measure(plan, CANDIDATES[(only or [report.OURS])[0]], rate[0], bars)
             found = [_measure(plan, CANDIDATES[name], each, bars) for each in rate for name in only or [report.OURS]]
-    table = Table("candidate", "events/s", "p50 ms", "p99 ms", "p99.9 ms", "max ms", "producer late ms", "exact")
+    table = Table(
+        "candidate", "events/s", "p50 ms", "p99 ms", "p99.9 ms", "max ms", "cores", "broker", "late ms", "exact"
+    )
     for one in found:
-        figures = (one.p50_ms, one.p99_ms, one.p999_ms, one.greatest_ms, one.producer_late_s * 1000)
-        exact = "yes" if one.exactness.exact else "NO"
-        table.add_row(one.candidate, f"{one.rate_reached:,.0f}", *(f"{each:,.0f}" for each in figures), exact)
+        times = [f"{each:,.0f}" for each in (one.p50_ms, one.p99_ms, one.p999_ms, one.greatest_ms)]
+        used = [f"{each:.2f}" for each in (one.cores, one.broker_cores)]
+        late, exact = f"{one.producer_late_s * 1000:,.0f}", "yes" if one.exactness.exact else "NO"
+        table.add_row(one.candidate, f"{one.rate_reached:,.0f}", *times, *used, late, exact)
     console.print(table)
     about = {"seconds": seconds, "warm-up s": warm_up, "commit interval ms": commit_interval_ms}
     path = report.write_json(datetime.now(UTC).date(), about, [asdict(one) for one in found], kind="latency")
@@ -121,31 +128,38 @@ def _measure(plan: Plan, candidate: Candidate, rate: int, bars: Progress) -> Lat
         reader = OutputReader(job.bootstrap, job.output, dict.fromkeys(range(job.partitions), 0))
         follow = stage.Follow(bars, f"{candidate.name} at {rate:,}/s", rate * plan.seconds)
         try:
-            paced = _run(plan, candidate, job, rate, reader, follow)
+            paced, cores = _run(plan, candidate, job, rate, reader, follow)
         finally:
             reader.close()
     cluster.delete_of(group)
-    return _latency(plan, candidate, rate, paced, reader)
+    return _latency(plan, candidate, rate, paced, cores, reader)
 
 
-def _run(plan: Plan, candidate: Candidate, job: Job, rate: int, reader: OutputReader, follow: stage.Follow) -> Paced:
+def _run(
+    plan: Plan, candidate: Candidate, job: Job, rate: int, reader: OutputReader, follow: stage.Follow
+) -> tuple[Paced, tuple[float, float]]:
+    """Return what the producer did, and how many cores the candidate and the broker used meanwhile."""
     cluster = Cluster(plan.bootstrap)
     command = candidate.command(job)
     with MeasuredProcess(command.arguments, environ_of(command), job.directory / "candidate.log") as process:
         _prime(job)
         _await_consumed(cluster, job, process, _READY_WITHIN_S)
+        broker = stage.broker_process(job.bootstrap)
+        before, began_s = (process.cpu_s, cpu_s_of(*broker)), time.monotonic()
         arguments = (job.bootstrap, job.source, str(rate), str(plan.seconds), str(job.partitions), str(_SEED))
         with subprocess.Popen([sys.executable, "-m", "bench.pace", *arguments], stdout=subprocess.PIPE) as pacer:
             while pacer.poll() is None:
                 follow(reader.count)
                 time.sleep(_LOOK_EVERY_S)
             answer = pacer.stdout.read() if pacer.stdout else b""
+        after, lasted_s = (process.cpu_s, cpu_s_of(*broker)), time.monotonic() - began_s
         if pacer.returncode:
             raise RuntimeError(f"The paced producer ended with exit code {pacer.returncode}.")
         _await_consumed(cluster, job, process, _DONE_WITHIN_S)
         process.stop()
     reader.finish(cluster.ends(job.output), _DONE_WITHIN_S)
-    return Paced(**json.loads(answer.splitlines()[-1]))
+    own, others = ((now - then) / lasted_s for then, now in zip(before, after, strict=True))
+    return Paced(**json.loads(answer.splitlines()[-1])), (own, others)
 
 
 def _prime(job: Job) -> None:
@@ -165,7 +179,9 @@ def _await_consumed(cluster: Cluster, job: Job, process: MeasuredProcess, within
         time.sleep(_LOOK_EVERY_S)
 
 
-def _latency(plan: Plan, candidate: Candidate, rate: int, paced: Paced, reader: OutputReader) -> Latency:
+def _latency(
+    plan: Plan, candidate: Candidate, rate: int, paced: Paced, cores: tuple[float, float], reader: OutputReader
+) -> Latency:
     events = [one for one in reader.events() if not one[0].startswith(_PRIME)]
     sent_ms = np.array([time_ms for _, time_ms, _ in events])
     seen_ms = np.array([each for _, _, each in events])
@@ -178,6 +194,7 @@ def _latency(plan: Plan, candidate: Candidate, rate: int, paced: Paced, reader: 
         rate,
         paced.events / paced.seconds,
         paced.late_s,
+        *cores,
         float(p50),
         float(p99),
         float(p999),

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+import psutil
+
 from dedup.embedded import watchdog as leash
 
 _STOPS_WITHIN_S: Final = 30.0
@@ -37,6 +39,20 @@ class Used:
     peak_memory_bytes: int
     """The greatest that was seen while it was looked at; 0 where the system has no /proc."""
     exit_code: int
+
+
+def cpu_s_of(*processes: psutil.Process) -> float:
+    """Return the CPU time that these processes have used since they started, in user and system mode."""
+    return float(sum(used.user + used.system for used in (each.cpu_times() for each in processes)))
+
+
+def listener_on(address: str) -> psutil.Process:
+    """Return the process of this machine that listens on ``host:port``. Raises LookupError if there is none."""
+    port = int(address.rpartition(":")[2])
+    for found in psutil.net_connections("tcp"):
+        if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid is not None:
+            return psutil.Process(found.pid)
+    raise LookupError(f"no process of this machine listens on {address}")
 
 
 class MeasuredProcess:
@@ -65,6 +81,11 @@ class MeasuredProcess:
             self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()
+
+    @property
+    def cpu_s(self) -> float:
+        """Return the CPU time that the running program and its children have used."""
+        return cpu_s_of(*psutil.Process(self._process.pid).children(recursive=True))
 
     @property
     def ended(self) -> bool:

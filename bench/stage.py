@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from bench.cluster import Cluster
+from bench.process import listener_on
 from bench.workload import GUARD_MS, Workload, load
 from dedup.embedded.kafka_node import EmbeddedKafka
 
@@ -49,6 +51,14 @@ def broker(bootstrap: str) -> Iterator[str]:
         return
     with EmbeddedKafka(profile="bench", properties=BROKER) as kafka:
         yield kafka.bootstrap
+
+
+def broker_process(bootstrap: str) -> list[psutil.Process]:
+    """Return the broker's process if it runs on this machine; otherwise, an empty list."""
+    try:
+        return [listener_on(bootstrap)]
+    except LookupError:
+        return []
 
 
 def console() -> Console:

@@ -264,7 +264,7 @@ def layout(
     say({**asdict(found), "topology": wanted}, layout_in_words(parsed.name, found, wanted), as_json=as_json)
 
 
-def layout_in_words(name: str, found: Layout, wanted: int) -> Iterator[str]:
+def layout_in_words(name: str, found: Layout, wanted: int | str) -> Iterator[str]:
     """Yield the layout as lines of text; ``wanted`` is the topology's ``transactions.partitions``."""
     shared = "each partition has" if found.partitions == 1 else f"{found.partitions} partitions share"
     yield f"{name}: {shared} a transaction; transactions.partitions is {wanted}"
