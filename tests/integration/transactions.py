@@ -60,7 +60,7 @@ class ListTransactions(Request[ListTransactionsRequest_v0]):  # type: ignore[mis
 
 
 def open_transactions(job: Job, states: frozenset[str] | None = OPEN) -> list[str]:
-    """Return the transactional ids of a job that have a transaction open, each as often as it has one; None: all ids."""
+    """Return the transactional IDs of a job that have a transaction open, each as often as it has one; None: all IDs."""
 
     async def ask() -> list[str]:
         client = AIOKafkaClient(bootstrap_servers=job.kafka.bootstrap)

@@ -151,7 +151,7 @@ class Coordinated:
 
 
 class Cluster:
-    """Partitions, transactional ids and the offsets of groups."""
+    """Partitions, transactional IDs and the offsets of groups."""
 
     def __init__(
         self,
