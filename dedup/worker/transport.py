@@ -264,9 +264,11 @@ class Consumer(FaustConsumer):
         if not self.flow_active:
             await self.can_resume_flow.wait()
         generation = self.app.consumer_generation_id
-        # aiokafka considers a member alive as long as it polls. No records are returned: all partitions are paused.
-        await self.client.getmany(timeout_ms=0)
         try:
+            if (lost := self.lost_membership()) is not None:
+                raise lost
+            # aiokafka considers a member alive as long as it polls. No records are returned: all partitions are paused.
+            await self.client.getmany(timeout_ms=0)
             reading = [tp for tp in self._get_active_partitions() if tp not in self._held]
             found = await self.fetcher.poll([TopicPartition(*tp) for tp in reading])
         except DedupError as error:

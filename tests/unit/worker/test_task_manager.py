@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiokafka.client import ConnectionGroup
 from aiokafka.conn import CloseReason
+from aiokafka.errors import GroupAuthorizationFailedError
 from faust.types import TP
 
 from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, InvariantBroken, TaskCorrupted, TaskMigrated
@@ -419,6 +421,20 @@ async def test_a_membership_that_has_died_is_told() -> None:
         assert isinstance(found, BrokerUnavailable)
         assert "no longer a member of the group 'orders'" in str(found)
     forever.cancel()
+
+
+async def test_a_poll_tells_the_worker_that_the_membership_has_died_and_raises_nothing() -> None:
+    """Faust would log a traceback and end the worker as if dedup had a bug."""
+    told: list[BaseException] = []
+    polling = member(None, pending=GroupAuthorizationFailedError("orders"))
+    polling.app.tasks = SimpleNamespace(fail=told.append)
+    polling.app.consumer_generation_id = 1
+    polling.flow_active = True
+    polling.lost_membership = partial(Consumer.lost_membership, polling)
+    assert [each async for each in Consumer.getmany(polling, 0.0)] == []
+    (found,) = told
+    assert isinstance(found, BrokerUnavailable)
+    assert "GroupAuthorizationFailedError" in str(found)
 
 
 async def test_a_leader_that_moves_while_a_start_is_looked_up_is_asked_again() -> None:
