@@ -99,12 +99,7 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     # With --json, stdout contains the report and nothing else.
     console = Console(highlight=False, soft_wrap=True, stderr=as_json)
     parsed = read_topology(topology)
-    if parsed.output is None:
-        text = "it forwards nothing, so there is nothing to prove; give it an `output` for the test"
-        raise SettingsError([Problem(str(topology), text)])
-    if parsed.source.format == "avro":
-        text = "it reads avro, and dedup chaos makes JSON; test a copy that has `source.format: json`"
-        raise SettingsError([Problem(str(topology), text)])
+    _refuse_untestable(topology, parsed)
     if config is not None and partitions is not None:
         text = "the source topics of a test environment exist already; leave this option out"
         raise SettingsError([Problem("--partitions", text)])
@@ -122,6 +117,15 @@ def chaos(  # noqa: PLR0917  # one parameter per option
                 f"{parsed.name}: {found.closing_line}. {report} names what broke. `--seed {seed}` injects the same "
                 f"faults again."
             )
+
+
+def _refuse_untestable(file: Path, topology: Topology) -> None:
+    if topology.output is None:
+        text = "it forwards nothing, so there is nothing to prove; give it an `output` for the test"
+        raise SettingsError([Problem(str(file), text)])
+    if topology.source.format == "avro":
+        text = "it reads avro, and dedup chaos makes JSON; test a copy that has `source.format: json`"
+        raise SettingsError([Problem(str(file), text)])
 
 
 def _embedded(options: ChaosOptions) -> ChaosReport:
