@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from calendar import monthrange
 from dataclasses import dataclass
-from typing import Final, Literal, TypeVar, assert_never
+from typing import Any, Final, Literal, TypeVar, assert_never
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -209,3 +210,43 @@ def _number_ms(number: Number, power: int) -> int | None:
         size, rest = int(digits[: max(0, whole_digits)] or "0"), True
     time_ms = -size - rest if sign else size
     return time_ms if MIN_MS <= time_ms <= MAX_MS else None
+
+
+def times_ms_of(column: list[Any], unit: TimeUnit) -> list[int] | None:
+    """Convert a column of decoded JSON values to milliseconds, or return None if a row needs `time_ms_of`."""
+    match unit:
+        case "ms" | "timestamp":
+            return column
+        case "us":
+            return [time // 1000 for time in column]
+        case "s":
+            if isinstance(column[0], int):
+                return [time * 1000 for time in column]
+            return _seconds_ms(column)
+        case "rfc3339":
+            times_ms = rfc3339_column_ms(column) or [
+                time_ms for time_ms in map(rfc3339_ms, column) if time_ms is not None
+            ]
+            return times_ms if len(times_ms) == len(column) else None
+        case never:
+            assert_never(never)
+
+
+def avro_times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
+    """Convert a column of decoded Avro values to milliseconds, or return None if a row needs `time_ms_of`."""
+    if set(map(type, column)) != {str if unit == "rfc3339" else int}:
+        return None
+    most = MAX_MS // 1000
+    if unit == "s" and (max(column) > most or min(column) < -most):
+        return None
+    return times_ms_of(column, unit)
+
+
+def _seconds_ms(column: list[msgspec.Raw]) -> list[int] | None:
+    times_ms: list[int] = []
+    for raw in column:
+        whole, point, fraction = bytes(raw).partition(b".")
+        if not whole.isdigit() or len(whole) > 15 or not (fraction.isdigit() if point else True):  # noqa: PLR2004
+            return None
+        times_ms.append(int(whole) * 1000 + int(fraction[:3].ljust(3, b"0")))
+    return times_ms

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from dedup.core import tracking_id as encoding
 from dedup.core.avro import AvroReader
-from dedup.core.event_time import MAX_MS, MIN_MS, EventTime, FieldTime, TimeUnit, rfc3339_column_ms, rfc3339_ms
+from dedup.core.event_time import MAX_MS, MIN_MS, EventTime, FieldTime, TimeUnit, avro_times_ms, times_ms_of
 from dedup.core.exact_json import DECODE_REFUSALS, SHORT_BYTES, Unreadable, content_of, may_be_deep
 from dedup.core.extract_one import (
     Fault,
@@ -40,7 +40,9 @@ from dedup.core.extract_one import (
     One,
     Recipe,
     content_digest,
+    encode_scalar,
     extract_one,
+    instant_keys,
     normalize_bytes,
     of_leaves,
     reader_for,
@@ -182,7 +184,7 @@ class JsonColumns:
         columns = [list(map(member, rows)) for member in self.ids]
         if self.time is None:
             return columns, None
-        times_ms = _times_ms(list(map(self.time, rows)), self.unit)
+        times_ms = times_ms_of(list(map(self.time, rows)), self.unit)
         return None if times_ms is None else (columns, times_ms)
 
     def _rows(self, joined: bytes) -> list[Any] | None:
@@ -282,44 +284,6 @@ def _joined(values: Sequence[bytes | None]) -> bytes | None:
     return joined
 
 
-def _times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
-    match unit:
-        case "ms" | "timestamp":
-            return column
-        case "us":
-            return [time // 1000 for time in column]
-        case "s":
-            if isinstance(column[0], int):
-                return [time * 1000 for time in column]
-            return _seconds_ms(column)
-        case "rfc3339":
-            times_ms = rfc3339_column_ms(column) or [
-                time_ms for time_ms in map(rfc3339_ms, column) if time_ms is not None
-            ]
-            return times_ms if len(times_ms) == len(column) else None
-        case never:
-            assert_never(never)
-
-
-def _avro_times(column: list[Any], unit: TimeUnit) -> list[int] | None:
-    if set(map(type, column)) != {str if unit == "rfc3339" else int}:
-        return None
-    most = MAX_MS // 1000
-    if unit == "s" and (max(column) > most or min(column) < -most):
-        return None
-    return _times_ms(column, unit)
-
-
-def _seconds_ms(column: list[msgspec.Raw]) -> list[int] | None:
-    times_ms: list[int] = []
-    for raw in column:
-        whole, point, fraction = bytes(raw).partition(b".")
-        if not whole.isdigit() or len(whole) > 15 or not (fraction.isdigit() if point else True):  # noqa: PLR2004
-            return None
-        times_ms.append(int(whole) * 1000 + int(fraction[:3].ljust(3, b"0")))
-    return times_ms
-
-
 _FEW: Final = 4
 """With at most this many rows, another attempt on the fast path is not worthwhile."""
 
@@ -388,6 +352,7 @@ class Extractor:
         self._memos: Final = [PartMemo(recipe.tracking_id.normalize) for _ in range(parts)]
         steps = recipe.tracking_id.normalize
         self._normalize: Final = normalizer(steps) if steps else None
+        self._instants: Final = "instant" in steps
 
     def __call__(
         self,
@@ -508,7 +473,9 @@ class Extractor:
             return None
         paths, time = reader.count - reader.has_time, self.recipe.event_time
         members: list[Any] = columns[:paths]
-        times_ms = list(batch.timestamps_ms) if not isinstance(time, FieldTime) else _avro_times(columns[-1], time.unit)
+        times_ms = (
+            list(batch.timestamps_ms) if not isinstance(time, FieldTime) else avro_times_ms(columns[-1], time.unit)
+        )
         plain = all(set(map(type, column)) <= {str, int} for column in members)
         ids = self._ids(batch, values, members) if plain and times_ms is not None else None
         if ids is None or times_ms is None:
@@ -530,7 +497,7 @@ class Extractor:
                 (column,), normalize = members, self._normalize
                 if normalize is not None:
                     column = [normalize(value) if isinstance(value, str) else value for value in column]
-                return scalar_keys(column)
+                return instant_keys(column) if self._instants else scalar_keys(column)
             case FieldsRule():
                 return composite_keys(members, self._memos)
             case RawContentRule():
@@ -554,7 +521,7 @@ class Extractor:
             return None
         if self._normalize is not None:
             present = [normalize_bytes(value, self._normalize) for value in present]
-        return bytes_keys(present)
+        return instant_keys(present) if self._instants else bytes_keys(present)
 
 
 def _only(headers: Headers, name: str) -> bytes | None:
@@ -616,11 +583,12 @@ class PartMemo(dict[str | int, bytes]):
     empty string raises _EmptyPart.
     """
 
-    __slots__ = ("_normalize",)
+    __slots__ = ("_encode", "_normalize")
 
     def __init__(self, normalize: tuple[Normalizing, ...]) -> None:
         super().__init__()
         self._normalize: Callable[[str], str] | None = normalizer(normalize)
+        self._encode: Callable[[str | int], bytes] = _instant_or_scalar if "instant" in normalize else _scalar
 
     def __missing__(self, value: str | int) -> bytes:
         scalar = self._normalize(value) if self._normalize is not None and isinstance(value, str) else value
@@ -628,7 +596,7 @@ class PartMemo(dict[str | int, bytes]):
             raise _EmptyPart
         if len(self) >= _REMEMBERED:
             self.clear()
-        part = self[value] = encoding.prefixed(_scalar(scalar))
+        part = self[value] = encoding.prefixed(self._encode(scalar))
         return part
 
 
@@ -659,6 +627,10 @@ def _integer_keys(column: list[int]) -> list[bytes]:
 
 def _scalar(value: str | int) -> bytes:
     return encoding.encode_text(value) if isinstance(value, str) else encoding.encode_integer(value)
+
+
+def _instant_or_scalar(value: str | int) -> bytes:
+    return encode_scalar(value, instants=True)
 
 
 def _kept(canonical: Iterable[bytes]) -> list[bytes]:

@@ -5,6 +5,7 @@ Tests check that the column extractor (extract.py) agrees with this module on ev
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from uuid import UUID
 from dedup.core import exact_json
 from dedup.core import tracking_id as encoding
 from dedup.core.avro import AvroReader, Instant, Leaf, Refused, SchemaRefused, avro_reader
-from dedup.core.event_time import BadTime, EventTime, FieldTime, RecordTime, time_ms_of
+from dedup.core.event_time import BadTime, EventTime, FieldTime, RecordTime, rfc3339_column_ms, rfc3339_ms, time_ms_of
 from dedup.core.exact_json import (
     ABSENT,
     Absent,
@@ -46,6 +47,8 @@ from dedup.core.tracking_id import (
 Format = Literal["json", "json_schema", "avro", "bytes"]
 Headers = Sequence[tuple[str, bytes | None]]
 
+_FRACTION: Final = re.compile(r"\.(\d+)")
+_YEAR_1_MS: Final = -62_135_596_800_000
 _FINGERPRINT_BYTES: Final = 8
 SCHEMA_UNKNOWN: Final = "schema_unknown"
 """The code of the fault of a record whose schema the registry did not know when the record was judged."""
@@ -235,7 +238,57 @@ def _of_bytes(value: bytes | None, tracking_id: TrackingId, place: str) -> bytes
         value = normalize_bytes(value, normalize)
     if not value:
         raise _MissingId("id_empty", f"{place} is empty")
-    return encoding.encode_bytes(value)
+    return encode_scalar(value, instants="instant" in tracking_id.normalize)
+
+
+def encode_scalar(value: str | int | bytes, *, instants: bool) -> bytes:
+    """Return the canonical bytes of a normalized value. With ``instants``, an RFC 3339 time becomes an instant.
+
+    Raises UnicodeEncodeError for an unpaired surrogate.
+    """
+    match value:
+        case int():
+            return encoding.encode_integer(value)
+        case str():
+            instant = _instant_of(value) if instants else None
+            return instant or encoding.encode_text(value)
+        case bytes():
+            instant = _instant_of(value.decode(errors="replace")) if instants else None
+            return instant or encoding.encode_bytes(value)
+        case never:
+            assert_never(never)
+
+
+def _instant_of(text: str) -> bytes | None:
+    """Return the canonical bytes of the moment that an RFC 3339 time names, or None for any other string.
+
+    A time in a leap second names a moment of the next second, as `rfc3339_ms` says.
+    """
+    time_ms = rfc3339_ms(text)
+    if time_ms is None:
+        return None
+    digits = _FRACTION.search(text)
+    with suppress(OverflowError):
+        return encoding.encode_moment(time_ms // 1000, digits[1] if digits else "")
+    return None
+
+
+def instant_keys(column: Sequence[str | int | bytes]) -> list[bytes] | None:
+    """Return the state keys of a column in which RFC 3339 times become instants, or None if any value is empty."""
+    if "" in column or b"" in column:
+        return None
+    texts = [value for value in column if isinstance(value, str)]
+    if len(texts) == len(column) and _are_instants(texts):
+        return [encoding.state_key(encoding.INSTANT + text.encode()) for text in texts]
+    return [encoding.state_key(encode_scalar(value, instants=True)) for value in column]
+
+
+def _are_instants(texts: list[str]) -> bool:
+    """Tell whether all texts are times of one layout that are already in the form of an instant's canonical bytes."""
+    if not texts[0].endswith("Z") or ("." in texts[0] and any(text[-2] == "0" for text in texts)):
+        return False
+    times_ms = rfc3339_column_ms(texts)
+    return times_ms is not None and min(times_ms) >= _YEAR_1_MS
 
 
 def normalize_bytes(value: bytes, normalize: Callable[[str], str]) -> bytes:
@@ -307,7 +360,7 @@ def _of_text(text: str, tracking_id: TrackingId, place: str) -> bytes:
     if not normalized:
         raise _MissingId("id_empty", f"{place} is empty")
     try:
-        return encoding.encode_text(normalized)
+        return encode_scalar(normalized, instants="instant" in tracking_id.normalize)
     except UnicodeEncodeError:
         raise Unreadable("lone_surrogate", f"{place} has an unpaired surrogate, which UTF-8 cannot encode") from None
 

@@ -36,7 +36,7 @@ from dedup.core.json_path import Path
 ENCODING_VERSION: Final = 1
 """The version of the encoding, which is part of the state fingerprint, so state with another version cannot be used."""
 
-Normalizing = Literal["trim", "lower", "nfc"]
+Normalizing = Literal["trim", "lower", "nfc", "instant"]
 
 TEXT: Final = b"\x01"
 BYTES: Final = b"\x02"
@@ -128,7 +128,10 @@ class TrackingId:
 
     rule: Rule
     normalize: tuple[Normalizing, ...] = ()
-    """Normalization steps, which are applied in this order to strings in the value and to UTF-8 keys and headers."""
+    """Normalization steps, which are applied in this order to strings in the value and to UTF-8 keys and headers.
+
+    `instant`, the last step, makes an instant of a string that is an RFC 3339 time, and leaves other strings alone.
+    """
 
 
 def state_key(canonical: bytes) -> bytes:
@@ -169,8 +172,17 @@ def encode_integer_text(digits: str) -> bytes:
 def encode_instant(nanoseconds: int) -> bytes:
     """Return the canonical bytes of a moment. Raises OverflowError if it is not in the years 1 to 9999."""
     seconds, fraction = divmod(nanoseconds, 10**9)
-    text = (_EPOCH + timedelta(seconds=seconds)).isoformat()
-    return INSTANT + (f"{text}.{fraction:09}".rstrip("0") if fraction else text).encode() + b"Z"
+    return encode_moment(seconds, f"{fraction:09}")
+
+
+def encode_moment(seconds: int, fraction: str) -> bytes:
+    """Return the canonical bytes of a moment, given whole seconds since 1970 UTC and the digits of the fraction.
+
+    Raises OverflowError if the moment is not in the years 1 to 9999.
+    """
+    digits = fraction.rstrip("0")
+    text = (_EPOCH + timedelta(seconds=seconds)).isoformat() + (f".{digits}" if digits else "")
+    return INSTANT + text.encode() + b"Z"
 
 
 def encode_composite(parts: Sequence[bytes]) -> bytes:
@@ -189,7 +201,7 @@ def prefixed(part: bytes) -> bytes:
     return bytes(head) + part
 
 
-_STEPS: Final[Mapping[Normalizing, Callable[[str], str]]] = {
+_STEPS: Final[Mapping[str, Callable[[str], str]]] = {
     "trim": lambda text: text.strip(_BLANKS),
     "lower": str.lower,
     "nfc": lambda text: unicodedata.normalize("NFC", text),
@@ -198,8 +210,8 @@ _STEPS: Final[Mapping[Normalizing, Callable[[str], str]]] = {
 
 @cache
 def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
-    """Return a function that applies the normalization steps to a string, or None if there are no steps."""
-    functions = [_STEPS[step] for step in steps]
+    """Return a function that applies the steps other than `instant` to a string, or None if there are none."""
+    functions = [_STEPS[step] for step in steps if step != "instant"]
     if not functions:
         return None
 

@@ -68,7 +68,7 @@ def parse(text: str, *, name: str, read_file: Callable[[str], str] = _no_file) -
     ``read_file`` returns the content of a file that the topology names, or raises OSError or UnicodeDecodeError.
     """
     read_once = cache(read_file)
-    checks = (_one_rule, _format_fits, partial(_schema_fits, read_file=read_once), _one_role_each)
+    checks = (_one_rule, _instant_last, _format_fits, partial(_schema_fits, read_file=read_once), _one_role_each)
     return _topology(checked_file(text, name, TopologyFile, checks), read_once)
 
 
@@ -189,6 +189,14 @@ def _one_rule(document: Document) -> Iterator[Problem]:
     if len(written) > 1:
         place = document.place_of_key(("tracking_id", written[1]))
         yield Problem(place, f"tracking_id: {' and '.join(written)} exclude each other; keep exactly one")
+
+
+def _instant_last(document: Document) -> Iterator[Problem]:
+    tracking_id = document.value.get("tracking_id")
+    steps = tracking_id.get("normalize") if isinstance(tracking_id, dict) else None
+    if isinstance(steps, list) and "instant" in steps[:-1]:
+        place = document.place(("tracking_id", "normalize", steps.index("instant")))
+        yield Problem(place, "tracking_id.normalize: instant must be the last step, as it makes the text a moment")
 
 
 _SCHEMA: Final[At] = ("source", "schema")

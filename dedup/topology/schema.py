@@ -277,7 +277,7 @@ class TrackingIdFile(Keys):
     content: _PlainOrMapping[_True, ContentFile] | None = None
     """With true, the ID is the value's raw bytes; with {exclude: [...]}, the value's JSON without these members."""
     normalize: list[Normalizing] = Field(default_factory=list)
-    """Normalization steps that are applied to IDs, in this order, before the IDs are compared."""
+    """Steps applied to IDs, in this order, before they are compared. instant turns an RFC 3339 time into a moment."""
     missing: Literal["dead_letter", "forward", "fail"] = "dead_letter"
     """The policy for a record without a usable ID."""
     tombstones: Literal["forward", "dead_letter"] = "forward"

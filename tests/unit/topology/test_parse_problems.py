@@ -236,7 +236,12 @@ def test_a_mistake_in_one_line(line, said):
         (
             "field: id",
             "field: id\n  normalize: [upper]",
-            '7:15: tracking_id.normalize[0]: "upper" is not one of trim | lower | nfc',
+            '7:15: tracking_id.normalize[0]: "upper" is not one of trim | lower | nfc | instant',
+        ),
+        (
+            "field: id",
+            "field: id\n  normalize: [trim, instant, lower]",
+            "7:21: tracking_id.normalize: instant must be the last step, as it makes the text a moment",
         ),
         ("guard_period: 24h", "guard_period: 0s", '7:15: guard_period: "0s" must be longer than zero'),
         ("guard_period: 24h", "guard_period: 24", '7:15: guard_period: "24" has no unit; write "24h" or "24m"'),
