@@ -5,6 +5,10 @@ Accidents reach into the production code from outside; nothing in it knows about
 
 from __future__ import annotations
 
+import gc
+
+gc.set_threshold(100_000)  # as `dedup` does before it imports anything
+
 import asyncio
 import ctypes
 import os
