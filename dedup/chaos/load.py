@@ -20,7 +20,16 @@ from dedup.core.event_time import FieldTime
 from dedup.core.fold import OnConflict
 from dedup.core.framing import framed
 from dedup.core.partitioner import partitions as partitions_of
-from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule
+from dedup.core.tracking_id import (
+    ContentRule,
+    FieldRule,
+    FieldsRule,
+    HeaderRule,
+    KeyRule,
+    PartsRule,
+    RawContentRule,
+    Rule,
+)
 from dedup.errors import BrokerUnavailable
 from dedup.quantities import instant
 from dedup.verify.kafka_reader import KafkaReader, client_config
@@ -128,19 +137,7 @@ class MadeRecords:
         self._count += 1
         text = f"{self._run}-{self._count}"
         document: dict[str, Any] = {"number": self._count, "padding": _PADDING}
-        headers: tuple[tuple[str, bytes], ...] = ()
-        match self._topology.tracking_id.rule:
-            case KeyRule() | ContentRule() | RawContentRule():
-                document["made"] = text
-            case HeaderRule(name):
-                headers = ((name, text.encode()),)
-            case FieldRule(path):
-                document = _with(document, path, text)
-            case FieldsRule(paths):
-                for at, path in enumerate(paths):
-                    document = _with(document, path, text if at == 0 else f"part-{at}")
-            case never:
-                assert_never(never)
+        document, headers = _identified(self._topology.tracking_id.rule, document, text)
         event_time = self._topology.event_time
         if isinstance(event_time, FieldTime):
             unit, per_unit_us = event_time.unit, {"us": 1, "ms": 1_000, "s": 1_000_000}
@@ -150,6 +147,31 @@ class MadeRecords:
         (partition,) = partitions_of([text.encode()], self._partitions[topic])
         value, added = framed(self._topology.source.framing, json.dumps(document).encode())
         return Made(topic, partition, text.encode(), value, (*headers, *added), now_ms)
+
+
+def _identified(
+    rule: Rule, document: dict[str, Any], text: str
+) -> tuple[dict[str, Any], tuple[tuple[str, bytes], ...]]:
+    """Return a document and headers with the ID ``text``, which is also the record's key."""
+    match rule:
+        case KeyRule() | ContentRule() | RawContentRule():
+            return {**document, "made": text}, ()
+        case HeaderRule(name):
+            return document, ((name, text.encode()),)
+        case FieldRule(path):
+            return _with(document, path, text), ()
+        case FieldsRule(paths):
+            for at, path in enumerate(paths):
+                document = _with(document, path, text if at == 0 else f"part-{at}")
+            return document, ()
+        case PartsRule(parts):
+            headers: tuple[tuple[str, bytes], ...] = ()
+            for part in parts:
+                document, more = _identified(part.rule, document, text)
+                headers += more
+            return document, headers
+        case never:
+            assert_never(never)
 
 
 def _with(here: Any, path: Path, value: object) -> Any:  # noqa: ANN401  # a JSON value

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from binascii import Error as NotHexadecimal
 from binascii import hexlify, unhexlify
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
@@ -59,6 +59,7 @@ from dedup.core.tracking_id import (
     HeaderRule,
     KeyRule,
     Normalizing,
+    PartsRule,
     RawContentRule,
     TrackingId,
     member_paths,
@@ -314,12 +315,12 @@ def compile_extractor(
     """Return a topology's extractor. Raises ValueError if the topology's rules can never find an ID or a time."""
     if fmt == "avro" and (isinstance(tracking_id.rule, ContentRule) or fingerprint_exclude):
         raise ValueError("format avro has no canonical content; use fields, the key, a header or content: true as ID")
-    if fmt == "bytes" and isinstance(tracking_id.rule, FieldRule | FieldsRule | ContentRule):
+    if fmt == "bytes" and (member_paths(tracking_id.rule) or isinstance(tracking_id.rule, ContentRule)):
         raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
     if fmt == "bytes" and isinstance(event_time, FieldTime):
         raise ValueError("format bytes has no fields; use format json, or event_time: record")
-    if isinstance(tracking_id.rule, FieldsRule) and not tracking_id.rule.paths:
-        raise ValueError("fields is empty; name at least one path")
+    if tracking_id.rule in {FieldsRule(()), PartsRule(())}:
+        raise ValueError("fields or parts is empty; name at least one")
     return Extractor(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude, schema_id, schema))
 
 
@@ -348,8 +349,9 @@ class Extractor:
         is_json = recipe.fmt in {"json", "json_schema"}
         self._json: Final = compile_columns(paths, time) if is_json else None
         self._columnar: Final = self._json is not None if is_json else True
-        parts = len(paths) if isinstance(recipe.tracking_id.rule, FieldsRule) else 0
-        self._memos: Final = [PartMemo(recipe.tracking_id.normalize) for _ in range(parts)]
+        rule = recipe.tracking_id.rule
+        count = len(rule.parts) if isinstance(rule, PartsRule) else len(paths)
+        self._memos: Final = [PartMemo(recipe.tracking_id.normalize) for _ in range(count)]
         steps = recipe.tracking_id.normalize
         self._normalize: Final = normalizer(steps) if steps else None
         self._instants: Final = "instant" in steps
@@ -500,6 +502,10 @@ class Extractor:
                 return instant_keys(column) if self._instants else scalar_keys(column)
             case FieldsRule():
                 return composite_keys(members, self._memos)
+            case PartsRule(parts):
+                left = iter(members)
+                columns = [_column(part.rule, batch, left) for part in parts]
+                return None if any(None in column for column in columns) else composite_keys(columns, self._memos)
             case RawContentRule():
                 return bytes_keys([value for value in batch.values if value is not None])
             case ContentRule(exclude):
@@ -522,6 +528,18 @@ class Extractor:
         if self._normalize is not None:
             present = [normalize_bytes(value, self._normalize) for value in present]
         return instant_keys(present) if self._instants else bytes_keys(present)
+
+
+def _column(rule: KeyRule | HeaderRule | FieldRule, batch: _Batch, members: Iterator[list[str | int]]) -> Sequence[Any]:
+    match rule:
+        case KeyRule():
+            return batch.keys
+        case HeaderRule(name):
+            return [_only(row, name) for row in batch.headers]
+        case FieldRule():
+            return next(members)
+        case never:
+            assert_never(never)
 
 
 def _only(headers: Headers, name: str) -> bytes | None:
@@ -576,11 +594,11 @@ def bytes_keys(values: Sequence[bytes]) -> list[bytes] | None:
     return _kept([encoding.BYTES + value for value in values])
 
 
-class PartMemo(dict[str | int, bytes]):
+class PartMemo(dict[str | int | bytes, bytes]):
     """Caches, for one part of composite IDs, the canonical bytes of each value, preceded by their length.
 
-    Only strings and integers may be looked up, because Python would find True and 1.0 under the key 1. Looking up an
-    empty string raises _EmptyPart.
+    Only strings, integers, and bytes may be looked up, because Python would find True and 1.0 under the key 1. Looking
+    up empty strings or bytes raises _EmptyPart.
     """
 
     __slots__ = ("_encode", "_normalize")
@@ -588,11 +606,15 @@ class PartMemo(dict[str | int, bytes]):
     def __init__(self, normalize: tuple[Normalizing, ...]) -> None:
         super().__init__()
         self._normalize: Callable[[str], str] | None = normalizer(normalize)
-        self._encode: Callable[[str | int], bytes] = _instant_or_scalar if "instant" in normalize else _scalar
+        self._encode: Callable[[str | int | bytes], bytes] = _instant_or_scalar if "instant" in normalize else _scalar
 
-    def __missing__(self, value: str | int) -> bytes:
-        scalar = self._normalize(value) if self._normalize is not None and isinstance(value, str) else value
-        if scalar == "":
+    def __missing__(self, value: str | int | bytes) -> bytes:
+        scalar = value
+        if self._normalize is not None and isinstance(value, str):
+            scalar = self._normalize(value)
+        elif self._normalize is not None and isinstance(value, bytes):
+            scalar = normalize_bytes(value, self._normalize)
+        if not scalar and not isinstance(scalar, int):
             raise _EmptyPart
         if len(self) >= _REMEMBERED:
             self.clear()
@@ -604,7 +626,7 @@ class _EmptyPart(Exception):
     """A part of a composite ID is empty."""
 
 
-def composite_keys(columns: Sequence[list[str | int]], memos: Sequence[PartMemo]) -> list[bytes] | None:
+def composite_keys(columns: Sequence[Sequence[str | int | bytes]], memos: Sequence[PartMemo]) -> list[bytes] | None:
     """Return the state keys of composite IDs, given one column per part, or None if any part is empty."""
     parts = [map(memo.__getitem__, column) for memo, column in zip(memos, columns, strict=True)]
     try:
@@ -625,11 +647,13 @@ def _integer_keys(column: list[int]) -> list[bytes]:
     return _rows(keys)
 
 
-def _scalar(value: str | int) -> bytes:
-    return encoding.encode_text(value) if isinstance(value, str) else encoding.encode_integer(value)
+def _scalar(value: str | int | bytes) -> bytes:
+    if isinstance(value, str):
+        return encoding.encode_text(value)
+    return encoding.encode_integer(value) if isinstance(value, int) else encoding.encode_bytes(value)
 
 
-def _instant_or_scalar(value: str | int) -> bytes:
+def _instant_or_scalar(value: str | int | bytes) -> bytes:
     return encode_scalar(value, instants=True)
 
 

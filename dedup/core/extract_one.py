@@ -37,6 +37,8 @@ from dedup.core.tracking_id import (
     FieldsRule,
     HeaderRule,
     KeyRule,
+    Part,
+    PartsRule,
     RawContentRule,
     TrackingId,
     member_paths,
@@ -52,6 +54,8 @@ _YEAR_1_MS: Final = -62_135_596_800_000
 _FINGERPRINT_BYTES: Final = 8
 SCHEMA_UNKNOWN: Final = "schema_unknown"
 """The code of the fault of a record whose schema the registry did not know when the record was judged."""
+_LACKING: Final = {"id_missing": encoding.ABSENT, "id_null": encoding.NULL, "id_empty": encoding.TEXT}
+"""The canonical bytes of a part without a value, by the code that says what it lacks."""
 _CONTAINERS: Final = ("record", "array", "map")
 
 
@@ -183,7 +187,7 @@ def _fault(refused: NotJudged) -> Fault:
 
 
 def _of_tombstone(recipe: Recipe, key: bytes | None, headers: Headers, timestamp_ms: int) -> One | Fault:
-    if not isinstance(recipe.tracking_id.rule, KeyRule | HeaderRule):
+    if encoding.needs_value(recipe.tracking_id.rule):
         return Fault(FaultKind.TOMBSTONE, "tombstone", "the value is null, and the tracking ID is read from it")
     canonical = _canonical_id(recipe.tracking_id, key, b"", headers, ABSENT, ())
     if isinstance(recipe.event_time, FieldTime):
@@ -209,6 +213,8 @@ def _canonical_id(
             return _of_fields((path,), tracking_id, members)[0]
         case FieldsRule(paths):
             return encoding.encode_composite(_of_fields(paths, tracking_id, members))
+        case PartsRule(parts):
+            return _of_parts(parts, tracking_id, key, headers, members)
         case ContentRule(exclude):
             if isinstance(content, Absent):
                 raise Unreadable("not_json", "only a JSON value has canonical content")
@@ -309,6 +315,44 @@ def _of_fields(paths: Sequence[Path], tracking_id: TrackingId, members: Iterable
     if missing is not None:
         raise missing
     return parts
+
+
+def _of_parts(
+    parts: Sequence[Part],
+    tracking_id: TrackingId,
+    key: bytes | None,
+    headers: Headers,
+    members: Iterable[JsonValue | Leaf],
+) -> bytes:
+    found, present, left = list[bytes](), False, iter(members)
+    missing: _MissingId | None = None
+    for part in parts:
+        try:
+            match part.rule:
+                case KeyRule():
+                    one = _of_bytes(key, tracking_id, "the record's key")
+                case HeaderRule(name):
+                    one = _of_bytes(_header(headers, name), tracking_id, f"the header {name}")
+                case FieldRule(path):
+                    one = _of_part(next(left), tracking_id, format_path(path))
+                case never:
+                    assert_never(never)
+            present = True
+        except _MissingId as lacking:
+            one = _LACKING.get(lacking.code, b"") if part.absent_is_value else b""
+            missing = missing or (None if one else lacking)
+        found.append(one)
+    if missing is not None:
+        raise missing
+    if not present:
+        raise _MissingId("id_missing", "every part of the tracking ID is absent, null, or empty")
+    return encoding.encode_composite(found)
+
+
+def _of_part(found: JsonValue | Leaf, tracking_id: TrackingId, place: str) -> bytes:
+    if isinstance(found, Members | list):
+        return encoding.CONTENT + canonical_json(found, exact_json.excluded(()))
+    return _of_field(found, tracking_id, place)
 
 
 def _of_field(found: JsonValue | Leaf, tracking_id: TrackingId, place: str) -> bytes:

@@ -11,6 +11,7 @@ Equal IDs have equal canonical bytes. The encoding never changes. Canonical byte
     07 true, 08 false
     09 composite       per part: its canonical length (LEB128), its canonical bytes
     0a content         canonical JSON text (exact_json.canonical_json)
+    0b null, 0c absent a part of a composite ID whose rule says `absent: as_value`
     0e instant         RFC 3339 text in UTC, its exact fraction of a second without trailing zeros
 
 The state key of an ID, under which its sightings are stored, consists of the canonical bytes if there are at most 32 of
@@ -48,6 +49,8 @@ TRUE: Final = b"\x07"
 FALSE: Final = b"\x08"
 COMPOSITE: Final = b"\x09"
 CONTENT: Final = b"\x0a"
+NULL: Final = b"\x0b"
+ABSENT: Final = b"\x0c"
 INSTANT: Final = b"\x0e"
 DIGEST: Final = b"\x00"
 
@@ -97,6 +100,26 @@ class FieldsRule:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """One part of an ID: the record's key, a header, or a member of the value."""
+
+    rule: KeyRule | HeaderRule | FieldRule
+    absent_is_value: bool = False
+    """True if a part that is absent, null, or empty is compared like a value, instead of making the ID unusable."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartsRule:
+    """The rule that several parts of the record, in a given order, together form the ID.
+
+    At least one part must be neither absent nor null nor empty. Objects and arrays are compared as canonical JSON.
+    Source: `deduplicateByKeyValue` of KIP-655, whose ID is the record's key and a member of the value.
+    """
+
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ContentRule:
     """The rule that the canonical JSON of the value, without the excluded paths, is the ID."""
 
@@ -108,7 +131,7 @@ class RawContentRule:
     """The rule that the unchanged bytes of the value are the ID."""
 
 
-Rule = KeyRule | HeaderRule | FieldRule | FieldsRule | ContentRule | RawContentRule
+Rule = KeyRule | HeaderRule | FieldRule | FieldsRule | PartsRule | ContentRule | RawContentRule
 
 
 def member_paths(rule: Rule) -> tuple[Path, ...]:
@@ -118,8 +141,20 @@ def member_paths(rule: Rule) -> tuple[Path, ...]:
             return (path,)
         case FieldsRule(paths):
             return paths
+        case PartsRule(parts):
+            return tuple(part.rule.path for part in parts if isinstance(part.rule, FieldRule))
         case _:
             return ()
+
+
+def needs_value(rule: Rule) -> bool:
+    """Return whether an ID is read from the value, so that a record without a value has no ID."""
+    return bool(member_paths(rule)) or isinstance(rule, ContentRule | RawContentRule)
+
+
+def has_key(rule: Rule) -> bool:
+    """Return whether records with equal IDs, without normalization, have equal keys."""
+    return isinstance(rule, KeyRule) or (isinstance(rule, PartsRule) and Part(KeyRule()) in rule.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +261,8 @@ def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
 def id_text(key: bytes) -> str | None:
     """Return the ID in the form that `dedup lookup` accepts, or None if the state key is a digest.
 
+    In a composite ID, ``{}`` stands for an absent part.
+
     Bytes that are not UTF-8 become replacement characters, so `dedup lookup` cannot find such an ID by the returned
     string.
     """
@@ -239,7 +276,7 @@ def id_text(key: bytes) -> str | None:
         return str(Uuid(bytes=body))
     if tag == INTEGER:
         return str(int.from_bytes(body, "big", signed=True))
-    return {TRUE: "true", FALSE: "false"}.get(tag)
+    return {TRUE: "true", FALSE: "false", NULL: "null", ABSENT: "{}"}.get(tag)
 
 
 def _json(key: bytes) -> str | None:

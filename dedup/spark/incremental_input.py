@@ -18,7 +18,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page
 from pyspark.sql.types import ArrayType, DataType, StructType
 
 from dedup.core.json_path import Path
-from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule
+from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, PartsRule, member_paths
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.batch_verdicts import history_of
 from dedup.spark.columns import as_records
@@ -284,8 +284,8 @@ def id_types(schema: StructType | None, topology: Topology) -> dict[str, str]:
     match topology.tracking_id.rule:
         case FieldRule(path):
             wanted = [path]
-        case FieldsRule(paths):
-            wanted = list(paths)
+        case FieldsRule() | PartsRule():
+            wanted = list(member_paths(topology.tracking_id.rule))
         case ContentRule(exclude):
             wanted = [(each.name,) for each in schema.fields if (each.name,) not in exclude]
         case _:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from posixpath import normpath
 from typing import Final, TypeVar
 
-from dedup.core.tracking_id import HeaderRule, KeyRule
+from dedup.core.tracking_id import HeaderRule, PartsRule, has_key
 from dedup.quantities import format_duration
 from dedup.topology.ingest_file import Ingest, Source, settle_sentence
 from dedup.topology.lint import Finding, warning
@@ -133,15 +133,15 @@ def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
     if reads in {"json_schema", "avro"}:
         text = f"source.format: {reads} does not fit {ingest.name}, which writes JSON; use `format: json`."
         yield Finding("error", "json_is_written", text)
-    reads_header = isinstance(rule, HeaderRule) and rule.name == _ID_HEADER
-    if reads_header and ingest.tracking_id is not None:
+    parts = [part.rule for part in rule.parts if not part.absent_is_value] if isinstance(rule, PartsRule) else [rule]
+    if HeaderRule(_ID_HEADER) in parts and ingest.tracking_id is not None:
         text = (
             f"tracking_id.header: {_ID_HEADER} is not on the records of {ingest.name}, which has its own tracking_id: "
             f"every record would become a dead letter. Use the same rule in both files."
         )
         yield Finding("error", "no_id_header", text)
     # The source also writes the tracking ID as the record's key.
-    same = ingest.tracking_id is not None and (rule == ingest.tracking_id or isinstance(rule, KeyRule))
+    same = ingest.tracking_id is not None and (rule == ingest.tracking_id or has_key(rule))
     if topology.source.partitioned_by_tracking_id and not same:
         own = "its place in the source" if ingest.tracking_id is None else rule_text(ingest.tracking_id)
         text = (

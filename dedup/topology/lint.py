@@ -10,7 +10,7 @@ from dedup.core.avro import SchemaRefused, is_refused, nodes_at, parse_schema, t
 from dedup.core.event_time import FieldTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.json_path import Path, format_path
-from dedup.core.tracking_id import ContentRule, KeyRule, RawContentRule, member_paths
+from dedup.core.tracking_id import ContentRule, RawContentRule, has_key, member_paths
 from dedup.quantities import format_duration
 from dedup.topology.model import LateDrop, LateForward, Topology
 from dedup.topology.state_size import UUID_KEY_BYTES, format_bytes, predict
@@ -149,7 +149,7 @@ def _where_ids_meet(topology: Topology) -> Iterator[Finding]:
             f"no longer per key, and each record is written one more time."
         )
         yield warning("order_per_tracking_id", text)
-    if several and topology.source.partitioned_by_tracking_id and not isinstance(rule, KeyRule):
+    if several and topology.source.partitioned_by_tracking_id and not has_key(rule):
         yield warning("partitioned_by_unused", "source.partitioned_by has no effect with several source topics.")
     if topology.direct and topology.tracking_id.normalize:
         text = (
@@ -157,8 +157,8 @@ def _where_ids_meet(topology: Topology) -> Iterator[Finding]:
             "normalized ID. Otherwise remove source.partitioned_by."
         )
         yield warning("normalized_after_partitioning", text)
-    if isinstance(rule, KeyRule) and not topology.direct and not several:
-        text = "tracking_id.key with normalize: equal IDs may have different keys, so records are repartitioned."
+    if has_key(rule) and not topology.direct and not several:
+        text = "the key in tracking_id with normalize: equal IDs may have different keys, so records are repartitioned."
         yield warning("normalized_keys_repartitioned", text)
 
 

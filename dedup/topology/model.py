@@ -22,9 +22,11 @@ from dedup.core.tracking_id import (
     FieldsRule,
     HeaderRule,
     KeyRule,
+    PartsRule,
     RawContentRule,
     Rule,
     TrackingId,
+    needs_value,
 )
 from dedup.core.window import Window
 from dedup.errors import InvariantBroken, Problem, SettingsError
@@ -232,8 +234,7 @@ class Topology:
     @property
     def needs_value(self) -> bool:
         """True if the ID or the event time is read from the value, so that a null value makes a record a tombstone."""
-        id_in_value = not isinstance(self.tracking_id.rule, KeyRule | HeaderRule)
-        return id_in_value or isinstance(self.event_time, FieldTime)
+        return needs_value(self.tracking_id.rule) or isinstance(self.event_time, FieldTime)
 
     @cached_property
     def rules(self) -> Rules:
@@ -321,6 +322,9 @@ def rule_text(rule: Rule) -> str:
             return f"field: {format_path(path)}"
         case FieldsRule(paths):
             return f"fields: [{', '.join(map(format_path, paths))}]"
+        case PartsRule(parts):
+            texts = (rule_text(part.rule) + (", absent: as_value" if part.absent_is_value else "") for part in parts)
+            return f"parts: [{', '.join(f'{{{text}}}' for text in texts)}]"
         case ContentRule(exclude):
             return f"content: {{exclude: [{', '.join(map(format_path, exclude))}]}}"
         case RawContentRule():

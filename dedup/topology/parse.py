@@ -19,9 +19,12 @@ from dedup.core.tracking_id import (
     FieldsRule,
     HeaderRule,
     KeyRule,
+    Part,
+    PartsRule,
     RawContentRule,
     Rule,
     TrackingId,
+    has_key,
 )
 from dedup.core.window import Window
 from dedup.errors import InvariantBroken, Problem, TopologyError
@@ -37,11 +40,13 @@ from dedup.topology.model import (
     Topology,
 )
 from dedup.topology.schema import (
+    PART_RULES,
     RULES,
     ColumnFile,
     ConflictsFile,
     FieldTimeFile,
     Output,
+    PartFile,
     SinkFile,
     TopologyFile,
     TrackingIdFile,
@@ -68,7 +73,14 @@ def parse(text: str, *, name: str, read_file: Callable[[str], str] = _no_file) -
     ``read_file`` returns the content of a file that the topology names, or raises OSError or UnicodeDecodeError.
     """
     read_once = cache(read_file)
-    checks = (_one_rule, _instant_last, _format_fits, partial(_schema_fits, read_file=read_once), _one_role_each)
+    checks = (
+        _one_rule,
+        _whole_parts,
+        _instant_last,
+        _format_fits,
+        partial(_schema_fits, read_file=read_once),
+        _one_role_each,
+    )
     return _topology(checked_file(text, name, TopologyFile, checks), read_once)
 
 
@@ -108,7 +120,7 @@ def _topology(file: TopologyFile, read_file: Callable[[str], str]) -> Topology:
     framing = "auto" if source.schema_id == "none" else source.schema_id
     declared = source.partitioned_by == "tracking_id"
     # Normalization may make two keys equal that the producers' partitioner has treated as different.
-    implied = isinstance(tracking_id.rule, KeyRule) and not tracking_id.normalize
+    implied = has_key(tracking_id.rule) and not tracking_id.normalize
     cap_ms = file.extend_at_most or file.guard_period * _EXTENSIONS_OF_GUARD
     grace_ms = file.guard_period if file.grace is None else file.grace
     output = file.output
@@ -146,11 +158,20 @@ def _rule(file: TrackingIdFile) -> Rule:
         return FieldRule(file.field)
     if file.fields is not None:
         return FieldsRule(tuple(file.fields))
+    if file.parts is not None:
+        return PartsRule(tuple(map(_part, file.parts)))
     if file.content is not None:
         return RawContentRule() if file.content is True else ContentRule(tuple(file.content.exclude))
     if file.key is not None:
         return KeyRule()
     raise InvariantBroken("`_one_rule` has accepted a tracking ID without a rule that is known here.")
+
+
+def _part(file: PartFile) -> Part:
+    absent_is_value = file.absent == "as_value"
+    if file.header is not None:
+        return Part(HeaderRule(file.header), absent_is_value)
+    return Part(KeyRule() if file.field is None else FieldRule(file.field), absent_is_value)
 
 
 def event_time_of(written: str | FieldTimeFile) -> EventTime:
@@ -189,6 +210,24 @@ def _one_rule(document: Document) -> Iterator[Problem]:
     if len(written) > 1:
         place = document.place_of_key(("tracking_id", written[1]))
         yield Problem(place, f"tracking_id: {' and '.join(written)} exclude each other; keep exactly one")
+
+
+def _whole_parts(document: Document) -> Iterator[Problem]:
+    """Report parts without exactly one rule, and parts that occur twice."""
+    tracking_id = document.value.get("tracking_id")
+    parts = tracking_id.get("parts") if isinstance(tracking_id, dict) else None
+    seen: list[dict[str, Any]] = []
+    for row, part in enumerate(parts if isinstance(parts, list) else []):
+        if not isinstance(part, dict):
+            continue
+        at: At = ("tracking_id", "parts", row)
+        written = {rule: part[rule] for rule in part if rule in PART_RULES}
+        if len(written) != 1:
+            found = " and ".join(written) or "no rule"
+            yield Problem(document.place(at), f"{dotted(at)}: {found}; write exactly one of {', '.join(PART_RULES)}")
+        elif written in seen:
+            yield Problem(document.place(at), f"{dotted(at)}: this part occurs twice; remove one")
+        seen.append(written)
 
 
 def _instant_last(document: Document) -> Iterator[Problem]:
@@ -230,7 +269,8 @@ def _format_fits(document: Document) -> Iterator[Problem]:
         yield _at_key(document, _SCHEMA_ID, "none needs `source.format: avro`; JSON without framing is `format: json`")
     elif found != "json_schema" and document.has(_SCHEMA_ID):
         yield _at_key(document, _SCHEMA_ID, "needs `source.format: json_schema`")
-    for at in filter(document.has, _MEMBERS if found == "bytes" else ()):
+    members: list[At] = [*_MEMBERS, *(("tracking_id", "parts", row, "field") for row in _rows(document, "parts"))]
+    for at in filter(document.has, members if found == "bytes" else ()):
         yield _at_key(document, at, "needs `source.format: json`; a value of format bytes has no fields")
 
 
@@ -244,6 +284,11 @@ def _avro_fits(document: Document) -> Iterator[Problem]:
         yield _at_key(document, _SCHEMA_ID, text)
     for at in filter(document.has, _JSON_MEMBERS):
         yield _at_key(document, at, "needs `source.format: json`; a value of format avro is compared and kept as bytes")
+
+
+def _rows(document: Document, rule: str) -> range:
+    several = document.get(("tracking_id", rule))
+    return range(len(several) if isinstance(several, list) else 0)
 
 
 def _at_key(document: Document, at: At, text: str) -> Problem:
@@ -267,9 +312,9 @@ def _schema_fits(document: Document, *, read_file: Callable[[str], str]) -> Iter
     except SchemaRefused as refused:
         yield Problem(place, f"{said} {refused}; correct the schema")
         return
-    several = document.get(("tracking_id", "fields"))
     ids: list[At] = [("tracking_id", "field")]
-    ids += [("tracking_id", "fields", row) for row in range(len(several) if isinstance(several, list) else 0)]
+    ids += [("tracking_id", "fields", row) for row in _rows(document, "fields")]
+    ids += [("tracking_id", "parts", row, "field") for row in _rows(document, "parts")]
     for at in ids:
         yield from _member_fits(document, at, schema, None)
     unit = document.get(_UNIT)

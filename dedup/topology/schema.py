@@ -30,7 +30,8 @@ _HEADER_CHARS: Final = 1_000
 _MOST_STANDBYS: Final = 10
 _MOST_PARTITIONS: Final = 256
 """The most partitions in a transaction, because the coordinator writes their markers one by one."""
-RULES: Final = ("key", "header", "field", "fields", "content")
+PART_RULES: Final = ("key", "header", "field")
+RULES: Final = ("key", "header", "field", "fields", "parts", "content")
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 _TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
@@ -261,8 +262,23 @@ class ContentFile(Keys):
     """Members that are not part of the ID because they differ each time a record is sent."""
 
 
+class PartFile(Keys):
+    """One part of a tracking ID: exactly one of key, header, and field."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in PART_RULES]})
+
+    key: _True | None = None
+    """If true, the part is the record's key."""
+    header: _Header | None = None
+    """Name of the header whose value is the part."""
+    field: _Path | None = None
+    """Path of the JSON member that is the part. An object or an array is compared as canonical JSON."""
+    absent: Literal["dead_letter", "as_value"] = "dead_letter"
+    """Whether a record without this part has no ID, or has an ID in which the part is absent, null, or empty."""
+
+
 class TrackingIdFile(Keys):
-    """Where the tracking ID comes from: exactly one of key, header, field, fields, and content."""
+    """Where the tracking ID comes from: exactly one of key, header, field, fields, parts, and content."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in RULES]})
 
@@ -274,6 +290,8 @@ class TrackingIdFile(Keys):
     """Path of the JSON member that is the ID, such as order.id, items[0].id, or a["b.c"]."""
     fields: _Paths | None = None
     """Paths of several JSON members that together, in this order, are the ID, such as tenant and order number."""
+    parts: Annotated[list[PartFile], some("part")] | None = Field(default=None, json_schema_extra={"minItems": 1})
+    """Parts of the record that together, in this order, are the ID, such as the key and a header."""
     content: _PlainOrMapping[_True, ContentFile] | None = None
     """With true, the ID is the value's raw bytes; with {exclude: [...]}, the value's JSON without these members."""
     normalize: list[Normalizing] = Field(default_factory=list)

@@ -34,6 +34,8 @@ from dedup.core.tracking_id import (
     FieldsRule,
     HeaderRule,
     KeyRule,
+    Part,
+    PartsRule,
     RawContentRule,
     Rule,
     member_paths,
@@ -332,7 +334,11 @@ def _typed(topology: Topology, text: str) -> Iterator[tuple[Leaf, ...]]:
     """Yield the members of each ID that a user's input may stand for, in the types that Avro schemas give them."""
     paths = member_paths(topology.tracking_id.rule)
     texts = [text]
-    if isinstance(topology.tracking_id.rule, FieldsRule):
+    rule = topology.tracking_id.rule
+    if isinstance(rule, PartsRule) and len(paths) < len(rule.parts):
+        text = f"the ID of {topology.name!r} has parts beside the Avro value; `dedup explain` finds it"
+        raise SettingsError([Problem("ID", text)])
+    if isinstance(rule, FieldsRule | PartsRule):
         parts = _array(topology.name, text, len(paths), parse_int=str, parse_float=str)
         texts = [part if isinstance(part, str) else json.dumps(part) for part in parts]
     schema = topology.source.schema
@@ -394,10 +400,11 @@ def _records(topology: Topology, text: str) -> list[_Record]:
     rule, framing = topology.tracking_id.rule, topology.source.framing
     if framing is not None and isinstance(rule, RawContentRule):
         return [(None, text.encode(), []), (None, *framed("header", text.encode()))]  # the framing belongs to the ID
-    return [
-        (key, value, headers) if value is None else (key, *framed(framing, value))
-        for key, value, headers in _unframed(rule, topology.name, text)
-    ]
+    found: list[_Record] = []
+    for key, value, headers in _unframed(rule, topology.name, text):
+        written, added = (None, ()) if value is None else framed(framing, value)
+        found.append((key, written, [*headers, *added]))
+    return found
 
 
 def _unframed(rule: Rule, name: str, text: str) -> list[_Record]:
@@ -413,10 +420,33 @@ def _unframed(rule: Rule, name: str, text: str) -> list[_Record]:
             parts = _array(name, text, len(paths))
             pairs = [(path, json.dumps(part)) for path, part in zip(paths, parts, strict=True)]
             return [(None, _nested(pairs).encode(), [])]
+        case PartsRule(parts):
+            return [_of_parts(parts, _array(name, text, len(parts)))]
         case ContentRule() | RawContentRule():
             return [(None, text.encode(), [])]
         case never:
             assert_never(never)
+
+
+def _of_parts(parts: Sequence[Part], written: Sequence[Any]) -> _Record:
+    """Return a record with these parts, where an empty object stands for an absent one."""
+    key: bytes | None = None
+    headers: list[tuple[str, bytes | None]] = []
+    members: list[tuple[Path, str]] = []
+    for part, value in zip(parts, written, strict=True):
+        text = value if isinstance(value, str) else json.dumps(value)
+        match part.rule:
+            case _ if value == {}:
+                continue
+            case KeyRule():
+                key = None if value is None else text.encode()
+            case HeaderRule(header):
+                headers.append((header, None if value is None else text.encode()))
+            case FieldRule(path):
+                members.append((path, json.dumps(value)))
+            case never:
+                assert_never(never)
+    return key, _nested(members).encode(), headers
 
 
 def _is_json(text: str) -> bool:

@@ -2,7 +2,17 @@
 
 from dedup.core.event_time import FieldTime
 from dedup.core.extract import Extractor, Recipe
-from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule, TrackingId
+from dedup.core.tracking_id import (
+    ContentRule,
+    FieldRule,
+    FieldsRule,
+    HeaderRule,
+    KeyRule,
+    Part,
+    PartsRule,
+    RawContentRule,
+    TrackingId,
+)
 
 UUID = "0b1c2d3e-4f50-6172-8394-a5b6c7d8e9f0"
 RECIPES = {
@@ -25,6 +35,15 @@ RECIPES = {
     "empty name": Recipe(TrackingId(FieldRule(("",)))),
     "fields": Recipe(TrackingId(FieldsRule((("id",), ("a",), ("t",)))), FieldTime(("t",), "ms")),
     "fields normalized": Recipe(TrackingId(FieldsRule((("id",), ("a",))), ("trim",))),
+    "parts": Recipe(TrackingId(PartsRule((Part(KeyRule()), Part(HeaderRule("h")), Part(FieldRule(("id",))))))),
+    "parts or not": Recipe(
+        TrackingId(
+            PartsRule((Part(HeaderRule("h"), True), Part(FieldRule(("a",)), True), Part(FieldRule(("id",)), True))),
+            ("trim", "instant"),
+        ),
+        FieldTime(("t",), "ms"),
+    ),
+    "parts bytes": Recipe(TrackingId(PartsRule((Part(HeaderRule("h")), Part(KeyRule(), True)))), fmt="bytes"),
     "key": Recipe(TrackingId(KeyRule())),
     "key+ms": Recipe(TrackingId(KeyRule(), ("lower",)), FieldTime(("t",), "ms")),
     "key bytes": Recipe(TrackingId(KeyRule()), fmt="bytes", fingerprint=True),
@@ -56,6 +75,9 @@ AVRO = {
         TrackingId(FieldsRule((("id",), ("t",)))), FieldTime(("t",), "timestamp"), "avro", schema=_AVSC
     ),
     "avro index": Recipe(TrackingId(FieldRule(("a", 0, "id"))), fmt="avro", schema=_AVSC),
+    "avro parts": Recipe(
+        TrackingId(PartsRule((Part(KeyRule(), True), Part(FieldRule(("id",)), True)))), fmt="avro", schema=_AVSC
+    ),
     "avro key": Recipe(TrackingId(KeyRule()), fmt="avro", schema=_AVSC),
 }
 AVRO_EVENTS = [

@@ -38,6 +38,11 @@ RULES: dict[str, dict[str, Any]] = {
     "header": {"tracking_id": {"header": "id"}},
     "field": {"tracking_id": {"field": "id"}},
     "normalized": {"tracking_id": {"field": "id", "normalize": ["trim", "lower", "nfc"]}},
+    "parts": {
+        "tracking_id": {
+            "parts": [{"key": True, "absent": "as_value"}, {"header": "id", "absent": "as_value"}, {"field": "id"}]
+        }
+    },
     "instant": {"tracking_id": {"fields": ["order.placed", "id"], "normalize": ["instant"]}},
     "fields": {"tracking_id": {"fields": ["tenant", "order.id"]}, "event_time": {"field": "at", "unit": "ms"}},
     "content": {"tracking_id": {"content": {"exclude": ["at", "v", "order.placed"]}}},

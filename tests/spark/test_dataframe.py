@@ -174,6 +174,10 @@ def test_a_name_that_stands_twice_is_refused(orders: DataFrame):
     [
         (("{field: order.id}", "{key: true}"), "tracking_id: is taken from the record's key or a header"),
         (("{field: order.id}", "{header: id}"), "tracking_id: is taken from the record's key or a header"),
+        (
+            ("{field: order.id}", "{parts: [{field: order.id}, {header: id}]}"),
+            "tracking_id: is taken from the record's",
+        ),
         (("{field: at, unit: rfc3339}", "record"), "event_time: is the record's timestamp"),
     ],
 )

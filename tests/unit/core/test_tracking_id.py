@@ -11,7 +11,17 @@ from dedup.core.exact_json import decode
 from dedup.core.extract import Extractor, FaultKind, Recipe, compile_extractor
 from dedup.core.extract_one import Fault, One, extract_one
 from dedup.core.json_path import format_path, parse_path
-from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule, TrackingId
+from dedup.core.tracking_id import (
+    ContentRule,
+    FieldRule,
+    FieldsRule,
+    HeaderRule,
+    KeyRule,
+    Part,
+    PartsRule,
+    RawContentRule,
+    TrackingId,
+)
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "tracking_id.json").read_text())
 CASES = VECTORS["cases"]
@@ -40,6 +50,8 @@ def rule_of(spec):
             return FieldRule(parse_path(path))
         case {"fields": paths}:
             return FieldsRule(tuple(map(parse_path, paths)))
+        case {"parts": parts}:
+            return PartsRule(tuple(Part(rule_of(part), part.get("absent") == "as_value") for part in parts))
         case {"content": True}:
             return RawContentRule()
         case {"content": {"exclude": paths}}:

@@ -8,7 +8,17 @@ import pytest
 
 from dedup.core.event_time import FieldTime, RecordTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
-from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule, TrackingId
+from dedup.core.tracking_id import (
+    ContentRule,
+    FieldRule,
+    FieldsRule,
+    HeaderRule,
+    KeyRule,
+    Part,
+    PartsRule,
+    RawContentRule,
+    TrackingId,
+)
 from dedup.core.window import Window
 from dedup.errors import InvariantBroken
 from dedup.topology.model import LateDrop, LateForward, LateTo, Topology, auto_group_size
@@ -47,6 +57,10 @@ def test_the_defaults():
         ("field: 'a.b[0].c'", FieldRule(("a", "b", 0, "c"))),
         ("""field: 'a["b.c"]'""", FieldRule(("a", "b.c"))),
         ("fields: [tenant, order.id]", FieldsRule((("tenant",), ("order", "id")))),
+        (
+            "parts: [{key: true}, {header: tenant, absent: as_value}, {field: order.id}]",
+            PartsRule((Part(KeyRule()), Part(HeaderRule("tenant"), True), Part(FieldRule(("order", "id"))))),
+        ),
         ("content: {exclude: [sent_at]}", ContentRule((("sent_at",),))),
         ("content: {exclude: []}", ContentRule()),
         ("content: true", RawContentRule()),
@@ -54,6 +68,20 @@ def test_the_defaults():
 )
 def test_the_tracking_id_rules(written, rule):
     assert topology(written).tracking_id == TrackingId(rule)
+
+
+@pytest.mark.parametrize(
+    ("written", "direct"),
+    [
+        ("parts: [{key: true}, {field: id}]", True),
+        ("parts: [{key: true, absent: as_value}, {field: id}]", False),
+        ("parts: [{header: h}, {field: id}]", False),
+        ("parts: [{key: true}, {field: id}], normalize: [trim]", False),
+    ],
+)
+def test_equal_keys_are_in_one_partition(written, direct):
+    """So parts with the key need no repartition topic, unless different keys may give equal IDs."""
+    assert topology(written).direct is direct
 
 
 def test_normalizing_keeps_its_order():

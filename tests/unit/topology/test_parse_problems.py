@@ -231,12 +231,32 @@ def test_a_mistake_in_one_line(line, said):
         (
             "field: id",
             "missing: fail",
-            "5:1: tracking_id: no rule; write exactly one of key, header, field, fields, content",
+            "5:1: tracking_id: no rule; write exactly one of key, header, field, fields, parts, content",
         ),
         (
             "field: id",
             "field: id\n  normalize: [upper]",
             '7:15: tracking_id.normalize[0]: "upper" is not one of trim | lower | nfc | instant',
+        ),
+        (
+            "field: id",
+            "parts: [{absent: as_value}]",
+            "6:11: tracking_id.parts[0]: no rule; write exactly one of key, header, field",
+        ),
+        (
+            "field: id",
+            "parts: [{key: true, header: h}]",
+            "6:11: tracking_id.parts[0]: key and header; write exactly one of key, header, field",
+        ),
+        (
+            "field: id",
+            "parts: [{field: id}, {header: h}, {field: id, absent: as_value}]",
+            "6:37: tracking_id.parts[2]: this part occurs twice; remove one",
+        ),
+        (
+            "field: id",
+            "parts: [{field: id, absent: skip}]",
+            '6:31: tracking_id.parts[0].absent: "skip" is not one of dead_letter | as_value',
         ),
         (
             "field: id",

@@ -244,6 +244,9 @@ class TestRecent:
         assert len(list(recent.shown(TOPICS, ids=True))) == MOST_KEPT
 
 
+PARTS = "[{key: true}, {header: h, absent: as_value}, {field: a}]"
+
+
 @pytest.mark.parametrize(
     ("rule", "key", "text"),
     [
@@ -251,6 +254,9 @@ class TestRecent:
         ("field: id", encode_text("8d5e957f-2978-4348-bd98-fa830fa6413c"), "8d5e957f-2978-4348-bd98-fa830fa6413c"),
         ("field: id", encode_integer(-70_000), "-70000"),
         ("key: true", b"\x02abc", "abc"),
+        (f"parts: {PARTS}", encode_composite([b"\x02k", b"\x0c", encode_integer(7)]), '["k", {}, 7]'),
+        (f"parts: {PARTS}", encode_composite([b"\x02k", b"\x0b", encode_text("x")]), '["k", null, "x"]'),
+        (f"parts: {PARTS}", encode_composite([b"\x02k", b"\x02h", b"\x0a[2]"]), '["k", "h", [2]]'),
         ("fields: [a, b]", encode_composite([encode_text('x"'), encode_integer(7)]), '["x\\"", 7]'),
     ],
 )
