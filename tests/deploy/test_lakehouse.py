@@ -18,6 +18,8 @@ from tests.brokers import RunningKafka, read_all
 pytest.importorskip("pyspark", reason="PySpark is not installed: pip install dedup-streams[spark]")
 pq = pytest.importorskip("pyarrow.parquet")
 
+from tests.spark.streaming import FAST_JAVA  # noqa: E402  # needs PySpark
+
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(1_200)]
 PAGE = Path(__file__).parents[2] / "docs" / "tutorial-lakehouse.md"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -50,6 +52,7 @@ def follow(directory: Path, kafka: RunningKafka) -> list[Done]:
     environ = {name: value for name, value in os.environ.items() if name not in unset}
     environ |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "200"}
     environ["DEDUP_WEB__PORT"] = "0"
+    environ["SPARK_SUBMIT_OPTS"] = FAST_JAVA  # each command is a JVM of its own, which lives for seconds
     done: list[Done] = []
     # Of the page only the broker's address is changed, as a user with another one would.
     page = PAGE.read_text(encoding="utf-8").replace("localhost:9092", kafka.bootstrap)
