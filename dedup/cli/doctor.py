@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal, assert_never, get_args
 import typer
 
 from dedup.cli.inputs import ConfigOption, JsonOption, OptionalTopology, SetOption, read_settings, read_topology, say
-from dedup.errors import BrokerUnavailable, StateIncompatible
+from dedup.errors import BrokerUnavailable, RegistryUnavailable, StateIncompatible
 
 if TYPE_CHECKING:
     from dedup.kafka.authorization import Rights
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
-Layer = Literal["DNS", "TCP", "TLS", "authentication", "version", "ACL", "topics"]
+Layer = Literal["DNS", "TCP", "TLS", "authentication", "version", "ACL", "topics", "schema registry"]
 LAYERS: Final[tuple[Layer, ...]] = get_args(Layer)
 _DETAIL: Final = re.compile(r"(?P<what>.*?)\. (?P<remedy>.*?)(?P<detail> \(.*\))?", re.DOTALL)
 _TOPIC_REMEDIES: Final[Mapping[str, str]] = {
@@ -52,11 +52,12 @@ def doctor(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Find what prevents a topology from running: DNS, TCP, TLS, authentication, version, ACL, or topics.
+    """Find what prevents a topology from running, from DNS to ACLs, topics, and the schema registry.
 
     The command prints each problem with a remedy, changes nothing, and does not affect any worker. Without TOPOLOGY,
-    the command checks only the cluster. The exit code is 5 for a problem with the brokers, 3 for a problem with the
-    topics, and 0 if there are no problems or only warnings.
+    the command checks only the cluster and, if the config file names it, the schema registry. The exit code is 5 for a
+    problem with the brokers or the registry, 3 for a problem with the topics, and 0 if there are no problems or only
+    warnings.
 
     Examples: dedup doctor topologies/orders.yaml --config config/production.yaml
 
@@ -64,33 +65,60 @@ def doctor(
     """
     parsed = None if topology is None else read_topology(topology)
     settings = read_settings(config, overrides)
+    # Before the brokers are asked: a registry that is needed and not configured is a mistake in the config file.
+    registry, wrong = _registry(parsed, settings)
     found, looked_at, transactions = asyncio.run(_examined(parsed, settings))
+    found += wrong
+    if registry is not None or wrong:
+        looked_at |= {"schema registry"}
     layers = [{"layer": layer, "looked_at": layer in looked_at} for layer in LAYERS]
-    data = {"layers": layers, "transaction_version": transactions, "symptoms": [asdict(each) for each in found]}
-    say(data, in_words(found, looked_at, transactions), as_json=as_json)
+    symptoms = [asdict(each) for each in found]
+    data = {"layers": layers, "transaction_version": transactions, "schema_registry": registry, "symptoms": symptoms}
+    say(data, in_words(found, looked_at, transactions, registry), as_json=as_json)
     errors = [each for each in found if each.level == "error"]
     if errors:
         kind = StateIncompatible if errors[0].layer == "topics" else BrokerUnavailable
         raise typer.Exit(kind.exit_code)
 
 
-def in_words(found: list[Symptom], looked_at: frozenset[Layer], transactions: int | None) -> Iterator[str]:
+def in_words(
+    found: list[Symptom], looked_at: frozenset[Layer], transactions: int | None, registry: str | None = None
+) -> Iterator[str]:
     """Yield a line for each layer, and two lines for each problem: the problem and its remedy.
 
-    ``transactions`` is the cluster's transaction version, if it is known.
+    ``transactions`` is the cluster's transaction version, and ``registry`` what the schema registry is, if known.
     """
+    more: dict[Layer, str] = {}
+    if transactions is not None:
+        more["version"] = f" (transactions of version {max(transactions, 1)})"
+    if registry is not None:
+        more["schema registry"] = f" ({registry})"
     for layer in LAYERS:
         own = [each for each in found if each.layer == layer]
         if layer not in looked_at:
             yield f"{layer}: not checked"
             continue
-        version = transactions if layer == "version" else None
-        more = "" if version is None else f" (transactions of version {max(version, 1)})"
         state = "ok" if not own else "wrong" if any(each.level == "error" for each in own) else "warning"
-        yield f"{layer}: {state}{more}"
+        yield f"{layer}: {state}{more.get(layer, '')}"
         for each in own:
             yield f"    {each.problem}"
             yield f"    -> {each.remedy}"
+
+
+def _registry(topology: Topology | None, settings: Settings) -> tuple[str | None, list[Symptom]]:
+    """Return what the schema registry is, or what is wrong with it; neither if no registry is configured or needed.
+
+    Raises SettingsError if the topology needs a registry and the settings name none.
+    """
+    from dedup.kafka.schema_registry import SchemaRegistry
+
+    if settings.schema_registry.url is None and (topology is None or not topology.source.names_schemas):
+        return None, []
+    try:
+        return SchemaRegistry(settings.schema_registry).kind(), []
+    except RegistryUnavailable as error:
+        remedy = "Start the registry, or correct `schema_registry` in the config file; records wait until it answers"
+        return None, [Symptom("schema registry", "error", str(error).rstrip("."), remedy)]
 
 
 async def _examined(

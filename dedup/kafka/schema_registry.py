@@ -28,6 +28,8 @@ _MOST_BYTES: Final = 4 << 20
 _CHUNK: Final = 1 << 16
 _NOT_FOUND: Final = 404
 _BY_ID: Final = b"\0"
+_APICURIO: Final = "/apis/ccompat"
+"""The path of Confluent's API in Apicurio."""
 _AT_ONCE: Final = 4
 _PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
@@ -73,9 +75,39 @@ class SchemaRegistry:
         """Return the newest schema of a subject, or None if there is none; otherwise like `schema`."""
         return self._schema(f"/subjects/{quote(subject, safe='')}/versions/latest")
 
-    def _schema(self, path: str) -> str | None:
+    def kind(self) -> str:
+        """Return what the registry is, such as "apicurio-registry 2.5.11.Final", as far as it says so.
+
+        Raises RegistryUnavailable if it gives no answer, or has no Avro, or the address is not that of Confluent's API.
+        """
+        types = self._answer(f"{self._url}/schemas/types")
+        if not isinstance(types, list):
+            raise self._away(f"Confluent's API is not at this address (that of Apicurio ends with {_APICURIO}/v7)")
+        if "AVRO" not in types:
+            raise self._away("it has no Avro schemas")
+        root, apicurio, _ = self._url.partition(_APICURIO)
+        if not apicurio:
+            return "Confluent's API"
         try:
-            answer = json.loads(self._get(self._url + path))
+            info = self._answer(f"{root}/apis/registry/v2/system/info")
+        except RegistryUnavailable:
+            info = None
+        said = [str(info.get(key, "")) for key in ("name", "version")] if isinstance(info, dict) else []
+        return " ".join(word for word in said if word.isprintable()).strip() or "apicurio-registry"
+
+    def _schema(self, path: str) -> str | None:
+        answer = self._answer(self._url + path)
+        if answer is None:
+            return None
+        text = answer.get("schema") if isinstance(answer, dict) else None
+        if not isinstance(text, str):
+            raise self._away("its answer has no schema")
+        return text
+
+    def _answer(self, url: str) -> object:
+        """Return an answer that is JSON, or None for 404. Raises RegistryUnavailable for any other answer, and none."""
+        try:
+            answer: object = json.loads(self._get(url))
         except HTTPError as error:
             with error:
                 if error.code == _NOT_FOUND:
@@ -85,10 +117,9 @@ class SchemaRegistry:
             raise self._away(str(getattr(error, "reason", error)) or type(error).__name__) from None
         except (ValueError, RecursionError):
             raise self._away("its answer is not JSON") from None
-        text = answer.get("schema") if isinstance(answer, dict) else None
-        if not isinstance(text, str):
-            raise self._away("its answer has no schema")
-        return text
+        if answer is None:
+            raise self._away("its answer is null")
+        return answer
 
     def _get(self, url: str) -> bytes:
         begun_s, parts, size = time.monotonic(), list[bytes](), 0

@@ -233,6 +233,18 @@ def test_bad_framing_and_unknown_schemas_are_dead_letters_which_verify_understan
     assert "schema_unknown: the schema registry does not know the value's schema, 2147483647" in tried
 
 
+def test_doctor_says_what_the_registry_is_and_what_is_wrong_with_its_address(
+    registry: Registry, make_job: MakeJob, topic_names: Callable[[str], str]
+) -> None:
+    job = job_of(make_job, registry, topic_names("avro-in"), "direct")
+    said = dedup(job, "doctor")
+    assert re.search(r"^schema registry: ok \(apicurio-registry 2\.5\.11\.Final\)$", said, re.MULTILINE), said
+    wrong = job_of(make_job, registry, topic_names("avro-in"), "direct", url=registry.url.removesuffix("/ccompat/v7"))
+    said = dedup(wrong, "doctor", code=5)
+    assert "schema registry: wrong" in said
+    assert "Confluent's API is not at this address (that of Apicurio ends with /apis/ccompat/v7)" in said
+
+
 def test_without_a_registry_the_worker_says_what_is_missing(
     make_job: MakeJob, topic_names: Callable[[str], str]
 ) -> None:

@@ -65,11 +65,34 @@ def test_a_warning_is_no_error():
     lines = list(in_words([Symptom("topics", "warning", "a", "b")], frozenset(LAYERS), 2))
     more = {"version": " (transactions of version 2)"}
     assert lines == [
-        *(f"{layer}: ok{more.get(layer, '')}" for layer in LAYERS[:-1]),
+        *(f"{layer}: ok{more.get(layer, '')}" for layer in LAYERS[:-2]),
         "topics: warning",
         "    a",
         "    -> b",
+        "schema registry: ok",
     ]
+
+
+def test_a_registry_that_does_not_answer_is_reported_even_if_no_broker_answers(closed_port):
+    at = f"127.0.0.1:{closed_port}"
+    code, text = doctor("--set", f"brokers={at}", "--set", f"schema_registry.url=http://{at}")
+    assert code == 5
+    assert text.splitlines()[-3:] == [
+        "schema registry: wrong",
+        f"    The schema registry at http://{at} does not say what a schema is: [Errno 111] Connection refused",
+        "    -> Start the registry, or correct `schema_registry` in the config file; records wait until it answers",
+    ]
+
+
+def test_a_registry_that_is_needed_and_not_configured_ends_with_2(closed_port, tmp_path):
+    topology = tmp_path / "orders.yaml"
+    source = "source: {topics: [orders], format: avro, partitioned_by: tracking_id}"
+    topology.write_text(
+        f"dedup: 1\nname: orders\n{source}\ntracking_id: {{field: id}}\nguard_period: 1h\noutput: {{topic: unique}}\n"
+    )
+    result = CliRunner().invoke(create_app(), ["doctor", str(topology), "--set", f"brokers=127.0.0.1:{closed_port}"])
+    assert getattr(result.exception, "exit_code", None) == 2
+    assert "schema_registry.url" in str(result.exception)
 
 
 def test_a_mistake_in_the_config_ends_with_2():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -71,6 +72,36 @@ def test_a_schema_is_found_by_its_id_and_by_its_guid(registry):
     assert client(registry).schema(GUID) == TEXT
     assert client(registry).schema(b"\0\xff\xff\xff\xff") is None
     assert registry.asked[-1] == ("/api/schemas/ids/4294967295", None)
+
+
+def test_what_it_is(registry):
+    """Stubbed answers; the answers of a real Apicurio are tested in tests/integration/test_schema_registry.py."""
+    registry.answers["/api/schemas/types"] = 200, b'["JSON","AVRO"]'
+    assert client(registry).kind() == "Confluent's API"
+    registry.url += "/apis/ccompat/v7"
+    registry.answers["/api/apis/ccompat/v7/schemas/types"] = 200, b'["AVRO"]'
+    assert client(registry).kind() == "apicurio-registry"
+    registry.answers["/api/apis/registry/v2/system/info"] = 403, b""
+    assert client(registry).kind() == "apicurio-registry"
+    registry.answers["/api/apis/registry/v2/system/info"] = answer(name="apicurio-registry", version="2")
+    assert client(registry).kind() == "apicurio-registry 2"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((401, b""), "it answered 401: it refuses these credentials"),
+        ((404, b""), "Confluent's API is not at this address (that of Apicurio ends with /apis/ccompat/v7)"),
+        ((200, b"{}"), "Confluent's API is not at this address"),
+        ((200, b"null"), "its answer is null"),
+        ((200, b"<html>"), "its answer is not JSON"),
+        ((200, b'["JSON"]'), "it has no Avro schemas"),
+    ],
+)
+def test_what_is_no_registry_for_avro(registry, given, said):
+    registry.answers["/api/schemas/types"] = given
+    with pytest.raises(RegistryUnavailable, match=re.escape(said)):
+        client(registry).kind()
 
 
 def test_it_gives_its_credentials(registry):
