@@ -35,7 +35,7 @@ from dedup.quantities import instant
 from dedup.verify.kafka_reader import KafkaReader, client_config
 
 if TYPE_CHECKING:
-    from dedup.core.json_path import Path
+    from dedup.core.tracking_id import Path
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 

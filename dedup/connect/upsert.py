@@ -28,7 +28,7 @@ from dedup.core.event_time import rfc3339_ms
 from dedup.core.exact_json import Number, Unreadable, canonical_json, decode
 from dedup.core.extract_one import Headers
 from dedup.core.framing import payload_of
-from dedup.core.json_path import Path
+from dedup.core.tracking_id import Path
 from dedup.errors import StateIncompatible
 from dedup.kafka.record_batch import Columns
 from dedup.kafka.wire import TopicPartition

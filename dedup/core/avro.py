@@ -24,7 +24,7 @@ import numpy.typing as npt
 from dedup.core.event_time import FieldTime, TimeUnit
 from dedup.core.exact_json import ABSENT, Absent, Number, Unreadable, with_foreign_format
 from dedup.core.framing import PREFIX_BYTES
-from dedup.core.json_path import Path
+from dedup.core.tracking_id import Path
 
 MAX_DEPTH: Final = 200
 """Maximum nesting depth of schemas and of values, whose depth the schema does not limit if it contains itself."""

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dedup.core.exact_json import ABSENT, NotJudged, Number, Unreadable
-from dedup.core.json_path import Path, format_path
+from dedup.core.tracking_id import Path, format_path
 
 TimeUnit = Literal["rfc3339", "s", "ms", "us", "timestamp"]
 """How a time is written. With timestamp, the schema of the values says so."""

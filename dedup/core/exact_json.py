@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final, NoReturn
 
 import msgspec
 
-from dedup.core.json_path import Path, format_path
+from dedup.core.tracking_id import Path, format_path
 
 MAX_DEPTH: Final = 512
 """Maximum nesting depth of containers. More deeply nested values are refused before any recursion."""

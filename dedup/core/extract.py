@@ -49,7 +49,6 @@ from dedup.core.extract_one import (
     value_digest,
 )
 from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, payloads_of, refs_of
-from dedup.core.json_path import Path
 from dedup.core.tracking_id import (
     CONTENT,
     KEPT_BYTES,
@@ -60,6 +59,7 @@ from dedup.core.tracking_id import (
     KeyRule,
     Normalizing,
     PartsRule,
+    Path,
     RawContentRule,
     TrackingId,
     member_paths,

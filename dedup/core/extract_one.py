@@ -30,7 +30,6 @@ from dedup.core.exact_json import (
     look_up,
 )
 from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, named, payload_of, split
-from dedup.core.json_path import Path, format_path
 from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
@@ -39,8 +38,10 @@ from dedup.core.tracking_id import (
     KeyRule,
     Part,
     PartsRule,
+    Path,
     RawContentRule,
     TrackingId,
+    format_path,
     member_paths,
     normalizer,
     state_key,

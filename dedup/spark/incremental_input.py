@@ -17,8 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.types import ArrayType, DataType, StructType
 
-from dedup.core.json_path import Path
-from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, PartsRule, member_paths
+from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, PartsRule, Path, member_paths
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.batch_verdicts import history_of
 from dedup.spark.columns import as_records

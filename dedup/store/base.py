@@ -115,15 +115,17 @@ class Store(Protocol):
         """Close the store and delete all its data."""
 
 
-def refuse_unstorable(stored: int, writes: Writes, position: int) -> None:
-    """Raise InvariantBroken if ``position`` is less than the stored position or a state key is empty."""
-    if any(b"" in values for values in writes.values()):
-        raise InvariantBroken("an empty state key cannot be stored, because no tracking ID has an empty encoding.")
-    if position < stored:
-        raise InvariantBroken(
-            f"a store at changelog position {stored} cannot be moved back to {position}: two owners write to one "
-            "store, or a batch was applied twice. Restart the worker; it restores the state from the changelog."
-        )
+def moved_back(stored: int, position: int) -> InvariantBroken:
+    """Return the error of a store at changelog position ``stored`` that is asked to move back to ``position``."""
+    return InvariantBroken(
+        f"a store at changelog position {stored} cannot be moved back to {position}: two owners write to one "
+        "store, or a batch was applied twice. Restart the worker; it restores the state from the changelog."
+    )
+
+
+def empty_state_key() -> InvariantBroken:
+    """Return the error of a store that is asked to store an empty state key."""
+    return InvariantBroken("an empty state key cannot be stored, because no tracking ID has an empty encoding.")
 
 
 @dataclass(slots=True)
@@ -163,7 +165,10 @@ class MemoryStore:
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """See `Store`."""
         self._refuse_if_closed()
-        refuse_unstorable(self.position, writes, position)
+        if any(b"" in values for values in writes.values()):
+            raise empty_state_key()
+        if position < self.position:
+            raise moved_back(self.position, position)
         current = record or self.task_record
         width_ms = current.segment_ms if current is not None else 0
         for start, values in writes.items():

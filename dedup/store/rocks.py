@@ -28,7 +28,7 @@ from typing import Final, Self, cast
 import rocksdict
 
 from dedup.errors import DedupError, InvariantBroken, StateIncompatible, TaskCorrupted
-from dedup.store.base import StoreIdentity, TaskRecord, Writes, refuse_unstorable
+from dedup.store.base import StoreIdentity, TaskRecord, Writes, empty_state_key, moved_back
 from dedup.store.bloom_filter import Hashed, HashKey, LogMark, SegmentFilter
 from dedup.store.changelog import decode_task_record, encode_task_record
 from dedup.store.directory import (
@@ -416,7 +416,10 @@ class RocksStore:
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """Write the sightings, the task record, and the position atomically."""
         self._refuse_if_closed()
-        refuse_unstorable(self.position, writes, position)
+        if any(b"" in values for values in writes.values()):
+            raise empty_state_key()
+        if position < self.position:
+            raise moved_back(self.position, position)
         current = record or self.task_record
         batch = rocksdict.WriteBatch(raw_mode=True)
         put = batch.put

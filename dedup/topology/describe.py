@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from dedup.core.event_time import FieldTime
 from dedup.core.fold import OnConflict, OnMissing, OnTombstone
-from dedup.core.json_path import format_path
+from dedup.core.tracking_id import format_path
 from dedup.quantities import format_duration, format_size
 from dedup.topology.model import LateForward, LateTo, Topology, rule_text
 

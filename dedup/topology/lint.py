@@ -9,8 +9,7 @@ from typing import Final, Literal
 from dedup.core.avro import SchemaRefused, is_refused, nodes_at, parse_schema, type_name
 from dedup.core.event_time import FieldTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
-from dedup.core.json_path import Path, format_path
-from dedup.core.tracking_id import ContentRule, RawContentRule, has_key, member_paths
+from dedup.core.tracking_id import ContentRule, Path, RawContentRule, format_path, has_key, member_paths
 from dedup.quantities import format_duration
 from dedup.topology.model import LateDrop, LateForward, Topology
 from dedup.topology.state_size import UUID_KEY_BYTES, format_bytes, predict

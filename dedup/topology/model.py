@@ -14,7 +14,6 @@ from dedup.core.extract import Extractor, compile_extractor
 from dedup.core.extract_one import Format
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone, Rules
 from dedup.core.framing import SchemaBook, SchemaIdPlace
-from dedup.core.json_path import Path, format_path
 from dedup.core.tracking_id import (
     ENCODING_VERSION,
     ContentRule,
@@ -23,9 +22,11 @@ from dedup.core.tracking_id import (
     HeaderRule,
     KeyRule,
     PartsRule,
+    Path,
     RawContentRule,
     Rule,
     TrackingId,
+    format_path,
     needs_value,
 )
 from dedup.core.window import Window

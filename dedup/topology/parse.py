@@ -12,7 +12,6 @@ from pydantic import BaseModel
 from dedup.core.avro import Record, SchemaRefused, is_refused, nodes_at, parse_schema, type_name
 from dedup.core.event_time import EventTime, FieldTime, RecordTime, TimeUnit
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
-from dedup.core.json_path import parse_path
 from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
@@ -25,6 +24,7 @@ from dedup.core.tracking_id import (
     Rule,
     TrackingId,
     has_key,
+    parse_path,
 )
 from dedup.core.window import Window
 from dedup.errors import InvariantBroken, Problem, TopologyError

@@ -21,8 +21,7 @@ from pydantic import (
 from pydantic_core.core_schema import no_info_after_validator_function, str_schema
 
 from dedup.core.event_time import TimeUnit, rfc3339_ms
-from dedup.core.json_path import Path, format_path, parse_path
-from dedup.core.tracking_id import Normalizing
+from dedup.core.tracking_id import Normalizing, Path, format_path, parse_path
 from dedup.quantities import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
 from dedup.yaml_document import Keys, accepting, matching, some, within
 

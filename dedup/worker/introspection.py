@@ -26,7 +26,6 @@ from dedup.core.event_time import rfc3339_ms
 from dedup.core.exact_json import Number
 from dedup.core.extract_one import Fault, Format, Recipe, extract_one, of_leaves
 from dedup.core.framing import framed
-from dedup.core.json_path import Path
 from dedup.core.partitioner import partitions
 from dedup.core.tracking_id import (
     ContentRule,
@@ -36,6 +35,7 @@ from dedup.core.tracking_id import (
     KeyRule,
     Part,
     PartsRule,
+    Path,
     RawContentRule,
     Rule,
     member_paths,

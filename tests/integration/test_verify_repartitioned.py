@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dedup.core.json_path import parse_path
-from dedup.core.tracking_id import FieldRule, TrackingId
+from dedup.core.tracking_id import FieldRule, TrackingId, parse_path
 from dedup.core.window import Window
 from dedup.settings import load_settings
 from dedup.topology.model import LateTo, SourceSpec, Topology

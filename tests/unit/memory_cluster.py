@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Self
 
-from dedup.core.json_path import parse_path
-from dedup.core.tracking_id import FieldRule, TrackingId
+from dedup.core.tracking_id import FieldRule, TrackingId, parse_path
 from dedup.core.window import Window
 from dedup.topology.model import LateTo, SourceSpec, Topology
 from dedup.topology.schema import Output

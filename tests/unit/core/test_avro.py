@@ -13,8 +13,16 @@ from dedup.core.exact_json import Unreadable
 from dedup.core.extract import Extractor, Recipe, compile_extractor
 from dedup.core.extract_one import Fault, One, extract_one
 from dedup.core.framing import SchemaBook
-from dedup.core.json_path import parse_path
-from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule, TrackingId
+from dedup.core.tracking_id import (
+    ContentRule,
+    FieldRule,
+    FieldsRule,
+    HeaderRule,
+    KeyRule,
+    RawContentRule,
+    TrackingId,
+    parse_path,
+)
 from dedup.errors import InvariantBroken
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "avro.json").read_text())

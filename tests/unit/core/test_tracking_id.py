@@ -10,7 +10,6 @@ from dedup.core.event_time import FieldTime, RecordTime, rfc3339_column_ms, rfc3
 from dedup.core.exact_json import decode
 from dedup.core.extract import Extractor, FaultKind, Recipe, compile_extractor
 from dedup.core.extract_one import Fault, One, extract_one
-from dedup.core.json_path import format_path, parse_path
 from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
@@ -21,6 +20,8 @@ from dedup.core.tracking_id import (
     PartsRule,
     RawContentRule,
     TrackingId,
+    format_path,
+    parse_path,
 )
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "tracking_id.json").read_text())

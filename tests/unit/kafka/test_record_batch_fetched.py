@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from dedup.core.event_time import RecordTime
 from dedup.core.extract import compile_extractor
 from dedup.core.extract_one import ODD_HEADER_NAME
-from dedup.core.json_path import parse_path
-from dedup.core.tracking_id import FieldRule, TrackingId
+from dedup.core.tracking_id import FieldRule, TrackingId, parse_path
 from dedup.kafka import record_batch
 from dedup.kafka.record_batch import FeedBatch, TopicPartition, columns_of, records_of
 from dedup.metrics import TaskNumbers

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from dedup.core.json_path import parse_path
-from dedup.core.tracking_id import ContentRule, TrackingId
+from dedup.core.tracking_id import ContentRule, TrackingId, parse_path
 from dedup.topology.model import SourceSpec, Topology
 from dedup.verify.cut import WHY_OPEN
 from dedup.verify.direct import WHY_BEFORE, WHY_NO_OFFSET, WHY_OUTPUT_GONE
