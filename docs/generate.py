@@ -265,9 +265,20 @@ def _rows(root: Schema, node: Schema, prefix: str) -> Iterator[tuple[str, str, s
         needed = name in node.get("required", ()) and not (inner is not None and "anyOf" in entry)
         text = " ".join(entry.get("description", "").split())
         key = f"**`{prefix}{name}`**" if needed else f"`{prefix}{name}`"
-        yield key, _kind(root, entry), _default(entry), text
+        item = _item(root, entry)
+        above = item is not None and item["properties"].keys() <= node["properties"].keys()
+        kind = _kind(root, entry)
+        yield key, kind.replace("keys below", "keys above") if above else kind, _default(entry), text
         if inner is not None:
             yield from _rows(root, inner, f"{prefix}{name}.")
+        if item is not None and not above:
+            yield from _rows(root, item, f"{prefix}{name}[].")
+
+
+def _item(root: Schema, entry: Schema) -> Schema | None:
+    """Return the items of a list of mappings."""
+    items = (_resolved(root, choice["items"]) for choice in _choices(entry) if "items" in choice)
+    return next((item for item in items if "properties" in item), None)
 
 
 def _default(entry: Schema) -> str:

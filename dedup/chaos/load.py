@@ -24,6 +24,7 @@ from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
     FieldsRule,
+    FirstOfRule,
     HeaderRule,
     KeyRule,
     PartsRule,
@@ -170,6 +171,8 @@ def _identified(
                 document, more = _identified(part.rule, document, text)
                 headers += more
             return document, headers
+        case FirstOfRule(alternatives):
+            return _identified(alternatives[0], document, text)
         case never:
             assert_never(never)
 

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from binascii import Error as NotHexadecimal
 from binascii import hexlify, unhexlify
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import repeat
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Annotated, Any, Final, Literal, NamedTuple, assert_never
 
@@ -33,6 +32,7 @@ from dedup.core.avro import AvroReader
 from dedup.core.event_time import MAX_MS, MIN_MS, EventTime, FieldTime, TimeUnit, avro_times_ms, times_ms_of
 from dedup.core.exact_json import DECODE_REFUSALS, SHORT_BYTES, Unreadable, content_of, may_be_deep
 from dedup.core.extract_one import (
+    NO_ALTERNATIVE,
     Fault,
     FaultKind,
     Format,
@@ -40,28 +40,30 @@ from dedup.core.extract_one import (
     One,
     Recipe,
     content_digest,
-    encode_scalar,
     extract_one,
-    instant_keys,
+    leads_on,
+    may_identify,
     normalize_bytes,
     of_leaves,
     reader_for,
     value_digest,
 )
 from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, payloads_of, refs_of
+from dedup.core.id_columns import PartMemo, composite_ids, instant_ids, integer_ids
 from dedup.core.tracking_id import (
     CONTENT,
     KEPT_BYTES,
     ContentRule,
     FieldRule,
     FieldsRule,
+    FirstOfRule,
     HeaderRule,
     KeyRule,
-    Normalizing,
     PartsRule,
     Path,
     RawContentRule,
     TrackingId,
+    alternatives_of,
     member_paths,
     normalizer,
     state_key,
@@ -77,8 +79,6 @@ _UUID_CHARS: Final = 36
 _ROW: Final = _UUID_CHARS + 1
 """Length of a UUID and the line feed after it."""
 _HYPHENS: Final = (8, 13, 18, 23)
-_REMEMBERED: Final = 1 << 16
-"""The maximum number of parts of composite IDs that the cache holds for one column."""
 
 _Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
 _Seconds = Annotated[int, msgspec.Meta(ge=-(MAX_MS // 1000), le=MAX_MS // 1000)]
@@ -301,6 +301,12 @@ class Extracted:
     """The fingerprint of each row, which is empty for rows in `faults`, or None if fingerprints were not requested."""
     faults: dict[int, Fault]
 
+    def as_alternative(self, index: int, lacking: Collection[int]) -> Extracted:
+        """Return the batch with the IDs of one of several alternatives, without the faults of the rows ``lacking``."""
+        keys = (None if key is None else state_key(encoding.encode_alternative(index, key)) for key in self.ids)
+        faults = {row: fault for row, fault in self.faults.items() if row not in lacking}
+        return replace(self, ids=list(keys), faults=faults)
+
 
 def compile_extractor(
     tracking_id: TrackingId,
@@ -313,9 +319,10 @@ def compile_extractor(
     schema: str | SchemaBook = "",
 ) -> Extractor:
     """Return a topology's extractor. Raises ValueError if the topology's rules can never find an ID or a time."""
-    if fmt == "avro" and (isinstance(tracking_id.rule, ContentRule) or fingerprint_exclude):
+    canonical = any(isinstance(each, ContentRule) for each in alternatives_of(tracking_id.rule))
+    if fmt == "avro" and (canonical or fingerprint_exclude):
         raise ValueError("format avro has no canonical content; use fields, the key, a header or content: true as ID")
-    if fmt == "bytes" and (member_paths(tracking_id.rule) or isinstance(tracking_id.rule, ContentRule)):
+    if fmt == "bytes" and (canonical or member_paths(tracking_id.rule)):
         raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
     if fmt == "bytes" and isinstance(event_time, FieldTime):
         raise ValueError("format bytes has no fields; use format json, or event_time: record")
@@ -329,6 +336,10 @@ class _Batch(NamedTuple):
     values: Sequence[bytes | None]
     headers: Sequence[Headers]
     timestamps_ms: Sequence[int]
+
+    def sources_of(self, row: int) -> tuple[bytes | None, bytes | None, Headers]:
+        """Return what an ID may come from: key, value, and headers."""
+        return self.keys[row], self.values[row], self.headers[row]
 
     def only(self, rows: Sequence[int]) -> _Batch:
         return _Batch(
@@ -344,15 +355,17 @@ class Extractor:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe: Final = recipe
-        paths = member_paths(recipe.tracking_id.rule)
+        rule = recipe.tracking_id.rule
+        paths = member_paths(rule)
         time = recipe.event_time if isinstance(recipe.event_time, FieldTime) else None
         is_json = recipe.fmt in {"json", "json_schema"}
         self._json: Final = compile_columns(paths, time) if is_json else None
         self._columnar: Final = self._json is not None if is_json else True
-        rule = recipe.tracking_id.rule
-        count = len(rule.parts) if isinstance(rule, PartsRule) else len(paths)
-        self._memos: Final = [PartMemo(recipe.tracking_id.normalize) for _ in range(count)]
         steps = recipe.tracking_id.normalize
+        parts = rule.parts if isinstance(rule, PartsRule) else rule.paths if isinstance(rule, FieldsRule) else ()
+        self._memos: Final = [PartMemo(steps) for _ in parts]
+        alternatives = recipe.alternatives() if isinstance(rule, FirstOfRule) else []
+        self._alternatives: Final = list(map(Extractor, alternatives))
         self._normalize: Final = normalizer(steps) if steps else None
         self._instants: Final = "instant" in steps
 
@@ -367,6 +380,8 @@ class Extractor:
         return self._extract(_Batch(keys, values, headers, timestamps_ms))
 
     def _extract(self, batch: _Batch) -> Extracted:
+        if self._alternatives:
+            return self._first_of(batch)
         if len(batch.values) <= _FEW or not self._columnar:
             return self._one_by_one(batch)
         found = self._in_columns(batch)
@@ -375,6 +390,25 @@ class Extractor:
         if None in batch.values:
             return self._nulls_apart(batch)
         return self._halved(batch)
+
+    def _first_of(self, batch: _Batch) -> Extracted:
+        """Give each alternative the rows for which the earlier ones have no value."""
+        left: Sequence[int] = range(len(batch.values))
+        pieces: list[tuple[Sequence[int], Extracted]] = []
+        first_tombstones: dict[int, Fault] = {}
+        for index, alternative in enumerate(self._alternatives):
+            # The last alternative sees all rows that are left: it finds the values that do not have their format.
+            last = index == len(self._alternatives) - 1
+            rows = left if last else [row for row in left if may_identify(alternative.recipe, *batch.sources_of(row))]
+            found = alternative(*batch.only(rows))
+            lacking = {at: fault for at, fault in found.faults.items() if leads_on(fault)}
+            tombstones = {rows[at]: fault for at, fault in lacking.items() if fault.kind is FaultKind.TOMBSTONE}
+            first_tombstones = tombstones | first_tombstones
+            pieces.append((rows, found.as_alternative(index, lacking)))
+            done = set(rows) - {rows[at] for at in lacking}
+            left = [row for row in left if row not in done]
+        merged = self._merged(len(batch.values), pieces)
+        return replace(merged, faults=merged.faults | {row: first_tombstones.get(row, NO_ALTERNATIVE) for row in left})
 
     def _one_by_one(self, batch: _Batch) -> Extracted:
         return self._gathered([extract_one(self.recipe, *record) for record in zip(*batch, strict=True)])
@@ -405,17 +439,21 @@ class Extractor:
             null[value is None].append(row)
         return self._apart(batch, null)
 
-    def _apart(self, batch: _Batch, parts: Iterable[Sequence[int]]) -> Extracted:
+    def _apart(self, batch: _Batch, parts: Sequence[Sequence[int]]) -> Extracted:
         """Extract each part of the rows separately."""
-        count = len(batch.values)
+        # All values of a part are null, or none is.
+        takes = [self._one_by_one if rows and batch.values[rows[0]] is None else self._extract for rows in parts]
+        return self._merged(
+            len(batch.values), [(rows, take(batch.only(rows))) for take, rows in zip(takes, parts, strict=True)]
+        )
+
+    def _merged(self, count: int, pieces: Iterable[tuple[Sequence[int], Extracted]]) -> Extracted:
+        """Return a batch whose rows were extracted in pieces; of several pieces with the same row, the last counts."""
         ids: list[bytes | None] = [None] * count
         times_ms = [0] * count
         fingerprints = [b""] * count
         faults: dict[int, Fault] = {}
-        for rows in parts:
-            # All values are null, or none is.
-            take = self._one_by_one if rows and batch.values[rows[0]] is None else self._extract
-            part = take(batch.only(rows))
+        for rows, part in pieces:
             for at, row in enumerate(rows):
                 ids[row] = part.ids[at]
                 times_ms[row] = part.times_ms[at]
@@ -499,18 +537,20 @@ class Extractor:
                 (column,), normalize = members, self._normalize
                 if normalize is not None:
                     column = [normalize(value) if isinstance(value, str) else value for value in column]
-                return instant_keys(column) if self._instants else scalar_keys(column)
+                return _instant_keys(column) if self._instants else scalar_keys(column)
             case FieldsRule():
-                return composite_keys(members, self._memos)
+                return _composite_keys(members, self._memos)
             case PartsRule(parts):
                 left = iter(members)
                 columns = [_column(part.rule, batch, left) for part in parts]
-                return None if any(None in column for column in columns) else composite_keys(columns, self._memos)
+                return None if any(None in column for column in columns) else _composite_keys(columns, self._memos)
             case RawContentRule():
                 return bytes_keys([value for value in batch.values if value is not None])
             case ContentRule(exclude):
                 with suppress(Unreadable):
                     return [state_key(CONTENT + content_of(each, exclude)) for each in payloads if each is not None]
+                return None
+            case FirstOfRule():  # its alternatives have extractors of their own
                 return None
             case never:
                 assert_never(never)
@@ -527,7 +567,7 @@ class Extractor:
             return None
         if self._normalize is not None:
             present = [normalize_bytes(value, self._normalize) for value in present]
-        return instant_keys(present) if self._instants else bytes_keys(present)
+        return _instant_keys(present) if self._instants else bytes_keys(present)
 
 
 def _column(rule: KeyRule | HeaderRule | FieldRule, batch: _Batch, members: Iterator[list[str | int]]) -> Sequence[Any]:
@@ -557,7 +597,7 @@ def scalar_keys(column: list[str] | list[int] | list[str | int]) -> list[bytes] 
     if kinds == {str}:
         return text_keys(column)  # type: ignore[arg-type]
     if kinds == {int}:
-        return _integer_keys(column)  # type: ignore[arg-type]
+        return integer_ids(column)  # type: ignore[arg-type]
     if "" in column:
         return None
     return [state_key(_scalar(value)) for value in column]
@@ -594,67 +634,20 @@ def bytes_keys(values: Sequence[bytes]) -> list[bytes] | None:
     return _kept([encoding.BYTES + value for value in values])
 
 
-class PartMemo(dict[str | int | bytes, bytes]):
-    """Caches, for one part of composite IDs, the canonical bytes of each value, preceded by their length.
-
-    Only strings, integers, and bytes may be looked up, because Python would find True and 1.0 under the key 1. Looking
-    up empty strings or bytes raises _EmptyPart.
-    """
-
-    __slots__ = ("_encode", "_normalize")
-
-    def __init__(self, normalize: tuple[Normalizing, ...]) -> None:
-        super().__init__()
-        self._normalize: Callable[[str], str] | None = normalizer(normalize)
-        self._encode: Callable[[str | int | bytes], bytes] = _instant_or_scalar if "instant" in normalize else _scalar
-
-    def __missing__(self, value: str | int | bytes) -> bytes:
-        scalar = value
-        if self._normalize is not None and isinstance(value, str):
-            scalar = self._normalize(value)
-        elif self._normalize is not None and isinstance(value, bytes):
-            scalar = normalize_bytes(value, self._normalize)
-        if not scalar and not isinstance(scalar, int):
-            raise _EmptyPart
-        if len(self) >= _REMEMBERED:
-            self.clear()
-        part = self[value] = encoding.prefixed(self._encode(scalar))
-        return part
+def _composite_keys(columns: Sequence[Sequence[str | int | bytes]], memos: Sequence[PartMemo]) -> list[bytes] | None:
+    canonical = composite_ids(columns, memos)
+    return None if canonical is None else _kept(canonical)
 
 
-class _EmptyPart(Exception):
-    """A part of a composite ID is empty."""
-
-
-def composite_keys(columns: Sequence[Sequence[str | int | bytes]], memos: Sequence[PartMemo]) -> list[bytes] | None:
-    """Return the state keys of composite IDs, given one column per part, or None if any part is empty."""
-    parts = [map(memo.__getitem__, column) for memo, column in zip(memos, columns, strict=True)]
-    try:
-        return _kept(map(b"".join, zip(repeat(encoding.COMPOSITE), *parts, strict=False)))
-    except _EmptyPart:
-        return None
-
-
-def _integer_keys(column: list[int]) -> list[bytes]:
-    numbers = np.array(column, np.int64)
-    sizes = numbers ^ (numbers >> 63)
-    width = int(sizes.max()).bit_length() // 8 + 1
-    if int(sizes.min()).bit_length() // 8 + 1 != width:
-        return list(map(encoding.encode_integer, column))
-    keys = np.empty((len(column), width + 1), np.uint8)
-    keys[:, 0] = encoding.INTEGER[0]
-    keys[:, 1:] = numbers.astype(">i8").view(np.uint8).reshape(len(column), 8)[:, 8 - width :]
-    return _rows(keys)
+def _instant_keys(column: Sequence[str | int | bytes]) -> list[bytes] | None:
+    canonical = instant_ids(column)
+    return None if canonical is None else _kept(canonical)
 
 
 def _scalar(value: str | int | bytes) -> bytes:
     if isinstance(value, str):
         return encoding.encode_text(value)
     return encoding.encode_integer(value) if isinstance(value, int) else encoding.encode_bytes(value)
-
-
-def _instant_or_scalar(value: str | int | bytes) -> bytes:
-    return encode_scalar(value, instants=True)
 
 
 def _kept(canonical: Iterable[bytes]) -> list[bytes]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import blake2b
 from typing import Final, Literal, assert_never
@@ -17,7 +17,7 @@ from uuid import UUID
 from dedup.core import exact_json
 from dedup.core import tracking_id as encoding
 from dedup.core.avro import AvroReader, Instant, Leaf, Refused, SchemaRefused, avro_reader
-from dedup.core.event_time import BadTime, EventTime, FieldTime, RecordTime, rfc3339_column_ms, rfc3339_ms, time_ms_of
+from dedup.core.event_time import BadTime, EventTime, FieldTime, RecordTime, rfc3339_ms, time_ms_of
 from dedup.core.exact_json import (
     ABSENT,
     Absent,
@@ -34,6 +34,7 @@ from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
     FieldsRule,
+    FirstOfRule,
     HeaderRule,
     KeyRule,
     Part,
@@ -41,17 +42,18 @@ from dedup.core.tracking_id import (
     Path,
     RawContentRule,
     TrackingId,
+    alternatives_of,
     format_path,
     member_paths,
     normalizer,
     state_key,
 )
+from dedup.errors import InvariantBroken
 
 Format = Literal["json", "json_schema", "avro", "bytes"]
 Headers = Sequence[tuple[str, bytes | None]]
 
 _FRACTION: Final = re.compile(r"\.(\d+)")
-_YEAR_1_MS: Final = -62_135_596_800_000
 _FINGERPRINT_BYTES: Final = 8
 SCHEMA_UNKNOWN: Final = "schema_unknown"
 """The code of the fault of a record whose schema the registry did not know when the record was judged."""
@@ -115,6 +117,33 @@ class Recipe:
     schema: str | SchemaBook = ""
     """With format avro: the schema of all values, or the schemas that the framings of values name."""
 
+    def alternatives(self) -> list[Recipe]:
+        """Return one recipe for each alternative of the rule for the ID."""
+        rules = alternatives_of(self.tracking_id.rule)
+        return [replace(self, tracking_id=replace(self.tracking_id, rule=rule)) for rule in rules]
+
+
+NO_ALTERNATIVE: Final = Fault(FaultKind.MISSING_ID, "id_missing", "no alternative of the tracking ID has a value")
+"""The fault of a record for which every alternative of a `FirstOfRule` is absent, null, or empty."""
+
+
+def leads_on(fault: Fault) -> bool:
+    """Return whether an alternative with this fault leads to the next one, because the record has no value for it."""
+    return fault.kind is FaultKind.TOMBSTONE or fault.code in _LACKING
+
+
+def may_identify(recipe: Recipe, key: bytes | None, value: bytes | None, headers: Headers) -> bool:
+    """Tell cheaply whether the record may have an ID. If not, it has none, or a value that does not have its format."""
+    match recipe.tracking_id.rule:
+        case KeyRule():
+            return bool(key)
+        case HeaderRule(name):
+            return any(header == name for header, _ in headers)
+        case FieldRule((*_, str(name))) if value is not None and recipe.fmt in {"json", "json_schema"}:
+            return b"\\" in value or name.encode() in value
+        case _:
+            return True
+
 
 class _MissingId(NotJudged):
     """The record has no ID."""
@@ -131,6 +160,8 @@ def extract_one(
     event time comes from the value. If the ID comes from the key or a header, MISSING_ID is reported before TOMBSTONE.
     A value that does not have its format is UNREADABLE even if only the key or a header is needed.
     """
+    if isinstance(recipe.tracking_id.rule, FirstOfRule):
+        return _first_of(recipe, key, value, headers, timestamp_ms)
     try:
         if value is None:
             return _of_tombstone(recipe, key, headers, timestamp_ms)
@@ -149,6 +180,21 @@ def extract_one(
         return One(state_key(canonical), time_ms, _fingerprint(recipe, payload, content))
     except NotJudged as refused:
         return _fault(refused)
+
+
+def _first_of(
+    recipe: Recipe, key: bytes | None, value: bytes | None, headers: Headers, timestamp_ms: int
+) -> One | Fault:
+    tombstone: Fault | None = None
+    for index, alternative in enumerate(recipe.alternatives()):
+        found = extract_one(alternative, key, value, headers, timestamp_ms)
+        if isinstance(found, One):
+            return replace(found, id=state_key(encoding.encode_alternative(index, found.id)))
+        if not leads_on(found):
+            return found
+        if tombstone is None and found.kind is FaultKind.TOMBSTONE:
+            tombstone = found
+    return tombstone or NO_ALTERNATIVE
 
 
 def reader_for(recipe: Recipe, ref: SchemaRef) -> AvroReader:
@@ -217,15 +263,19 @@ def _canonical_id(
         case PartsRule(parts):
             return _of_parts(parts, tracking_id, key, headers, members)
         case ContentRule(exclude):
-            if isinstance(content, Absent):
-                raise Unreadable("not_json", "only a JSON value has canonical content")
-            return encoding.CONTENT + canonical_json(content, exact_json.excluded(exclude))
+            return _of_content(content, exclude)
         case RawContentRule():
             if not value:
                 raise _MissingId("id_empty", "the value is empty")
             return encoding.encode_bytes(value)
-        case never:
-            assert_never(never)
+        case FirstOfRule():
+            raise InvariantBroken("an ID with alternatives is extracted with the recipe of one alternative at a time.")
+
+
+def _of_content(content: JsonValue | Absent, exclude: tuple[Path, ...]) -> bytes:
+    if isinstance(content, Absent):
+        raise Unreadable("not_json", "only a JSON value has canonical content")
+    return encoding.CONTENT + canonical_json(content, exact_json.excluded(exclude))
 
 
 def _header(headers: Headers, name: str) -> bytes | None:
@@ -278,24 +328,6 @@ def _instant_of(text: str) -> bytes | None:
     with suppress(OverflowError):
         return encoding.encode_moment(time_ms // 1000, digits[1] if digits else "")
     return None
-
-
-def instant_keys(column: Sequence[str | int | bytes]) -> list[bytes] | None:
-    """Return the state keys of a column in which RFC 3339 times become instants, or None if any value is empty."""
-    if "" in column or b"" in column:
-        return None
-    texts = [value for value in column if isinstance(value, str)]
-    if len(texts) == len(column) and _are_instants(texts):
-        return [encoding.state_key(encoding.INSTANT + text.encode()) for text in texts]
-    return [encoding.state_key(encode_scalar(value, instants=True)) for value in column]
-
-
-def _are_instants(texts: list[str]) -> bool:
-    """Tell whether all texts are times of one layout that are already in the form of an instant's canonical bytes."""
-    if not texts[0].endswith("Z") or ("." in texts[0] and any(text[-2] == "0" for text in texts)):
-        return False
-    times_ms = rfc3339_column_ms(texts)
-    return times_ms is not None and min(times_ms) >= _YEAR_1_MS
 
 
 def normalize_bytes(value: bytes, normalize: Callable[[str], str]) -> bytes:

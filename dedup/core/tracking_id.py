@@ -14,6 +14,7 @@ Equal IDs have equal canonical bytes. The encoding never changes. Canonical byte
     09 composite       per part: its canonical length (LEB128), its canonical bytes
     0a content         canonical JSON text (exact_json.canonical_json)
     0b null, 0c absent a part of a composite ID whose rule says `absent: as_value`
+    0d alternative     the index of the alternative (1 byte), the state key of the ID that it gives
     0e instant         RFC 3339 text in UTC, its exact fraction of a second without trailing zeros
 
 The state key of an ID, under which its sightings are stored, consists of the canonical bytes if there are at most 32 of
@@ -54,6 +55,7 @@ COMPOSITE: Final = b"\x09"
 CONTENT: Final = b"\x0a"
 NULL: Final = b"\x0b"
 ABSENT: Final = b"\x0c"
+ALTERNATIVE: Final = b"\x0d"
 INSTANT: Final = b"\x0e"
 DIGEST: Final = b"\x00"
 
@@ -193,12 +195,33 @@ class RawContentRule:
     """The rule that the unchanged bytes of the value are the ID."""
 
 
-Rule = KeyRule | HeaderRule | FieldRule | FieldsRule | PartsRule | ContentRule | RawContentRule
+Alternative = KeyRule | HeaderRule | FieldRule | FieldsRule | PartsRule | ContentRule | RawContentRule
+
+
+@dataclass(frozen=True, slots=True)
+class FirstOfRule:
+    """The rule that the ID comes from the first of several alternatives for which the record has a value.
+
+    If what an alternative needs is absent, null, or empty, the next alternative is tried. IDs that come from different
+    alternatives are never equal.
+    """
+
+    alternatives: tuple[Alternative, ...]
+
+
+Rule = Alternative | FirstOfRule
+
+
+def alternatives_of(rule: Rule) -> tuple[Alternative, ...]:
+    """Return the alternatives of a rule, which is its only alternative unless it is a `FirstOfRule`."""
+    return rule.alternatives if isinstance(rule, FirstOfRule) else (rule,)
 
 
 def member_paths(rule: Rule) -> tuple[Path, ...]:
     """Return the paths of the members that form the ID, or no paths if the ID is not formed by single members."""
     match rule:
+        case FirstOfRule(alternatives):
+            return tuple(dict.fromkeys(path for each in alternatives for path in member_paths(each)))
         case FieldRule(path):
             return (path,)
         case FieldsRule(paths):
@@ -210,13 +233,18 @@ def member_paths(rule: Rule) -> tuple[Path, ...]:
 
 
 def needs_value(rule: Rule) -> bool:
-    """Return whether an ID is read from the value, so that a record without a value has no ID."""
-    return bool(member_paths(rule)) or isinstance(rule, ContentRule | RawContentRule)
+    """Return whether the rule, or one of its alternatives, reads the ID from the value."""
+    return bool(member_paths(rule)) or any(
+        isinstance(each, ContentRule | RawContentRule) for each in alternatives_of(rule)
+    )
 
 
 def has_key(rule: Rule) -> bool:
     """Return whether records with equal IDs, without normalization, have equal keys."""
-    return isinstance(rule, KeyRule) or (isinstance(rule, PartsRule) and Part(KeyRule()) in rule.parts)
+    return all(
+        isinstance(each, KeyRule) or (isinstance(each, PartsRule) and Part(KeyRule()) in each.parts)
+        for each in alternatives_of(rule)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +315,11 @@ def encode_composite(parts: Sequence[bytes]) -> bytes:
     return COMPOSITE + b"".join(map(prefixed, parts))
 
 
+def encode_alternative(index: int, key: bytes) -> bytes:
+    """Return the canonical bytes of the ID that an alternative gives, given the state key of that ID."""
+    return ALTERNATIVE + bytes((index,)) + key
+
+
 def prefixed(part: bytes) -> bytes:
     """Return the canonical bytes of one part of a composite ID, preceded by their length in LEB128."""
     length = len(part)
@@ -329,6 +362,8 @@ def id_text(key: bytes) -> str | None:
     string.
     """
     tag, body = key[:1], key[1:]
+    if tag == ALTERNATIVE:
+        return id_text(body[1:])
     if tag == COMPOSITE:
         parts = [_json(part) for part in _parts(body)]
         return None if None in parts else f"[{', '.join(filter(None, parts))}]"

@@ -14,7 +14,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
 from dedup.core.event_time import RecordTime
-from dedup.core.tracking_id import HeaderRule, KeyRule, PartsRule
+from dedup.core.tracking_id import HeaderRule, KeyRule, PartsRule, alternatives_of
 from dedup.errors import Problem, SettingsError
 from dedup.spark.batch_verdicts import Order, judged
 from dedup.spark.columns import COORDINATES, as_records
@@ -129,9 +129,9 @@ def _refuse_unfit(df: DataFrame, topology: Topology, shape: Shape, order: Order 
 def _without_columns(topology: Topology) -> Iterator[Problem]:
     """Yield a problem for each topology setting that rows of plain columns cannot satisfy."""
     lacks = 'which a row of plain columns does not have; pass shape="kafka"'
-    rule = topology.tracking_id.rule
-    parts = [part.rule for part in rule.parts] if isinstance(rule, PartsRule) else [rule]
-    if any(isinstance(each, KeyRule | HeaderRule) for each in parts):
+    rules = alternatives_of(topology.tracking_id.rule)
+    parts = [part.rule for rule in rules if isinstance(rule, PartsRule) for part in rule.parts]
+    if any(isinstance(each, KeyRule | HeaderRule) for each in (*rules, *parts)):
         yield Problem("tracking_id", f"is taken from the record's key or a header, {lacks}")
     if isinstance(topology.event_time, RecordTime):
         yield Problem("event_time", f"is the record's timestamp, {lacks}")

@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.types import ArrayType, DataType, StructType
 
-from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, PartsRule, Path, member_paths
+from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, FirstOfRule, PartsRule, Path, member_paths
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.batch_verdicts import history_of
 from dedup.spark.columns import as_records
@@ -283,7 +283,7 @@ def id_types(schema: StructType | None, topology: Topology) -> dict[str, str]:
     match topology.tracking_id.rule:
         case FieldRule(path):
             wanted = [path]
-        case FieldsRule() | PartsRule():
+        case FieldsRule() | PartsRule() | FirstOfRule():
             wanted = list(member_paths(topology.tracking_id.rule))
         case ContentRule(exclude):
             wanted = [(each.name,) for each in schema.fields if (each.name,) not in exclude]

@@ -9,9 +9,18 @@ from typing import Final, Literal
 from dedup.core.avro import SchemaRefused, is_refused, nodes_at, parse_schema, type_name
 from dedup.core.event_time import FieldTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
-from dedup.core.tracking_id import ContentRule, Path, RawContentRule, format_path, has_key, member_paths
+from dedup.core.tracking_id import (
+    ContentRule,
+    FirstOfRule,
+    Path,
+    RawContentRule,
+    alternatives_of,
+    format_path,
+    has_key,
+    member_paths,
+)
 from dedup.quantities import format_duration
-from dedup.topology.model import LateDrop, LateForward, Topology
+from dedup.topology.model import LateDrop, LateForward, Topology, rule_text
 from dedup.topology.state_size import UUID_KEY_BYTES, format_bytes, predict
 
 LARGEST_CHANGELOG_RECORD_BYTES: Final = 900_000
@@ -184,7 +193,10 @@ def schema_findings(topology: Topology, text: str, name: str) -> Iterator[Findin
         types = {type_name(node): is_refused(node, time) for node in nodes_at(schema, path)}
         types.pop("null", None)
         refused_types = " or ".join(sorted(name for name, refused in types.items() if refused))
-        if not types:
+        if not types and time is None and isinstance(topology.tracking_id.rule, FirstOfRule):
+            text = f"{place} is not in the schema {name}, so another alternative gives the IDs of its records."
+            yield warning("alternative_missing", text)
+        elif not types:
             yield Finding("error", "member_missing", f"{place} is not in the schema {name}.")
         elif all(types.values()):
             yield Finding("error", "member_refused", f"{place} has the type {refused_types} in the schema {name}.")
@@ -194,15 +206,20 @@ def schema_findings(topology: Topology, text: str, name: str) -> Iterator[Findin
 
 
 def _tracking_id(topology: Topology) -> Iterator[Finding]:
-    rule = topology.tracking_id.rule
-    if isinstance(rule, ContentRule | RawContentRule):
+    rules = alternatives_of(topology.tracking_id.rule)
+    if all(isinstance(rule, ContentRule | RawContentRule) for rule in rules):
         if topology.tracking_id.normalize:
             yield warning("normalize_unused", "tracking_id.normalize has no effect on content, only on text.")
         # An excluded member is not part of the ID, so this member may differ between payloads with equal IDs.
-        if topology.fingerprints_wanted and not (isinstance(rule, ContentRule) and rule.exclude):
+        excluding = any(isinstance(rule, ContentRule) and rule.exclude for rule in rules)
+        if topology.fingerprints_wanted and not excluding:
             text = "conflicts and on_conflict have no effect: records with equal content have equal payloads."
             yield warning("no_conflicts_possible", text)
-    if isinstance(rule, RawContentRule) and topology.source.format != "bytes":
+    for rule in rules[:-1]:
+        if isinstance(rule, ContentRule | RawContentRule):
+            text = f"tracking_id.first_of: every value has {rule_text(rule)}, so later alternatives are hardly used."
+            yield warning("alternatives_unused", text)
+    if RawContentRule() in rules and topology.source.format != "bytes":
         change = "a change of white space or member order"
         if topology.source.format == "json_schema":
             change = "a change of white space, member order, or schema id"

@@ -19,6 +19,7 @@ from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
     FieldsRule,
+    FirstOfRule,
     HeaderRule,
     KeyRule,
     PartsRule,
@@ -328,6 +329,8 @@ def rule_text(rule: Rule) -> str:
             return f"parts: [{', '.join(f'{{{text}}}' for text in texts)}]"
         case ContentRule(exclude):
             return f"content: {{exclude: [{', '.join(map(format_path, exclude))}]}}"
+        case FirstOfRule(alternatives):
+            return f"first_of: [{', '.join(f'{{{rule_text(each)}}}' for each in alternatives)}]"
         case RawContentRule():
             return "content: true"
         case never:

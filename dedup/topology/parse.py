@@ -13,9 +13,11 @@ from dedup.core.avro import Record, SchemaRefused, is_refused, nodes_at, parse_s
 from dedup.core.event_time import EventTime, FieldTime, RecordTime, TimeUnit
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.tracking_id import (
+    Alternative,
     ContentRule,
     FieldRule,
     FieldsRule,
+    FirstOfRule,
     HeaderRule,
     KeyRule,
     Part,
@@ -40,8 +42,10 @@ from dedup.topology.model import (
     Topology,
 )
 from dedup.topology.schema import (
+    ALTERNATIVE_RULES,
     PART_RULES,
     RULES,
+    AlternativeFile,
     ColumnFile,
     ConflictsFile,
     FieldTimeFile,
@@ -74,7 +78,7 @@ def parse(text: str, *, name: str, read_file: Callable[[str], str] = _no_file) -
     """
     read_once = cache(read_file)
     checks = (
-        _one_rule,
+        _one_rule_each,
         _whole_parts,
         _instant_last,
         _format_fits,
@@ -152,6 +156,10 @@ def _topology(file: TopologyFile, read_file: Callable[[str], str]) -> Topology:
 
 
 def _rule(file: TrackingIdFile) -> Rule:
+    return _alternative(file) if file.first_of is None else FirstOfRule(tuple(map(_alternative, file.first_of)))
+
+
+def _alternative(file: AlternativeFile) -> Alternative:
     if file.header is not None:
         return HeaderRule(file.header)
     if file.field is not None:
@@ -164,7 +172,7 @@ def _rule(file: TrackingIdFile) -> Rule:
         return RawContentRule() if file.content is True else ContentRule(tuple(file.content.exclude))
     if file.key is not None:
         return KeyRule()
-    raise InvariantBroken("`_one_rule` has accepted a tracking ID without a rule that is known here.")
+    raise InvariantBroken("`_one_rule_each` has accepted a tracking ID without a rule that is known here.")
 
 
 def _part(file: PartFile) -> Part:
@@ -198,36 +206,50 @@ def _sink(name: str, file: SinkFile, output: Output | None) -> SinkSpec:
     )
 
 
-def _one_rule(document: Document) -> Iterator[Problem]:
-    tracking_id = document.value.get("tracking_id")
-    if not isinstance(tracking_id, dict):
-        return
-    written = [rule for rule in tracking_id if rule in RULES]
-    choice = ", ".join(RULES)
-    if not written:
-        place = document.place_of_key(("tracking_id",))
-        yield Problem(place, f"tracking_id: no rule; write exactly one of {choice}")
-    if len(written) > 1:
-        place = document.place_of_key(("tracking_id", written[1]))
-        yield Problem(place, f"tracking_id: {' and '.join(written)} exclude each other; keep exactly one")
+def _one_rule_each(document: Document) -> Iterator[Problem]:
+    """Report a tracking ID and alternatives without exactly one rule, and alternatives that occur twice."""
+    seen: list[Any] = []
+    for at in _rules_at(document):
+        file = document.get(at)
+        if not isinstance(file, dict):
+            continue
+        rules = RULES if at == _TRACKING_ID else ALTERNATIVE_RULES
+        written = [rule for rule in file if rule in rules]
+        if not written:
+            yield Problem(document.place_of_key(at), f"{dotted(at)}: no rule; write exactly one of {', '.join(rules)}")
+        if len(written) > 1:
+            text = f"{dotted(at)}: {' and '.join(written)} exclude each other; keep exactly one"
+            yield Problem(document.place_of_key((*at, written[1])), text)
+        if file in seen:
+            yield Problem(document.place(at), f"{dotted(at)}: this alternative occurs twice; remove one")
+        seen.append(file)
 
 
 def _whole_parts(document: Document) -> Iterator[Problem]:
     """Report parts without exactly one rule, and parts that occur twice."""
-    tracking_id = document.value.get("tracking_id")
-    parts = tracking_id.get("parts") if isinstance(tracking_id, dict) else None
-    seen: list[dict[str, Any]] = []
-    for row, part in enumerate(parts if isinstance(parts, list) else []):
-        if not isinstance(part, dict):
-            continue
-        at: At = ("tracking_id", "parts", row)
-        written = {rule: part[rule] for rule in part if rule in PART_RULES}
-        if len(written) != 1:
-            found = " and ".join(written) or "no rule"
-            yield Problem(document.place(at), f"{dotted(at)}: {found}; write exactly one of {', '.join(PART_RULES)}")
-        elif written in seen:
-            yield Problem(document.place(at), f"{dotted(at)}: this part occurs twice; remove one")
-        seen.append(written)
+    for rule_at in _rules_at(document):
+        seen: list[dict[str, Any]] = []
+        for at in _each(document, (*rule_at, "parts")):
+            part = document.get(at)
+            if not isinstance(part, dict):
+                continue
+            written = {rule: part[rule] for rule in part if rule in PART_RULES}
+            if len(written) != 1:
+                text = f"{' and '.join(written) or 'no rule'}; write exactly one of {', '.join(PART_RULES)}"
+                yield Problem(document.place(at), f"{dotted(at)}: {text}")
+            elif written in seen:
+                yield Problem(document.place(at), f"{dotted(at)}: this part occurs twice; remove one")
+            seen.append(written)
+
+
+def _rules_at(document: Document) -> list[At]:
+    """Return where the file says the rule for the tracking ID, and where it says each alternative."""
+    return [_TRACKING_ID, *_each(document, (*_TRACKING_ID, "first_of"))]
+
+
+def _each(document: Document, at: At) -> list[At]:
+    several = document.get(at)
+    return [(*at, row) for row in range(len(several) if isinstance(several, list) else 0)]
 
 
 def _instant_last(document: Document) -> Iterator[Problem]:
@@ -238,21 +260,10 @@ def _instant_last(document: Document) -> Iterator[Problem]:
         yield Problem(place, "tracking_id.normalize: instant must be the last step, as it makes the text a moment")
 
 
+_TRACKING_ID: Final[At] = ("tracking_id",)
 _SCHEMA: Final[At] = ("source", "schema")
 _SCHEMA_ID: Final[At] = ("source", "schema_id")
 _UNIT: Final[At] = ("event_time", "unit")
-_MEMBERS: Final[tuple[At, ...]] = (
-    ("tracking_id", "field"),
-    ("tracking_id", "fields"),
-    ("tracking_id", "content", "exclude"),
-    ("event_time", "field"),
-    ("conflicts", "exclude"),
-)
-_JSON_MEMBERS: Final[tuple[At, ...]] = (
-    ("tracking_id", "content", "exclude"),
-    ("conflicts", "exclude"),
-    ("sink", "columns"),
-)
 
 
 def _format_fits(document: Document) -> Iterator[Problem]:
@@ -269,7 +280,11 @@ def _format_fits(document: Document) -> Iterator[Problem]:
         yield _at_key(document, _SCHEMA_ID, "none needs `source.format: avro`; JSON without framing is `format: json`")
     elif found != "json_schema" and document.has(_SCHEMA_ID):
         yield _at_key(document, _SCHEMA_ID, "needs `source.format: json_schema`")
-    members: list[At] = [*_MEMBERS, *(("tracking_id", "parts", row, "field") for row in _rows(document, "parts"))]
+    members: list[At] = []
+    for at in _rules_at(document):
+        members += [(*at, "field"), (*at, "fields"), (*at, "content", "exclude")]
+        members += [(*part, "field") for part in _each(document, (*at, "parts"))]
+    members += [("event_time", "field"), ("conflicts", "exclude")]
     for at in filter(document.has, members if found == "bytes" else ()):
         yield _at_key(document, at, "needs `source.format: json`; a value of format bytes has no fields")
 
@@ -282,13 +297,9 @@ def _avro_fits(document: Document) -> Iterator[Problem]:
     elif not framed and not document.has(_SCHEMA):
         text = "none needs `source.schema`: the file with the Avro schema of all values"
         yield _at_key(document, _SCHEMA_ID, text)
-    for at in filter(document.has, _JSON_MEMBERS):
+    excluded: list[At] = [(*at, "content", "exclude") for at in _rules_at(document)]
+    for at in filter(document.has, [*excluded, ("conflicts", "exclude"), ("sink", "columns")]):
         yield _at_key(document, at, "needs `source.format: json`; a value of format avro is compared and kept as bytes")
-
-
-def _rows(document: Document, rule: str) -> range:
-    several = document.get(("tracking_id", rule))
-    return range(len(several) if isinstance(several, list) else 0)
 
 
 def _at_key(document: Document, at: At, text: str) -> Problem:
@@ -312,11 +323,10 @@ def _schema_fits(document: Document, *, read_file: Callable[[str], str]) -> Iter
     except SchemaRefused as refused:
         yield Problem(place, f"{said} {refused}; correct the schema")
         return
-    ids: list[At] = [("tracking_id", "field")]
-    ids += [("tracking_id", "fields", row) for row in _rows(document, "fields")]
-    ids += [("tracking_id", "parts", row, "field") for row in _rows(document, "parts")]
-    for at in ids:
-        yield from _member_fits(document, at, schema, None)
+    for rule_at in _rules_at(document):
+        parts = [(*part, "field") for part in _each(document, (*rule_at, "parts"))]
+        for at in [(*rule_at, "field"), *_each(document, (*rule_at, "fields")), *parts]:
+            yield from _member_fits(document, at, schema, None)
     unit = document.get(_UNIT)
     if unit in get_args(TimeUnit):
         yield from _member_fits(document, ("event_time", "field"), schema, unit)

@@ -30,7 +30,9 @@ _MOST_STANDBYS: Final = 10
 _MOST_PARTITIONS: Final = 256
 """The most partitions in a transaction, because the coordinator writes their markers one by one."""
 PART_RULES: Final = ("key", "header", "field")
-RULES: Final = ("key", "header", "field", "fields", "parts", "content")
+ALTERNATIVE_RULES: Final = (*PART_RULES, "fields", "parts", "content")
+RULES: Final = (*ALTERNATIVE_RULES, "first_of")
+_MOST_ALTERNATIVES: Final = 16
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 _TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
@@ -276,10 +278,15 @@ class PartFile(Keys):
     """Whether a record without this part has no ID, or has an ID in which the part is absent, null, or empty."""
 
 
-class TrackingIdFile(Keys):
-    """Where the tracking ID comes from: exactly one of key, header, field, fields, parts, and content."""
+_some_alternatives: Final = accepting(
+    lambda several: 1 < len(several) <= _MOST_ALTERNATIVES, f"must have 2 to {_MOST_ALTERNATIVES} alternatives"
+)
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in RULES]})
+
+class AlternativeFile(Keys):
+    """One alternative of a tracking ID: exactly one of key, header, field, fields, parts, and content."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in ALTERNATIVE_RULES]})
 
     key: _True | None = None
     """If true, the ID is the record's key."""
@@ -293,6 +300,17 @@ class TrackingIdFile(Keys):
     """Parts of the record that together, in this order, are the ID, such as the key and a header."""
     content: _PlainOrMapping[_True, ContentFile] | None = None
     """With true, the ID is the value's raw bytes; with {exclude: [...]}, the value's JSON without these members."""
+
+
+class TrackingIdFile(AlternativeFile):
+    """Where the tracking ID comes from: exactly one of key, header, field, fields, parts, content, and first_of."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in RULES]})
+
+    first_of: Annotated[list[AlternativeFile], _some_alternatives] | None = Field(
+        default=None, json_schema_extra={"minItems": 2, "maxItems": _MOST_ALTERNATIVES}
+    )
+    """Alternatives, such as a header and then the content. The first for which the record has a value gives the ID."""
     normalize: list[Normalizing] = Field(default_factory=list)
     """Steps applied to IDs, in this order, before they are compared. instant turns an RFC 3339 time into a moment."""
     missing: Literal["dead_letter", "forward", "fail"] = "dead_letter"

@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from typing import Any, Final, assert_never, cast
 from uuid import UUID
@@ -28,9 +28,11 @@ from dedup.core.extract_one import Fault, Format, Recipe, extract_one, of_leaves
 from dedup.core.framing import framed
 from dedup.core.partitioner import partitions
 from dedup.core.tracking_id import (
+    Alternative,
     ContentRule,
     FieldRule,
     FieldsRule,
+    FirstOfRule,
     HeaderRule,
     KeyRule,
     Part,
@@ -38,10 +40,12 @@ from dedup.core.tracking_id import (
     Path,
     RawContentRule,
     Rule,
+    encode_alternative,
     member_paths,
+    state_key,
 )
 from dedup.core.window import Sighting
-from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.errors import InvariantBroken, Problem, SettingsError, StateIncompatible
 from dedup.kafka.wire import TopicPartition
 from dedup.metrics import METRICS, RESULTS, Durations, Metric, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.topology.model import Topology
@@ -311,6 +315,8 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
     For example, the input ``7`` may stand for the string "7" or the number 7. Users write a composite ID as a JSON
     array of its parts, and a content ID as the content itself.
     """
+    if isinstance(topology.tracking_id.rule, FirstOfRule):
+        return _of_alternatives(topology, topology.tracking_id.rule.alternatives, text)
     source, keys = topology.source, list[bytes]()
     why = "it is not one"
     if source.format == "avro" and member_paths(topology.tracking_id.rule):
@@ -327,6 +333,21 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
             keys.append(one.id)
     if not keys:
         raise SettingsError([Problem("ID", f"{text!r} cannot be an ID of {topology.name!r}: {why}")])
+    return keys
+
+
+def _of_alternatives(topology: Topology, alternatives: Sequence[Alternative], text: str) -> list[bytes]:
+    keys, problems = list[bytes](), list[Problem]()
+    for index, rule in enumerate(alternatives):
+        tracking_id = replace(topology.tracking_id, rule=rule)
+        try:
+            found = state_keys(replace(topology, tracking_id=tracking_id), text)
+        except SettingsError as error:
+            problems += error.problems
+            continue
+        keys += [state_key(encode_alternative(index, key)) for key in found]
+    if not keys:
+        raise SettingsError(problems)
     return keys
 
 
@@ -424,6 +445,8 @@ def _unframed(rule: Rule, name: str, text: str) -> list[_Record]:
             return [_of_parts(parts, _array(name, text, len(parts)))]
         case ContentRule() | RawContentRule():
             return [(None, text.encode(), [])]
+        case FirstOfRule():
+            raise InvariantBroken("the alternatives of an ID are looked up one by one.")
         case never:
             assert_never(never)
 

@@ -6,6 +6,7 @@ from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
     FieldsRule,
+    FirstOfRule,
     HeaderRule,
     KeyRule,
     Part,
@@ -44,6 +45,16 @@ RECIPES = {
         FieldTime(("t",), "ms"),
     ),
     "parts bytes": Recipe(TrackingId(PartsRule((Part(HeaderRule("h")), Part(KeyRule(), True)))), fmt="bytes"),
+    "first of": Recipe(
+        TrackingId(FirstOfRule((FieldRule(("id",)), FieldsRule((("a",), ("t",))), KeyRule(), ContentRule((("t",),))))),
+        FieldTime(("t",), "ms"),
+        fingerprint=True,
+    ),
+    "first of names": Recipe(TrackingId(FirstOfRule((HeaderRule("h"), FieldRule(("a", "id")), FieldRule(("é",)))))),
+    "first of normalized": Recipe(
+        TrackingId(FirstOfRule((FieldRule(("a", 0, "id")), PartsRule((Part(HeaderRule("h")),)))), ("trim", "instant"))
+    ),
+    "first of bytes": Recipe(TrackingId(FirstOfRule((HeaderRule("x"), KeyRule(), RawContentRule()))), fmt="bytes"),
     "key": Recipe(TrackingId(KeyRule())),
     "key+ms": Recipe(TrackingId(KeyRule(), ("lower",)), FieldTime(("t",), "ms")),
     "key bytes": Recipe(TrackingId(KeyRule()), fmt="bytes", fingerprint=True),
@@ -59,6 +70,7 @@ RECIPES = {
     "framed header": Recipe(TrackingId(FieldRule(("id",))), fmt="json_schema", fingerprint=True, schema_id="header"),
     "framed key": Recipe(TrackingId(KeyRule()), fmt="json_schema"),
     "framed index": Recipe(TrackingId(FieldRule(("a", 0, "id"))), fmt="json_schema"),
+    "framed first of": Recipe(TrackingId(FirstOfRule((FieldRule(("id",)), RawContentRule()))), fmt="json_schema"),
     "framed raw": Recipe(TrackingId(RawContentRule()), fmt="json_schema"),
     "framed content": Recipe(TrackingId(ContentRule((("t",),))), fmt="json_schema"),
 }
@@ -77,6 +89,9 @@ AVRO = {
     "avro index": Recipe(TrackingId(FieldRule(("a", 0, "id"))), fmt="avro", schema=_AVSC),
     "avro parts": Recipe(
         TrackingId(PartsRule((Part(KeyRule(), True), Part(FieldRule(("id",)), True)))), fmt="avro", schema=_AVSC
+    ),
+    "avro first of": Recipe(
+        TrackingId(FirstOfRule((FieldRule(("id",)), FieldRule(("a", 0, "id")), KeyRule()))), fmt="avro", schema=_AVSC
     ),
     "avro key": Recipe(TrackingId(KeyRule()), fmt="avro", schema=_AVSC),
 }

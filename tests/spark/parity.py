@@ -43,6 +43,9 @@ RULES: dict[str, dict[str, Any]] = {
             "parts": [{"key": True, "absent": "as_value"}, {"header": "id", "absent": "as_value"}, {"field": "id"}]
         }
     },
+    "first_of": {
+        "tracking_id": {"first_of": [{"header": "id"}, {"field": "order.id"}, {"content": {"exclude": ["at", "v"]}}]}
+    },
     "instant": {"tracking_id": {"fields": ["order.placed", "id"], "normalize": ["instant"]}},
     "fields": {"tracking_id": {"fields": ["tenant", "order.id"]}, "event_time": {"field": "at", "unit": "ms"}},
     "content": {"tracking_id": {"content": {"exclude": ["at", "v", "order.placed"]}}},
@@ -110,6 +113,10 @@ AVRO: dict[str, dict[str, Any]] = {
         "source": _IN_AVRO,
         "tracking_id": {"fields": ["tenant", "order.id"]},
         "event_time": {"field": "at", "unit": "timestamp"},
+    },
+    "avro-first_of": {
+        "source": _IN_AVRO,
+        "tracking_id": {"first_of": [{"field": "order.id"}, {"field": "id"}, {"key": True}]},
     },
 }
 """Topologies for the events that `in_avro` returns, beside a file with `AVSC`."""

@@ -14,6 +14,7 @@ from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
     FieldsRule,
+    FirstOfRule,
     HeaderRule,
     KeyRule,
     Part,
@@ -53,6 +54,8 @@ def rule_of(spec):
             return FieldsRule(tuple(map(parse_path, paths)))
         case {"parts": parts}:
             return PartsRule(tuple(Part(rule_of(part), part.get("absent") == "as_value") for part in parts))
+        case {"first_of": alternatives}:
+            return FirstOfRule(tuple(map(rule_of, alternatives)))
         case {"content": True}:
             return RawContentRule()
         case {"content": {"exclude": paths}}:

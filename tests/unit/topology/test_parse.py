@@ -12,6 +12,7 @@ from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
     FieldsRule,
+    FirstOfRule,
     HeaderRule,
     KeyRule,
     Part,
@@ -64,6 +65,10 @@ def test_the_defaults():
         ("content: {exclude: [sent_at]}", ContentRule((("sent_at",),))),
         ("content: {exclude: []}", ContentRule()),
         ("content: true", RawContentRule()),
+        (
+            "first_of: [{header: X-Id}, {parts: [{key: true}]}, {content: {exclude: [sent_at]}}]",
+            FirstOfRule((HeaderRule("X-Id"), PartsRule((Part(KeyRule()),)), ContentRule((("sent_at",),)))),
+        ),
     ],
 )
 def test_the_tracking_id_rules(written, rule):
@@ -77,6 +82,8 @@ def test_the_tracking_id_rules(written, rule):
         ("parts: [{key: true, absent: as_value}, {field: id}]", False),
         ("parts: [{header: h}, {field: id}]", False),
         ("parts: [{key: true}, {field: id}], normalize: [trim]", False),
+        ("first_of: [{parts: [{key: true}, {field: id}]}, {key: true}]", True),
+        ("first_of: [{key: true}, {field: id}]", False),
     ],
 )
 def test_equal_keys_are_in_one_partition(written, direct):

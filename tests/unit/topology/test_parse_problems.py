@@ -231,12 +231,38 @@ def test_a_mistake_in_one_line(line, said):
         (
             "field: id",
             "missing: fail",
-            "5:1: tracking_id: no rule; write exactly one of key, header, field, fields, parts, content",
+            "5:1: tracking_id: no rule; write exactly one of key, header, field, fields, parts, content, first_of",
         ),
         (
             "field: id",
             "field: id\n  normalize: [upper]",
             '7:15: tracking_id.normalize[0]: "upper" is not one of trim | lower | nfc | instant',
+        ),
+        ("field: id", "first_of: [{key: true}]", "6:13: tracking_id.first_of: must have 2 to 16 alternatives"),
+        (
+            "field: id",
+            "first_of: [{key: true}, {header: h}, {key: true}]",
+            "6:40: tracking_id.first_of[2]: this alternative occurs twice; remove one",
+        ),
+        (
+            "field: id",
+            "first_of: [{key: true, header: h}, {field: id}]",
+            "6:26: tracking_id.first_of[0]: key and header exclude each other; keep exactly one",
+        ),
+        (
+            "field: id",
+            "first_of: [{key: true}, {first_of: [{header: h}, {field: id}]}]",
+            "6:27: tracking_id.first_of[1]: no rule; write exactly one of key, header, field, fields, parts, content",
+        ),
+        (
+            "field: id",
+            "first_of: [{parts: [{key: true}, {key: true}]}, {field: id}]",
+            "6:36: tracking_id.first_of[0].parts[1]: this part occurs twice; remove one",
+        ),
+        (
+            "field: id",
+            "first_of: [{header: h}, {field: a b}]",
+            '6:35: tracking_id.first_of[1].field: path a b: write "." or "[" before position 2',
         ),
         (
             "field: id",

@@ -257,6 +257,8 @@ PARTS = "[{key: true}, {header: h, absent: as_value}, {field: a}]"
         (f"parts: {PARTS}", encode_composite([b"\x02k", b"\x0c", encode_integer(7)]), '["k", {}, 7]'),
         (f"parts: {PARTS}", encode_composite([b"\x02k", b"\x0b", encode_text("x")]), '["k", null, "x"]'),
         (f"parts: {PARTS}", encode_composite([b"\x02k", b"\x02h", b"\x0a[2]"]), '["k", "h", [2]]'),
+        ("first_of: [{key: true}, {field: id}]", b"\x0d\x00\x02abc", "abc"),
+        ("first_of: [{key: true}, {field: id}]", b"\x0d\x01" + encode_integer(7), "7"),
         ("fields: [a, b]", encode_composite([encode_text('x"'), encode_integer(7)]), '["x\\"", 7]'),
     ],
 )
