@@ -303,9 +303,10 @@ class Extracted:
 
     def as_alternative(self, index: int, lacking: Collection[int]) -> Extracted:
         """Return the batch with the IDs of one of several alternatives, without the faults of the rows ``lacking``."""
-        keys = (None if key is None else state_key(encoding.encode_alternative(index, key)) for key in self.ids)
-        faults = {row: fault for row, fault in self.faults.items() if row not in lacking}
-        return replace(self, ids=list(keys), faults=faults)
+        begin = encoding.encode_alternative(index, b"")
+        keys = _kept([begin + (key or b"") for key in self.ids]) if self.ids else []
+        ids = [None if key is None else made for key, made in zip(self.ids, keys, strict=True)]
+        return replace(self, ids=ids, faults={row: fault for row, fault in self.faults.items() if row not in lacking})
 
 
 def compile_extractor(
@@ -399,13 +400,18 @@ class Extractor:
         for index, alternative in enumerate(self._alternatives):
             # The last alternative sees all rows that are left: it finds the values that do not have their format.
             last = index == len(self._alternatives) - 1
-            rows = left if last else [row for row in left if may_identify(alternative.recipe, *batch.sources_of(row))]
-            found = alternative(*batch.only(rows))
+            rows, found = left, alternative.columns(batch if len(left) == len(batch.values) else batch.only(left))
+            if found is None:
+                if not last:
+                    rows = [row for row in left if may_identify(alternative.recipe, *batch.sources_of(row))]
+                found = alternative(*batch.only(rows))
             lacking = {at: fault for at, fault in found.faults.items() if leads_on(fault)}
             tombstones = {rows[at]: fault for at, fault in lacking.items() if fault.kind is FaultKind.TOMBSTONE}
             first_tombstones = tombstones | first_tombstones
             pieces.append((rows, found.as_alternative(index, lacking)))
-            done = set(rows) - {rows[at] for at in lacking}
+            done = set(rows).difference(rows[at] for at in lacking)
+            if len(done) == len(batch.values):
+                return pieces[-1][1]
             left = [row for row in left if row not in done]
         merged = self._merged(len(batch.values), pieces)
         return replace(merged, faults=merged.faults | {row: first_tombstones.get(row, NO_ALTERNATIVE) for row in left})
@@ -461,6 +467,10 @@ class Extractor:
                     fingerprints[row] = part.fingerprints[at]
             faults |= {rows[at]: fault for at, fault in part.faults.items()}
         return Extracted(ids, times_ms, fingerprints if self.recipe.fingerprint else None, faults)
+
+    def columns(self, batch: _Batch) -> Extracted | None:
+        """Extract a batch as columns, or return None if only `extract_one` can extract one of its rows."""
+        return self._in_columns(batch) if self._columnar and batch.values else None
 
     def _in_columns(self, batch: _Batch) -> Extracted | None:
         if self._json is None and None in batch.values:
