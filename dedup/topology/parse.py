@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from errno import ENOENT
 from functools import cache, partial
 from typing import Any, Final, TypeVar, get_args
@@ -222,6 +223,9 @@ def _whole_parts(document: Document) -> Iterator[Problem]:
             continue
         at: At = ("tracking_id", "parts", row)
         written = {rule: part[rule] for rule in part if rule in PART_RULES}
+        if isinstance(part.get("field"), str):
+            with suppress(ValueError):  # reported with the key
+                written["field"] = parse_path(part["field"])
         if len(written) != 1:
             found = " and ".join(written) or "no rule"
             yield Problem(document.place(at), f"{dotted(at)}: {found}; write exactly one of {', '.join(PART_RULES)}")
