@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dedup.core import tracking_id as encoding
-from dedup.core.avro import MAX_DEPTH, SchemaRefused, _Batch, avro_reader, parse_schema
+from dedup.core.avro import MAX_DEPTH, SchemaRefused, _Batch, _SchemaParser, avro_reader, parse_schema
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import Unreadable
 from dedup.core.extract import Extractor, Recipe, compile_extractor
@@ -274,6 +274,18 @@ def test_each_value_is_read_by_the_schema_that_its_framing_names(seed):
             assert (slow.id, slow) == (expected, One(found.ids[row], found.times_ms[row], found.fingerprints[row]))
         else:
             assert (slow.code, slow) == (expected, found.faults[row])
+
+
+def test_a_schema_is_refused_once_in_a_batch(monkeypatch):
+    parsed = []
+    refused = _SchemaParser.record
+    monkeypatch.setattr(_SchemaParser, "record", lambda *given: (parsed.append(given), refused(*given))[1])
+    book = SchemaBook(lambda _: '"int"')
+    one = Recipe(TrackingId(KeyRule()), fmt="avro", schema=book)
+    found = Extractor(one)([b"k"] * 50, [b"\0\0\0\0\1\x0e"] * 50, [[]] * 50, [5] * 50)
+    assert {fault.code for fault in found.faults.values()} == {"schema_refused"}
+    assert len(found.faults) == 50
+    assert len(parsed) == 1
 
 
 def test_the_fingerprint_and_the_raw_content_of_framed_values():
