@@ -39,8 +39,9 @@ _ROWS_PER_STEP: Final = 16
 _PADDING: Final = bytes(16)
 """What follows the last value of a batch, so that a number that is cut off there can be read and then refused."""
 
-_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_FULL_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+# Avro's Java library, and so registries, accept letters of every language, and anything as a namespace.
+_NAME: Final = re.compile(r"[^\W\d]\w*")
+_FULL_NAME: Final = re.compile(r"([^\0-\x20\x7f-\x9f\ud800-\udfff]{1,1000}\.)?[^\W\d]\w{0,1000}")
 _WIDTHS: Final = {
     "null": 0, "boolean": 1, "int": -1, "long": -1, "float": 4, "double": 8, "bytes": -1, "string": -1
 }  # fmt: skip

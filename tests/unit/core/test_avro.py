@@ -337,6 +337,8 @@ def test_canonical_content_is_refused():
         (record({"type": "fixed", "size": 1}), "has a type fixed without a valid name"),
         (record({"type": "record", "name": "R", "fields": []}), "defines R twice"),
         (record({"type": "record", "name": "a b", "fields": []}), "has a type record without a valid name"),
+        (record("long", name="a\nb.R"), "has a type record without a valid name"),
+        (record("long", name="a" * 1_002), "has a type record without a valid name"),
         (record({"type": "array", "items": "null"}), "has an array of items that take no bytes"),
         (record({"type": "array", "items": json.loads(record("null", name="N"))}), "has an array of items that take no bytes"),
         ('{"type":"record","name":"R","fields":[{"name":"a","type":"int"},{"name":"a","type":"int"}]}', "has a field without"),
@@ -376,6 +378,12 @@ def test_a_name_without_a_namespace_inside_one():
     other = {"type": "record", "name": "y.C", "fields": [{"name": "d", "type": "B"}]}
     schema = json.loads(record(bare, other, name="x.R"))
     assert avro_reader(json.dumps(schema), (("f1", "d", "f"),), None).read(b"\2\4") == [2]
+
+
+@pytest.mark.parametrize("name", ["com.my-shop.R", "com.shop.Orders$.R", "Größe"])
+def test_names_that_registries_accept(name):
+    schema = {"type": "record", "name": name, "fields": [{"name": "größe", "type": ["null", name, "long"]}]}
+    assert avro_reader(json.dumps(schema), (("größe",),), None).read(b"\4\x0e") == [7]
 
 
 def test_a_default_of_thousands_of_digits_is_not_read():
