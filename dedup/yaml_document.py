@@ -30,6 +30,7 @@ from dedup.errors import AuthorMistake, Problem, TopologyError
 _MOST_BYTES: Final = 1 << 20
 _MOST_NODES: Final = 20_000
 _MOST_DEPTH: Final = 20
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _CONSTANTS: Final = {"": None, "~": None, "null": None, "true": True, "false": False}
 _INTEGER: Final = re.compile(r"[-+]?[0-9]{1,300}")
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]{1,3})?")
@@ -242,6 +243,8 @@ class _Reading:
             raise AuthorMistake([Problem(place, f"more than {_MOST_NODES} values, which is the limit")])
         if event.tag is not None and not (isinstance(event, ScalarEvent) and event.tag == "!"):
             raise AuthorMistake([Problem(place, f"the tag {event.tag} is not allowed; write the plain value")])
+        if isinstance(event, ScalarEvent) and _SURROGATE.search(event.value):
+            raise AuthorMistake([Problem(place, "an unpaired surrogate, which UTF-8 cannot encode, is not allowed")])
         return place
 
 

@@ -34,15 +34,14 @@ _VARINT_BITS: Final = 64
 _VARINT_BYTES: Final = 10
 _LOW: Final = 0x7F
 """The bits of a byte that belong to a number. The byte is greater if another one follows."""
-_LONG_ARRAY: Final = 64
-_ROWS_PER_ITEM: Final = 16
-"""An array longer than `_LONG_ARRAY` is read in columns only if so many values of the batch, on average, have each
-item."""
+_ROWS_PER_STEP: Final = 16
+"""How many values must take part in each union and each item, on average after 64 of them, to be read in columns."""
 _PADDING: Final = bytes(16)
 """What follows the last value of a batch, so that a number that is cut off there can be read and then refused."""
 
-_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_FULL_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+# Avro's Java library, and so registries, accept letters of every language, and anything as a namespace.
+_NAME: Final = re.compile(r"[^\W\d]\w*")
+_FULL_NAME: Final = re.compile(r"([^\0-\x20\x7f-\x9f\ud800-\udfff]{1,1000}\.)?[^\W\d]\w{0,1000}")
 _WIDTHS: Final = {
     "null": 0, "boolean": 1, "int": -1, "long": -1, "float": 4, "double": 8, "bytes": -1, "string": -1
 }  # fmt: skip
@@ -97,6 +96,8 @@ class Record:
 
     name: str
     fields: dict[str, Node] = field(default_factory=dict, compare=False, repr=False)
+    void: set[str] = field(default_factory=set, compare=False, repr=False)
+    """The fields that take no bytes. They are not visited, because a small schema can describe very many of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,8 @@ def parse_schema(text: str) -> Record:
     if len(text) > _MOST_SCHEMA_CHARS:
         raise SchemaRefused(f"has {len(text):,} characters, more than {_MOST_SCHEMA_CHARS:,}")
     try:
-        return _SchemaParser().record(json.loads(text))
+        # Only a default, which nobody reads, may be longer. Python refuses to convert thousands of digits.
+        return _SchemaParser().record(json.loads(text, parse_int=lambda digits: int(digits[:20])))
     except json.JSONDecodeError as error:
         raise SchemaRefused(f"is not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
     except RecursionError:
@@ -152,14 +154,12 @@ def parse_schema(text: str) -> Record:
 class _SchemaParser:
     def __init__(self) -> None:
         self._named: Final[dict[str, Node]] = {}
-        self._arrays: Final[list[Items]] = []
+        self._void: Final[set[str]] = set()
 
     def record(self, schema: Any) -> Record:  # noqa: ANN401 - JSON
         node = self.node(schema, "", 0)
         if not isinstance(node, Record):
             raise SchemaRefused("does not describe a record; each value must be one record")
-        if any(_takes_nothing(each.item, ()) for each in self._arrays):
-            raise SchemaRefused("has an array of items that take no bytes, so a value could have any number of them")
         return node
 
     def node(self, schema: Any, namespace: str, depth: int) -> Node:  # noqa: ANN401 - JSON
@@ -190,15 +190,17 @@ class _SchemaParser:
             case {"type": "record", "fields": list(fields)}:
                 return self._record(schema, fields, namespace, depth)
             case {"type": "enum", "symbols": list(symbols)}:
-                if not all(isinstance(each, str) for each in symbols) or len(set(symbols)) < len(symbols):
+                if len({each for each in symbols if isinstance(each, str) and each.isprintable()}) < len(symbols):
                     raise SchemaRefused("has an enum whose symbols are not distinct names")
                 return self._define(schema, namespace, Scalar("enum", symbols=tuple(symbols)))
-            case {"type": "fixed", "size": int(size)} if size >= 0 and size is not True:
+            case {"type": "fixed", "size": int(size)} if 0 <= size < 1 << 31 and size is not True:
                 logical, scale = _logical("fixed", schema, size)
                 return self._define(schema, namespace, Scalar("fixed", logical, size, scale=scale))
             case {"type": "array", "items": item}:
-                self._arrays.append(Items(self.node(item, namespace, depth + 1), "array"))
-                return self._arrays[-1]
+                inner = self.node(item, namespace, depth + 1)
+                if self._is_void(inner):
+                    raise SchemaRefused("has an array of items that take no bytes, so a value could have any number")
+                return Items(inner, "array")
             case {"type": "map", "values": item}:
                 return Items(self.node(item, namespace, depth + 1), "map")
             case _:
@@ -208,7 +210,7 @@ class _SchemaParser:
         full = f"{namespace}.{name}" if namespace and "." not in name else name
         found = self._named.get(full, self._named.get(name))
         if found is None:
-            raise SchemaRefused(f"uses a type that it does not define before: {name[:_LONG_ARRAY]}")
+            raise SchemaRefused(f"uses a type that it does not define before: {ascii(name[:64])[1:-1]}")
         return found
 
     def _record(self, schema: Mapping[str, Any], fields: list[Any], namespace: str, depth: int) -> Node:
@@ -220,7 +222,14 @@ class _SchemaParser:
                     record.fields[name] = self.node(kind, record.name.rpartition(".")[0], depth + 1)
                 case _:
                     raise SchemaRefused(f"has a field without a type or a name of its own in {record.name}")
+            if self._is_void(record.fields[name]):
+                record.void.add(name)
+        if len(record.void) == len(record.fields):
+            self._void.add(record.name)
         return record
+
+    def _is_void(self, node: Node) -> bool:
+        return node.name in self._void if isinstance(node, Record) else isinstance(node, Scalar) and node.width == 0
 
     def _define(self, schema: Mapping[str, Any], namespace: str, node: Node) -> Node:
         name = _full_name(schema, namespace)
@@ -231,7 +240,7 @@ class _SchemaParser:
 
 
 def _full_name(schema: Mapping[str, Any], namespace: str) -> str:
-    name, own = schema.get("name"), schema.get("namespace") or namespace
+    name, own = schema.get("name"), schema.get("namespace", namespace)
     full = name if "." in str(name) or not own else f"{own}.{name}"
     if not isinstance(full, str) or not isinstance(name, str) or not _FULL_NAME.fullmatch(full):
         raise SchemaRefused(f"has a type {schema['type']} without a valid name")
@@ -378,14 +387,6 @@ def avro_reader(schema: str, ids: tuple[Path, ...], time: FieldTime | None) -> A
     return AvroReader(parse_schema(schema), ids, time)
 
 
-def _takes_nothing(node: Node, inside: tuple[Record, ...]) -> bool:
-    if isinstance(node, Record):
-        return not any(node is each for each in inside) and all(
-            _takes_nothing(each, (*inside, node)) for each in node.fields.values()
-        )
-    return isinstance(node, Scalar) and node.width == 0
-
-
 def leaf_of(node: Scalar, raw: Any, time: FieldTime | None) -> Leaf:  # noqa: ANN401 - int, bytes, or None, by the type
     """Return a value as an ID or, with ``time``, as an event time. Raises Unreadable if it has no such meaning."""
     if node.kind == "null":
@@ -450,7 +451,8 @@ class _Cursor:
             case Record():
                 self._refuse(want, "record")
                 for name, inner in node.fields.items():
-                    self.walk(inner, want.below.get(name, _NOTHING), depth + 1)
+                    if name not in node.void or name in want.below:
+                        self.walk(inner, want.below.get(name, _NOTHING), depth + 1)
             case Union(branches):
                 branch = self._varint()
                 if not 0 <= branch < len(branches):
@@ -556,6 +558,7 @@ class _Batch:
         self.ends: Final = np.cumsum(lengths)
         self.at: Final = self.ends - lengths
         self.found: Final[list[list[Leaf]]] = [[ABSENT] * len(values) for _ in range(reader.count)]
+        self._credit = 64 * _ROWS_PER_STEP
 
     def walk(self, node: Node, want: _Wanted, rows: _Rows, depth: int) -> None:
         if depth > MAX_DEPTH:
@@ -566,7 +569,8 @@ class _Batch:
             case Record():
                 self._put(want, rows, lambda _: repeat(Refused("record")))
                 for name, inner in node.fields.items():
-                    self.walk(inner, want.below.get(name, _NOTHING), rows, depth + 1)
+                    if name not in node.void or name in want.below:
+                        self.walk(inner, want.below.get(name, _NOTHING), rows, depth + 1)
             case Union(branches):
                 self._union(branches, want, rows, depth)
             case Items(name=name):
@@ -586,14 +590,13 @@ class _Batch:
 
     def _union(self, branches: Sequence[Node], want: _Wanted, rows: _Rows, depth: int) -> None:
         chosen = self._varints(rows)
-        first = int(chosen[0])
-        if (chosen == first).all():
-            if not 0 <= first < len(branches):
-                raise _Odd
-            self.walk(branches[first], want, rows, depth + 1)
-            return
-        if chosen.min() < 0 or chosen.max() >= len(branches):
+        self._pay(chosen)
+        least, most = int(chosen.min()), int(chosen.max())
+        if least < 0 or most >= len(branches):
             raise _Odd
+        if least == most:
+            self.walk(branches[least], want, rows, depth + 1)
+            return
         some = np.arange(len(self.at)) if isinstance(rows, slice) else rows
         for branch in np.unique(chosen).tolist():
             self.walk(branches[branch], want, some[chosen == branch], depth + 1)
@@ -602,6 +605,7 @@ class _Batch:
         going = np.arange(len(self.at)) if isinstance(rows, slice) else rows
         while len(going):
             counts = self._varints(going)
+            self._pay(counts)
             going, counts = going[counts != 0], counts[counts != 0]
             sized = going[counts < 0]
             due = self._varints(sized) + self.at[sized]
@@ -612,14 +616,19 @@ class _Batch:
             if (due != self.at[sized]).any():
                 raise _Odd
 
+    def _pay(self, values: _Longs) -> None:
+        self._credit += len(values) - _ROWS_PER_STEP
+        if self._credit < 0:
+            raise _Odd
+
     def _block(self, node: Items, rows: _Longs, counts: _Longs, depth: int) -> None:
         item = node.item
-        if isinstance(item, Scalar) and item.width > 0 and item.kind != "boolean" and node.name == "array":
+        array = node.name == "array" and depth < MAX_DEPTH
+        if array and isinstance(item, Scalar) and item.width > 0 and item.kind != "boolean":
             self._advance(rows, counts * item.width)
             return
-        if len(counts) and counts.max() > _LONG_ARRAY and counts.sum() < _ROWS_PER_ITEM * counts.max():
-            raise _Odd
         while len(rows):
+            self._pay(rows)
             if node.name == "map":
                 self._advance(rows, self._varints(rows))
             self.walk(item, _NOTHING, rows, depth + 1)

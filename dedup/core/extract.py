@@ -511,8 +511,8 @@ class Extractor:
             return self._apart(batch, [[row for row, each in enumerate(column) if each == ref] for ref in refs])
         try:
             reader = reader_for(self.recipe, refs.pop() or b"")
-        except Unreadable:
-            return self._one_by_one(batch)
+        except Unreadable as refused:  # parsing a schema again for each row would be slow
+            return self._gathered([Fault(FaultKind.UNREADABLE, refused.code, refused.detail)] * len(batch.values))
         if not reader.columnar:
             return self._one_by_one(batch)
         return self._of_avro(batch, [value for value in values if value is not None], reader)

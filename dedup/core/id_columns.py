@@ -72,7 +72,7 @@ def instant_ids(column: Sequence[str | int | bytes]) -> list[bytes] | None:
 
 def _are_instants(texts: list[str]) -> bool:
     """Tell whether all texts are times of one layout that are already in the form of an instant's canonical bytes."""
-    if not texts[0].endswith("Z") or ("." in texts[0] and any(text[-2] == "0" for text in texts)):
+    if not texts[0].endswith("Z") or ("." in texts[0] and any(text[-2:] == "0Z" for text in texts)):
         return False
     times_ms = rfc3339_column_ms(texts)
     return times_ms is not None and min(times_ms) >= _YEAR_1_MS

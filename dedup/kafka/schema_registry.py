@@ -6,9 +6,11 @@ import asyncio
 import base64
 import json
 import logging
+import re
 import ssl
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from http.client import HTTPException, HTTPResponse
 from typing import Final
 from urllib.error import HTTPError, URLError
@@ -27,9 +29,14 @@ _WITHIN_S: Final = 5.0
 _MOST_BYTES: Final = 4 << 20
 _CHUNK: Final = 1 << 16
 _NOT_FOUND: Final = 404
+_UNKNOWN: Final = re.compile(rb'"error_code"\s*:\s*404\d\d')
+"""What is in a registry's answer that it does not know a subject (40401), version (40402), or schema (40403)."""
+_ERROR_CODE: Final = re.compile(rb'"error_code"')
+"""What is in a registry's answer that it knows no GUIDs at all."""
 _BY_ID: Final = b"\0"
 _APICURIO: Final = "/apis/ccompat"
 """The path of Confluent's API in Apicurio."""
+_ELSEWHERE: Final = f"Confluent's API is not at this address (that of Apicurio ends with {_APICURIO}/v7)"
 _AT_ONCE: Final = 4
 _PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
@@ -82,7 +89,7 @@ class SchemaRegistry:
         """
         types = self._answer(f"{self._url}/schemas/types")
         if not isinstance(types, list):
-            raise self._away(f"Confluent's API is not at this address (that of Apicurio ends with {_APICURIO}/v7)")
+            raise self._away(_ELSEWHERE)
         if "AVRO" not in types:
             raise self._away("it has no Avro schemas")
         root, apicurio, _ = self._url.partition(_APICURIO)
@@ -105,12 +112,14 @@ class SchemaRegistry:
         return text
 
     def _answer(self, url: str) -> object:
-        """Return an answer that is JSON, or None for 404. Raises RegistryUnavailable for any other answer, and none."""
+        """Return an answer that is JSON, or None for a registry's 404. Raises RegistryUnavailable for all others."""
         try:
             answer: object = json.loads(self._get(url))
         except HTTPError as error:
-            with error:
-                if error.code == _NOT_FOUND:
+            with error, suppress(OSError, HTTPException):
+                # A proxy, or a wrong address, also answers 404, but that says nothing about the schema.
+                known = _ERROR_CODE if "/schemas/guids/" in url else _UNKNOWN
+                if error.code == _NOT_FOUND and known.search(error.read(_CHUNK)):
                     return None
             raise self._away(f"it answered {error.code}{_meaning(error.code)}") from None
         except (URLError, HTTPException, OSError) as error:
@@ -206,6 +215,8 @@ class SchemaResolver:
 def _meaning(code: int) -> str:
     if code in {401, 403}:
         return ": it refuses these credentials (`schema_registry.username` and `.password`)"
+    if code == _NOT_FOUND:
+        return f": {_ELSEWHERE}"
     if 300 <= code < 400:  # noqa: PLR2004 - the redirections of HTTP
         return ": a redirect, which is not followed; write the address that it leads to (`schema_registry.url`)"
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from errno import ENOENT
 from functools import cache, partial
 from typing import Any, Final, TypeVar, get_args
@@ -234,6 +235,9 @@ def _whole_parts(document: Document) -> Iterator[Problem]:
             if not isinstance(part, dict):
                 continue
             written = {rule: part[rule] for rule in part if rule in PART_RULES}
+            if isinstance(part.get("field"), str):
+                with suppress(ValueError):  # reported with the key
+                    written["field"] = parse_path(part["field"])
             if len(written) != 1:
                 text = f"{' and '.join(written) or 'no rule'}; write exactly one of {', '.join(PART_RULES)}"
                 yield Problem(document.place(at), f"{dotted(at)}: {text}")

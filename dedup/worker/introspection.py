@@ -13,6 +13,7 @@ from itertools import accumulate, product
 from typing import Any, Final, assert_never, cast
 from uuid import UUID
 
+import msgspec
 from faust.assignor.partition_assignor import PartitionAssignor
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -23,7 +24,7 @@ from yarl import URL
 
 from dedup.core.avro import Instant, Leaf, Node, Scalar, nodes_at, parse_schema, type_name
 from dedup.core.event_time import rfc3339_ms
-from dedup.core.exact_json import Number
+from dedup.core.exact_json import ABSENT, Number
 from dedup.core.extract_one import Fault, Format, Recipe, extract_one, of_leaves
 from dedup.core.framing import framed
 from dedup.core.partitioner import partitions
@@ -360,8 +361,7 @@ def _typed(topology: Topology, text: str) -> Iterator[tuple[Leaf, ...]]:
         text = f"the ID of {topology.name!r} has parts beside the Avro value; `dedup explain` finds it"
         raise SettingsError([Problem("ID", text)])
     if isinstance(rule, FieldsRule | PartsRule):
-        parts = _array(topology.name, text, len(paths), parse_int=str, parse_float=str)
-        texts = [part if isinstance(part, str) else json.dumps(part) for part in parts]
+        texts = list(map(_text_of, _array(topology.name, text, len(paths))))
     schema = topology.source.schema
     types = [_ANY_TYPE if schema is None else nodes_at(parse_schema(schema.text), path) for path in paths]
     yield from product(*(_leaves(nodes, part) for nodes, part in zip(types, texts, strict=True)))
@@ -373,7 +373,7 @@ def _leaves(nodes: Sequence[Node], text: str) -> list[Leaf]:
         name = "string" if isinstance(node, Scalar) and node.kind == "string" else type_name(node)
         with suppress(ValueError, KeyError):  # the text is no value of this type, or the type is refused
             found.append(_FROM_TEXT[name](text))
-    return found
+    return [*found, _LACKING[text]] if text in _LACKING else found
 
 
 def _decimal(text: str) -> Number:
@@ -404,16 +404,26 @@ _FROM_TEXT: Final[Mapping[str, Callable[[str], Leaf]]] = {
     **dict.fromkeys(("timestamp-millis", "timestamp-micros", "timestamp-nanos"), _instant),
 }
 """What a user's input means for each Avro type that can be an ID."""
+_LACKING: Final[Mapping[str, Leaf]] = {"null": None, "{}": ABSENT}
+"""What stands for a null part and for an absent one."""
 _ANY_TYPE: Final = [Scalar(name) for name in _FROM_TEXT if name not in {"enum", "int", "fixed"}]
 """The types that a member may have in schemas that are not at hand, without those that mean the same as another one."""
 
 
-def _array(name: str, text: str, count: int, **options: Any) -> list[Any]:  # noqa: ANN401 - json.loads's own
-    parts = json.loads(text, **options) if _is_json(text) else None
-    if not isinstance(parts, list) or len(parts) != count:
+def _array(name: str, text: str, count: int) -> list[str]:
+    """Return the parts of a JSON array as they are written, because a float would not hold every number."""
+    parts: list[msgspec.Raw] = []
+    if _is_json(text):
+        with suppress(msgspec.MsgspecError):
+            parts = msgspec.json.decode(text, type=list[msgspec.Raw])
+    if len(parts) != count:
         why = f"write it as a JSON array of its {count} parts"
         raise SettingsError([Problem("ID", f"the ID of {name!r} is composite; {why}")])
-    return parts
+    return [bytes(part).decode() for part in parts]
+
+
+def _text_of(literal: str) -> str:
+    return str(json.loads(literal)) if literal.startswith('"') else literal
 
 
 def _records(topology: Topology, text: str) -> list[_Record]:
@@ -438,8 +448,7 @@ def _unframed(rule: Rule, name: str, text: str) -> list[_Record]:
             literals = [json.dumps(text), *([text] if _is_json(text) else [])]
             return [(None, _nested([(path, literal)]).encode(), []) for literal in literals]
         case FieldsRule(paths):
-            parts = _array(name, text, len(paths))
-            pairs = [(path, json.dumps(part)) for path, part in zip(paths, parts, strict=True)]
+            pairs = list(zip(paths, _array(name, text, len(paths)), strict=True))
             return [(None, _nested(pairs).encode(), [])]
         case PartsRule(parts):
             return [_of_parts(parts, _array(name, text, len(parts)))]
@@ -451,22 +460,22 @@ def _unframed(rule: Rule, name: str, text: str) -> list[_Record]:
             assert_never(never)
 
 
-def _of_parts(parts: Sequence[Part], written: Sequence[Any]) -> _Record:
+def _of_parts(parts: Sequence[Part], written: Sequence[str]) -> _Record:
     """Return a record with these parts, where an empty object stands for an absent one."""
     key: bytes | None = None
     headers: list[tuple[str, bytes | None]] = []
     members: list[tuple[Path, str]] = []
-    for part, value in zip(parts, written, strict=True):
-        text = value if isinstance(value, str) else json.dumps(value)
+    for part, literal in zip(parts, written, strict=True):
+        text = None if literal == "null" else _text_of(literal).encode()
         match part.rule:
-            case _ if value == {}:
+            case _ if json.loads(literal) == {}:
                 continue
             case KeyRule():
-                key = None if value is None else text.encode()
+                key = text
             case HeaderRule(header):
-                headers.append((header, None if value is None else text.encode()))
+                headers.append((header, text))
             case FieldRule(path):
-                members.append((path, json.dumps(value)))
+                members.append((path, literal))
             case never:
                 assert_never(never)
     return key, _nested(members).encode(), headers

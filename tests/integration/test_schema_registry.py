@@ -124,7 +124,7 @@ def saying(text: str | None) -> Iterator[str]:
         def do_GET(self) -> None:
             self.send_response(404 if text is None else 200)
             self.end_headers()
-            self.wfile.write(json.dumps({"schema": text}).encode())
+            self.wfile.write(json.dumps({"error_code": 40403} if text is None else {"schema": text}).encode())
 
         def log_message(self, *_: object) -> None:
             """Say nothing."""

@@ -20,10 +20,12 @@ from typer.testing import CliRunner
 from dedup.cli.inputs import shortened
 from dedup.cli.main import create_app
 from dedup.cli.status import Look, NotReached, ask, idle_workers, looked, showing, table
+from dedup.core.extract_one import extract_one
 from dedup.core.tracking_id import id_text
 from dedup.errors import SettingsError, StateIncompatible
 from dedup.kafka.topic_admin import Topic
 from dedup.settings import Secret, Settings, TopicDefaults, Web
+from dedup.topology.model import extractor_of
 from dedup.topology.parse import parse
 from dedup.worker.introspection import state_keys
 from dedup.worker.topics import TopicPlan, plan_topics
@@ -218,6 +220,26 @@ class TestStateKeys:
         for text in ("x", '["x"]', '{"a": 1}'):
             with pytest.raises(SettingsError, match="JSON array of its 2 parts"):
                 state_keys(topology("fields: [a.b, a.c]"), text)
+
+    @pytest.mark.parametrize("number", ["1e400", "0.12345678901234567890", "-0", "1.50", "1" * 30])
+    def test_a_number_in_a_composite_is_exact(self, number):
+        record = f'{{"a": {number}, "b": {{"c": [{number}]}}}}'.encode()
+        for rule, written in (
+            ("fields: [a, 'b.c[0]']", f"[{number}, {number}]"),
+            ("parts: [{field: a}, {field: b}]", f'[{number}, {{"c": [{number}]}}]'),
+        ):
+            made = topology(rule)
+            found = extract_one(extractor_of(made).recipe, None, record, [], 0)
+            assert state_keys(made, written) == [found.id]
+
+    def test_an_avro_part_may_be_null_or_absent(self):
+        schema = (
+            '{"type":"record","name":"R","fields":[{"name":"a","type":["null","string"]},{"name":"b","type":"long"}]}'
+        )
+        made = avro_topology("parts: [{field: a, absent: as_value}, {field: b}]", schema)
+        assert b"\x09\x01\x0b\x02\x04\x07" in state_keys(made, "[null, 7]")
+        assert b"\x09\x01\x0c\x02\x04\x07" in state_keys(made, "[{}, 7]")
+        assert state_keys(made, '["", 7]') == [b"\x09\x01\x01\x02\x04\x07"]
 
     def test_what_is_nested_too_deep_to_be_json_is_a_text_or_no_id(self):
         deep = "[" * 2_500

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dedup.core import tracking_id as encoding
-from dedup.core.avro import MAX_DEPTH, SchemaRefused, avro_reader, parse_schema
+from dedup.core.avro import MAX_DEPTH, SchemaRefused, _Batch, _SchemaParser, avro_reader, parse_schema
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import Unreadable
 from dedup.core.extract import Extractor, Recipe, compile_extractor
@@ -142,6 +142,51 @@ def test_a_schema_that_contains_itself_is_bounded():
     assert (fault.code, fault.detail) == ("too_deep", f"the value is nested more than {MAX_DEPTH} levels deep")
 
 
+@pytest.mark.parametrize("levels", [98, 99, 100])
+def test_items_of_a_fixed_width_count_as_a_level(levels):
+    tree = {
+        "type": "record",
+        "name": "Tree",
+        "fields": [
+            {"name": "below", "type": {"type": "array", "items": "Tree"}},
+            {"name": "weights", "type": {"type": "array", "items": "double"}},
+        ],
+    }
+    value = b"\x0e" + b"\2" * levels + b"\0" + b"\2" + bytes(9) + bytes(2 * levels)
+    found = everywhere(recipe(record("long", tree)), value)
+    assert code_of(found) == ("too_deep" if levels > 98 else found)
+
+
+def test_fields_that_take_no_bytes_are_not_visited():
+    void = {"type": "record", "name": "V0", "fields": []}
+    for at in range(1, 100):  # 2**99 fields
+        fields = [{"name": "a", "type": void}, {"name": "b", "type": f"V{at - 1}"}]
+        void = {"type": "record", "name": f"V{at}", "fields": fields}
+    assert everywhere(recipe(record("long", void)), b"\x0e").id == b"\x04\x07"
+    assert everywhere(recipe(record("long", void), "f1.b.a"), b"\x0e").code == "id_container"
+    endless = {"type": "record", "name": "E", "fields": [{"name": "e", "type": "E"}]}
+    assert everywhere(recipe(record("long", endless)), b"\x0e").code == "too_deep"
+
+
+@pytest.mark.parametrize(
+    ("kind", "tail"),
+    [
+        ({"type": "array", "items": "string"}, b"\2\0" * 5_000 + b"\0"),  # blocks of one item
+        ({"type": "record", "name": "T", "fields": [{"name": "l", "type": ["null", "T"]}, {"name": "r", "type": ["null", "T"]}]},
+         b"\2\0" * 5_000 + b"\0" * 2),
+    ],
+)  # fmt: skip
+def test_few_large_values_are_not_read_in_columns(kind, tail, monkeypatch):
+    steps = []
+    pay = _Batch._pay
+    monkeypatch.setattr(_Batch, "_pay", lambda *given: (steps.append(given), pay(*given)))
+    one = recipe(record("long", {"type": "array", "items": kind}))
+    values = [b"\x0e\2" + tail + b"\0", *[b"\x0e\0"] * 20]
+    found = Extractor(one)([None] * 21, values, [[]] * 21, [0] * 21)
+    assert found.ids[1:] == [b"\x04\x07"] * 20
+    assert len(steps) < 1_000
+
+
 @pytest.mark.parametrize(
     ("value", "format_name", "said"),
     [
@@ -231,6 +276,18 @@ def test_each_value_is_read_by_the_schema_that_its_framing_names(seed):
             assert (slow.code, slow) == (expected, found.faults[row])
 
 
+def test_a_schema_is_refused_once_in_a_batch(monkeypatch):
+    parsed = []
+    refused = _SchemaParser.record
+    monkeypatch.setattr(_SchemaParser, "record", lambda *given: (parsed.append(given), refused(*given))[1])
+    book = SchemaBook(lambda _: '"int"')
+    one = Recipe(TrackingId(KeyRule()), fmt="avro", schema=book)
+    found = Extractor(one)([b"k"] * 50, [b"\0\0\0\0\1\x0e"] * 50, [[]] * 50, [5] * 50)
+    assert {fault.code for fault in found.faults.values()} == {"schema_refused"}
+    assert len(found.faults) == 50
+    assert len(parsed) == 1
+
+
 def test_the_fingerprint_and_the_raw_content_of_framed_values():
     framed, plain = recipe(BOOK, fingerprint=True), recipe(record("long"), fingerprint=True)
     value = FRAMED[0][0]
@@ -280,10 +337,15 @@ def test_canonical_content_is_refused():
         (record({"type": "fixed", "size": 1}), "has a type fixed without a valid name"),
         (record({"type": "record", "name": "R", "fields": []}), "defines R twice"),
         (record({"type": "record", "name": "a b", "fields": []}), "has a type record without a valid name"),
+        (record("long", name="a\nb.R"), "has a type record without a valid name"),
+        (record("long", name="a" * 1_002), "has a type record without a valid name"),
         (record({"type": "array", "items": "null"}), "has an array of items that take no bytes"),
         (record({"type": "array", "items": json.loads(record("null", name="N"))}), "has an array of items that take no bytes"),
         ('{"type":"record","name":"R","fields":[{"name":"a","type":"int"},{"name":"a","type":"int"}]}', "has a field without"),
         ('{"type":"record","name":"R","fields":[{"name":"a"}]}', "has a field without a type or a name of its own in R"),
+        (record({"type": "fixed", "name": "F", "size": 1 << 31}), "has a type fixed that is not complete"),
+        (record({"type": "enum", "name": "E", "symbols": ["\ud800"]}), "has an enum whose symbols are not distinct names"),
+        (record("\ud800"), r"uses a type that it does not define before: \ud800"),
         (record(*["int"] * 40_000), "has 1,"),
     ],
 )  # fmt: skip
@@ -308,6 +370,25 @@ def test_names_are_found_in_their_namespace():
     assert avro_reader(json.dumps(schema), (("f2",), ("f1", "f")), None).read(value) == ["X", "X"]
     with pytest.raises(Unreadable):
         avro_reader(json.dumps(schema), (), None).read(value[:-1])
+
+
+def test_a_name_without_a_namespace_inside_one():
+    """Avro's Java library writes a schema like this, and finds B from every namespace."""
+    bare = {"type": "record", "name": "B", "namespace": "", "fields": [{"name": "f", "type": "int"}]}
+    other = {"type": "record", "name": "y.C", "fields": [{"name": "d", "type": "B"}]}
+    schema = json.loads(record(bare, other, name="x.R"))
+    assert avro_reader(json.dumps(schema), (("f1", "d", "f"),), None).read(b"\2\4") == [2]
+
+
+@pytest.mark.parametrize("name", ["com.my-shop.R", "com.shop.Orders$.R", "Größe"])
+def test_names_that_registries_accept(name):
+    schema = {"type": "record", "name": name, "fields": [{"name": "größe", "type": ["null", name, "long"]}]}
+    assert avro_reader(json.dumps(schema), (("größe",),), None).read(b"\4\x0e") == [7]
+
+
+def test_a_default_of_thousands_of_digits_is_not_read():
+    schema = record("long").replace('"type": "long"', f'"type": "long", "default": {"1" * 5_000}')
+    assert everywhere(recipe(schema), b"\x0e").id == b"\x04\x07"
 
 
 def test_whole_batches_are_taken_in_columns(monkeypatch):

@@ -115,6 +115,13 @@ def test_vector_in_columns(case, neighbours):
         check(case, fault if fault is not None else One(found.ids[row], found.times_ms[row], b""))
 
 
+def test_short_texts_after_one_that_ends_like_an_instant():
+    one = Recipe(TrackingId(FieldRule(("id",)), ("instant",)))
+    values = [json.dumps({"id": text}).encode() for text in ("x.Z", "a", "b", "c", "d")]
+    found = Extractor(one)([None] * 5, values, [()] * 5, [0] * 5)
+    assert found.ids == [b"\x01x.Z", b"\x01a", b"\x01b", b"\x01c", b"\x01d"]
+
+
 def test_different_ids_have_different_keys():
     """Two cases of one rule share a key only where they say so."""
     by_key = {}

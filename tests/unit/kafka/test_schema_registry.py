@@ -72,6 +72,8 @@ def test_a_schema_is_found_by_its_id_and_by_its_guid(registry):
     assert client(registry).schema(GUID) == TEXT
     assert client(registry).schema(b"\0\xff\xff\xff\xff") is None
     assert registry.asked[-1] == ("/api/schemas/ids/4294967295", None)
+    registry.answers["/api/schemas/guids/00010203-0405-0607-0809-0a0b0c0d0e0f"] = 404, b'{"error_code":0}'
+    assert client(registry).schema(GUID) is None  # Apicurio 2.5 knows no GUIDs
 
 
 def test_what_it_is(registry):
@@ -115,6 +117,9 @@ def test_it_gives_its_credentials(registry):
     [
         ((401, b""), "it answered 401: it refuses these credentials"),
         ((403, b""), "it answered 403: it refuses these credentials"),
+        ((404, b""), "it answered 404: Confluent's API is not at this address"),
+        ((404, b"404 page not found"), "it answered 404: Confluent's API is not at this address"),  # a proxy's
+        ((404, b'{"error_code":404}'), "it answered 404: Confluent's API is not at this address"),  # Apicurio elsewhere
         ((429, b""), "it answered 429."),
         ((500, b"{}"), "it answered 500."),
         ((301, b""), "it answered 301: a redirect, which is not followed"),

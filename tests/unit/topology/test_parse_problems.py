@@ -281,6 +281,11 @@ def test_a_mistake_in_one_line(line, said):
         ),
         (
             "field: id",
+            """parts: [{field: a.b}, {field: 'a["b"]'}]""",
+            "6:25: tracking_id.parts[1]: this part occurs twice; remove one",
+        ),
+        (
+            "field: id",
             "parts: [{field: id, absent: skip}]",
             '6:31: tracking_id.parts[0].absent: "skip" is not one of dead_letter | as_value',
         ),
@@ -309,6 +314,8 @@ def test_a_mistake_in_a_needed_key(old, new, said):
         ("a: " + "[" * 5_000, "clicks.yaml:1:23: nested more than 20 levels deep, which is the limit"),
         ("a: " + "x" * (1 << 20), "clicks.yaml: is larger than 1 MiB, which is the limit"),
         ("a: [" + "1, " * 30_000, "clicks.yaml:1:59996: more than 20000 values, which is the limit"),
+        ('a: "\\ud800"', "clicks.yaml:1:4: an unpaired surrogate, which UTF-8 cannot encode, is not allowed"),
+        ('"\\udfff": 1', "clicks.yaml:1:1: an unpaired surrogate, which UTF-8 cannot encode, is not allowed"),
         ("a: b: c", "clicks.yaml:1:5: is not YAML here: mapping values are not allowed here"),
     ],
 )  # fmt: skip
