@@ -43,7 +43,7 @@ RULES: dict[str, dict[str, Any]] = {
             "parts": [{"key": True, "absent": "as_value"}, {"header": "id", "absent": "as_value"}, {"field": "id"}]
         }
     },
-    "first_of": {
+    "first-of": {
         "tracking_id": {"first_of": [{"header": "id"}, {"field": "order.id"}, {"content": {"exclude": ["at", "v"]}}]}
     },
     "instant": {"tracking_id": {"fields": ["order.placed", "id"], "normalize": ["instant"]}},
@@ -114,7 +114,7 @@ AVRO: dict[str, dict[str, Any]] = {
         "tracking_id": {"fields": ["tenant", "order.id"]},
         "event_time": {"field": "at", "unit": "timestamp"},
     },
-    "avro-first_of": {
+    "avro-first-of": {
         "source": _IN_AVRO,
         "tracking_id": {"first_of": [{"field": "order.id"}, {"field": "id"}, {"key": True}]},
     },
