@@ -139,7 +139,8 @@ def may_identify(recipe: Recipe, key: bytes | None, value: bytes | None, headers
             return bool(key)
         case HeaderRule(name):
             return any(header == name for header, _ in headers)
-        case FieldRule((*_, str(name))) if value is not None and recipe.fmt in {"json", "json_schema"}:
+        case FieldRule((str(name), *_)) if value is not None and recipe.fmt in {"json", "json_schema"}:
+            # Not the last name of the path: another name on it may be repeated, which is a fault.
             return b"\\" in value or name.encode() in value
         case _:
             return True

@@ -182,6 +182,7 @@ def mutate(value, rng):
 @example(EVENTS[8:16])
 @example([b'{"id":"a",', b'"t":5}', b'{"id":"a","t":1}\n{"id":"b","t":2}', FILLER, FILLER, FILLER])
 @example([b'{"id":"a","t":5,"s":"}', b'{"}', b'{"id":"a","t":1}{"id":"b","t":2}', FILLER, FILLER, FILLER])
+@example([*[b"null"] * 5, b'{"a":null,"a":null}'])
 def test_columns_equal_one_by_one(values):
     compare_everywhere(values)
 
