@@ -18,8 +18,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from dedup.store.base import StoreIdentity, TaskRecord
-from dedup.store.changelog import decode_sightings, encode_single_column
+from dedup.store.base import StoreIdentity
+from dedup.store.changelog import TaskRecord, decode_sightings, encode_single_column
 from dedup.store.rocks import RocksStore
 
 IDENTITY = StoreIdentity("bench", 0, "none")

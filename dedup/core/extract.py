@@ -40,7 +40,9 @@ from dedup.core.extract_one import (
     One,
     Recipe,
     content_digest,
+    encode_scalar,
     extract_one,
+    fault_of,
     leads_on,
     may_identify,
     normalize_bytes,
@@ -49,7 +51,7 @@ from dedup.core.extract_one import (
     value_digest,
 )
 from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, payloads_of, refs_of
-from dedup.core.id_columns import PartMemo, composite_ids, instant_ids, integer_ids
+from dedup.core.id_columns import PartMemo, composite_ids, instant_ids
 from dedup.core.tracking_id import (
     CONTENT,
     KEPT_BYTES,
@@ -338,10 +340,6 @@ class _Batch(NamedTuple):
     headers: Sequence[Headers]
     timestamps_ms: Sequence[int]
 
-    def sources_of(self, row: int) -> tuple[bytes | None, bytes | None, Headers]:
-        """Return what an ID may come from: key, value, and headers."""
-        return self.keys[row], self.values[row], self.headers[row]
-
     def only(self, rows: Sequence[int]) -> _Batch:
         return _Batch(
             [self.keys[row] for row in rows],
@@ -398,13 +396,11 @@ class Extractor:
         pieces: list[tuple[Sequence[int], Extracted]] = []
         first_tombstones: dict[int, Fault] = {}
         for index, alternative in enumerate(self._alternatives):
+            part = batch if len(left) == len(batch.values) else batch.only(left)
             # The last alternative sees all rows that are left: it finds the values that do not have their format.
-            last = index == len(self._alternatives) - 1
-            rows, found = left, alternative.columns(batch if len(left) == len(batch.values) else batch.only(left))
-            if found is None:
-                if not last:
-                    rows = [row for row in left if may_identify(alternative.recipe, *batch.sources_of(row))]
-                found = alternative(*batch.only(rows))
+            last = alternative is self._alternatives[-1]
+            places, found = (range(len(left)), alternative(*part)) if last else alternative.of_likely(part)
+            rows = [left[at] for at in places]
             lacking = {at: fault for at, fault in found.faults.items() if leads_on(fault)}
             tombstones = {rows[at]: fault for at, fault in lacking.items() if fault.kind is FaultKind.TOMBSTONE}
             first_tombstones = tombstones | first_tombstones
@@ -468,9 +464,14 @@ class Extractor:
             faults |= {rows[at]: fault for at, fault in part.faults.items()}
         return Extracted(ids, times_ms, fingerprints if self.recipe.fingerprint else None, faults)
 
-    def columns(self, batch: _Batch) -> Extracted | None:
-        """Extract a batch as columns, or return None if only `extract_one` can extract one of its rows."""
-        return self._in_columns(batch) if self._columnar and batch.values else None
+    def of_likely(self, batch: _Batch) -> tuple[Sequence[int], Extracted]:
+        """Extract the rows that may have an ID by this rule: all of them if columns suffice. Return which ones, too."""
+        found = self._in_columns(batch) if self._columnar and batch.values else None
+        if found is not None:
+            return range(len(batch.values)), found
+        sources = zip(batch.keys, batch.values, batch.headers, strict=True)
+        rows = [row for row, source in enumerate(sources) if may_identify(self.recipe, *source)]
+        return rows, self(*batch.only(rows))
 
     def _in_columns(self, batch: _Batch) -> Extracted | None:
         if self._json is None and None in batch.values:
@@ -512,7 +513,7 @@ class Extractor:
         try:
             reader = reader_for(self.recipe, refs.pop() or b"")
         except Unreadable as refused:  # parsing a schema again for each row would be slow
-            return self._gathered([Fault(FaultKind.UNREADABLE, refused.code, refused.detail)] * len(batch.values))
+            return self._gathered([fault_of(refused)] * len(batch.values))
         if not reader.columnar:
             return self._one_by_one(batch)
         return self._of_avro(batch, [value for value in values if value is not None], reader)
@@ -547,13 +548,14 @@ class Extractor:
                 (column,), normalize = members, self._normalize
                 if normalize is not None:
                     column = [normalize(value) if isinstance(value, str) else value for value in column]
-                return _instant_keys(column) if self._instants else scalar_keys(column)
+                return _kept_if(instant_ids(column)) if self._instants else scalar_keys(column)
             case FieldsRule():
-                return _composite_keys(members, self._memos)
+                return _kept_if(composite_ids(members, self._memos))
             case PartsRule(parts):
                 left = iter(members)
                 columns = [_column(part.rule, batch, left) for part in parts]
-                return None if any(None in column for column in columns) else _composite_keys(columns, self._memos)
+                ids = None if any(None in column for column in columns) else composite_ids(columns, self._memos)
+                return _kept_if(ids)
             case RawContentRule():
                 return bytes_keys([value for value in batch.values if value is not None])
             case ContentRule(exclude):
@@ -577,7 +579,7 @@ class Extractor:
             return None
         if self._normalize is not None:
             present = [normalize_bytes(value, self._normalize) for value in present]
-        return _instant_keys(present) if self._instants else bytes_keys(present)
+        return _kept_if(instant_ids(present)) if self._instants else bytes_keys(present)
 
 
 def _column(rule: KeyRule | HeaderRule | FieldRule, batch: _Batch, members: Iterator[list[str | int]]) -> Sequence[Any]:
@@ -607,10 +609,10 @@ def scalar_keys(column: list[str] | list[int] | list[str | int]) -> list[bytes] 
     if kinds == {str}:
         return text_keys(column)  # type: ignore[arg-type]
     if kinds == {int}:
-        return integer_ids(column)  # type: ignore[arg-type]
+        return _integer_keys(column)  # type: ignore[arg-type]
     if "" in column:
         return None
-    return [state_key(_scalar(value)) for value in column]
+    return [state_key(encode_scalar(value, instants=False)) for value in column]
 
 
 def text_keys(texts: list[str]) -> list[bytes] | None:
@@ -644,20 +646,20 @@ def bytes_keys(values: Sequence[bytes]) -> list[bytes] | None:
     return _kept([encoding.BYTES + value for value in values])
 
 
-def _composite_keys(columns: Sequence[Sequence[str | int | bytes]], memos: Sequence[PartMemo]) -> list[bytes] | None:
-    canonical = composite_ids(columns, memos)
+def _integer_keys(column: list[int]) -> list[bytes]:
+    numbers = np.array(column, np.int64)
+    sizes = numbers ^ (numbers >> 63)
+    width = int(sizes.max()).bit_length() // 8 + 1
+    if int(sizes.min()).bit_length() // 8 + 1 != width:
+        return list(map(encoding.encode_integer, column))
+    keys = np.empty((len(column), width + 1), np.uint8)
+    keys[:, 0] = encoding.INTEGER[0]
+    keys[:, 1:] = numbers.astype(">i8").view(np.uint8).reshape(len(column), 8)[:, 8 - width :]
+    return _rows(keys)
+
+
+def _kept_if(canonical: list[bytes] | None) -> list[bytes] | None:
     return None if canonical is None else _kept(canonical)
-
-
-def _instant_keys(column: Sequence[str | int | bytes]) -> list[bytes] | None:
-    canonical = instant_ids(column)
-    return None if canonical is None else _kept(canonical)
-
-
-def _scalar(value: str | int | bytes) -> bytes:
-    if isinstance(value, str):
-        return encoding.encode_text(value)
-    return encoding.encode_integer(value) if isinstance(value, int) else encoding.encode_bytes(value)
 
 
 def _kept(canonical: Iterable[bytes]) -> list[bytes]:

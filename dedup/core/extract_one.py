@@ -133,7 +133,7 @@ def leads_on(fault: Fault) -> bool:
 
 
 def may_identify(recipe: Recipe, key: bytes | None, value: bytes | None, headers: Headers) -> bool:
-    """Tell cheaply whether the record may have an ID. If not, it has none, or a value that does not have its format."""
+    """Tell cheaply whether the record may have an ID. False means that it has none, or that its value is unreadable."""
     match recipe.tracking_id.rule:
         case KeyRule():
             return bool(key)
@@ -180,7 +180,7 @@ def extract_one(
         time_ms = time_ms_of(found, time) if isinstance(time, FieldTime) else timestamp_ms
         return One(state_key(canonical), time_ms, _fingerprint(recipe, payload, content))
     except NotJudged as refused:
-        return _fault(refused)
+        return fault_of(refused)
 
 
 def _first_of(
@@ -227,10 +227,11 @@ def of_leaves(
             payload = payload_of(recipe.schema_id, value, headers)
         return One(state_key(canonical), timestamp_ms, _fingerprint(recipe, payload, ABSENT))
     except NotJudged as refused:
-        return _fault(refused)
+        return fault_of(refused)
 
 
-def _fault(refused: NotJudged) -> Fault:
+def fault_of(refused: NotJudged) -> Fault:
+    """Return the fault of a record that cannot be judged."""
     return Fault(FaultKind(refused.kind), refused.code, refused.detail, refused.format_name)
 
 

@@ -1,4 +1,4 @@
-"""Encodes columns of integers, composite IDs, and instants, with the same result as extract_one.py for every row."""
+"""Encodes columns of composite IDs and instants, with the same result as extract_one.py for every row."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Final
-
-import numpy as np
 
 from dedup.core import tracking_id as encoding
 from dedup.core.event_time import rfc3339_column_ms
@@ -76,18 +74,3 @@ def _are_instants(texts: list[str]) -> bool:
         return False
     times_ms = rfc3339_column_ms(texts)
     return times_ms is not None and min(times_ms) >= _YEAR_1_MS
-
-
-def integer_ids(column: list[int]) -> list[bytes]:
-    """Return the canonical bytes of a column of signed 64-bit integers."""
-    numbers = np.array(column, np.int64)
-    sizes = numbers ^ (numbers >> 63)
-    width = int(sizes.max()).bit_length() // 8 + 1
-    if int(sizes.min()).bit_length() // 8 + 1 != width:
-        return list(map(encoding.encode_integer, column))
-    keys = np.empty((len(column), width + 1), np.uint8)
-    keys[:, 0] = encoding.INTEGER[0]
-    keys[:, 1:] = numbers.astype(">i8").view(np.uint8).reshape(len(column), 8)[:, 8 - width :]
-    # Unlike numpy's bytes type, its void type keeps trailing zero bytes.
-    rows: list[bytes] = keys.view(f"V{width + 1}").ravel().tolist()
-    return rows

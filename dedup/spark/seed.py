@@ -47,11 +47,11 @@ from dedup.spark.files import History
 from dedup.spark.kafka_source import history_of_range
 from dedup.spark.seed_history import Folded, changelog_rows, fold_history
 from dedup.spark.session import PicklableSettings, connected, described, shuffles_for, translated_errors
-from dedup.store.base import TaskRecord
 from dedup.store.changelog import (
     SEED_MARK_KEY,
     TASK_RECORD_KEY,
     SeedMark,
+    TaskRecord,
     decode_seed_mark,
     encode_seed_mark,
     encode_task_record,

@@ -23,7 +23,7 @@ from dedup.spark.batch_verdicts import Counts, Order, counts_of, judging
 from dedup.spark.files import History
 from dedup.spark.kafka_source import kafka_options
 from dedup.store import changelog
-from dedup.store.base import FeedTime
+from dedup.store.changelog import FeedTime
 from dedup.topology.model import Topology
 
 OUTSIDE_KAFKA: Final = (1 << 63) - 1

@@ -1,4 +1,4 @@
-"""Defines the interface of a task's state store, the values that a store keeps, and a store in memory.
+"""Defines the interface of a task's state store, and a store in memory.
 
 A sighting that ends at ``last_ms`` is stored under its state key (the encoded ID) in the segment that starts at
 ``Window.segment_of(last_ms)``. Segments are dropped as a whole. A store contains only committed sightings.
@@ -6,52 +6,12 @@ A sighting that ends at ``last_ms`` is stored under its state key (the encoded I
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Protocol
 
 from dedup.errors import InvariantBroken
-
-Writes = Mapping[int, Mapping[bytes, bytes]]
-"""Maps the start of each segment (in ms) to a mapping from state keys to encoded values; a value contains *all*
-sightings of its ID that end in the segment.
-"""
-
-NOT_SAID: Final = -1
-"""The value of `kept_from` in a task record that does not say which changelog records are still needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class FeedTime:
-    """The greatest event time of one feed (a partition of a source topic)."""
-
-    topic: int
-    """The index of the topic in ``source.topics``."""
-    partition: int
-    max_ms: int
-    idle: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TaskRecord:
-    """The changelog record that tells a new task where the previous one stopped."""
-
-    fingerprint: bytes
-    """The value of `Topology.state_fingerprint`; a task refuses to load state with a different fingerprint."""
-    stream_time_ms: int
-    feeds: tuple[FeedTime, ...]
-    next_offset: int
-    """The next offset of the feeding partition to be judged; all records below it have been judged."""
-    segment_ms: int
-    """The width of the segments in which new sightings are stored."""
-    kept_from: int = NOT_SAID
-    """The lowest changelog offset that live segments may need, or `NOT_SAID` if it was not recorded."""
-    feeding_topic_id: str = ""
-    """Kafka's ID of the feeding topic as 32 hex digits, or an empty string in task records of earlier releases."""
-
-    def counts_on_more(self, begin: int) -> bool:
-        """Return whether live segments need changelog records below ``begin``, the first offset that still exists."""
-        return NOT_SAID < self.kept_from < begin
+from dedup.store.changelog import TaskRecord, Writes, refuse_unstorable
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +75,6 @@ class Store(Protocol):
         """Close the store and delete all its data."""
 
 
-def moved_back(stored: int, position: int) -> InvariantBroken:
-    """Return the error of a store at changelog position ``stored`` that is asked to move back to ``position``."""
-    return InvariantBroken(
-        f"a store at changelog position {stored} cannot be moved back to {position}: two owners write to one "
-        "store, or a batch was applied twice. Restart the worker; it restores the state from the changelog."
-    )
-
-
-def empty_state_key() -> InvariantBroken:
-    """Return the error of a store that is asked to store an empty state key."""
-    return InvariantBroken("an empty state key cannot be stored, because no tracking ID has an empty encoding.")
-
-
 @dataclass(slots=True)
 class _Segment:
     birth: int
@@ -165,10 +112,7 @@ class MemoryStore:
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """See `Store`."""
         self._refuse_if_closed()
-        if any(b"" in values for values in writes.values()):
-            raise empty_state_key()
-        if position < self.position:
-            raise moved_back(self.position, position)
+        refuse_unstorable(self.position, writes, position)
         current = record or self.task_record
         width_ms = current.segment_ms if current is not None else 0
         for start, values in writes.items():

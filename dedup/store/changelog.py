@@ -34,7 +34,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from typing import Final, Literal, NamedTuple, cast
@@ -44,9 +44,15 @@ import numpy.typing as npt
 
 from dedup.core.window import Sighting, Source
 from dedup.errors import InvariantBroken, StateIncompatible, TaskCorrupted
-from dedup.store.base import FeedTime, TaskRecord
 
 Integers = Sequence[int] | npt.NDArray[np.int64]
+Writes = Mapping[int, Mapping[bytes, bytes]]
+"""Maps the start of each segment (in ms) to a mapping from state keys to encoded values; a value contains *all*
+sightings of its ID that end in the segment.
+"""
+
+NOT_SAID: Final = -1
+"""The value of `kept_from` in a task record that does not say which changelog records are still needed."""
 
 _CHANGELOG_VERSION: Final = 0x10
 _WIDE: Final = 1
@@ -92,6 +98,50 @@ _RECORD_HEAD: Final = struct.Struct(">BBqqqqH")
 _RECORD_FEED: Final = struct.Struct(">HIqB")
 _MARK_VERSION: Final = 1
 _CHECKSUM_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FeedTime:
+    """The greatest event time of one feed (a partition of a source topic)."""
+
+    topic: int
+    """The index of the topic in ``source.topics``."""
+    partition: int
+    max_ms: int
+    idle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRecord:
+    """The changelog record that tells a new task where the previous one stopped."""
+
+    fingerprint: bytes
+    """The value of `Topology.state_fingerprint`; a task refuses to load state with a different fingerprint."""
+    stream_time_ms: int
+    feeds: tuple[FeedTime, ...]
+    next_offset: int
+    """The next offset of the feeding partition to be judged; all records below it have been judged."""
+    segment_ms: int
+    """The width of the segments in which new sightings are stored."""
+    kept_from: int = NOT_SAID
+    """The lowest changelog offset that live segments may need, or `NOT_SAID` if it was not recorded."""
+    feeding_topic_id: str = ""
+    """Kafka's ID of the feeding topic as 32 hex digits, or an empty string in task records of earlier releases."""
+
+    def counts_on_more(self, begin: int) -> bool:
+        """Return whether live segments need changelog records below ``begin``, the first offset that still exists."""
+        return NOT_SAID < self.kept_from < begin
+
+
+def refuse_unstorable(stored: int, writes: Writes, position: int) -> None:
+    """Raise InvariantBroken if ``position`` is less than the stored position or a state key is empty."""
+    if any(b"" in values for values in writes.values()):
+        raise InvariantBroken("an empty state key cannot be stored, because no tracking ID has an empty encoding.")
+    if position < stored:
+        raise InvariantBroken(
+            f"a store at changelog position {stored} cannot be moved back to {position}: two owners write to one "
+            "store, or a batch was applied twice. Restart the worker; it restores the state from the changelog."
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from typing import Any, Final
 import fsspec
 
 from dedup.errors import CheckpointUnusable, DedupError, Problem, SettingsError
-from dedup.store.base import StoreIdentity, TaskRecord
+from dedup.store.base import StoreIdentity
+from dedup.store.changelog import TaskRecord
 from dedup.store.checkpoint import MOST_BYTES, Checkpoint, Moved, StoreFile, files_of, pieces, write_file
 
 _MANIFEST: Final = "manifest.json"

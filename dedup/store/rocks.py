@@ -28,9 +28,9 @@ from typing import Final, Self, cast
 import rocksdict
 
 from dedup.errors import DedupError, InvariantBroken, StateIncompatible, TaskCorrupted
-from dedup.store.base import StoreIdentity, TaskRecord, Writes, empty_state_key, moved_back
+from dedup.store.base import StoreIdentity
 from dedup.store.bloom_filter import Hashed, HashKey, LogMark, SegmentFilter
-from dedup.store.changelog import decode_task_record, encode_task_record
+from dedup.store.changelog import TaskRecord, Writes, decode_task_record, encode_task_record, refuse_unstorable
 from dedup.store.directory import (
     FILTER_LOG,
     NEW_SNAPSHOT_SUFFIX,
@@ -416,10 +416,7 @@ class RocksStore:
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """Write the sightings, the task record, and the position atomically."""
         self._refuse_if_closed()
-        if any(b"" in values for values in writes.values()):
-            raise empty_state_key()
-        if position < self.position:
-            raise moved_back(self.position, position)
+        refuse_unstorable(self.position, writes, position)
         current = record or self.task_record
         batch = rocksdict.WriteBatch(raw_mode=True)
         put = batch.put

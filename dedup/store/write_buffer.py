@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from dedup.errors import InvariantBroken
-from dedup.store.base import Store, TaskRecord, Writes
+from dedup.store.base import Store
+from dedup.store.changelog import TaskRecord, Writes
 
 _Tier = dict[int, dict[bytes, bytes]]
 

@@ -133,8 +133,8 @@ def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
     if reads in {"json_schema", "avro"}:
         text = f"source.format: {reads} does not fit {ingest.name}, which writes JSON; use `format: json`."
         yield Finding("error", "json_is_written", text)
-    needed = [part.rule for part in rule.parts if not part.absent_is_value] if isinstance(rule, PartsRule) else [rule]
-    if HeaderRule(_ID_HEADER) in needed and ingest.tracking_id is not None:
+    parts = [part.rule for part in rule.parts if not part.absent_is_value] if isinstance(rule, PartsRule) else [rule]
+    if HeaderRule(_ID_HEADER) in parts and ingest.tracking_id is not None:
         text = (
             f"tracking_id.header: {_ID_HEADER} is not on the records of {ingest.name}, which has its own tracking_id: "
             f"every record would become a dead letter. Use the same rule in both files."

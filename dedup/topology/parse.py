@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from errno import ENOENT
 from functools import cache, partial
@@ -209,21 +209,21 @@ def _sink(name: str, file: SinkFile, output: Output | None) -> SinkSpec:
 
 def _one_rule_each(document: Document) -> Iterator[Problem]:
     """Report a tracking ID and alternatives without exactly one rule, and alternatives that occur twice."""
-    seen: list[Any] = []
+    seen: list[dict[str, Any]] = []
     for at in _rules_at(document):
         file = document.get(at)
         if not isinstance(file, dict):
             continue
         rules = RULES if at == _TRACKING_ID else ALTERNATIVE_RULES
-        written = [rule for rule in file if rule in rules]
+        written = _written(file, rules)
         if not written:
             yield Problem(document.place_of_key(at), f"{dotted(at)}: no rule; write exactly one of {', '.join(rules)}")
         if len(written) > 1:
             text = f"{dotted(at)}: {' and '.join(written)} exclude each other; keep exactly one"
-            yield Problem(document.place_of_key((*at, written[1])), text)
-        if file in seen:
+            yield Problem(document.place_of_key((*at, list(written)[1])), text)
+        if written in seen:
             yield Problem(document.place(at), f"{dotted(at)}: this alternative occurs twice; remove one")
-        seen.append(file)
+        seen.append(written)
 
 
 def _whole_parts(document: Document) -> Iterator[Problem]:
@@ -234,16 +234,22 @@ def _whole_parts(document: Document) -> Iterator[Problem]:
             part = document.get(at)
             if not isinstance(part, dict):
                 continue
-            written = {rule: part[rule] for rule in part if rule in PART_RULES}
-            if isinstance(part.get("field"), str):
-                with suppress(ValueError):  # reported with the key
-                    written["field"] = parse_path(part["field"])
+            written = _written(part, PART_RULES)
             if len(written) != 1:
                 text = f"{' and '.join(written) or 'no rule'}; write exactly one of {', '.join(PART_RULES)}"
                 yield Problem(document.place(at), f"{dotted(at)}: {text}")
             elif written in seen:
                 yield Problem(document.place(at), f"{dotted(at)}: this part occurs twice; remove one")
             seen.append(written)
+
+
+def _written(file: Mapping[str, Any], rules: Collection[str]) -> dict[str, Any]:
+    """Return the rules in a mapping, with the path of `field` parsed, so that two spellings of a path are equal."""
+    written = {rule: file[rule] for rule in file if rule in rules}
+    if isinstance(written.get("field"), str):
+        with suppress(ValueError):  # reported with the key
+            written["field"] = parse_path(written["field"])
+    return written
 
 
 def _rules_at(document: Document) -> list[At]:

@@ -14,7 +14,7 @@ from typing import Final
 
 from dedup.errors import CheckpointUnusable, TaskCorrupted
 from dedup.kafka.wire import TopicPartition
-from dedup.store.base import TaskRecord
+from dedup.store.changelog import TaskRecord
 from dedup.store.checkpoint import Checkpoint, Moved, files_of
 from dedup.store.checkpoint_storage import CheckpointStorage
 from dedup.worker.bootstrap import refuse_anothers, transfer

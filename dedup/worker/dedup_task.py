@@ -20,9 +20,12 @@ from dedup.errors import ClockBehind, InvariantBroken, StateIncompatible
 from dedup.kafka.record_batch import BATCH_BYTES, OWN_ROW, FeedBatch, Line, RecordBatch, equal_records, fill, gather
 from dedup.kafka.wire import Header, TopicPartition, Wire
 from dedup.metrics import Judged, TaskNumbers
-from dedup.store.base import NOT_SAID, FeedTime, Store, TaskRecord
+from dedup.store.base import Store
 from dedup.store.changelog import (
+    NOT_SAID,
     TASK_RECORD_KEY,
+    FeedTime,
+    TaskRecord,
     decode_sightings,
     encode_sighting,
     encode_single_column,

@@ -21,8 +21,7 @@ from dedup.kafka.topic_admin import Admin, Group, Topic
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import Position, TopicPartition
 from dedup.settings import Settings
-from dedup.store.base import TaskRecord
-from dedup.store.changelog import TASK_RECORD_KEY, encode_task_record
+from dedup.store.changelog import TASK_RECORD_KEY, TaskRecord, encode_task_record
 from dedup.store.checkpoint_storage import CheckpointStorage
 from dedup.store.directory import delete_store
 from dedup.topology.model import Topology

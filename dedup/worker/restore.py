@@ -25,8 +25,8 @@ from dedup.core.window import BEFORE_ALL_TIME, Feed, Window
 from dedup.errors import DedupError, StateIncompatible
 from dedup.kafka.wire import LogBounds, NoAnswer, TopicPartition, Wire
 from dedup.quantities import format_duration, instant
-from dedup.store.base import Store, TaskRecord, Writes
-from dedup.store.changelog import Collected, SeedMark, all_within, collect, rebucket
+from dedup.store.base import Store
+from dedup.store.changelog import Collected, SeedMark, TaskRecord, Writes, all_within, collect, rebucket
 from dedup.store.directory import Keeping
 from dedup.topology.model import Topology
 from dedup.worker.offsets import answered, bounds_of, committed_offset

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from dedup.errors import InvariantBroken, StateIncompatible, TaskCorrupted
-from dedup.store.base import FeedTime, MemoryStore, StoreIdentity, TaskRecord
+from dedup.store.base import MemoryStore, StoreIdentity
+from dedup.store.changelog import FeedTime, TaskRecord
 from dedup.store.directory import delete_store, store_directory
 from dedup.store.rocks import RocksMemory, RocksStore
 

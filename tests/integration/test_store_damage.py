@@ -5,7 +5,8 @@ import shutil
 import pytest
 
 from dedup.errors import DedupError, StateIncompatible, TaskCorrupted
-from dedup.store.base import StoreIdentity, TaskRecord
+from dedup.store.base import StoreIdentity
+from dedup.store.changelog import TaskRecord
 from dedup.store.directory import delete_store
 from dedup.store.rocks import RocksMemory, RocksStore, errors_of
 

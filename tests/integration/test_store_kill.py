@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from dedup.errors import TaskCorrupted
-from dedup.store.base import StoreIdentity, TaskRecord
+from dedup.store.base import StoreIdentity
+from dedup.store.changelog import TaskRecord
 from dedup.store.rocks import RocksMemory, RocksStore, _Segment
 
 IDENTITY = StoreIdentity("orders", 0, "topic-id")

@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dedup.store.base import MemoryStore, StoreIdentity, TaskRecord
+from dedup.store.base import MemoryStore, StoreIdentity
+from dedup.store.changelog import TaskRecord
 from dedup.store.rocks import RocksMemory, RocksStore
 
 IDENTITY = StoreIdentity("orders", 0, "topic-id")

@@ -26,7 +26,8 @@ from dedup.kafka.wire import (
     TopicNow,
     TopicPartition,
 )
-from dedup.store.base import MemoryStore, TaskRecord, Writes
+from dedup.store.base import MemoryStore
+from dedup.store.changelog import TaskRecord, Writes
 from dedup.store.directory import StorePool
 from dedup.worker.task_manager import Factory, TaskManager
 from tests.simulation.cluster import CONCURRENT, Cluster, Record

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dedup.store.base import Store, StoreIdentity, TaskRecord, Writes
+from dedup.store.base import Store, StoreIdentity
+from dedup.store.changelog import TaskRecord, Writes
 from dedup.store.directory import store_directory
 from dedup.store.rocks import RocksMemory, RocksStore
 from tests.simulation.explore import enumerate_all, sample

@@ -23,8 +23,8 @@ from dedup.kafka.wire import (
     TopicPartition,
     Wire,
 )
-from dedup.store.base import Store, TaskRecord, Writes
-from dedup.store.changelog import decode_sightings
+from dedup.store.base import Store
+from dedup.store.changelog import TaskRecord, Writes, decode_sightings
 from dedup.store.write_buffer import WriteBuffer
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.offsets import committed_offset

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from dedup.cli.main import create_app
 from dedup.core.tracking_id import encode_integer, encode_text, state_key
 from dedup.core.window import Window
-from dedup.store.base import StoreIdentity, TaskRecord
-from dedup.store.changelog import encode_single_column
+from dedup.store.base import StoreIdentity
+from dedup.store.changelog import TaskRecord, encode_single_column
 from dedup.store.rocks import RocksStore
 from dedup.topology.state_size import bytes_an_id, key_bytes, predict
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from dedup.errors import DedupError
 from dedup.store import bloom_filter, rocks
-from dedup.store.base import StoreIdentity, TaskRecord
+from dedup.store.base import StoreIdentity
 from dedup.store.bloom_filter import BloomFilter, Hashed, HashKey, SegmentFilter
+from dedup.store.changelog import TaskRecord
 from dedup.store.rocks import RocksMemory, RocksStore
 
 IDENTITY = StoreIdentity("orders", 3, "q7BvLZ1nQ8i")

@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 
 from dedup.core.window import BEFORE_ALL_TIME, Sighting, Source
 from dedup.errors import InvariantBroken, StateIncompatible, TaskCorrupted
-from dedup.store.base import NOT_SAID, FeedTime, TaskRecord
 from dedup.store.changelog import (
+    NOT_SAID,
     TASK_RECORD_KEY,
+    FeedTime,
     SightingKey,
+    TaskRecord,
     all_within,
     collect,
     decode_sightings,

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from dedup.core.window import Sighting, Source, Window
 from dedup.errors import StateIncompatible, TaskCorrupted
 from dedup.kafka.wire import FetchedRecord, LogBounds, TopicPartition
-from dedup.store.base import MemoryStore, TaskRecord
+from dedup.store.base import MemoryStore
 from dedup.store.changelog import (
     SEED_MARK_KEY,
     TASK_RECORD_KEY,
     SeedMark,
+    TaskRecord,
     collect,
     decode_seed_mark,
     encode_seed_mark,

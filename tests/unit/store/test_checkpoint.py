@@ -18,7 +18,8 @@ from dedup.embedded.child_process import ChildProcess
 from dedup.embedded.kafka_node import free_ports
 from dedup.errors import CheckpointUnusable, SettingsError
 from dedup.settings import load_settings
-from dedup.store.base import StoreIdentity, TaskRecord
+from dedup.store.base import StoreIdentity
+from dedup.store.changelog import TaskRecord
 from dedup.store.checkpoint import Checkpoint, StoreFile, files_of, write_file
 from dedup.store.checkpoint_storage import CheckpointStorage
 from dedup.store.rocks import RocksStore

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dedup.errors import InvariantBroken
-from dedup.store.base import MemoryStore, TaskRecord
+from dedup.store.base import MemoryStore
+from dedup.store.changelog import TaskRecord
 from dedup.store.write_buffer import WriteBuffer
 
 RECORD = TaskRecord(b"f", 0, (), 1, 100)

@@ -11,8 +11,7 @@ from dedup.errors import SettingsError, StateIncompatible, TaskCorrupted
 from dedup.kafka.topic_admin import Topic
 from dedup.kafka.wire import FetchedRecord, LogBounds, TopicPartition
 from dedup.settings import Settings, StateSection
-from dedup.store.base import TaskRecord
-from dedup.store.changelog import TASK_RECORD_KEY, encode_single_column, encode_task_record, sighting_key
+from dedup.store.changelog import TASK_RECORD_KEY, TaskRecord, encode_single_column, encode_task_record, sighting_key
 from dedup.store.checkpoint_storage import CheckpointStorage
 from dedup.store.rocks import RocksMemory, RocksStore
 from dedup.topology.parse import parse

@@ -5,8 +5,15 @@ import pytest
 from dedup.core.window import Window
 from dedup.errors import StateIncompatible
 from dedup.kafka.wire import FetchedRecord, LogBounds, TopicPartition
-from dedup.store.base import NOT_SAID, MemoryStore, TaskRecord
-from dedup.store.changelog import TASK_RECORD_KEY, encode_single_column, encode_task_record, sighting_key
+from dedup.store.base import MemoryStore
+from dedup.store.changelog import (
+    NOT_SAID,
+    TASK_RECORD_KEY,
+    TaskRecord,
+    encode_single_column,
+    encode_task_record,
+    sighting_key,
+)
 from dedup.worker.restore import refuse_other_feeding, restore
 from tests.simulation.cluster import fetched
 

@@ -4,7 +4,7 @@ import pytest
 
 from dedup.core.window import BEFORE_ALL_TIME, Window
 from dedup.kafka.wire import TopicPartition
-from dedup.store.base import TaskRecord
+from dedup.store.changelog import TaskRecord
 from dedup.worker.restore import changed, what_it_means, why_restored
 
 CHANGELOG = TopicPartition("t.changelog", 3)

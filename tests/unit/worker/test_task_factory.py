@@ -4,7 +4,7 @@ import pytest
 
 from dedup.kafka.topic_admin import Topic
 from dedup.settings import Settings
-from dedup.store.base import TaskRecord
+from dedup.store.changelog import TaskRecord
 from dedup.store.rocks import RocksMemory
 from dedup.topology.parse import parse
 from dedup.worker.clock import SteadyClock

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dedup.store.base import NOT_SAID, MemoryStore, TaskRecord
+from dedup.store.base import MemoryStore
+from dedup.store.changelog import NOT_SAID, TaskRecord
 from tests.simulation.cluster import Cluster
 from tests.simulation.direct import DirectWire, task
 
