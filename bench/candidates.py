@@ -61,14 +61,17 @@ class Candidate:
     """Whether it is measured on the small workload, because the whole one takes it many minutes."""
 
 
-def dedup(*, workers: int = 1, repartitioned: bool = False, group: int = 1) -> Callable[[Job], Command]:
+def dedup(*, workers: int = 1, repartitioned: bool = False, group: int = 1, flow: str = "") -> Callable[[Job], Command]:
     """Return how `topologies/simplest.yaml` is run, with the job's names in it; two hops where `repartitioned`.
 
-    ``group`` is the number of partitions that share a transaction.
+    ``group`` is the number of partitions that share a transaction, ``flow`` the code of a flow.
     """
 
     def command(job: Job) -> Command:
         topology = simplest_for(job, repartitioned=repartitioned)
+        if flow:
+            (job.directory / "bench_flow.py").write_text(flow, encoding="utf-8")
+            topology |= {"then": "bench_flow:flow"}
         return _dedup(job, workers, topology if group == 1 else {**topology, "transactions": {"partitions": group}})
 
     return command
@@ -146,6 +149,12 @@ def stock_faust(job: Job) -> Command:
     return Command((sys.executable, str(PEERS / "stock_faust.py"), "worker", "--loglevel", "warn"), environ)
 
 
+_PASSES_ALL: Final = """from dedup import Flow
+flow = Flow()
+@flow.on_unique
+def unchanged(record):
+    yield record
+"""
 _BOTH: Final = ("snappy", "lz4")
 _GROUPS: Final = (4, 16, 32, 64, 256)
 CANDIDATES: Final[Mapping[str, Candidate]] = {
@@ -154,6 +163,7 @@ CANDIDATES: Final[Mapping[str, Candidate]] = {
         Candidate("dedup", dedup(), ("snappy",)),
         Candidate("dedup-2-workers", dedup(workers=2), ("snappy",)),
         Candidate("dedup-repartitioned", dedup(repartitioned=True), ("snappy",)),
+        Candidate("dedup-flow", dedup(flow=_PASSES_ALL), ("snappy",)),
         *(Candidate(f"dedup-groups-of-{size}", dedup(group=size), ("snappy",)) for size in _GROUPS),
         Candidate("kafka-streams-window", kafka_streams("window", 1), _BOTH),
         Candidate("kafka-streams-window-2-threads", kafka_streams("window", 2), _BOTH),

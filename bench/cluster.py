@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterable
 from typing import Final
 
@@ -9,6 +11,7 @@ from confluent_kafka import Consumer, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec  # type: ignore[attr-defined]
 
 _ANSWER_WITHIN_S: Final = 30
+_LOOK_EVERY_S: Final = 0.1
 _LATEST: Final = OffsetSpec.latest()  # type: ignore[no-untyped-call]
 
 
@@ -21,10 +24,18 @@ class Cluster:
         self._readers: Final[dict[str, Consumer]] = {}
 
     def create(self, topic: str, partitions: int) -> None:
-        """The topic exists; its records are never deleted by age."""
+        """The topic exists, and all its partitions have a leader; its records are never deleted by age."""
         new = NewTopic(topic, num_partitions=partitions, replication_factor=1, config={"retention.ms": "-1"})
         for made in self._admin.create_topics([new]).values():
             made.result(_ANSWER_WITHIN_S)
+        deadline = time.monotonic() + _ANSWER_WITHIN_S
+        while True:
+            with contextlib.suppress(KafkaException):
+                if len(self.ends(topic)) == partitions:
+                    return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{topic}: not every partition has a leader after {_ANSWER_WITHIN_S} s")
+            time.sleep(_LOOK_EVERY_S)
 
     def ends(self, topic: str) -> dict[int, int]:
         """Return each partition's end offset, open transactions included."""

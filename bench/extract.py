@@ -5,17 +5,21 @@ python bench/extract.py
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import uuid
 from time import process_time
 
+import cbor2
 import fastavro
 import msgspec
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from dedup.core.csv_row import CsvLayout
 from dedup.core.event_time import EventTime, FieldTime, RecordTime
 from dedup.core.extract import compile_extractor
-from dedup.core.extract_one import Recipe, extract_one
+from dedup.core.extract_one import Recipe, Schema, extract_one
 from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
@@ -53,7 +57,7 @@ def timed(event_time: str) -> list[bytes]:
 
 
 def measure(
-    name: str, rule: Rule, values: list[bytes], time: EventTime, *, fmt: str = "json", schema: str = ""
+    name: str, rule: Rule, values: list[bytes], time: EventTime, *, fmt: str = "json", schema: Schema = ""
 ) -> None:
     extractor = compile_extractor(TrackingId(rule), time, fmt=fmt, fingerprint=False, schema=schema)  # type: ignore[arg-type]
     keys = [str(uuid.uuid4()).encode() for _ in values]
@@ -120,6 +124,51 @@ def in_avro(schema: str, values: list[dict[str, object]]) -> list[bytes]:
     return made
 
 
+def in_protobuf(values: list[dict[str, object]]) -> tuple[str, list[bytes]]:
+    """Return a schema and the values in Protobuf, and print how long protobuf takes to read them."""
+    file = descriptor_pb2.FileDescriptorProto(name="event.proto", syntax="proto2")  # fields have presence
+    message = file.message_type.add(name="Event")
+    for number, (name, kind) in enumerate(values[0].items(), 1):
+        message.field.add(name=name, number=number, label=1, type=9 if isinstance(kind, str) else 3)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    made = message_factory.GetMessageClass(pool.FindMessageTypeByName("Event"))
+    whole = [made(**value).SerializeToString() for value in values]
+    best = float("inf")
+    for _ in range(ROUNDS):
+        started = process_time()
+        for each in whole:
+            made.FromString(each)
+        best = min(best, process_time() - started)
+    print(f"{'protobuf, the whole message, no member read':44s}{'':9s}{best / len(values) * 1e9:9.0f}")
+    return base64.b64encode(file.SerializeToString()).decode(), whole
+
+
+def memberwise(plain: list[dict[str, object]], rule: Rule) -> None:
+    """Measure the formats whose values say their own types, and how long their libraries take for a whole value."""
+    event_id, ts = FieldRule(("event_id",)), FieldTime(("ts",), "ms")
+    flights = [flight(number) for number in range(COUNT)]
+    for fmt, pack, unpack in (
+        ("msgpack", msgspec.msgpack.encode, msgspec.msgpack.decode),
+        ("cbor", cbor2.dumps, cbor2.loads),
+    ):
+        values = list(map(pack, plain))
+        measure(f"field uuid, field time ms, {fmt}", event_id, values, ts, fmt=fmt)
+        measure(f"fields of a flight (7), {fmt}", rule, list(map(pack, flights)), RecordTime(), fmt=fmt)
+        best = float("inf")
+        for _ in range(ROUNDS):
+            started = process_time()
+            for value in values:
+                unpack(value)
+            best = min(best, process_time() - started)
+        print(f"{f'{unpack.__module__}, the whole value':44s}{'':9s}{best / len(values) * 1e9:9.0f}")
+    layout = CsvLayout(tuple(plain[0]))
+    rows = [",".join(map(str, each.values())).encode() for each in plain]
+    measure("field uuid, field time ms, csv", event_id, rows, ts, fmt="csv", schema=layout)
+    quoted = [b'"' + value.replace(b",", b'","') + b'"' for value in rows]
+    measure("field uuid, field time ms, csv in quotes", event_id, quoted, ts, fmt="csv", schema=layout)
+
+
 def main() -> None:
     events = [json.dumps(event(number)).encode() for number in range(COUNT)]
     flights = [json.dumps(flight(number)).encode() for number in range(COUNT)]
@@ -151,6 +200,11 @@ def main() -> None:
     parts = in_avro(schema, [flight(number) for number in range(COUNT)])
     rule = FieldsRule(tuple((name,) for name in FLIGHT))
     measure("fields of a flight (7), avro", rule, parts, RecordTime(), fmt="avro", schema=schema)
+    schema, whole = in_protobuf(plain)
+    measure("field uuid, field time ms, protobuf", event_id, whole, ts, fmt="protobuf", schema=schema)
+    schema, parts = in_protobuf([flight(number) for number in range(COUNT)])
+    measure("fields of a flight (7), protobuf", rule, parts, RecordTime(), fmt="protobuf", schema=schema)
+    memberwise(plain, rule)
     one_odd = [*events[:-1], b'{"event_id": 1.5, "ts": 1}']
     measure("field uuid, one odd value a batch", event_id, one_odd, ts)
     measure("key, json", KeyRule(), events, RecordTime())

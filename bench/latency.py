@@ -132,7 +132,9 @@ def _measure(plan: Plan, candidate: Candidate, rate: int, bars: Progress) -> Lat
         finally:
             reader.close()
     cluster.delete_of(group)
-    return _latency(plan, candidate, rate, paced, cores, reader)
+    found = _latency(plan, candidate, rate, paced, cores, reader)
+    bars.console.print(f"{candidate.name} at {rate:,}/s: p50 {found.p50_ms:,.0f} ms, p99 {found.p99_ms:,.0f} ms")
+    return found
 
 
 def _run(

@@ -1,8 +1,9 @@
 """Exactly-once deduplication for Kafka topics.
 
-`run` is `dedup run` for a program, `TopologyTestDriver` tests a topology file without a broker, and `IdempotentWriter`
-and `IdempotentReader` are for applications that produce to a deduplicated topic or consume from it. The errors are in
-`dedup.errors`. Everything else is imported when it is first accessed, which keeps `import dedup` fast.
+`run` does the same as the command `dedup run`, and `TopologyTestDriver` tests a topology file without a broker.
+`IdempotentWriter` and `IdempotentReader` are for applications that produce to a deduplicated topic or consume from it.
+A `Flow` holds a user's function, which runs in a topology's transactions. The errors are in `dedup.errors`. Everything
+else is imported when it is first accessed, which keeps `import dedup` fast.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from dedup.connect.idempotent_reader import Event, IdempotentReader, Work
     from dedup.connect.idempotent_writer import IdempotentWriter, Transaction
+    from dedup.core.flow import Flow, FlowRecord
     from dedup.settings import Settings, load_settings
     from dedup.topology.model import Topology
     from dedup.worker.topology_test_driver import OutputRecord, TopologyTestDriver
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Event",
+    "Flow",
+    "FlowRecord",
     "IdempotentReader",
     "IdempotentWriter",
     "OutputRecord",
@@ -43,6 +47,8 @@ __all__ = [
 
 _PLACES: Final[Mapping[str, str]] = {
     "Event": "connect.idempotent_reader",
+    "Flow": "core.flow",
+    "FlowRecord": "core.flow",
     "IdempotentReader": "connect.idempotent_reader",
     "IdempotentWriter": "connect.idempotent_writer",
     "OutputRecord": "worker.topology_test_driver",
@@ -81,14 +87,15 @@ def run(
 ) -> None:
     """Run a worker in this process, as `dedup run` does, until SIGTERM, SIGINT, or an error stops the worker.
 
-    With ``exit_when_done``, the worker stops when its group has judged everything that the topics held at the start.
-    ``onto_existing_output`` permits a new group to write to an output that holds records. ``on_tick`` is called about
-    20 times a second, for a progress display, with the worker's app, which is not part of the API. Logging is left to
-    the program.
+    With ``exit_when_done``, the worker stops when its group has judged every record that the topics contained at the
+    start. ``onto_existing_output`` permits a new group to write to an output that contains records. ``on_tick`` is
+    called about 20 times a second, for example to display progress. Its argument, the worker's app, is not part of the
+    API. The program must configure logging itself.
 
-    Raises RuntimeError outside the main thread, because signals stop the worker, and otherwise the error that stopped
-    it: `StateIncompatible` if state or topics do not fit the topology, `BrokerUnavailable` if no broker answers, or
-    `RecordFailed` at a record whose policy is `fail`. Everything committed stays, and the next run goes on behind it.
+    Raises RuntimeError outside the main thread, because signals stop the worker. Otherwise raises the error that
+    stopped the worker: `StateIncompatible` if state or topics do not fit the topology, `BrokerUnavailable` if no broker
+    answers, or `RecordFailed` at a record whose policy is `fail`. Committed results remain, and the next run continues
+    after them.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("call dedup.run in the main thread, because signals stop the worker")

@@ -29,9 +29,9 @@ Point = Literal[
 ]
 POINTS: Final[tuple[Point, ...]] = get_args(Point)
 OF_LAYOUT: Final[frozenset[Point]] = frozenset({"after_changing", "after_fence"})
-"""The points that are reached only while a layout is written or changed, never by a worker that has a layout."""
+"""The points that are reached only while a layout is written or changed, never by a worker that finds a layout."""
 OF_ANNOUNCING: Final[frozenset[Point]] = frozenset({"after_begin", "after_group"})
-"""The points that are reached only with transactions of version 1, in which partitions and groups are announced."""
+"""The points that are reached only with version 1 transactions, which need AddPartitionsToTxn and AddOffsetsToTxn."""
 VARIABLE: Final = "DEDUP_CRASH_AT"
 
 

@@ -87,7 +87,7 @@ class DatabaseUnavailable(DedupError):
 
 
 class RegistryUnavailable(DedupError):
-    """The schema registry gave no answer, or none that says whether it knows a schema, so the caller asks again."""
+    """The schema registry did not answer, or did not say whether it knows a schema, so the caller must ask again."""
 
     exit_code = 5
 

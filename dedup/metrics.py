@@ -16,7 +16,7 @@ SPAN_MS: Final = 60_000
 _LEAST_RECORDS: Final = 100
 _LEAST_SHARE: Final = 0.95
 _NOT_JUDGED: Final = frozenset({"repartitioned"})
-"""What repartition tasks report instead of a verdict. It is not counted, because dedup tasks judge the records."""
+"""The labels of records that were not judged. Dedup tasks judge the repartitioned records later."""
 _TASK_LABELS: Final = ("sub_topology", "topic", "partition")
 Place = tuple[str, str, int]
 """Identifies a task by its sub-topology, feeding topic, and partition."""
@@ -37,6 +37,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "dedup_conflicts_total", "counter", "Duplicates whose payload differs from that of every sighting in range."
     ),
+    Metric("dedup_flow_filtered_total", "counter", "Forwarded records for which the topology's flow yielded nothing."),
+    Metric("dedup_flow_seconds_total", "counter", "Time that committed batches spent in the topology's flow."),
     Metric("dedup_dead_letters_total", "counter", "Dead letters, by reason.", (*_TASK_LABELS, "reason")),
     Metric(
         "dedup_other_formats_total",
@@ -95,6 +97,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         ("result",),
     ),
     Metric("dedup_fenced_total", "counter", "Task groups that another owner has fenced outside a rebalance.", ()),
+    Metric("dedup_schemas_awaited", "gauge", "Schemas of a schema registry that records wait for.", ()),
     Metric("dedup_corrupted_total", "counter", "Local stores that were corrupted, deleted, and restored.", ()),
     Metric(
         "dedup_checkpoints_unusable_total",
@@ -104,7 +107,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
 )
 RESULTS: Final = ("committed", "aborted")
-"""The results of transactions that are counted."""
+"""The possible results of a transaction, each of which is counted."""
 COMMIT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 END_TO_END_BUCKETS_S: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 3600.0)
 
@@ -115,7 +118,7 @@ class Durations:
 
     bounds_s: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
-    """Number of durations in each bucket alone, not cumulative. The last bucket counts durations above all bounds."""
+    """Number of durations in each bucket, not cumulative. The last bucket counts durations above all bounds."""
     total_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -139,8 +142,11 @@ class Judged:
     verdicts: Counter[str] = field(default_factory=Counter)
     dead_reasons: Counter[str] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
-    """Number of dead letters that are not JSON, by the format that they seem to have."""
+    """Number of dead letters in an unexpected format, by the format that they seem to have."""
     conflicts: int = 0
+    filtered: int = 0
+    """Number of forwarded records for which the flow yielded nothing."""
+    flow_seconds: float = 0.0
 
     def add_verdicts(self, judged: Judged) -> None:
         """Add the verdicts on other records."""
@@ -148,6 +154,8 @@ class Judged:
         self.dead_reasons.update(judged.dead_reasons)
         self.formats.update(judged.formats)
         self.conflicts += judged.conflicts
+        self.filtered += judged.filtered
+        self.flow_seconds += judged.flow_seconds
 
 
 @dataclass(slots=True)
@@ -238,11 +246,16 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "not_json": _OTHER_FORMAT,
     "not_utf8": _OTHER_FORMAT,
     "schema_unknown": "Compare `schema_registry.url` with the registry where the producers register their schemas.",
+    "not_protobuf": "Compare `source.schema` with the schema and the framing that the producers write.",
+    "not_msgpack": _OTHER_FORMAT,
+    "not_cbor": _OTHER_FORMAT,
+    "not_csv": "Compare `source.columns` and `source.delimiter` with what the producers send.",
     "not_avro": "Compare `source.schema` with the schema and the framing that the producers write.",
     "wrong_magic_byte": "The producers do not frame values: compare `source.format` with what they send.",
     "schema_id_missing": "Compare `source.schema_id` with what the producers send.",
     "future_time": "Compare the clocks of this machine and of the producers.",
     "refused_by_broker": "Compare max.message.bytes of the topics with the size of the records.",
+    "flow_failed": "The flow that `then` names raises an exception; run it on samples with `dedup check`.",
     "id_missing": "Compare `tracking_id` with what the producers send.",
 }
 """What to check first if nearly all records become dead letters for a given reason."""
@@ -322,6 +335,8 @@ class WorkerSeen:
     not_ready: str | None
     """The reason why the worker is not ready, or None if it is ready."""
     checkpoints_unusable: int = 0
+    schemas_awaited: int = 0
+    """The number of schemas that records wait for, because the schema registry has not returned them yet."""
     transactions: Mapping[str, int] = field(default_factory=dict)
     """The number of transactions of the worker's task groups, by result (`RESULTS`)."""
     alert: DeadLetterAlert | None = None

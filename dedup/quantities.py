@@ -20,7 +20,7 @@ SIZE_PATTERN: Final = r"^[0-9]{1,19}(B|KiB|MiB|GiB|TiB)$"
 def parse_duration(text: str, *, short: bool = False) -> int:
     """Parse a duration such as ``15m``, and return milliseconds. Raises ValueError with a message for the user.
 
-    If a small number has no unit, the message suggests seconds with ``short``, and hours without.
+    If a number of at most two digits has no unit, the message suggests seconds if ``short`` is true, otherwise hours.
     """
     # Without a unit, 24 probably means hours, and 500 probably means milliseconds.
     few = ("s", "ms") if short else ("h", "m")

@@ -140,7 +140,7 @@ class Security(Keys):
 
 
 class RegistrySection(Keys):
-    """The schema registry that has the schemas of values, if their framing names one; with Confluent's API."""
+    """A schema registry with Confluent's API, which contains the schemas that the framing of values refers to."""
 
     url: Annotated[str, AfterValidator(_registry)] | None = None
     """Address, such as https://registry:8081 or http://apicurio:8080/apis/ccompat/v7."""
@@ -150,8 +150,11 @@ class RegistrySection(Keys):
     """Password or, without a username, bearer token, written as ${env:NAME} or ${file:PATH}."""
     ca_file: str | None = None
     """File of CA certificates to trust (PEM). Default: the system's certificates."""
+    directory: str | None = None
+    """Directory with schemas from `dedup schemas export`, which are used before the registry is asked. Without `url`,
+    only these schemas are known."""
     schema_wait: Annotated[str, _between("0s", "10m"), _DURATION] = "30s"
-    """How long the registry may not know a schema before the records that name it become dead letters."""
+    """How long to wait until the registry knows a schema. After that, records with the schema become dead letters."""
 
     @property
     def schema_wait_ms(self) -> int:
@@ -227,7 +230,7 @@ class Settings(Keys):
     security: Security = Security()
     """Protocol, credentials, and certificates for connections to the brokers."""
     schema_registry: RegistrySection = RegistrySection()
-    """The schema registry, for topologies with Avro behind a framing."""
+    """The schema registry, for topologies whose Avro or Protobuf values have a framing."""
     state_dir: Annotated[Path, BeforeValidator(_directory), WithJsonSchema({"type": "string"})] = Path("state")
     """Directory of local state. Each worker needs its own directory."""
     state: StateSection = StateSection()

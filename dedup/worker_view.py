@@ -10,7 +10,7 @@ from dedup.metrics import TaskNumbers
 Kind = Literal["duplicate", "conflict", "late", "dead_letter"]
 """The kinds of records whose latest examples are kept for inspection."""
 STUCK_S: Final = 30.0
-"""A task that has committed nothing for this long although records wait is stuck."""
+"""A task is considered stuck if it has committed nothing for this long although records are waiting."""
 _MOST_SHOWN_BYTES: Final = 4096
 
 
@@ -45,11 +45,15 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class TaskPulse:
-    """Those metrics of one task that are cheap enough to read every second."""
+    """The metrics of one task that are cheap enough to read every second."""
 
     numbers: TaskNumbers
-    """The task's live counters, not a copy. A task that is built again has new counters."""
+    """The task's live counters, not a copy. A task that is created again has new counters."""
     lag_records: int | None
+    topic: str
+    """The topic that feeds the task."""
+    partition: int
+    state: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class SeenId:
     source: str
     """Position of the forwarded record in its source, as topic/partition/offset."""
     live: bool
-    """Whether the sighting still counts, which it does until stream time has passed its retention."""
+    """True until stream time has passed the retention of the sighting, which then no longer counts."""
     went: str | None
     """The output topic, followed by the partition if it is known, or None for an observe-only topology."""
 
@@ -77,7 +81,7 @@ class LookedUp:
     id: str
     sightings: tuple[SeenId, ...]
     asked: tuple[int, ...]
-    """The partitions that were searched, namely this worker's."""
+    """The partitions that were searched, which are those of this worker."""
     partitions: int
     """Total number of partitions, or 0 while the worker has no assignment."""
     belongs_to: int | None

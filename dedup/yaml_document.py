@@ -77,7 +77,7 @@ def text_of(path: Path, mistake: type[AuthorMistake] = TopologyError, remedy: st
 def beside(path: Path) -> Callable[[str], str]:
     """Return a function that reads a text file named relative to the directory of the file ``path``.
 
-    It raises OSError or UnicodeDecodeError if the named file cannot be read.
+    The returned function raises OSError or UnicodeDecodeError if the named file cannot be read.
     """
     return lambda name: (path.parent / name).read_text(encoding="utf-8")
 

@@ -49,7 +49,8 @@ def topology_page() -> str:
         'contains a dot, write `a["b.c"]`. Keys in **bold** are required; a bold key with a dot is required only '
         "if the key before the dot is present.",
         _table(json_schema()),
-        "[Semantics](semantics.md) explains how each key affects verdicts.",
+        "[Semantics](semantics.md) explains how each key affects verdicts. [dedup as a library](library.md"
+        "#add-code-of-your-own-a-flow) explains `then` and `routes`.",
         "## Every key in one file",
         f"```yaml\n{example}```",
     )
@@ -177,10 +178,14 @@ class _Unquoted(str):
 
 def _signature(name: str, thing: Any) -> str:  # noqa: ANN401  # anything that can be called
     own = inspect.signature(thing)
+    # A named tuple keeps the text of an annotation in an object.
+    texts = {
+        name: getattr(each.annotation, "__forward_arg__", each.annotation) for name, each in own.parameters.items()
+    }
     shown = [
-        each.replace(annotation=_Unquoted(each.annotation) if isinstance(each.annotation, str) else each.annotation)
-        for each in own.parameters.values()
-        if each.name != "self"
+        each.replace(annotation=_Unquoted(texts[name]) if isinstance(texts[name], str) else texts[name])
+        for name, each in own.parameters.items()
+        if name != "self"
     ]
     text = str(own.replace(parameters=shown, return_annotation=inspect.Signature.empty))
     if len(name) + len(text) > _WIDE:

@@ -125,6 +125,17 @@ ROWS: Final[tuple[tuple[str, Sequence[Panel]], ...]] = (
                 [(f"time() - dedup_stream_time_seconds{IN}", "{{topic}}/{{partition}}")],
                 "s",
             ),
+            Panel(
+                "Time in the topology's flow",
+                [(f"sum by (instance) (rate(dedup_flow_seconds_total{IN}[$__rate_interval]))", "{{instance}}")],
+                "percentunit",
+                about="The share of a second that each worker spends in the code that `then` names.",
+            ),
+            Panel(
+                "Filtered by the topology's flow",
+                [(f"sum(rate(dedup_flow_filtered_total{IN}[$__rate_interval]))", "filtered")],
+                "ops",
+            ),
         ),
     ),
     (
@@ -167,6 +178,11 @@ ROWS: Final[tuple[tuple[str, Sequence[Panel]], ...]] = (
                     (f"sum(rate(dedup_misplaced_ids_total{IN}[$__rate_interval]))", "misplaced (of a sample)"),
                 ],
                 "ops",
+            ),
+            Panel(
+                "Schemas that records wait for",
+                [(f"dedup_schemas_awaited{IN}", "{{instance}}")],
+                about="Above 0: the schema registry does not answer, or does not know a schema.",
             ),
             Panel(
                 "Tasks fenced, stores damaged, checkpoints unusable",

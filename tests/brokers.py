@@ -6,7 +6,7 @@ import io
 import tarfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -75,6 +75,13 @@ class Admin:
         ]
         resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries)
         self.client.incremental_alter_configs([resource])[resource].result(timeout=30)
+        # The controller answers before the brokers know it.
+        until(lambda: self._has(topic, entries), f"{topic}: configured")
+
+    def _has(self, topic: str, wanted: Sequence[ConfigEntry]) -> bool:
+        asked = ConfigResource(ResourceType.TOPIC, topic)
+        told = self.client.describe_configs([asked])[asked].result(timeout=30)
+        return all(told[each.name].value == each.value for each in wanted)
 
     def delete_below(self, topic: str, offsets: Mapping[int, int]) -> None:
         """The partitions begin at these offsets."""

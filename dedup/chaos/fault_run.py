@@ -192,7 +192,7 @@ class ChaosFleet(Processes):
     def bring_back(self) -> Counter[int]:
         """Restart workers that ended although no fault stopped them, and return their number by exit code.
 
-        A worker may end only because the broker is down; `unprovoked` lists workers that ended for another reason.
+        A worker may end by itself only if the broker is down; `unprovoked` lists workers that ended for other reasons.
         """
         codes: Counter[int] = Counter()
         for name, process in list(self.running.items()):
@@ -266,7 +266,7 @@ class ClusterFaults:
         if kind is FaultType.BROKER_KILL:
             self.kafka.kill()
         elif kind is FaultType.BROKER_ROLL:
-            self.kafka.restart()  # a clean restart, as in an upgrade
+            self.kafka.restart()  # This is a clean restart, as in an upgrade.
         else:
             changes: dict[FaultType, Callable[[], bool]] = {
                 FaultType.OUTPUT_CONFIG: self._change_output,
@@ -287,7 +287,7 @@ class ClusterFaults:
         return True
 
     def shorten_retention(self) -> bool:
-        """Make the broker delete the oldest past records, once all are judged; return whether they were deleted."""
+        """Make the broker delete the oldest past records if all are judged; return whether they were deleted."""
         if not self._ages:
             return False
         age = self._ages[0]
@@ -357,7 +357,7 @@ class ChaosEvents:
     injected: list[InjectedFault] = field(default_factory=list)
     ticks: list[Tick] = field(default_factory=list)
     restarts: Counter[int] = field(default_factory=Counter)
-    """Maps each exit code to how often a worker ended with it although no fault had stopped it, and was restarted."""
+    """Maps each exit code to the number of times that a worker ended with it without a fault and was restarted."""
     early: str | None = None
     """The reason why the run ended early, or None if it did not."""
 
@@ -413,7 +413,7 @@ class ChaosRun:
         return time.monotonic() - self._began_s
 
     def _at(self, at_s: float, act: Callable[[], None]) -> None:
-        self._order += 1  # keeps the order of events with equal times
+        self._order += 1  # The number keeps the order of events with equal times.
         heapq.heappush(self._due, (at_s, self._order, act))
 
     def _tick(self) -> Tick | None:

@@ -62,7 +62,7 @@ class Watch:
                 **how,
                 "group.id": group,
                 "enable.auto.commit": False,
-                "isolation.level": "read_committed",  # also hides offsets of open transactions
+                "isolation.level": "read_committed",  # This setting also hides offsets of open transactions.
             }
         )
 
@@ -169,7 +169,7 @@ class LiveChecker:
 
     @property
     def sightings(self) -> Sightings:
-        """What the thread has read so far. Raises the reading thread's error if that thread has failed."""
+        """The records that the thread has read so far. Raises the reading thread's error if that thread has failed."""
         if self._failure is not None:
             raise self._failure
         return Sightings(self._records, self._duplicated, tuple(self._samples))
@@ -207,7 +207,7 @@ class LiveChecker:
             error, partition, offset = message.error(), message.partition(), message.offset()
             ends = error is not None and error.code() == KafkaError._PARTITION_EOF  # noqa: SLF001  # the client's name
             if ends and partition is not None and offset is not None:
-                # The same poll may contain records after this end, so the offset never decreases.
+                # The poll may also contain records that arrived after this event, so the offset must not decrease.
                 self._next[partition] = max(self._next.get(partition, 0), offset)
 
     def _over(self) -> bool:

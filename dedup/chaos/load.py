@@ -51,9 +51,9 @@ _TICK_S: Final = 0.02
 _AT_ONCE: Final = 1_000_000_000
 _STOPS_WITHIN_S: Final = 120.0
 _STANDS_STILL_S: Final = 15.0
-"""If no record is confirmed for this time, a new producer replaces the old one. The time is longer than a broker is
-ever down in a run. In one run, a producer of librdkafka 2.16.1 sent nothing after its only broker had restarted, until
-its records timed out.
+"""If no record is confirmed for this time, a new producer replaces the old one. This time is longer than any downtime
+of a broker in a run. In one run, a producer of librdkafka 2.16.1 sent nothing after its only broker had restarted,
+until its records timed out.
 """
 _AGES: Final = 20
 _RECORDS_PER_AGE: Final = 50
@@ -74,7 +74,7 @@ AT_LEAST_ONCE: Final[Mapping[str, Any]] = {
     "reconnect.backoff.ms": 10,
     "reconnect.backoff.max.ms": 100,
 }
-"""Options of a producer that retries soon after a lost response, which duplicates the record if the broker has it."""
+"""Options of a producer that retries soon after a lost response, which duplicates a record that was stored."""
 ANY_PARTITION: Final = -1
 """The partition number that lets the producer's partitioner choose the partition."""
 
@@ -190,9 +190,13 @@ def _with(here: Any, path: Path, value: object) -> Any:  # noqa: ANN401  # a JSO
     return {**members, step: _with(members.get(step), tuple(rest), value)}
 
 
-def make_topic(bootstrap: str, name: str, partitions: int) -> None:
-    """Create a topic with one replica and unlimited retention. Raises BrokerUnavailable if the creation fails."""
-    topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config={"retention.ms": "-1"})
+def make_topic(bootstrap: str, name: str, partitions: int, *, by_arrival: bool = False) -> None:
+    """Create a topic with one replica and unlimited retention; if ``by_arrival``, the broker sets the timestamps.
+
+    Raises BrokerUnavailable if the creation fails.
+    """
+    config = {"retention.ms": "-1", "message.timestamp.type": "LogAppendTime" if by_arrival else "CreateTime"}
+    topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config=config)
     try:
         admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
         admin.create_topics([topic])[name].result(_ANSWER_WITHIN_S)
@@ -317,7 +321,7 @@ class Sender:
                 return
             self._producer.poll(_TICK_S)
             if self._ended.is_set() or time.monotonic() - self._confirmed_s > _STANDS_STILL_S:
-                return  # the record is unconfirmed, so a new producer sends it again
+                return  # The record is unconfirmed, so a new producer sends it again.
 
     def _note(self, producer: Producer, number: int, error: KafkaError | None, _message: Message) -> None:
         if error is None:

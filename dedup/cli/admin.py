@@ -15,7 +15,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from dedup.cli.inputs import A_TIME, ConfigOption, JsonOption, SetOption, TopologyArgument, read_both, say, time_of
+from dedup.cli.inputs import (
+    A_TIME,
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    TopologyArgument,
+    read_both,
+    read_settings,
+    read_topology,
+    say,
+    time_of,
+)
 from dedup.errors import Problem, SettingsError, StateIncompatible
 
 if TYPE_CHECKING:
@@ -35,7 +46,7 @@ if TYPE_CHECKING:
 
 _CLIENT: Final = "dedup-admin"
 _STATE_OF_CHECKPOINTS: Final = ".checkpoint"
-"""Below `state_dir`, where `dedup checkpoint` keeps its own copy of the state."""
+"""The directory in `state_dir` where `dedup checkpoint` keeps its own copy of the state."""
 _SHOWN: Final = ("position", "ids", "size_bytes")
 UrlOption = Annotated[
     list[str] | None,
@@ -101,7 +112,7 @@ def _print_acls(topology: Topology, settings: Settings, principal: str, *, as_js
         rows.append({**row, "why": each.why})
         name = f"{each.name}{'*' if each.prefixed else ''}"
         table.append(f"{resource:<17} {name:<40} {', '.join(each.operations):<38} {each.why}".rstrip())
-        # The command is for an administrator to run.
+        # An administrator runs this command, not `dedup`.
         parts = ["kafka-acls", "--bootstrap-server", ",".join(settings.brokers)]
         parts += ["--add", "--allow-principal", principal]
         parts += [part for operation in each.operations for part in ("--operation", operation)]
@@ -463,3 +474,41 @@ async def _checkpoints(
             read, write = partial(show, "read"), partial(show, "write")
             made.append(await make_checkpoint(factory, storage, partition, restoring=read, packing=write))
     return made
+
+
+def export_schemas(
+    topology: TopologyArgument,
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where to write the schemas.")],
+    *,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Write all versions of a topology's schemas to a directory, one file for each schema ID.
+
+    With `schema_registry.directory`, every command reads these schemas before it asks the registry, so it also works
+    after a schema was deleted, or where the registry cannot be reached. The schemas are those of `source.subject`, or
+    of the subject TOPIC-value of each source topic. Files of an earlier export stay.
+
+    Example: dedup schemas export topologies/orders.yaml schemas/
+
+    dedup verify topologies/orders.yaml --set schema_registry.directory=schemas/
+    """
+    from dedup.kafka.schema_registry import SchemaRegistry
+
+    parsed, settings = read_topology(topology), read_settings(config, overrides)
+    if not parsed.source.names_schemas:
+        text = "does not name the schemas of its values (`source.format: avro` or `protobuf`); there is none to export"
+        raise SettingsError([Problem(str(topology), text)])
+    if settings.schema_registry.url is None:
+        raise SettingsError([Problem("schema_registry.url", "is missing; write the address of the schema registry")])
+    registry = SchemaRegistry.of(settings.schema_registry)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        counts = {subject: registry.export(subject, directory) for subject in parsed.source.subjects}
+    except OSError as error:
+        raise SettingsError([Problem(str(directory), f"cannot be written: {error.strerror}")]) from error
+    for subject, count in counts.items():
+        typer.echo(f"{subject}: {count} version{'' if count == 1 else 's'}")
+    if not all(counts.values()):
+        text = "is not in the schema registry; name the right one (`source.subject`), or register its schemas"
+        raise SettingsError([Problem(subject, text) for subject, count in counts.items() if not count])

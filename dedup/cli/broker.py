@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from dedup.cli.inputs import JsonOption, embedded_kafka, kept_after_errors, pairs_of, refuse_no_page
+from dedup.cli.inputs import JsonOption, embedded_kafka, embedded_registry, kept_after_errors, pairs_of, refuse_no_page
 
 
 def broker(
@@ -19,25 +20,40 @@ def broker(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Set a broker property: key=value. Repeatable.")
     ] = None,
+    registry: Annotated[bool, typer.Option("--registry", help="Also run a schema registry.")] = False,
+    registry_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the schema registry; 0 means any free port.")
+    ] = 8081,
 ) -> None:
     """Run an embedded Kafka until Ctrl-C.
 
     The command runs Apache Kafka 4.1.1 as a single node on 127.0.0.1. The first run downloads Kafka's jars (45 MB) from
     Maven Central into the user's cache. Without --data-dir, Kafka's data is deleted when the command ends.
 
-    Example: dedup broker --port 9092 --data-dir state/kafka
+    With --registry, the command also runs Apicurio Registry 2.5.11 on 127.0.0.1 (a download of 140 MB), and prints its
+    address for `schema_registry.url`. The registry keeps its schemas in memory, so they are gone when the command ends.
+
+    Examples: dedup broker --port 9092 --data-dir state/kafka
+
+    dedup broker --registry
     """
     properties = pairs_of("--set", overrides)
-    with embedded_kafka(data_dir, port=port, properties=properties) as kafka:
+    with ExitStack() as running:
+        kafka = running.enter_context(embedded_kafka(data_dir, port=port, properties=properties))
+        schemas = running.enter_context(embedded_registry(registry_port)) if registry else None
         # SIGTERM, like Ctrl-C, lets the node shut down cleanly.
         stop_requested = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop_requested.set())
-        # The first line of stdout is the bootstrap address, so that programs can read it.
+        # The first line of stdout is the bootstrap address, and the second one the registry's, for programs to read.
         typer.echo(kafka.bootstrap)
+        if schemas is not None:
+            typer.echo(schemas.url)
         typer.echo(f"Kafka is running; its log is {kafka.log_file}. Stop it with Ctrl-C.", err=True)
         while not stop_requested.wait(0.2):
             kafka.check()
+            if schemas is not None:
+                schemas.check()
     typer.echo("Kafka has shut down.", err=True)
     raise typer.Exit(130)
 

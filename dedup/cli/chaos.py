@@ -123,8 +123,13 @@ def _refuse_untestable(file: Path, topology: Topology) -> None:
     if topology.output is None:
         text = "it forwards nothing, so there is nothing to prove; give it an `output` for the test"
         raise SettingsError([Problem(str(file), text)])
-    if topology.source.format == "avro":
-        text = "it reads avro, and dedup chaos makes JSON; test a copy that has `source.format: json`"
+    if topology.then is not None:
+        text = "dedup chaos checks what is forwarded unchanged; test a copy without `then` and `routes`"
+        raise SettingsError([Problem(str(file), text)])
+    if topology.source.is_memberwise:
+        text = (
+            f"it reads {topology.source.format}, and dedup chaos makes JSON; test a copy that has `source.format: json`"
+        )
         raise SettingsError([Problem(str(file), text)])
 
 
@@ -136,7 +141,7 @@ def _embedded(options: ChaosOptions) -> ChaosReport:
     data_dir, config = options.directory / "kafka", options.directory / "config.yaml"
     with embedded_kafka(data_dir, proxied=True, properties=RETENTION_PROPERTIES) as kafka:
         for topic in options.topology.source.topics:
-            make_topic(kafka.bootstrap, topic, options.partitions)
+            make_topic(kafka.bootstrap, topic, options.partitions, by_arrival=options.topology.by_arrival)
         listener = kafka.proxied
         config.write_text(f"brokers: ['{listener.bootstrap}']\n", encoding="utf-8")
         with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
@@ -169,6 +174,9 @@ def _faults(options: ChaosOptions, settings: Settings, *, embedded: bool) -> tup
     seed, now_ms = options.seed, time.time_ns() // 1_000_000
     per_minute = rates(harder=options.harder, embedded=embedded)
     faults = draw(seed=seed, seconds=options.minutes * 60, workers=options.workers, per_minute=per_minute)
+    if options.topology.by_arrival:
+        # The broker sets every record's timestamp, so no record can be older than the others.
+        faults = [fault for fault in faults if fault.kind is not FaultType.RETENTION]
     if not any(fault.kind is FaultType.RETENTION for fault in faults):
         return faults, []
     partitions = dict.fromkeys(options.topology.source.topics, options.partitions)

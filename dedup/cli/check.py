@@ -7,8 +7,9 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -37,9 +38,11 @@ if TYPE_CHECKING:
     from dedup.topology.lint import Finding
     from dedup.topology.model import Topology
 
+    CheckCode = Callable[[Stage], list[Finding]]
+
 _STDIN: Final = Path("-")
 LOOK_S: Final = 0.3
-"""Polling interval of `dedup check --watch`, too short for a person to notice."""
+"""Polling interval of `dedup check --watch`; a person does not notice a delay this short."""
 
 
 def check(
@@ -50,6 +53,16 @@ def check(
     config: ConfigOption = None,
     overrides: SetOption = None,
     watch: Annotated[bool, typer.Option("--watch", help="Check after each save until Ctrl-C.")] = False,
+    *,
+    allow_code: Annotated[bool, typer.Option("--allow-code", help="Import the flow that `then` names.")] = False,
+    samples: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --allow-code, run the flow on the JSON value in each line of this file.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check topology and ingest files, print each error with its position, and warn about likely mistakes.
@@ -58,7 +71,11 @@ def check(
     also checks the chain that they form from source to table, and reports each stage that is not exactly-once. It is an
     error if two topologies write to the same topic, unless they send only dead letters to it. With --broker, the
     command also compares the cluster's topics with those that each topology needs, and the topology's members with the
-    newest schema of each source topic in the schema registry (subject TOPIC-value).
+    newest schema of each source topic in the schema registry (`source.subject`, or TOPIC-value).
+
+    The command runs no code that a topology names. With --allow-code, it imports the flow; with --samples, it also runs
+    the flow on each line of a file, twice and in two processes, and reports failures and different results. A sample
+    has no key and no headers.
 
     Examples: dedup check topologies/*.yaml
 
@@ -70,15 +87,18 @@ def check(
     """
     if watch and as_json:
         raise typer.BadParameter("--watch and --json exclude each other")
+    if samples is not None and not allow_code:
+        raise typer.BadParameter("--samples runs the flow; add --allow-code")
+    check_code = partial(_flow_findings, samples=samples) if allow_code else None
     settings = read_settings(config, overrides) if broker else None
     if not watch:
-        _check_once(topologies, settings, as_json=as_json)
+        _check_once(topologies, settings, check_code, as_json=as_json)
         return
     for _ in at_each_save(topologies):
         typer.echo(f"--- {time.strftime('%H:%M:%S')}")
         try:
-            _check_once(topologies, settings, as_json=False)
-        except DedupError as error:  # the next save may correct the error
+            _check_once(topologies, settings, check_code, as_json=False)
+        except DedupError as error:  # The next save may correct the error.
             typer.echo(str(error), err=True)
 
 
@@ -104,7 +124,28 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return known.st_mtime_ns, known.st_size, known.st_ino
 
 
-def _check_once(topologies: list[Path], settings: Settings | None, *, as_json: bool) -> None:
+def _flow_findings(topology: Stage, *, samples: Path | None) -> list[Finding]:
+    """Import a topology's flow, run it on the samples, and return the findings."""
+    from dedup.cli.try_records import entries
+    from dedup.core.flow import FlowRecord
+    from dedup.flow_loader import load_flow, sample_findings
+    from dedup.topology.ingest_file import Ingest
+
+    if isinstance(topology, Ingest) or topology.then is None:
+        return []
+    load_flow(topology.then)
+    if samples is None:
+        return []
+    start_ms, output = time_of("--samples", A_TIME), topology.forwards_to[0]
+    with samples.open("rb") as lines:
+        made = entries(lines, name=str(samples), envelope=False, start_ms=start_ms, source=topology.source)
+        records = [FlowRecord(output, each.key, each.value, each.headers, each.timestamp_ms) for each in made]
+    return sample_findings(topology, records)
+
+
+def _check_once(
+    topologies: list[Path], settings: Settings | None, check_code: CheckCode | None, *, as_json: bool
+) -> None:
     from dedup.topology.chain import describe_chain, is_weak, lint_chain
 
     problems: list[Problem] = []
@@ -120,6 +161,10 @@ def _check_once(topologies: list[Path], settings: Settings | None, *, as_json: b
             errors = stage.problems
         else:
             found = _findings(stage.stage, settings) + [finding for file, finding in joints if file == stage.file]
+            try:
+                found += [] if check_code is None else check_code(stage.stage)
+            except TopologyError as error:
+                errors = error.problems
             weak |= {stage.file} if any(map(is_weak, found)) else set()
         bad = [Problem(str(path), f"{each.text} [{each.code}]") for each in found if each.level == "error"]
         problems += errors + bad
@@ -251,8 +296,9 @@ def try_records(
 
     FILE contains one JSON value per line. The lines are judged in order, as if they were the records of one partition.
     With --envelope, each line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}. For
-    arbitrary bytes, which `source.format: avro` needs, write "value_base64" instead of "value". With `source.format:
-    json_schema`, `dedup try` adds the framing to each JSON value.
+    arbitrary bytes, which binary formats such as Avro need, write "value_base64" instead of "value". With
+    `source.format: json_schema`, `dedup try` adds the framing to each JSON value; with `source.format: csv`, each line
+    is a row.
 
     Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
     """

@@ -31,6 +31,7 @@ _TOPIC_REMEDIES: Final[Mapping[str, str]] = {
     "topic_missing": "`dedup apply` creates it; so does `dedup run`, unless `topics.create` is false",
     "topic_differs": "Alter the topic, or accept the difference; if the partition counts differ, recreate the topic",
     "forwarded_deleted": "Raise the topic's retention.ms to the longest retention.ms of the source topics",
+    "source_create_time": "Set the topic's message.timestamp.type to LogAppendTime, or use another `event_time`",
     "retention_below_guard": "If resets must lose nothing, raise the topic's retention.ms to at least the guard period",
     "source_compacted": "Set the topic's cleanup.policy to delete, or accept that compacted records are not provable",
 }
@@ -65,7 +66,7 @@ def doctor(
     """
     parsed = None if topology is None else read_topology(topology)
     settings = read_settings(config, overrides)
-    # Before the brokers are asked: a registry that is needed and not configured is a mistake in the config file.
+    # This check comes first, because a needed but missing registry is a mistake in the config file.
     registry, wrong = _registry(parsed, settings)
     found, looked_at, transactions = asyncio.run(_examined(parsed, settings))
     found += wrong
@@ -86,7 +87,7 @@ def in_words(
 ) -> Iterator[str]:
     """Yield a line for each layer, and two lines for each problem: the problem and its remedy.
 
-    ``transactions`` is the cluster's transaction version, and ``registry`` what the schema registry is, if known.
+    ``transactions`` is the cluster's transaction version, and ``registry`` is the kind of schema registry, if known.
     """
     more: dict[Layer, str] = {}
     if transactions is not None:
@@ -106,16 +107,17 @@ def in_words(
 
 
 def _registry(topology: Topology | None, settings: Settings) -> tuple[str | None, list[Symptom]]:
-    """Return what the schema registry is, or what is wrong with it; neither if no registry is configured or needed.
+    """Return the kind of schema registry or, if it does not work, a symptom; neither if none is configured or needed.
 
     Raises SettingsError if the topology needs a registry and the settings name none.
     """
     from dedup.kafka.schema_registry import SchemaRegistry
 
-    if settings.schema_registry.url is None and (topology is None or not topology.source.names_schemas):
+    section = settings.schema_registry
+    if section.url is None and section.directory is None and (topology is None or not topology.source.names_schemas):
         return None, []
     try:
-        return SchemaRegistry(settings.schema_registry).kind(), []
+        return SchemaRegistry.of(section).kind(), []
     except RegistryUnavailable as error:
         remedy = "Start the registry, or correct `schema_registry` in the config file; records wait until it answers"
         return None, [Symptom("schema registry", "error", str(error).rstrip("."), remedy)]
@@ -186,7 +188,7 @@ async def _denied(rights: Rights, topology: Topology, settings: Settings) -> Asy
             case Resource.GROUP:
                 allowed = await rights.on_group(each.name)
             case Resource.TRANSACTIONAL_ID:
-                # No task has a transactional ID that ends like this, so no task is fenced.
+                # No task has a transactional ID with this suffix, so no task is fenced.
                 timeout_ms = settings.transaction_timeout_ms
                 code = await rights.try_transactional_id(f"{each.name}doctor", timeout_ms)
                 if code == TIMEOUT_TOO_LONG:

@@ -22,9 +22,10 @@ import dedup
 from dedup.errors import Problem, SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from dedup.embedded.kafka_node import EmbeddedKafka
+    from dedup.embedded.registry_node import EmbeddedRegistry
     from dedup.settings import Settings
     from dedup.topology.ingest_file import Ingest
     from dedup.topology.model import Topology
@@ -168,14 +169,7 @@ def embedded_kafka(
     """Run an embedded Kafka during the ``with`` block. Shows a progress bar while Kafka is being downloaded."""
     from dedup.embedded.kafka_node import EmbeddedKafka
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("Kafka 4.1.1 from Maven Central", total=None, visible=False)
-
-        def show(done_bytes: int, total_bytes: int) -> None:
-            bar.update(task, completed=done_bytes, total=total_bytes, visible=True)
-
+    with _download_bar("Kafka 4.1.1 from Maven Central") as show:
         kafka = EmbeddedKafka(
             data_dir=data_dir, port=port, profile="bench", proxied=proxied, properties=properties, progress=show
         ).start()
@@ -183,6 +177,33 @@ def embedded_kafka(
         yield kafka
     finally:
         kafka.stop()
+
+
+@contextlib.contextmanager
+def embedded_registry(port: int) -> Iterator[EmbeddedRegistry]:
+    """Run an embedded schema registry during the ``with`` block. Shows a progress bar while it is being downloaded."""
+    from dedup.embedded.registry_node import EmbeddedRegistry
+
+    with _download_bar("Apicurio Registry from Maven Central") as show:
+        registry = EmbeddedRegistry(port=port, progress=show)
+        registry.start()
+    try:
+        yield registry
+    finally:
+        registry.stop()
+
+
+@contextlib.contextmanager
+def _download_bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(name, total=None, visible=False)
+
+        def show(done_bytes: int, total_bytes: int) -> None:
+            bar.update(task, completed=done_bytes, total=total_bytes, visible=True)
+
+        yield show
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +223,7 @@ class Column:
 def fitted(columns: Sequence[Column], width: int) -> Table:
     """Return a table of as many columns as fit ``width``, in order, and at least the first one.
 
-    The last columns are left out before any cell is cut; the first one, which names the row, always stays.
+    Columns at the end are left out, and no cell is cut. The first column, which names the row, is always shown.
     """
     shown, used = [columns[0]], columns[0].width
     for column in columns[1:]:
@@ -212,7 +233,7 @@ def fitted(columns: Sequence[Column], width: int) -> Table:
         shown.append(column)
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for column in shown:
-        fold = column is columns[0]  # a name that is wider than the terminal is still there whole
+        fold = column is columns[0]  # Even a name wider than the terminal is shown in full.
         table.add_column(column.name, justify="left" if column.is_text else "right", no_wrap=not fold, overflow="fold")
     for row in zip(*(column.cells for column in shown), strict=True):
         table.add_row(*row)

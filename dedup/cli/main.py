@@ -43,6 +43,7 @@ COMMANDS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
         "reset": ("admin.reset", "Delete a topology's offsets and state, to start over."),
         "layout": ("admin.layout", "Show or change how many partitions share a transaction."),
         "checkpoint": ("admin.checkpoint", "Write each partition's state to a directory or object store."),
+        "schemas export": ("admin.export_schemas", "Copy a topology's schemas from the registry to a directory."),
     },
     "Connect": {
         "ingest": ("connectors.ingest", "Send files or a table to a topic, each row exactly once."),
@@ -107,7 +108,8 @@ def create_app() -> typer.Typer:
     spark = typer.Typer(
         help="Run a topology on Spark: stream, history, audit, and tables.", no_args_is_help=True, cls=_Group
     )
-    groups = {"": app, "spark": spark}
+    schemas = typer.Typer(help="Copy schemas from a schema registry.", no_args_is_help=True, cls=_Group)
+    groups = {"": app, "spark": spark, "schemas": schemas}
     for panel, commands in COMMANDS.items():
         for path, (place, purpose) in commands.items():
             group, _, name = path.rpartition(" ")
@@ -118,6 +120,7 @@ def create_app() -> typer.Typer:
             add = groups[group].command(name, help=text, short_help=purpose, rich_help_panel=shown, cls=_Command)
             add(command)
     app.add_typer(spark, name="spark", rich_help_panel="Spark")
+    app.add_typer(schemas, name="schemas", rich_help_panel="Operate")
     return app
 
 
@@ -132,7 +135,7 @@ def main() -> None:
     # SIGTERM to PID 1 if there is no handler.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     quiet_logging()
-    # What a command imports stays; the collector would look through it again and again, a sixth of a worker's start.
+    # Imported objects stay in memory, and examining them repeatedly would take a sixth of a worker's startup time.
     gc.set_threshold(_GC_THRESHOLD)
     try:
         create_app()()

@@ -56,7 +56,7 @@ def run(
     from dedup.worker.supervisor import FleetPlan, supervise
     from dedup.worker.worker import kept_worker_id
 
-    # A registry that is needed and missing is reported before anything is created.
+    # A needed but missing registry is reported before anything is created.
     parsed, settings = read_both(topology, config, overrides)
     set_up_logging(settings)
     if workers > 1:
@@ -76,7 +76,7 @@ def run(
 
 
 class VerdictProgress:
-    """Shows on a terminal, while records are judged, how many got each verdict. Use it in a ``with`` statement."""
+    """Shows on a terminal how many records have each verdict so far. Use an instance in a ``with`` statement."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._console: Final = Console(stderr=True)

@@ -92,28 +92,42 @@ def open_session(
     return session_for(topology, master=master, packages=packages, conf=pairs_of("--conf", conf))
 
 
-def _read(path: Path) -> Topology:
-    """Return a topology. Raises SettingsError if its values name their schemas, which only workers can find."""
+def _read(path: Path, config: Path | None, overrides: list[str] | None) -> Topology:
+    """Return a topology, which asks the settings' schema registry if values name their schemas.
+
+    Raises SettingsError if the topology needs a registry and the settings name none, or if the topology has a flow.
+    """
     topology = read_topology(path)
+    if topology.then is not None:
+        raise SettingsError([Problem("then", "no Spark job runs a flow; use `dedup run` and `dedup verify`")])
     if topology.source.names_schemas:
-        text = "avro behind a schema registry's framing is not supported on Spark; use `dedup run`, `verify`, or `sink`"
-        raise SettingsError([Problem("source.format", text)])
+        from dedup.kafka.schema_registry import TASK_PATIENCE_S, asking
+
+        topology = asking(topology, read_settings(config, overrides), patience_s=TASK_PATIENCE_S)
     return topology
 
 
 def _read_both(path: Path, config: Path | None, overrides: list[str] | None) -> tuple[Topology, Settings]:
-    return _read(path), read_settings(config, overrides)
+    return _read(path, config, overrides), read_settings(config, overrides)
 
 
 def _fit_for(topology: Topology, fmt: InputFormat | None, *, rows_are_events: bool = False) -> Topology:
-    """Return the topology. Raises SettingsError if a history of this format cannot have the values that it reads."""
+    """Return the topology. Raises SettingsError if files of this format cannot contain the values that it reads."""
     option = "--rows-are-events" if rows_are_events else f"--format {fmt}"
+    if topology.by_arrival and (rows_are_events or fmt in {"json", "json-records"}):
+        text = "has no column `timestampType`, which `event_time: arrival` needs; read Parquet files or a table with it"
+        raise SettingsError([Problem(option, text)])
     match topology.source.format:
         case "json_schema" if rows_are_events or fmt == "json":
             text = "has values without the framing of `source.format: json_schema`; read records, or use `format: json`"
             raise SettingsError([Problem(option, text)])
-        case "avro" if rows_are_events or fmt in {"json", "json-records"}:
-            text = "has values that are text, not `source.format: avro`; read Parquet files or a table with their bytes"
+        case "avro" | "protobuf" | "msgpack" | "cbor" as read if rows_are_events or fmt in {"json", "json-records"}:
+            text = (
+                f"has values that are text, not `source.format: {read}`; read Parquet files or a table with their bytes"
+            )
+            raise SettingsError([Problem(option, text)])
+        case "csv" if rows_are_events or fmt in {"json", "json-records"}:
+            text = "has values that are JSON, not `source.format: csv`; read Parquet files or a table with their bytes"
             raise SettingsError([Problem(option, text)])
         case _:
             return topology
@@ -202,8 +216,7 @@ def run(
     from dedup.spark.table_sink import TableSink, following
     from dedup.worker.logs import set_up_logging
 
-    settings = read_settings(config, overrides)
-    parsed = _read(topology)
+    parsed, settings = _read_both(topology, config, overrides)
     every_s = _seconds("--every", every)
     set_up_logging(settings)
     # py4j logs every call from Spark to Python.
@@ -306,11 +319,11 @@ def backfill_command(
     from dedup.spark.files import read_files
 
     format_of = fmt if inputs else None
-    parsed = _fit_for(_read(topology), format_of, rows_are_events=rows_are_events)
+    parsed = _fit_for(_read(topology, config, overrides), format_of, rows_are_events=rows_are_events)
     packages = _packages(conf, format_of, out, *(inputs or ()), kafka=not inputs, delta=out_format == "delta")
     with _job("backfill", parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
-            history = read_files(spark, inputs, fmt, rows_are_events=rows_are_events)
+            history = read_files(spark, inputs, fmt, rows_are_events=rows_are_events, by_arrival=parsed.by_arrival)
         else:
             history = _kafka_history(spark, parsed, read_settings(config, overrides), start, until, repartitioned)
         report = backfill(history, parsed, out, run=run, now_ms=now_ms, fmt=out_format, say=_aside)
@@ -340,6 +353,8 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
     ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
     now: _Now = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
     as_json: JsonOption = False,
     master: _Master = None,
     conf: _Conf = None,
@@ -363,14 +378,14 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.incremental import incremental
     from dedup.spark.incremental_input import NewFiles, NewVersions
 
-    parsed = _fit_for(_read(topology), fmt, rows_are_events=rows_are_events)
+    parsed = _fit_for(_read(topology, config, overrides), fmt, rows_are_events=rows_are_events)
     now_ms = None if now is None else time_of("--now", now)
     packages = _packages(conf, fmt, out, *inputs, delta=True)
     with _job("incremental", parsed, master, conf, packages, quiet=quiet) as spark:
         if fmt == "delta":
-            source: NewFiles | NewVersions = NewVersions(spark, inputs[0], rows_are_events)
+            source: NewFiles | NewVersions = NewVersions(spark, inputs[0], rows_are_events, parsed.by_arrival)
         else:
-            source = NewFiles(spark, inputs, fmt, rows_are_events)
+            source = NewFiles(spark, inputs, fmt, rows_are_events, parsed.by_arrival)
         report = incremental(source, parsed, out, now_ms=now_ms, say=_aside)
     verdicts = "  ".join(f"{name} {count:,}" for name, count in report.verdicts.items())
     lines = [
@@ -423,7 +438,10 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
         begins = cast("Until", _word_or_time("--until", until, "earliest", "latest", example=example))
     packages = _packages(conf, fmt if history else None, *(history or ()), kafka=True)
     with _job("seed", parsed, master, conf, packages, quiet=quiet) as spark:
-        files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
+        arrival = parsed.by_arrival
+        files = (
+            read_files(spark, history, fmt, rows_are_events=rows_are_events, by_arrival=arrival) if history else None
+        )
         done = seed(spark, parsed, settings, begins, commit_rows=commit_rows, history=files, tell=_aside)
     say(*_seed_report(done), as_json=as_json)
 
@@ -479,7 +497,10 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
 
     packages = _packages(conf, fmt if history else None, *(history or ()), kafka=True)
     with _job("audit", parsed, master, conf, packages, quiet=quiet) as spark:
-        files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
+        arrival = parsed.by_arrival
+        files = (
+            read_files(spark, history, fmt, rows_are_events=rows_are_events, by_arrival=arrival) if history else None
+        )
         found = audit(spark, parsed, settings, history=files, begins=offsets)
     publish(found, report, "dedup spark audit", as_json=as_json)
     if not found.passed:
@@ -530,7 +551,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.tables import keep_rejected, output_records, table_rows, upsert_delta, upsert_jdbc
 
     began_s = time.monotonic()
-    parsed = _fit_for(_read(topology), fmt if inputs else None)
+    parsed = _fit_for(_read(topology, config, overrides), fmt if inputs else None)
     to = _target(delta, jdbc, table, user)
     needs = {"kafka": not inputs, "delta": delta is not None, "jdbc": jdbc is not None}
     packages = _packages(conf, fmt if inputs else None, delta, rejected, *(inputs or ()), **needs)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 WATCH_S: Final = 2.0
 _PIPED_COLUMNS: Final = 1_000
 RATE_S: Final = 1.0
-"""The time between the two looks from which `dedup status` without --watch computes its rates."""
+"""The time between the two observations from which `dedup status` without --watch computes rates."""
 PATIENCE_S: Final = 5.0
 """Timeout of a request to a worker."""
 _FROM_WORKER: Final = (
@@ -126,7 +126,7 @@ def idle_workers(held: Mapping[str, int], size: int, partitions: int) -> list[st
     """
     idle = sorted(worker for worker, count in held.items() if not count)
     if not idle or len(idle) == len(held):
-        return []  # with no assignment at all, the group is rebalancing
+        return []  # With no assignment at all, the group is rebalancing.
     who = f"{len(idle)} of {len(held)} workers have no partition ({', '.join(idle)})"
     wanted = max(1, partitions // len(held))
     if wanted < size:
@@ -145,7 +145,7 @@ async def _progress(topology: Topology, wire: KafkaWire, feeding: TopicPartition
         with contextlib.suppress(NoAnswer):
             found = await wire.fetch(feeding, position, max_bytes=1, wait_ms=0)
             oldest_ms = next(iter(found.timestamps_ms), None)
-            # Transaction markers and aborted records, which no task sees, are no lag.
+            # Transaction markers and aborted records are not lag, because no task sees them.
             if committed is not None and not found.offsets and found.next_offset >= found.high_watermark:
                 lag = 0
     return {"committed": committed, "end": bounds.end, "lag": lag, "oldest_ms": oldest_ms}
@@ -206,7 +206,7 @@ def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> list[di
 
 
 def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: Settings) -> dict[str, Any]:
-    """Ask each worker in ``urls`` about a tracking ID, and merge the answers. Raises NotReached if one is missing."""
+    """Ask each worker in ``urls`` about a tracking ID, and merge the answers. May raise NotReached."""
     if not urls:
         raise NotReached("web.port is 0 or web is off, so no worker's address is known. Name one with --url.")
     together: dict[str, Any] = {"topology": topology.name, "id": tracking_id}
@@ -295,7 +295,7 @@ def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
 
 
 def _per_s(now: Look, before: Look | None, name: str) -> float | None:
-    """Return how much the tasks' offsets ``name`` grew per second; recreated topics do not count."""
+    """Return the growth of the tasks' offsets ``name`` per second; recreated topics do not count."""
     if before is None or now.at_ms <= before.at_ms:
         return None
     past = {(task["task"], task["topic"], task["partition"]): task[name] for task in before.surveyed["tasks"]}
@@ -324,7 +324,7 @@ def _wrong(seen: dict[str, Any]) -> Iterator[str]:
             f"{len(silent)} of {len(seen['members'])} workers do not answer ({', '.join(silent)}), so their tasks' "
             f"states are unknown: name their pages with --url, or see their logs"
         )
-    # A long commit interval, or a record after a quiet time, is not a fault: both ages are looked at.
+    # Neither a long commit interval nor a record after a quiet time is a fault, so both ages must exceed the limit.
     waited_s = max((task["seconds_since_commit"] or 0 for task in seen["tasks"] if task["lag"]), default=0)
     waited_s = min(waited_s, (seen["oldest_age_ms"] or 0) / 1000)
     if waited_s > STUCK_S and not lost and seen["committed_per_s"] == 0:
@@ -337,7 +337,7 @@ def _wrong(seen: dict[str, Any]) -> Iterator[str]:
 def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
     found: Counter[str] = Counter()
     for page in pages:
-        found.update(page.get(name) or {})  # workers of older versions may lack some counters
+        found.update(page.get(name) or {})  # Workers of older versions may lack some counters.
     return dict(found.most_common())
 
 

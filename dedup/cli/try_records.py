@@ -68,7 +68,7 @@ class _Envelope(msgspec.Struct):
     """The bytes of the value, which msgspec decodes from base64."""
 
     def record(self, source: SourceSpec) -> tuple[bytes | None, bytes | None, tuple[tuple[str, bytes], ...]]:
-        """Return the key, the value, and the headers. Raises ValueError for two values, or a value that is not Avro."""
+        """Return key, value, and headers. Raises ValueError for two values, or for text if the source is binary."""
         key = None if self.key is None else self.key.encode()
         headers = tuple((header, content.encode()) for header, content in self.headers.items())
         value = bytes(self.value)
@@ -78,8 +78,10 @@ class _Envelope(msgspec.Struct):
             return key, self.value_base64, headers
         if value == b"null":
             return key, None, headers
-        if source.format == "avro":
-            raise ValueError("the topology reads avro, so the value must be value_base64")
+        if source.is_binary:
+            raise ValueError(f"the topology reads {source.format}, so the value must be value_base64")
+        if source.format == "csv":
+            value = msgspec.json.decode(value, type=str).encode()
         if HEADER in self.headers and source.framing != "prefix":
             return key, value, headers
         value, added = framed(source.framing, value)
@@ -90,12 +92,13 @@ def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int,
     """Yield the records in a file, and skip blank lines.
 
     Line n has the timestamp ``start_ms`` plus n-1 seconds, unless ``envelope`` is set and the line contains a
-    timestamp. The value of a record does not need to be JSON. Values get the framing that the ``source`` has, unless
-    they are base64. Raises AuthorMistake if ``envelope`` is set and a line is not an envelope, or if ``envelope`` is
-    not set and the source is Avro, which no line of text can hold.
+    timestamp. The value of a record does not need to be JSON. Values get the framing of the ``source``, unless they are
+    given in base64. Raises AuthorMistake if ``envelope`` is set and a line is not an envelope, or if ``envelope`` is
+    not set and the source has a binary format, which no line of text can hold.
     """
-    if source.format == "avro" and not envelope:
-        why = 'is needed, because the topology reads avro; write each line as {"value_base64": ..., "timestamp": ms}'
+    if source.is_binary and not envelope:
+        why = f"is needed, because the topology reads {source.format}; "
+        why += 'write each line as {"value_base64": ..., "timestamp": ms}'
         raise AuthorMistake([Problem("--envelope", why)])
     for number, line in enumerate(lines, 1):
         text = line.rstrip(b"\r\n")
@@ -152,7 +155,8 @@ class RecordJudge:
     def _judgment(self, line: int, outcome: Outcome) -> Judgment:
         time_ms = outcome.judged_times_ms[0]
         time = instant(time_ms)
-        output = self._topology.output.topic if self._topology.output else None
+        # Without running the flow, it is unknown where the flow sends a record.
+        output = self._topology.output.topic if self._topology.output and self._topology.then is None else None
         if outcome.dead:
             _row, dead = outcome.dead[0]
             return Judgment(line, "dead letter", f"{dead.code}: {dead.detail}", self._topology.dead_letter, None)

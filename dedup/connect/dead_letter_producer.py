@@ -141,8 +141,8 @@ class DeadLetterProducer:
     async def _sent_before(self, state: _Partition, offsets: range) -> set[int]:
         while True:
             try:
-                # This cannot fence a successor, because a successor must first update the database row that this
-                # process has locked.
+                # Opening the session cannot fence a successor: a successor must first update the database row, which
+                # this process has locked.
                 await state.session.open()
                 return await self._in_topic(state, offsets)
             except (BrokerUnavailable, CommitUnknown) as again:

@@ -145,7 +145,7 @@ class Files:
             found = self._read(self._open[inode])
             if found is not None:
                 if inode in self._open:
-                    self._turn.append(inode)  # the file may contain more, but other files come first
+                    self._turn.append(inode)  # The file may contain more, but other files come first.
                 return found
         return None
 
@@ -236,11 +236,11 @@ class Files:
         except OSError as error:
             raise _unreadable(path, error) from error
         if os.fstat(descriptor).st_ino != inode:
-            os.close(descriptor)  # another file has this name now; the next scan finds both files
+            os.close(descriptor)  # Another file has this name now; the next scan finds both files.
             return
         known = self._known.get(inode)
         if known and not self._matches(path) and known.changed(descriptor):
-            os.close(descriptor)  # a file that is not read reuses the inode
+            os.close(descriptor)  # A file that is not read reuses the inode.
             return
         try:
             self._keep_open(descriptor, self._position_of(descriptor, str(path), inode))
@@ -260,7 +260,7 @@ class Files:
         returned = self._matches(path) and not self._matches(known.path)
         if not returned or known.head_bytes == _HEAD_BYTES or known.untouched(os.fstat(descriptor)):
             return msgspec.structs.replace(known, path=path)
-        # A few equal bytes, such as the same first line, do not show that it is the same file.
+        # A few equal bytes, such as the same first line, do not prove that two files are the same.
         if self._spec.changed != "start_over":
             raise _mistake(
                 path,
@@ -326,7 +326,7 @@ class Files:
         deleted = bool(known.position) and os.fstat(opened.descriptor).st_nlink == 0
         known = msgspec.structs.replace(known, deleted=deleted)
         del self._open[known.inode]
-        if known.part in self._ended:  # the file was opened again before its end was committed
+        if known.part in self._ended:  # The file was opened again before its end was committed.
             os.close(self._ended.pop(known.part)[0].descriptor)
         if known.within(self._committed.get(known.part)):
             os.close(opened.descriptor)
@@ -540,7 +540,7 @@ def _integer(cell: str) -> int:
 def _number(cell: str) -> float | int:
     found = float(cell)
     if not math.isfinite(found) or "_" in cell:
-        raise ValueError(cell)  # JSON has no infinity and no NaN
+        raise ValueError(cell)  # JSON has no infinity and no NaN.
     return int(cell) if _INTEGER.fullmatch(cell) else found
 
 

@@ -1,6 +1,6 @@
 """Opens the SQLite or PostgreSQL database that a URL names, and repeats work that a lost connection interrupted.
 
-SQLite needs no package, so its connection stands here; PostgreSQL's is imported where its driver is installed.
+This module contains the connection to SQLite, which needs no package. `postgres` is imported only when needed.
 """
 
 from __future__ import annotations

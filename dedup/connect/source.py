@@ -16,7 +16,7 @@ class DeadRecord:
     code: str
     detail: str
     value: bytes | None
-    """The value, or None if it is too large; ``detail`` then contains its length and digest."""
+    """The value, or None if it is too large; in that case, ``detail`` contains the value's length and digest."""
     row: int = 0
     """The number of records of the same poll that precede the dead record."""
 
@@ -34,7 +34,7 @@ class SourceRecords:
     position: bytes
     """The position in the part after these records, which is passed to `restore` if all of them are committed."""
     after: Callable[[int], bytes]
-    """Given a row, returns the position if only the records up to it, and the dead records before it, are committed."""
+    """Maps a row to the position that applies if only the records and dead records up to this row are committed."""
     dead: list[DeadRecord] = field(default_factory=list)
 
 

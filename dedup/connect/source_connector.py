@@ -281,7 +281,7 @@ class TransactionBoundary:
         pending = self._pending.setdefault(found.part, _Pending())
         if not found.values and not found.dead:
             if not pending.values and not pending.dead:
-                self._ready.append(found)  # contains only a position
+                self._ready.append(found)  # `found` contains only a position.
                 return
             text = "%s: %d records before blank lines or the end have no marker yet; they wait for one"
             log.warning(text, found.part, len(pending.values))
@@ -308,7 +308,7 @@ class TransactionBoundary:
         try:
             found = look_up(orjson.loads(value), self._marker.field)
         except orjson.JSONDecodeError:
-            return False  # a dead letter
+            return False  # The value becomes a dead letter.
         return type(found) is type(self._marker.equals) and found == self._marker.equals
 
 

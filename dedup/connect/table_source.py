@@ -77,7 +77,7 @@ class NumberedRows:
 
     def poll(self) -> SourceRecords | None:
         """See `RecordSource`. Waits while the database is unavailable."""
-        with suppress(DatabaseUnavailable):  # stopped
+        with suppress(DatabaseUnavailable):  # The source was stopped.
             return self._database.insist(self._next)
         return None
 
@@ -141,7 +141,7 @@ class NumberedRows:
         return True
 
     def _decided(self, connection: DatabaseConnection) -> bool:
-        """Wait until no transaction can still commit a row with a lower number. Returns False if the source stops."""
+        """Wait until no transaction can still commit a row with a lower number. Return False if the source stops."""
         until_s = time.monotonic() + self._spec.settle_ms / 1000
         while time.monotonic() < until_s and not self._stopped():
             time.sleep(LOOK_AGAIN_S)

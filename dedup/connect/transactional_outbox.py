@@ -1,9 +1,9 @@
 """Implements the transactional outbox, which commits records and source positions together exactly once.
 
 As in Kafka Connect's exactly-once sources (KIP-618), each transaction writes the records and, to a compacted topic, the
-position in the source. Kafka Connect does no more; here, each transaction also writes its own sequence number. If a
-commit gets no response, the outbox begins a new epoch, reads the number of the last committed transaction, and sends
-the records again if their transaction was not committed.
+position in the source. Unlike in Kafka Connect, each transaction also writes its own sequence number. If a commit gets
+no response, the outbox begins a new epoch, reads the number of the last committed transaction, and sends the records
+again if their transaction was not committed.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class TransactionalOutbox:
     async def _begin_epoch(self) -> _Owner:
         while True:
             try:
-                # A fenced writer must stop instead of fencing its successor, so it also checks before the new epoch.
+                # A fenced writer must stop and not fence its successor, so the owner is read before the new epoch, too.
                 await self._refuse_if_overtaken(stable=True)
                 await self._session.open()
                 return await self._refuse_if_overtaken()
@@ -183,7 +183,7 @@ class TransactionalOutbox:
         if self._owner is not None and self._owner.run == self._run:
             return self._owner
         if self._number <= 1:
-            return _Owner(self._run, 0)  # before the first commit, the topic does not name this run yet
+            return _Owner(self._run, 0)  # Before the first commit, the topic does not name this run.
         raise TaskMigrated(
             f"{self._session.transactional_id}: another process has taken over this source; this one stops. "
             f"Nothing was sent twice. Run one process per source."
@@ -212,7 +212,7 @@ class TransactionalOutbox:
             read_to = fetched.next_offset
             if stable and read_to >= fetched.last_stable_offset:
                 break
-        # The positions are replaced at once: a reader of `positions` must not see older ones in the meantime.
+        # The positions are replaced at once: a reader of `positions` must not see older positions in the meantime.
         self._owner, self._read_to = owner, read_to
         self.positions.clear()
         self.positions.update(positions)

@@ -1,9 +1,9 @@
-"""Reads the members of Avro values by path: one value exactly (`AvroReader.read`), or a batch in columns.
+"""Reads members of Avro values by path, exactly from one value (`AvroReader.read`), or as columns from a batch.
 
-A value is the binary encoding of one record under a known writer schema. Both ways skip what is not asked for, but
-follow the schema through the whole value, because the value must end where its record ends. The columns
-(`AvroReader.columns`) advance all values of a batch together, field by field, and leave every batch in which a value
-might be damaged to `read`. Source: "Binary Encoding" and "Logical Types" of the Avro specification 1.12.0.
+A value is the binary encoding of one record with a known writer schema. Both methods return only the requested members,
+but follow the schema through the whole value, because the value must end where its record ends. `AvroReader.columns`
+advances through all values of a batch together, field by field. If any value might be damaged, the batch must be passed
+to `AvroReader.read`. Source: "Binary Encoding" and "Logical Types" of the Avro specification 1.12.0.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from dedup.core.framing import PREFIX_BYTES
 from dedup.core.tracking_id import Path
 
 MAX_DEPTH: Final = 200
-"""Maximum nesting depth of schemas and of values, whose depth the schema does not limit if it contains itself."""
+"""Maximum nesting depth of schemas and values. A schema that contains itself does not limit the depth of values."""
 _MOST_SCHEMA_CHARS: Final = 1 << 20
 _MOST_DECIMAL_BYTES: Final = 1_024
 _VARINT_BITS: Final = 64
 _VARINT_BYTES: Final = 10
 _LOW: Final = 0x7F
-"""The bits of a byte that belong to a number. The byte is greater if another one follows."""
+"""Masks the bits of a byte that belong to a number. A byte above this value is followed by another byte."""
 _ROWS_PER_STEP: Final = 16
-"""How many values must take part in each union and each item, on average after 64 of them, to be read in columns."""
+"""Minimum average number of values per step (a union or an item) to read in columns. The first 64 steps are free."""
 _PADDING: Final = bytes(16)
-"""What follows the last value of a batch, so that a number that is cut off there can be read and then refused."""
+"""The bytes after the last value of a batch, which allow a truncated number to be read before it is refused."""
 
-# Avro's Java library, and so registries, accept letters of every language, and anything as a namespace.
+# Avro's Java library, and therefore registries, accept letters of any language, and any string as a namespace.
 _NAME: Final = re.compile(r"[^\W\d]\w*")
 _FULL_NAME: Final = re.compile(r"([^\0-\x20\x7f-\x9f\ud800-\udfff]{1,1000}\.)?[^\W\d]\w{0,1000}")
 _WIDTHS: Final = {
     "null": 0, "boolean": 1, "int": -1, "long": -1, "float": 4, "double": 8, "bytes": -1, "string": -1
 }  # fmt: skip
-"""The primitive types, and how many bytes each value takes; -1 if it depends on the value."""
+"""Maps each primitive type to the length of its values in bytes, or to -1 if the length depends on the value."""
 _UNITS: Final = ("millis", "micros", "nanos")
 _LOGICAL: Final = {
     "int": {"date", "time-millis"},
@@ -54,14 +54,14 @@ _LOGICAL: Final = {
     "fixed": {"decimal", "duration", "uuid"},
     "string": {"uuid"},
 }
-"""The logical types of each type. Others, and invalid ones, count as the type itself, as the specification says."""
+"""The logical types of each type. Unknown and invalid logical types are ignored, as the specification requires."""
 _SIZE_OF: Final = {"uuid": 16, "duration": 12}
 _TIMESTAMPS: Final[Mapping[str, tuple[TimeUnit | None, int]]] = {
     "timestamp-millis": ("ms", 1_000_000),
     "timestamp-micros": ("us", 1_000),
     "timestamp-nanos": (None, 1),
 }
-"""The unit of each type that holds an instant, as a topology file writes it, and in nanoseconds."""
+"""Maps each type of instants to the word for its unit in topology files (or None), and to the unit in nanoseconds."""
 _NO_ID: Final = frozenset(
     {"null", "float", "double", "date", "time-millis", "time-micros", "duration", "big-decimal"}
     | {f"local-timestamp-{unit}" for unit in _UNITS}
@@ -69,7 +69,7 @@ _NO_ID: Final = frozenset(
 
 
 class SchemaRefused(ValueError):
-    """A schema is not valid, or its values are no records. The message says why, as the rest of a sentence."""
+    """A schema is invalid, or its values are not records. The message completes a sentence about the schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +80,29 @@ class Scalar:
     logical: str = ""
     """The logical type, or an empty string."""
     width: int = -1
-    """How many bytes each value takes, or -1 if it depends on the value."""
+    """The length of each value in bytes, or -1 if the length depends on the value."""
     symbols: tuple[str, ...] = ()
     scale: int = 0
 
     @property
     def name(self) -> str:
-        """What the type is called: the logical type, if there is one."""
+        """The name of the logical type or, if there is none, of the type."""
         return self.logical or self.kind
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record. Fields are added after the record is made, because it may contain itself."""
+    """A record type. Its fields are added after it is created, because a record may contain itself."""
 
     name: str
     fields: dict[str, Node] = field(default_factory=dict, compare=False, repr=False)
     void: set[str] = field(default_factory=set, compare=False, repr=False)
-    """The fields that take no bytes. They are not visited, because a small schema can describe very many of them."""
+    """Fields that take no bytes. They are visited only on request, because a small schema can describe very many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """An array or a map."""
+    """An array type or a map type."""
 
     item: Node
     name: str
@@ -111,7 +111,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Union:
-    """A value of one of several types, preceded by the position of its type."""
+    """A union of types. In a value, the position of the chosen type precedes the value of this type."""
 
     branches: tuple[Node, ...]
 
@@ -128,18 +128,18 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A value whose type cannot be what the value is read for, such as a double as an ID."""
+    """Stands for a value whose type is not allowed at its path, such as a double as an ID."""
 
     type_name: str
 
 
 Leaf = None | bool | int | str | bytes | Number | UUID | Instant | Refused | Absent
-"""What is at a path. A decimal is a `Number` with an exponent."""
+"""The value at a path. A decimal is a `Number` with an exponent."""
 
 
 @lru_cache(maxsize=256)
 def parse_schema(text: str) -> Record:
-    """Return the record that an Avro schema describes. Raises SchemaRefused if there is none."""
+    """Return the record type that an Avro schema describes. Raises SchemaRefused if the schema describes none."""
     if len(text) > _MOST_SCHEMA_CHARS:
         raise SchemaRefused(f"has {len(text):,} characters, more than {_MOST_SCHEMA_CHARS:,}")
     try:
@@ -264,7 +264,7 @@ def _logical(kind: str, schema: Mapping[str, Any], size: int) -> tuple[str, int]
 
 
 def nodes_at(node: Node, path: Path) -> list[Node]:
-    """Return the types that values at a path can have; none if the schema has nothing there."""
+    """Return the types that values at a path can have, or no types if the schema does not have the path."""
     if isinstance(node, Union):
         return [found for branch in node.branches for found in nodes_at(branch, path)]
     if not path:
@@ -278,7 +278,7 @@ def nodes_at(node: Node, path: Path) -> list[Node]:
 
 
 def type_name(node: Node) -> str:
-    """Return what a type is called: its logical type, if it has one, or the kind of values that it has."""
+    """Return the name of a type, which is its logical type if it has one, and otherwise its kind, such as record."""
     match node:
         case Scalar() | Items():
             return node.name
@@ -291,7 +291,7 @@ def type_name(node: Node) -> str:
 
 
 def is_refused(node: Node, time: FieldTime | None) -> bool:
-    """Return whether values of a type are no IDs or, with ``time``, no event times of its unit."""
+    """Tell whether values of a type are unusable as IDs or, with ``time``, as event times in the required unit."""
     if not isinstance(node, Scalar):
         return True
     if time is None:
@@ -304,10 +304,10 @@ def is_refused(node: Node, time: FieldTime | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What is asked for at one place of the schema."""
+    """The members to read at one place in the schema."""
 
     slots: tuple[int, ...] = ()
-    """The positions, in the result, of the paths that end here."""
+    """The positions in the result of the paths that end here."""
     below: Mapping[str | int, _Wanted] = field(default_factory=dict)
 
 
@@ -326,7 +326,7 @@ def _wanted(paths: Iterable[tuple[int, Path]]) -> _Wanted:
 
 
 class AvroReader:
-    """Reads the members at some paths, and the event time, from values of one writer schema."""
+    """Reads the members at given paths, and the event time, from values with one writer schema."""
 
     def __init__(self, schema: Record, ids: Sequence[Path], time: FieldTime | None) -> None:
         self._schema: Final = schema
@@ -340,7 +340,7 @@ class AvroReader:
         self.columnar: Final = not any(_through_items(schema, path) for path in paths)
 
     def read(self, value: bytes) -> list[Leaf]:
-        """Return what is at each path, the time last. Raises Unreadable if the value is not exactly one record."""
+        """Return the members at the paths, the time last. Raises Unreadable unless the value is exactly one record."""
         try:
             return self._read(value)
         except _Damaged as damage:
@@ -364,7 +364,7 @@ class AvroReader:
         return with_foreign_format(value, "not_avro", text)
 
     def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return what is at each path as a column, the time last, or None if `read` must look at any value."""
+        """Return a column for each path, with the event times last, or None if any value needs `read`."""
         batch = _Batch(self, values)
         try:
             batch.walk(self._schema, self._want, slice(None), 0)
@@ -373,7 +373,7 @@ class AvroReader:
         return batch.found if (batch.at == batch.ends).all() else None
 
     def time_of(self, slot: int) -> FieldTime | None:
-        """Return the rule of the event time if that is what a slot is read for, or None for a part of the ID."""
+        """Return the rule for the event time if the slot is for the event time, or None if it is for part of the ID."""
         return self._time if slot == self._time_slot else None
 
 
@@ -388,7 +388,7 @@ def avro_reader(schema: str, ids: tuple[Path, ...], time: FieldTime | None) -> A
 
 
 def leaf_of(node: Scalar, raw: Any, time: FieldTime | None) -> Leaf:  # noqa: ANN401 - int, bytes, or None, by the type
-    """Return a value as an ID or, with ``time``, as an event time. Raises Unreadable if it has no such meaning."""
+    """Convert raw content to an ID or, with ``time``, an event time. Raises Unreadable if the content is malformed."""
     if node.kind == "null":
         return None
     if is_refused(node, time):
@@ -428,11 +428,11 @@ def _decimal(raw: bytes, scale: int) -> Number:
 
 
 class _Damaged(Exception):
-    """A value is not a record of its schema. The message says why, and reveals nothing of the value."""
+    """A value is not a record of its schema. The message says why, but does not reveal the payload."""
 
 
 class _Cursor:
-    """A position in one value, which `walk` moves behind the value of a type."""
+    """A position in one value. `walk` advances the position past the encoding of a type."""
 
     def __init__(self, reader: AvroReader, value: bytes) -> None:
         self._reader: Final = reader
@@ -486,7 +486,7 @@ class _Cursor:
                 raise _Damaged(f"a block of items has another size than it says (byte {self.at})")
 
     def _key(self, keys: dict[bytes, bool]) -> str | int:
-        """Return the key of a map's item, or -1 if no path has it. ``keys`` are those of paths, True if met before."""
+        """Return a map item's key, or -1 if no path has it. ``keys`` maps each key on a path to True if it was read."""
         key = self._take(self._varint())
         if key not in keys:
             return -1
@@ -539,16 +539,16 @@ class _Cursor:
 
 
 class _Odd(Exception):
-    """A batch needs `AvroReader.read`."""
+    """A batch cannot be read in columns, so its values must be passed to `AvroReader.read`."""
 
 
 _Longs = npt.NDArray[np.int64]
 _Rows = slice | _Longs
-"""All values of a batch, or the positions of some."""
+"""All rows of a batch, or the positions of some rows."""
 
 
 class _Batch:
-    """A position in each value of a batch. `walk` moves those of some values behind the value of a type."""
+    """A position in each value of a batch. `walk` advances the positions in given rows past the encoding of a type."""
 
     def __init__(self, reader: AvroReader, values: Sequence[bytes]) -> None:
         self._reader: Final = reader

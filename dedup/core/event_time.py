@@ -15,7 +15,7 @@ from dedup.core.exact_json import ABSENT, NotJudged, Number, Unreadable
 from dedup.core.tracking_id import Path, format_path
 
 TimeUnit = Literal["rfc3339", "s", "ms", "us", "timestamp"]
-"""How a time is written. With timestamp, the schema of the values says so."""
+"""The format or unit of a time. With ``timestamp``, the type of the value, or its schema, determines the unit."""
 _Integers = npt.NDArray[np.int64]
 _Count = TypeVar("_Count", int, _Integers)
 
@@ -46,14 +46,35 @@ class RecordTime:
 
 
 @dataclass(frozen=True, slots=True)
+class ArrivalTime(RecordTime):
+    """The rule that the event time is the time at which the source's broker appended the record (LogAppendTime)."""
+
+
+@dataclass(frozen=True, slots=True)
 class FieldTime:
-    """The rule that a member of the JSON value is the event time, as an RFC 3339 string or a number in a fixed unit."""
+    """The rule that a member of the value is the event time, as an RFC 3339 string, a number, or a timestamp."""
 
     path: Path
     unit: TimeUnit
 
 
 EventTime = RecordTime | FieldTime
+
+
+def create_time_fault(topic: str, what: str) -> str:
+    """Return the message that ``what`` has a timestamp from its producer although the event time is `arrival`.
+
+    ``what`` describes one or all records of the source topic. The message also says what the user can do.
+    """
+    return (
+        f"{what} has the time that its producer wrote (CreateTime), but `event_time: arrival` needs the time at which "
+        "the broker appended it. Such records are neither judged nor dropped. Run `kafka-configs.sh --bootstrap-server "
+        f"BROKER --alter --entity-type topics --entity-name {topic} --add-config message.timestamp.type=LogAppendTime`."
+        " Records that were appended before keep their timestamps. To judge them, use another `event_time`, or another "
+        "topology that has one. To skip them, stop the workers and run `dedup reset --to TIME`, with the time of the "
+        "change, or `--to latest` if one of them has a later time; this also skips all other records that were not "
+        "judged yet: those before TIME, and those in a repartition topic."
+    )
 
 
 def time_ms_of(found: object, time: FieldTime) -> int:
@@ -72,6 +93,8 @@ def time_ms_of(found: object, time: FieldTime) -> int:
         case "timestamp":
             if type(found) is not int:
                 raise BadTime("time_ill_typed", f"the event time at {place} is not a timestamp with a zone")
+            if not MIN_MS <= found <= MAX_MS:
+                raise BadTime("time_out_of_range", f"the event time at {place} does not fit 64-bit milliseconds")
             return found
         case "s" | "ms" | "us":
             number = Number(str(found)) if type(found) is int else found
@@ -232,12 +255,14 @@ def times_ms_of(column: list[Any], unit: TimeUnit) -> list[int] | None:
             assert_never(never)
 
 
-def avro_times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
-    """Convert a column of decoded Avro values to milliseconds, or return None if a row needs `time_ms_of`."""
+def typed_times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
+    """Convert a column of leaves to milliseconds, or return None if a row needs `time_ms_of`."""
     if set(map(type, column)) != {str if unit == "rfc3339" else int}:
         return None
     most = MAX_MS // 1000
     if unit == "s" and (max(column) > most or min(column) < -most):
+        return None
+    if unit == "timestamp" and (max(column) > MAX_MS or min(column) < MIN_MS):
         return None
     return times_ms_of(column, unit)
 

@@ -23,9 +23,9 @@ MAX_DEPTH: Final = 512
 SHORT_BYTES: Final = 2 * MAX_DEPTH
 """A value of at most this many bytes cannot be nested deeper than MAX_DEPTH, because each level has two brackets."""
 DECODE_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec's decoder raises for a value that it does not accept."""
+"""The exceptions that msgspec's decoder raises for values that it does not accept."""
 _EXPONENT_DIGITS: Final = 18
-"""If a number's value is needed, an exponent with more digits is refused, which RFC 8259, section 6, allows."""
+"""Maximum number of digits in an exponent if the number's value is needed. RFC 8259, section 6, allows such limits."""
 
 _BRACKETS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 _BLANK: Final = " \t\n\r"
@@ -67,7 +67,7 @@ _MAGIC: Final[tuple[tuple[bytes, _Foreign], ...]] = (
 
 
 def foreign_format(value: bytes) -> _Foreign | None:
-    """Guess from a value's first bytes which format it has instead of JSON, or return None if no format is likely."""
+    """Guess the actual format of an unreadable value from its first bytes, or return None if no format is likely."""
     for magic, found in _MAGIC:
         if value.startswith(magic):
             return found
@@ -91,7 +91,7 @@ class NotJudged(Exception):
         self.code: Final = code
         self.detail: Final = detail
         self.format_name: Final = format_name
-        """The format that a value seems to have instead of JSON, or an empty string if it is unknown."""
+        """The format that a value seems to have instead of the expected one, or an empty string if it is unknown."""
         super().__init__(detail)
 
 

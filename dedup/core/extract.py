@@ -28,17 +28,19 @@ import numpy as np
 import numpy.typing as npt
 
 from dedup.core import tracking_id as encoding
-from dedup.core.avro import AvroReader
-from dedup.core.event_time import MAX_MS, MIN_MS, EventTime, FieldTime, TimeUnit, avro_times_ms, times_ms_of
+from dedup.core.event_time import MAX_MS, MIN_MS, EventTime, FieldTime, TimeUnit, times_ms_of, typed_times_ms
 from dedup.core.exact_json import DECODE_REFUSALS, SHORT_BYTES, Unreadable, content_of, may_be_deep
 from dedup.core.extract_one import (
+    MEMBERWISE,
     NO_ALTERNATIVE,
     Fault,
     FaultKind,
     Format,
     Headers,
     One,
+    Reader,
     Recipe,
+    Schema,
     content_digest,
     encode_scalar,
     extract_one,
@@ -50,7 +52,7 @@ from dedup.core.extract_one import (
     reader_for,
     value_digest,
 )
-from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, payloads_of, refs_of
+from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, payloads_of, refs_of, rows_by_ref
 from dedup.core.id_columns import PartMemo, composite_ids, instant_ids
 from dedup.core.tracking_id import (
     CONTENT,
@@ -75,7 +77,7 @@ __all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_ex
 
 _WORD_BYTES: Final = 4
 _MARGIN_BYTES: Final = 2
-"""The minimum number of bytes after a member name: a colon and a closing brace."""
+"""At least this many bytes follow a member name: a colon and a closing brace."""
 
 _UUID_CHARS: Final = 36
 _ROW: Final = _UUID_CHARS + 1
@@ -319,12 +321,12 @@ def compile_extractor(
     fingerprint: bool,
     fingerprint_exclude: tuple[Path, ...] = (),
     schema_id: SchemaIdPlace = "auto",
-    schema: str | SchemaBook = "",
+    schema: Schema = "",
 ) -> Extractor:
     """Return a topology's extractor. Raises ValueError if the topology's rules can never find an ID or a time."""
     canonical = any(isinstance(each, ContentRule) for each in alternatives_of(tracking_id.rule))
-    if fmt == "avro" and (canonical or fingerprint_exclude):
-        raise ValueError("format avro has no canonical content; use fields, the key, a header or content: true as ID")
+    if fmt in MEMBERWISE and (canonical or fingerprint_exclude):
+        raise ValueError(f"format {fmt} has no canonical content; use fields, the key, a header or content: true as ID")
     if fmt == "bytes" and (canonical or member_paths(tracking_id.rule)):
         raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
     if fmt == "bytes" and isinstance(event_time, FieldTime):
@@ -391,13 +393,13 @@ class Extractor:
         return self._halved(batch)
 
     def _first_of(self, batch: _Batch) -> Extracted:
-        """Give each alternative the rows for which the earlier ones have no value."""
+        """Apply each alternative to the rows for which the earlier alternatives have no value."""
         left: Sequence[int] = range(len(batch.values))
         pieces: list[tuple[Sequence[int], Extracted]] = []
         first_tombstones: dict[int, Fault] = {}
         for index, alternative in enumerate(self._alternatives):
             part = batch if len(left) == len(batch.values) else batch.only(left)
-            # The last alternative sees all rows that are left: it finds the values that do not have their format.
+            # The last alternative gets all rows that are left, and so detects the values that are not in their format.
             last = alternative is self._alternatives[-1]
             places, found = (range(len(left)), alternative(*part)) if last else alternative.of_likely(part)
             rows = [left[at] for at in places]
@@ -450,7 +452,7 @@ class Extractor:
         )
 
     def _merged(self, count: int, pieces: Iterable[tuple[Sequence[int], Extracted]]) -> Extracted:
-        """Return a batch whose rows were extracted in pieces; of several pieces with the same row, the last counts."""
+        """Return one batch of rows that were extracted in pieces. If pieces share a row, the last piece counts."""
         ids: list[bytes | None] = [None] * count
         times_ms = [0] * count
         fingerprints = [b""] * count
@@ -465,7 +467,7 @@ class Extractor:
         return Extracted(ids, times_ms, fingerprints if self.recipe.fingerprint else None, faults)
 
     def of_likely(self, batch: _Batch) -> tuple[Sequence[int], Extracted]:
-        """Extract the rows that may have an ID by this rule: all of them if columns suffice. Return which ones, too."""
+        """Return the rows that may have an ID by this rule (all rows if columns suffice) and their extracted values."""
         found = self._in_columns(batch) if self._columnar and batch.values else None
         if found is not None:
             return range(len(batch.values)), found
@@ -476,8 +478,8 @@ class Extractor:
     def _in_columns(self, batch: _Batch) -> Extracted | None:
         if self._json is None and None in batch.values:
             return None
-        if self.recipe.fmt == "avro":
-            return self._avro(batch)
+        if self.recipe.fmt in MEMBERWISE:
+            return self._typed(batch)
         members: list[list[str | int]] = []
         times_ms: list[int] | None = None
         payloads: Sequence[bytes | None] | None = batch.values
@@ -498,35 +500,36 @@ class Extractor:
             fingerprints = [self._fingerprint(payload) for payload in payloads if payload is not None]
         return Extracted(list(ids), list(batch.timestamps_ms) if times_ms is None else times_ms, fingerprints, {})
 
-    def _avro(self, batch: _Batch) -> Extracted | None:
+    def _typed(self, batch: _Batch) -> Extracted | None:
         """Extract the values of each schema separately."""
         values: Sequence[bytes | None] | None = batch.values
         refs: set[SchemaRef | None] = {b""}
         if isinstance(self.recipe.schema, SchemaBook):
-            values = payloads_of(self.recipe.schema_id, batch.values, batch.headers)
-            column = refs_of(self.recipe.schema_id, batch.values, batch.headers)
+            place, indexed = self.recipe.schema_id, self.recipe.indexed
+            values = payloads_of(place, batch.values, batch.headers, indexed=indexed)
+            column = refs_of(place, batch.values, batch.headers, indexed=indexed)
             refs = set(column)
         if values is None or None in refs:
             return None
         if len(refs) > 1:
-            return self._apart(batch, [[row for row, each in enumerate(column) if each == ref] for ref in refs])
+            return self._apart(batch, rows_by_ref(column))
         try:
             reader = reader_for(self.recipe, refs.pop() or b"")
         except Unreadable as refused:  # parsing a schema again for each row would be slow
             return self._gathered([fault_of(refused)] * len(batch.values))
         if not reader.columnar:
             return self._one_by_one(batch)
-        return self._of_avro(batch, [value for value in values if value is not None], reader)
+        return self._of_typed(batch, [value for value in values if value is not None], reader)
 
-    def _of_avro(self, batch: _Batch, values: list[bytes], reader: AvroReader) -> Extracted | None:
+    def _of_typed(self, batch: _Batch, values: list[bytes], reader: Reader) -> Extracted | None:
         columns = reader.columns(values)
         if columns is None:
             return None
         paths, time = reader.count - reader.has_time, self.recipe.event_time
         members: list[Any] = columns[:paths]
-        times_ms = (
-            list(batch.timestamps_ms) if not isinstance(time, FieldTime) else avro_times_ms(columns[-1], time.unit)
-        )
+        times_ms: list[int] | None = list(batch.timestamps_ms)
+        if isinstance(time, FieldTime):
+            times_ms = typed_times_ms(columns[-1], time.unit)
         plain = all(set(map(type, column)) <= {str, int} for column in members)
         ids = self._ids(batch, values, members) if plain and times_ms is not None else None
         if ids is None or times_ms is None:

@@ -14,9 +14,11 @@ from hashlib import blake2b
 from typing import Final, Literal, assert_never
 from uuid import UUID
 
-from dedup.core import exact_json
+from dedup.core import avro, exact_json, protobuf
 from dedup.core import tracking_id as encoding
 from dedup.core.avro import AvroReader, Instant, Leaf, Refused, SchemaRefused, avro_reader
+from dedup.core.cbor import cbor_reader
+from dedup.core.csv_row import CsvLayout, csv_reader
 from dedup.core.event_time import BadTime, EventTime, FieldTime, RecordTime, rfc3339_ms, time_ms_of
 from dedup.core.exact_json import (
     ABSENT,
@@ -29,7 +31,11 @@ from dedup.core.exact_json import (
     canonical_json,
     look_up,
 )
-from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, named, payload_of, split
+from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, indexes_of, named, payload_of, schema_of, split
+from dedup.core.member_reader import MemberReader
+from dedup.core.message_pack import message_pack_reader
+from dedup.core.proto_schema import Message, parse_proto
+from dedup.core.protobuf import ProtobufReader, protobuf_reader
 from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
@@ -50,16 +56,24 @@ from dedup.core.tracking_id import (
 )
 from dedup.errors import InvariantBroken
 
-Format = Literal["json", "json_schema", "avro", "bytes"]
+Format = Literal["json", "json_schema", "avro", "protobuf", "msgpack", "cbor", "csv", "bytes"]
+TYPED: Final = frozenset[Format]({"avro", "protobuf"})
+"""The formats whose values can be read only with their schema."""
+MEMBERWISE: Final = TYPED | frozenset[Format]({"msgpack", "cbor", "csv"})
+"""The formats of whose values only single members are read, so that payloads are compared as bytes."""
 Headers = Sequence[tuple[str, bytes | None]]
+
+Schema = str | SchemaBook | CsvLayout
+"""A schema, the schemas of a registry, or the columns of CSV."""
+Reader = AvroReader | ProtobufReader | MemberReader
 
 _FRACTION: Final = re.compile(r"\.(\d+)")
 _FINGERPRINT_BYTES: Final = 8
 SCHEMA_UNKNOWN: Final = "schema_unknown"
 """The code of the fault of a record whose schema the registry did not know when the record was judged."""
 _LACKING: Final = {"id_missing": encoding.ABSENT, "id_null": encoding.NULL, "id_empty": encoding.TEXT}
-"""The canonical bytes of a part without a value, by the code that says what it lacks."""
-_CONTAINERS: Final = ("record", "array", "map")
+"""Maps the fault code of a part without a value to the canonical bytes that stand for the part."""
+_CONTAINERS: Final = ("record", "array", "map", "message")
 
 
 class FaultKind(Enum):
@@ -113,9 +127,14 @@ class Recipe:
     fingerprint: bool = False
     fingerprint_exclude: tuple[Path, ...] = ()
     schema_id: SchemaIdPlace = "auto"
-    """Where the schema ID is, with format json_schema."""
-    schema: str | SchemaBook = ""
-    """With format avro: the schema of all values, or the schemas that the framings of values name."""
+    """Where the schema ID of a value is, if the format has schema IDs."""
+    schema: Schema = ""
+    """For Avro and Protobuf, the schema of all values, or the schemas that the framings of the values refer to."""
+
+    @property
+    def indexed(self) -> bool:
+        """Whether message indexes follow the schema ID."""
+        return self.fmt == "protobuf"
 
     def alternatives(self) -> list[Recipe]:
         """Return one recipe for each alternative of the rule for the ID."""
@@ -128,19 +147,19 @@ NO_ALTERNATIVE: Final = Fault(FaultKind.MISSING_ID, "id_missing", "no alternativ
 
 
 def leads_on(fault: Fault) -> bool:
-    """Return whether an alternative with this fault leads to the next one, because the record has no value for it."""
+    """Tell whether a fault means that the record has no value for an alternative, so the next one must be tried."""
     return fault.kind is FaultKind.TOMBSTONE or fault.code in _LACKING
 
 
 def may_identify(recipe: Recipe, key: bytes | None, value: bytes | None, headers: Headers) -> bool:
-    """Tell cheaply whether the record may have an ID. False means that it has none, or that its value is unreadable."""
+    """Tell quickly whether a record may have an ID. False means that the record has no ID or an unreadable value."""
     match recipe.tracking_id.rule:
         case KeyRule():
             return bool(key)
         case HeaderRule(name):
             return any(header == name for header, _ in headers)
         case FieldRule((str(name), *_)) if value is not None and recipe.fmt in {"json", "json_schema"}:
-            # Not the last name of the path: another name on it may be repeated, which is a fault.
+            # The last name of the path might be absent although an earlier name is repeated, which is a fault.
             return b"\\" in value or name.encode() in value
         case _:
             return True
@@ -159,7 +178,7 @@ def extract_one(
 
     The order of faults is TOMBSTONE, UNREADABLE, MISSING_ID, BAD_TIME. A null value is a TOMBSTONE if the ID or the
     event time comes from the value. If the ID comes from the key or a header, MISSING_ID is reported before TOMBSTONE.
-    A value that does not have its format is UNREADABLE even if only the key or a header is needed.
+    A value that is not in the expected format is UNREADABLE even if only the key or a header is needed.
     """
     if isinstance(recipe.tracking_id.rule, FirstOfRule):
         return _first_of(recipe, key, value, headers, timestamp_ms)
@@ -167,10 +186,10 @@ def extract_one(
         if value is None:
             return _of_tombstone(recipe, key, headers, timestamp_ms)
         rule, time = recipe.tracking_id.rule, recipe.event_time
-        if recipe.fmt == "avro":
+        if recipe.fmt in MEMBERWISE:
             ref, payload = (b"", value)
             if isinstance(recipe.schema, SchemaBook):
-                ref, payload = split(recipe.schema_id, value, headers)
+                ref, payload = split(recipe.schema_id, value, headers, indexed=recipe.indexed)
             return of_leaves(recipe, key, value, headers, timestamp_ms, reader_for(recipe, ref).read(payload))
         payload = payload_of(recipe.schema_id, value, headers) if recipe.fmt == "json_schema" else value
         content = ABSENT if recipe.fmt == "bytes" else exact_json.decode(payload)
@@ -198,22 +217,55 @@ def _first_of(
     return tombstone or NO_ALTERNATIVE
 
 
-def reader_for(recipe: Recipe, ref: SchemaRef) -> AvroReader:
-    """Return the reader of Avro values whose framing names a schema. Raises Unreadable if the schema is unusable."""
+def reader_for(recipe: Recipe, ref: SchemaRef) -> Reader:
+    """Return the reader for values with a given schema ID. Raises Unreadable if the schema is unknown or unusable."""
     time = recipe.event_time if isinstance(recipe.event_time, FieldTime) else None
-    text = recipe.schema if isinstance(recipe.schema, str) else recipe.schema[ref]
+    paths = member_paths(recipe.tracking_id.rule)
+    if recipe.fmt == "msgpack":
+        return message_pack_reader(paths, time)
+    if recipe.fmt == "cbor":
+        return cbor_reader(paths, time)
+    if isinstance(recipe.schema, CsvLayout):
+        return csv_reader(recipe.schema, paths, time)
+    text = recipe.schema if isinstance(recipe.schema, str) else recipe.schema[schema_of(ref)]
     if text is None:
         raise Unreadable(SCHEMA_UNKNOWN, f"the schema registry does not know the value's schema, {named(ref)}")
     try:
-        return avro_reader(text, member_paths(recipe.tracking_id.rule), time)
+        if recipe.fmt == "protobuf":
+            return protobuf_reader(text, indexes_of(ref), paths, time)
+        return avro_reader(text, paths, time)
     except SchemaRefused as refused:
         raise Unreadable("schema_refused", f"the value's schema, {named(ref)}, {refused}") from None
+
+
+def member_types(fmt: Format, schema: str, path: Path, time: FieldTime | None, *, first: bool) -> dict[str, bool]:
+    """Map each type (except null) of members at a path to whether it is unusable as an ID or, with ``time``, as a time.
+
+    If ``first`` is true, all values are the first message of a Protobuf schema. Raises SchemaRefused.
+    """
+    if fmt == "protobuf":
+        names = {protobuf.type_at(each, path) for each in _messages(schema, first=first)}
+        return {name: protobuf.is_refused(name, time) for name in names if name is not None}
+    nodes = avro.nodes_at(avro.parse_schema(schema), path)
+    return {avro.type_name(each): avro.is_refused(each, time) for each in nodes if avro.type_name(each) != "null"}
+
+
+def member_names(fmt: Format, schema: str, path: Path, *, first: bool) -> list[str]:
+    """Return the names of the members that share a parent with a path, in a schema that `member_types` accepts."""
+    if fmt == "protobuf":
+        return [name for each in _messages(schema, first=first) for name in protobuf.names_at(each, path[:-1])]
+    holders = avro.nodes_at(avro.parse_schema(schema), path[:-1])
+    return [name for each in holders if isinstance(each, avro.Record) for name in each.fields]
+
+
+def _messages(schema: str, *, first: bool) -> list[Message]:
+    return [each for each in parse_proto(schema).nested[: 1 if first else None] if each is not None]
 
 
 def of_leaves(
     recipe: Recipe, key: bytes | None, value: bytes, headers: Headers, timestamp_ms: int, leaves: Sequence[Leaf]
 ) -> One | Fault:
-    """Return what `extract_one` returns for a record whose members of the ID and, last, event time are ``leaves``."""
+    """Return the result of `extract_one`, given the members of the ID, followed by the event time if it is a field."""
     time = recipe.event_time
     try:
         canonical = _canonical_id(recipe.tracking_id, key, value, headers, ABSENT, leaves)
@@ -224,7 +276,7 @@ def of_leaves(
             timestamp_ms = time_ms_of(leaves[-1], time)
         payload = value
         if recipe.fingerprint and isinstance(recipe.schema, SchemaBook):
-            payload = payload_of(recipe.schema_id, value, headers)
+            payload = payload_of(recipe.schema_id, value, headers, indexed=recipe.indexed)
         return One(state_key(canonical), timestamp_ms, _fingerprint(recipe, payload, ABSENT))
     except NotJudged as refused:
         return fault_of(refused)
@@ -252,7 +304,7 @@ def _canonical_id(
     content: JsonValue | Absent,
     members: Iterable[JsonValue | Leaf],
 ) -> bytes:
-    """Return the canonical bytes of an ID, given the members at the paths of the rule, in their order."""
+    """Return the canonical bytes of an ID, given the members at the paths of the rule in the same order."""
     match tracking_id.rule:
         case KeyRule():
             return _of_bytes(key, tracking_id, "the record's key")

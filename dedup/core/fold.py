@@ -117,6 +117,10 @@ class Outcome:
     stream_time: StreamTime = _BEFORE_ALL
     judged_times_ms: list[int] = field(default_factory=list)
     """The event time that was used to judge each row."""
+    filtered: int = 0
+    """Number of forwarded rows for which the flow yielded no record. The flow runs after the fold."""
+    flow_seconds: float = 0.0
+    """Seconds that the flow ran."""
 
     def all_duplicates(self, rows: Rows) -> list[tuple[int, Sighting]]:
         """Return the duplicates that are not conflicts, in log order, each with the sighting that it repeats."""
@@ -304,7 +308,7 @@ class _Judging:
         self._outcome: Final = outcome
         self._known: Final = known
         self._fresh: Final[dict[bytes, int]] = {}
-        """Maps each ID whose only sighting is from this batch to that row. Few such IDs ever need a `Sighting`."""
+        """Maps each ID whose only sighting is from this batch to its row. Few such IDs ever need a `Sighting`."""
 
     def run(self, stream_times: list[int], skipped: set[int]) -> None:
         known, fresh = self._known, self._fresh

@@ -1,16 +1,19 @@
-"""Separates the payload of a value from the framing with which a schema registry's serializers name its schema.
+"""Separates the payload of a value from its framing, in which a schema registry's serializers identify the schema.
 
 A schema ID is either before the payload (byte 0, then four bytes) or in the header `HEADER` (byte 0 and four bytes, or
-byte 1 and the 16 bytes of a GUID), in which case the value is the payload. Source: `dual_schema_id_deserializer` and
-`SchemaId` in confluent_kafka/schema_registry of confluent-kafka-python 2.16.1.
+byte 1 and the 16 bytes of a GUID), in which case the value is the payload. With Protobuf, message indexes follow the
+schema ID (``indexed``). Source: `dual_schema_id_deserializer` and `SchemaId` in confluent_kafka/schema_registry of
+confluent-kafka-python 2.16.1.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import chain
 from operator import itemgetter
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, Self, cast
 from uuid import UUID
 
 from dedup.core.exact_json import Unreadable, with_foreign_format
@@ -28,28 +31,69 @@ _ONE: Final = b"\0\0\0\0\1"
 _Headers = Sequence[tuple[str, bytes | None]]
 _name: Final[Callable[[Any], Any]] = itemgetter(0)
 _first: Final[Callable[[Any], Any]] = itemgetter(slice(0, 1))
-_prefix: Final[Callable[[Any], Any]] = itemgetter(slice(0, PREFIX_BYTES))
-_payload: Final[Callable[[Any], Any]] = itemgetter(slice(PREFIX_BYTES, None))
+_sixth: Final[Callable[[Any], Any]] = itemgetter(slice(PREFIX_BYTES, PREFIX_BYTES + 1))
+FRAMING_FAULTS: Final = frozenset(
+    {
+        "bad_message_indexes",
+        "bad_schema_id",
+        "repeated_header",
+        "schema_id_missing",
+        "truncated_framing",
+        "wrong_magic_byte",
+    }
+)
+"""The reasons in dead letters of values that name no schema, because their framing is missing or damaged."""
+_MOST_INDEXES: Final = 100
+_MOST_INDEX: Final = 1 << 20
+_INDEX_BYTES: Final = 4
+"""The maximum length of an encoded message index."""
+_MORE: Final = 0x80
+"""The bit of a byte that is set if another byte of the number follows."""
 
 
 SchemaRef = bytes
-"""A schema's ID as the framing has it: byte 0 and four bytes, or byte 1 and the 16 bytes of a GUID."""
+"""A schema ID as encoded in the framing: byte 0 and four bytes, or byte 1 and the 16 bytes of a GUID.
+
+With Protobuf, message indexes may follow.
+"""
+
+
+def schema_of(ref: SchemaRef) -> SchemaRef:
+    """Return a schema's ID without message indexes."""
+    return ref[: _ID_BYTES.get(ref[:1])]
+
+
+def indexes_of(ref: SchemaRef) -> tuple[int, ...]:
+    """Return the message indexes after a schema ID or, if there are none, the index of the schema's first message."""
+    return _indexes(ref, len(schema_of(ref)))[0] if len(ref) > len(schema_of(ref)) else (0,)
 
 
 def named(ref: SchemaRef) -> str:
-    """Return a schema's ID or GUID as a registry and its users write it."""
-    return str(UUID(bytes=ref[1:])) if ref[:1] == b"\1" else str(int.from_bytes(ref[1:], "big"))
+    """Return a schema's ID or GUID in the notation of registries and their users."""
+    number = schema_of(ref)[1:]
+    return str(UUID(bytes=number)) if ref[:1] == b"\1" else str(int.from_bytes(number, "big"))
+
+
+def ref_named(name: str) -> SchemaRef:
+    """Return the schema ID that `named` writes as ``name``. Raises ValueError, or OverflowError for a great number."""
+    if name.isdecimal() and name.isascii():
+        return b"\0" + int(name).to_bytes(PREFIX_BYTES - 1, "big")
+    return b"\1" + UUID(name).bytes
 
 
 class SchemaBook(dict[SchemaRef, str | None]):
-    """The schemas of a registry by their IDs, as far as they are known; None for an ID that the registry does not know.
+    """Caches a registry's schemas by ID, with None for each ID that the registry does not know.
 
-    Looking up an ID that was not asked for yet calls ``ask``, or raises InvariantBroken if there is none.
+    Looking up an ID that is not cached calls ``ask``, or raises InvariantBroken if ``ask`` is None.
     """
 
     def __init__(self, ask: Callable[[SchemaRef], str | None] | None = None) -> None:
         super().__init__()
         self._ask: Final = ask
+
+    def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
+        # The process that reads the pickle asks for itself, because a schema that was unknown may be known there.
+        return type(self), (self._ask,)
 
     def __missing__(self, ref: SchemaRef) -> str | None:
         if self._ask is None:
@@ -58,18 +102,21 @@ class SchemaBook(dict[SchemaRef, str | None]):
         return found
 
 
-def payload_of(place: SchemaIdPlace, value: bytes, headers: _Headers) -> bytes:
+def payload_of(place: SchemaIdPlace, value: bytes, headers: _Headers, *, indexed: bool = False) -> bytes:
     """Return the payload of a value. Raises Unreadable if the framing of the value is missing or damaged."""
-    return split(place, value, headers)[1]
+    return split(place, value, headers, indexed=indexed)[1]
 
 
-def split(place: SchemaIdPlace, value: bytes, headers: _Headers) -> tuple[SchemaRef, bytes]:
-    """Return the schema ID and the payload of a value. Raises Unreadable if there is no framing, or a damaged one."""
+def split(place: SchemaIdPlace, value: bytes, headers: _Headers, *, indexed: bool = False) -> tuple[SchemaRef, bytes]:
+    """Return the schema ID and the payload of a value. Raises Unreadable if the framing is missing or damaged.
+
+    If ``indexed``, message indexes follow the schema ID.
+    """
     ids = [content for name, content in headers if name == HEADER] if place != "prefix" else []
     if len(ids) > 1:
         raise Unreadable("repeated_header", f"the header {HEADER} occurs {len(ids)} times")
     if ids:
-        if not _is_id(ids[0]):
+        if not _is_id(ids[0], indexed=indexed):
             raise Unreadable("bad_schema_id", f"the header {HEADER} holds neither a schema id nor a schema GUID")
         return ids[0] or b"", value
     if place == "header":
@@ -79,39 +126,90 @@ def split(place: SchemaIdPlace, value: bytes, headers: _Headers) -> tuple[Schema
     if len(value) < PREFIX_BYTES:
         text = f"the value has {len(value)} bytes, and its framing alone has {PREFIX_BYTES}"
         raise Unreadable("truncated_framing", text)
-    return value[:PREFIX_BYTES], value[PREFIX_BYTES:]
+    end = _indexes(value, PREFIX_BYTES)[1] if indexed else PREFIX_BYTES
+    return value[:end], value[end:]
+
+
+def _indexes(text: bytes, at: int) -> tuple[tuple[int, ...], int]:
+    """Return the message indexes at a position, and the position after them. Raises Unreadable if they are damaged."""
+    count, at = _zigzag(text, at, _MOST_INDEXES)
+    found: list[int] = []
+    for _ in range(count):
+        index, at = _zigzag(text, at, _MOST_INDEX)
+        found.append(index)
+    return tuple(found) or (0,), at
+
+
+def _zigzag(text: bytes, at: int, most: int) -> tuple[int, int]:
+    raw = shift = 0
+    for byte in text[at : at + _INDEX_BYTES]:
+        raw |= (byte & (_MORE - 1)) << shift
+        shift += 7
+        if byte < _MORE:
+            if raw & 1 or raw >> 1 > most:
+                break
+            return raw >> 1, at + shift // 7
+    else:
+        if shift < 7 * _INDEX_BYTES:
+            raise Unreadable("truncated_framing", "the value ends inside the message indexes of its framing")
+    raise Unreadable("bad_message_indexes", "the message indexes of the value's framing are damaged")
 
 
 def refs_of(
-    place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers]
+    place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers], *, indexed: bool = False
 ) -> list[SchemaRef | None]:
-    """Return the schema ID of each value, or None for a null value and for one whose framing is damaged."""
-    in_prefix = place == "prefix" or (place == "auto" and HEADER not in map(_name, chain.from_iterable(headers)))
-    if values and in_prefix and payloads_of("prefix", values, headers) is not None:
-        return list(map(_prefix, values))
+    """Return the schema ID of each value, with None for null values and for values whose framing is damaged."""
+    size = _head(place, values, headers, indexed=indexed)
+    if size:
+        return list(map(itemgetter(slice(0, size)), cast("Sequence[bytes]", values)))
     found: list[SchemaRef | None] = []
     for value, row in zip(values, headers, strict=True):
         try:
-            found.append(None if value is None else split(place, value, row)[0])
+            found.append(None if value is None else split(place, value, row, indexed=indexed)[0])
         except Unreadable:
             found.append(None)
     return found
 
 
+def rows_by_ref(refs: Sequence[SchemaRef | None]) -> list[list[int]]:
+    """Return one list of rows per schema ID. A batch may have as many schema IDs as rows."""
+    rows: defaultdict[SchemaRef | None, list[int]] = defaultdict(list)
+    for row, ref in enumerate(refs):
+        rows[ref].append(row)
+    return list(rows.values())
+
+
 def payloads_of(
-    place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers]
+    place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers], *, indexed: bool = False
 ) -> Sequence[bytes | None] | None:
     """Return the payloads of a column of values, or None if any row must be passed to `payload_of`."""
     if None in values:
         return None
     there = cast("Sequence[bytes]", values)
-    if place == "prefix" or (place == "auto" and HEADER not in map(_name, chain.from_iterable(headers))):
-        framed = min(map(len, there)) >= PREFIX_BYTES and set(map(_first, there)) == {b"\0"}
-        return list(map(_payload, there)) if framed else None
+    size = _head(place, values, headers, indexed=indexed)
+    if size:
+        return list(map(itemgetter(slice(size, None)), there))
+    if indexed:
+        with suppress(Unreadable):
+            return [split(place, *row, indexed=True)[1] for row in zip(there, headers, strict=True)]
+        return None
     ids = [[content for name, content in row if name == HEADER] for row in headers]
-    if all(len(found) == 1 and _is_id(found[0]) for found in ids):
+    if place != "prefix" and all(len(found) == 1 and _is_id(found[0]) for found in ids):
         return there
     return None
+
+
+def _head(place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers], *, indexed: bool) -> int:
+    """Return the length of the framing before each payload, or 0 if the lengths differ or a framing may be damaged."""
+    if place == "header" or (place == "auto" and HEADER in map(_name, chain.from_iterable(headers))):
+        return 0
+    if not values or None in values:
+        return 0
+    there = cast("Sequence[bytes]", values)
+    size = PREFIX_BYTES + indexed
+    if min(map(len, there)) < size or set(map(_first, there)) != {b"\0"}:
+        return 0
+    return 0 if indexed and set(map(_sixth, there)) != {b"\0"} else size
 
 
 def framed(place: SchemaIdPlace | None, payload: bytes) -> tuple[bytes, tuple[tuple[str, bytes], ...]]:
@@ -124,5 +222,8 @@ def framed(place: SchemaIdPlace | None, payload: bytes) -> tuple[bytes, tuple[tu
     return (payload, ((HEADER, _ONE),)) if place == "header" else (_ONE + payload, ())
 
 
-def _is_id(content: bytes | None) -> bool:
-    return content is not None and len(content) == _ID_BYTES.get(content[:1])
+def _is_id(content: bytes | None, *, indexed: bool = False) -> bool:
+    size = 0 if content is None else _ID_BYTES.get(content[:1], 0)
+    if content is None or not 0 < size <= len(content):
+        return False
+    return (_indexes(content, size)[1] if indexed else size) == len(content)

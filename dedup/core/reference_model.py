@@ -73,7 +73,7 @@ class ReferenceModel:
     """Judges the records of one task in log order, and keeps the task's sightings and stream time."""
 
     def __init__(self, rules: ModelRules, feeds: Iterable[Feed] = _ONE_FEED) -> None:
-        """``feeds`` are the source partitions at the task's start; others are idle until their first record."""
+        """``feeds`` are the source partitions when the task starts. Later ones are idle until their first record."""
         self.rules: Final = rules
         self.stream_time_ms = BEFORE_ALL_TIME
         self.greatest: Final[dict[Feed, int]] = dict.fromkeys(feeds, BEFORE_ALL_TIME)

@@ -79,7 +79,7 @@ _INT64: Final = 1 << 63
 _EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - text in UTC gets its Z from `encode_instant`
 _LENGTH_BITS: Final = 7
 _MORE: Final = 1 << _LENGTH_BITS
-"""The bit of a LEB128 byte that says that another byte follows."""
+"""The bit of a LEB128 byte that is set if another byte follows."""
 
 
 def parse_path(text: str) -> Path:
@@ -151,14 +151,14 @@ class HeaderRule:
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """The rule that one member of the JSON value is the ID."""
+    """The rule that one member of the value is the ID."""
 
     path: Path
 
 
 @dataclass(frozen=True, slots=True)
 class FieldsRule:
-    """The rule that several members of the JSON value, in a given order, together form the ID."""
+    """The rule that several members of the value, in a given order, together form the ID."""
 
     paths: tuple[Path, ...]
 
@@ -176,7 +176,7 @@ class Part:
 class PartsRule:
     """The rule that several parts of the record, in a given order, together form the ID.
 
-    At least one part must be neither absent nor null nor empty. Objects and arrays are compared as canonical JSON.
+    At least one part must have a value that is not null or empty. Objects and arrays are compared as canonical JSON.
     Source: `deduplicateByKeyValue` of KIP-655, whose ID is the record's key and a member of the value.
     """
 
@@ -202,7 +202,7 @@ Alternative = KeyRule | HeaderRule | FieldRule | FieldsRule | PartsRule | Conten
 class FirstOfRule:
     """The rule that the ID comes from the first of several alternatives for which the record has a value.
 
-    If what an alternative needs is absent, null, or empty, the next alternative is tried. IDs that come from different
+    If the value that an alternative needs is absent, null, or empty, the next alternative is tried. IDs from different
     alternatives are never equal.
     """
 
@@ -240,7 +240,7 @@ def needs_value(rule: Rule) -> bool:
 
 
 def has_key(rule: Rule) -> bool:
-    """Return whether records with equal IDs, without normalization, have equal keys."""
+    """Return whether records with equal IDs have equal keys, provided that IDs are not normalized."""
     return all(
         isinstance(each, KeyRule) or (isinstance(each, PartsRule) and Part(KeyRule()) in each.parts)
         for each in alternatives_of(rule)
@@ -255,7 +255,7 @@ class TrackingId:
     normalize: tuple[Normalizing, ...] = ()
     """Normalization steps, which are applied in this order to strings in the value and to UTF-8 keys and headers.
 
-    `instant`, the last step, makes an instant of a string that is an RFC 3339 time, and leaves other strings alone.
+    `instant`, the last step, converts RFC 3339 strings to instants, and leaves other strings unchanged.
     """
 
 
@@ -316,7 +316,7 @@ def encode_composite(parts: Sequence[bytes]) -> bytes:
 
 
 def encode_alternative(index: int, key: bytes) -> bytes:
-    """Return the canonical bytes of the ID that an alternative gives, given the state key of that ID."""
+    """Return the canonical bytes of an ID that comes from an alternative. ``key`` is the state key of this ID."""
     return ALTERNATIVE + bytes((index,)) + key
 
 

@@ -40,7 +40,7 @@ class Source(NamedTuple):
 
 
 class Sighting(NamedTuple):
-    """An ID was seen at event times from ``first_ms`` to ``last_ms``, first in the record at ``source``."""
+    """States that an ID was seen at event times from ``first_ms`` to ``last_ms``, first in the record at ``source``."""
 
     first_ms: int
     last_ms: int

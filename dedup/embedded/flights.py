@@ -20,7 +20,7 @@ from typing import Final
 from dedup.errors import PackageMissing
 
 ID_FIELDS: Final = ("year", "month", "day", "carrier", "flight", "origin", "sched_dep_time")
-"""Fields that together are unique to each flight in the file."""
+"""Fields that together identify each flight in the file."""
 _TIME_FIELD: Final = "time_hour"
 _TEXT_FIELDS: Final = frozenset({"carrier", "tailnum", "origin", "dest", _TIME_FIELD})
 

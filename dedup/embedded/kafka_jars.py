@@ -51,9 +51,13 @@ class Jar:
 
 def cache_dir(environ: Mapping[str, str]) -> Path:
     """Return the current user's directory for Kafka's jars, which may not exist yet."""
+    return cache_root(environ) / f"kafka-{_KAFKA_VERSION}"
+
+
+def cache_root(environ: Mapping[str, str]) -> Path:
+    """Return the current user's directory for all downloads of dedup, which may not exist yet."""
     base = environ.get("XDG_CACHE_HOME")
-    root = Path(base) if base else Path.home() / ".cache"
-    return root / "dedup" / f"kafka-{_KAFKA_VERSION}"
+    return (Path(base) if base else Path.home() / ".cache") / "dedup"
 
 
 def locked_jars() -> tuple[Jar, ...]:
@@ -112,7 +116,7 @@ def _install(directory: Path, jars: tuple[Jar, ...], progress: Progress | None) 
             if progress is not None:
                 progress(done_bytes, total_bytes)
 
-        context = _maven(Path(temporary) / "repository", add)
+        context = maven(Path(temporary) / "repository", add)
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
             for path in pool.map(lambda jar: _fetch(context, jar), jars):
                 path.rename(ready / path.name)
@@ -136,7 +140,9 @@ def _fetch(context: MavenContext, jar: Jar) -> Path:
     return path
 
 
-def _maven(repository: Path, progress: Callable[[int], None]) -> MavenContext:
+def maven(repository: Path, progress: Callable[[int], None]) -> MavenContext:
+    """Return a client of Maven Central with its files in ``repository``; ``progress`` gets the bytes of each step."""
+
     @contextlib.contextmanager
     def file(_name: str, _size_bytes: int) -> Iterator[Callable[[int], None]]:
         yield progress
@@ -159,7 +165,7 @@ def resolved(wanted: Iterable[str], repository: Path) -> list[Artifact]:
     ``repository`` is the directory for downloads. Raises OSError or RuntimeError if Maven Central cannot be reached or
     lacks an artifact.
     """
-    context = _maven(repository, lambda _: None)
+    context = maven(repository, lambda _: None)
     roots = [context.create_dependency(replace(Coordinate.parse(root), scope="compile")) for root in wanted]
     inputs, transitive = context.resolver.resolve(roots)
     needed = [*inputs, *(each for each in transitive if each.scope in {"compile", "runtime"})]

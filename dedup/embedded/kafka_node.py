@@ -330,7 +330,7 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 
 def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
-    """Return a file, written only for a user's first node, with the feature levels of a new cluster."""
+    """Return a file with the feature levels of a new cluster. The file is written only for a user's first node."""
     kept = jars / "bootstrap.checkpoint"
     if kept.exists():
         return kept

@@ -1,4 +1,4 @@
-"""Checks a principal's permissions, and whether the brokers support the request versions that dedup sends.
+"""Checks a principal's permissions, and the brokers' support for the request versions that dedup sends.
 
 Brokers report which operations a caller may perform on topics and groups (KIP-430), but not on transactional IDs. The
 only way to test the right to use a transactional ID is to send an `InitProducerId` request. This module sends
@@ -43,7 +43,7 @@ REFUSED_ID: Final = 53
 TIMEOUT_TOO_LONG: Final = 50
 LOOK_AGAIN_S: Final = 0.2
 _OPERATIONS: Final = {3: "Read", 4: "Write", 5: "Create", 6: "Delete", 8: "Describe", 10: "DescribeConfigs"}
-"""Kafka's operation numbers, which are also their bit positions in a response."""
+"""Maps the number of each operation, which is also the operation's bit position in a response, to its name."""
 _NOT_IMPLYING_DESCRIBE: Final = frozenset({"DescribeConfigs"})
 _NEEDED: Final[tuple[type[Any], ...]] = (
     ProduceRequest,
@@ -61,7 +61,7 @@ _NEEDED: Final[tuple[type[Any], ...]] = (
 
 
 class Rights:
-    """Reports the caller's rights in an ``async with`` block; every method may raise BrokerUnavailable."""
+    """Reports the caller's rights, in an ``async with`` block. Every request may raise BrokerUnavailable."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection

@@ -1,4 +1,4 @@
-"""Implements `Wire`, the requests of the exactly-once protocol, with aiokafka's client.
+"""Implements `Wire` (the requests of the exactly-once protocol) on top of aiokafka's client.
 
 aiokafka's producer is not used, because it silently repeats EndTxn, commits a transaction even if a record was
 rejected, and has no deadlines (docs/decisions/0002-own-transactions.md).
@@ -71,16 +71,16 @@ _LATEST: Final = -1
 _TOPIC_RESOURCE: Final = 2
 _LOOK_AGAIN_S: Final = 0.05
 _RESTORE_LANE: Final = "restore"
-"""The connection that is used only for restores, because a broker processes the requests of a connection one by one."""
+"""The connection that only restores use, because a broker processes the requests of a connection one at a time."""
 _METADATA_LANE: Final = "metadata"
 _IMPLICIT: Final = 2
 """The first transaction version in which requests add partitions to a transaction implicitly (KIP-890)."""
 _METADATA_WITHIN_S: Final = 2.0
 """Time limit for a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
 _DIVERGING_EPOCH: Final = 0
-"""The tag of the field in a fetch response that says where the broker's log begins to differ from what was read."""
+"""The tag of the fetch response field that says where the broker's log diverges from the records already read."""
 _EPOCH_END: Final = Struct(">iq")
-"""The binary format of a diverging epoch: the leader epoch, and the offset at which it ends in the broker's log."""
+"""The binary format of a diverging epoch: the leader epoch, and the offset at which the epoch ends in that log."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -112,14 +112,14 @@ class _Prepared:
 
 
 def sendable(request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-    """Wrap a request that is defined in only one version, so that aiokafka sends exactly that version."""
+    """Wrap a `OneVersion` request, so that aiokafka does not choose a version; return any other request unchanged."""
     return _Prepared(request) if isinstance(request, OneVersion) else request
 
 
 def metadata_request(
     names: Iterable[str], kind: type[MetadataRequest_v10] = MetadataRequest_v10, *, rights: bool = False
 ) -> Any:  # noqa: ANN401  # untyped protocol structures
-    """Return a metadata request for the named topics; the broker does not create topics that are missing.
+    """Return a metadata request for the named topics, which does not make the broker create missing topics.
 
     If ``rights`` is set, the response includes the operations that the caller is authorized to perform.
     """
@@ -135,7 +135,7 @@ def grouped(pairs: Iterable[tuple[K, T]]) -> list[tuple[K, list[T]]]:
 
 
 def tagged(topics: Iterable[tuple[str, list[tuple[Any, ...]]]]) -> list[Any]:
-    """Add the empty tags that a flexible version (KIP-482) has after each topic and each partition."""
+    """Add the empty tag section that a flexible version (KIP-482) requires after each topic and each partition."""
     return [(topic, [(*part, {}) for part in parts], {}) for topic, parts in topics]
 
 
@@ -161,7 +161,7 @@ class KafkaWire:
         self._topic_ids: dict[str, str] = {}
         """Maps the name of each pinned topic to its ID."""
         self._seen_ids: dict[str, str] = {}
-        """Maps the names of other topics to their IDs at the time of the last fetch."""
+        """Maps the name of each other topic that was fetched to the topic's ID when it was last looked up."""
 
     async def start(self) -> None:
         """Connect to the cluster. Raises BrokerUnavailable if no broker responds within the connection's `patience_ms`.
@@ -359,7 +359,10 @@ class KafkaWire:
             ) from error
 
     async def known_everywhere(self, topic: str) -> bool:
-        """Return whether every responding broker knows a topic; one that comes back learns of it before it responds."""
+        """Return whether every broker that responds knows a topic.
+
+        Brokers that do not respond are ignored, because a restarted broker learns of the topic before it responds.
+        """
         for broker in self._client.cluster.brokers():
             try:
                 answer = await self.send(broker.nodeId, metadata_request((topic,)), _METADATA_LANE)

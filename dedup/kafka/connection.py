@@ -1,4 +1,4 @@
-"""Converts the settings to options of aiokafka's clients, and explains why a connection to a broker has failed.
+"""Converts the settings to options for aiokafka's clients, and explains why a connection to a broker has failed.
 
 aiokafka reports most problems with the host name, the network, TLS, or authentication as "unable to bootstrap".
 `diagnose` connects to each broker separately to find the actual problem.
@@ -34,7 +34,7 @@ class _Token(AbstractTokenProvider):  # type: ignore[misc]  # untyped base
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How to reach a cluster: its brokers, credentials, and time limits."""
+    """Describes how to reach a cluster: its brokers, credentials, and time limits."""
 
     brokers: tuple[str, ...]
     security: Security
@@ -90,7 +90,7 @@ _EXPIRED_CODES: Final = frozenset({9, 10})
 
 
 class Trouble(enum.Enum):
-    """The reason why a broker cannot be used. Each `Trouble` value is a report text with placeholders for settings."""
+    """The reason why a broker cannot be used. Each value is the text of a report, with placeholders for settings."""
 
     NAME = "the host name is not known here. Correct `brokers`, or the name server"
     UNREACHABLE = "nothing can be reached there. Start the broker, correct `brokers`, or open the firewall"
@@ -144,7 +144,7 @@ class Diagnosis:
 
 
 async def diagnose(connection: Connection) -> list[Diagnosis]:
-    """Return a diagnosis for each broker that cannot be used; the list is empty if all of them can."""
+    """Return a diagnosis for each broker that cannot be used; the list is empty if all brokers can be used."""
     found = await asyncio.gather(*(_examined(connection, broker) for broker in connection.brokers))
     return [finding for finding in found if finding is not None]
 

@@ -31,13 +31,13 @@ PAUSE_MS: Final = 100
 MOST_PAUSES: Final = 200
 """A check fails after this many attempts without a response (about 20 s), and the transaction is then abandoned."""
 _MOST_ABSENT: Final = 20
-"""A topic counts as deleted after it is missing from this many responses; a starting broker may know of none yet."""
+"""A topic counts as deleted after it is missing from this many responses; a starting broker may not know it yet."""
 _PARTITION_BYTES: Final = 1 << 20
 _REQUEST_BYTES: Final = 16 << 20
 _OUT_OF_RANGE: Final = 1
 _AGAIN_PAUSE_MS: Final = 100
 MOST_DOUBTS: Final = 3
-"""If this many consecutive responses say that the log does not contain a position, they are believed."""
+"""A position counts as missing from the log only after this many consecutive responses have said so."""
 _FEED_LANE: Final = "feed"
 _FLOW_BYTES: Final = 512 << 10
 """While records arrive, a broker waits briefly for this many bytes, because small batches are inefficient."""
@@ -62,7 +62,7 @@ class TopicCheck:
     def __init__(
         self, wire: Wire, expected: Mapping[str, TopicNow], may_grow: Collection[str] = (), after_growth: str = _GROWN
     ) -> None:
-        """Partitions may be added to the topics in ``may_grow``; for others, the error ends with ``after_growth``."""
+        """Allow only the topics in ``may_grow`` to grow; the error for any other topic ends with ``after_growth``."""
         self._wire: Final = wire
         self._expected: Final = dict(expected)
         self._may_grow: Final = frozenset(may_grow)
@@ -71,7 +71,7 @@ class TopicCheck:
         """The topic names in the order in which they are always requested, so that equal responses have equal bytes."""
         self._asking: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
-        """A check that has not been sent yet. Its response will be newer than all calls that are waiting for it."""
+        """A check that has not been sent yet, so its response will be newer than every call that waits for it."""
 
     @classmethod
     async def of(cls, wire: Wire, *names: str) -> Self:
@@ -187,7 +187,7 @@ class FeedEnd(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """How far a partition has been read since `FeedFetcher.begin` was called; each call creates a new `Reading`."""
+    """Tracks how far a partition has been read since `FeedFetcher.begin`, which creates a new `Reading` each time."""
 
     position: int
     """The next offset to fetch."""
@@ -198,9 +198,9 @@ class Reading:
     over: bool = False
     """True if this reading has ended. Records that were fetched by an ended reading must not be judged."""
     doubts: int = 0
-    """Number of consecutive responses according to which the log does not contain the position."""
+    """Number of consecutive responses that have reported the position as missing from the log."""
     caught_up_ms: int = 0
-    """The last time at which no record after the position was readable, or 0 if there has always been one."""
+    """The last time at which no record after the position was readable, or 0 if no such time is known."""
 
 
 class Answer(NamedTuple):

@@ -1,8 +1,8 @@
-"""Implements the wire as a cluster in memory, with transactions of version 2 (KIP-890), for `TopologyTestDriver`.
+"""Implements `Wire` as an in-memory cluster with version 2 transactions (KIP-890), for `TopologyTestDriver`.
 
-Every request is answered at once, so no transaction is ever seen while it ends. Logs hold record batches as bytes, as
-brokers do: an end of a transaction takes an offset, and a topic may replace timestamps by the time of the append.
-`tests/contract/test_wire.py` compares the answers with those of a real broker.
+Every request gets its response immediately, so no client ever sees a transaction that is still ending. As on a broker,
+logs contain record batches as bytes, each transaction marker takes up an offset, and a topic may replace the producer's
+timestamps with the append time. `tests/contract/test_wire.py` compares the responses with those of a real broker.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Log:
 
 @dataclass(slots=True)
 class _Coordinated:
-    """A transactional ID at its coordinator."""
+    """The coordinator's state of a transactional ID."""
 
     producer_id: int
     epoch: int = 0
@@ -99,7 +99,7 @@ class _Coordinated:
     places: set[TopicPartition] = field(default_factory=set)
     offsets: dict[tuple[str, TopicPartition], Position] = field(default_factory=dict)
     ended: tuple[int, bool] | None = None
-    """The epoch of the last transaction and whether it was committed, until the next one begins."""
+    """The epoch of the last transaction, and whether it was committed; None once a new transaction or epoch begins."""
 
     @property
     def identity(self) -> ProducerIdentity:
@@ -107,7 +107,7 @@ class _Coordinated:
 
 
 class MemoryWire:
-    """A cluster with a single client; see `Wire`. ``now_ms`` is the brokers' clock."""
+    """A cluster with a single client; see `Wire`. ``now_ms`` returns the time of the brokers' clock."""
 
     def __init__(self, now_ms: Callable[[], int]) -> None:
         self._now_ms: Final = now_ms
@@ -119,7 +119,7 @@ class MemoryWire:
         self._appended = 0
 
     def create(self, topic: Topic) -> None:
-        """Create an empty topic; a topic of the same name is deleted."""
+        """Create an empty topic, which replaces any topic of the same name."""
         self._topics[topic.name] = topic
         self._logs.update({place: _Log() for place in topic.places})
 
@@ -134,9 +134,9 @@ class MemoryWire:
         return columns_of(source, b"".join(each.raw for each in found), (), offset)[0]
 
     def read_in_order(self, topic: str, since: int) -> tuple[list[tuple[TopicPartition, Columns]], int]:
-        """Return committed batches of all partitions in the order in which they were written, and where to go on.
+        """Return a topic's committed batches in the order in which they were written, and ``since`` for the next call.
 
-        ``since`` is 0 or the second value that an earlier call returned; there must be no open transaction then.
+        In the first call, ``since`` is 0. No transaction may be open during a call.
         """
         found = {
             each.order: (place, each.raw)
@@ -299,5 +299,5 @@ class MemoryWire:
         self._pinned = dict(topic_ids)
 
     async def pause(self, delay_ms: int) -> None:  # noqa: ARG002
-        """See `Wire`; nothing ever changes while a request waits."""
+        """Return without waiting, because the cluster's state does not change over time."""
         await asyncio.sleep(0)

@@ -1,7 +1,7 @@
-"""Limits the log lines about a broker that is away: one when it goes, one a minute, and one when it is back.
+"""Limits the log lines about an unavailable broker: one when the outage begins, one a minute, and one when it ends.
 
-Without this limit, aiokafka would log each failed attempt to reach a node, up to thousands per second, but never a
-success. Every command sets up its logging with this module, which therefore imports nothing heavy.
+Without this limit, aiokafka would log every failed attempt to reach a node, up to thousands per second, but never log
+a success. Every command sets up its logging with this module, which therefore imports only what is quick to load.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ log: Final = logging.getLogger(__name__)
 REPEATED_EVERY_S: Final = 60.0
 """The interval, in seconds, at which a continuing outage is logged again."""
 OVER_AFTER_S: Final = 15.0
-"""A client tries a silent broker again every 10 s, so an outage without a failure for this long is over."""
+"""An outage is over after this time without a failure, because a client retries a silent broker every 10 s."""
 AWAY: Final = {"outage": "away"}
-"""The `extra` of those messages of dedup that repeat while a broker does not answer."""
+"""The `extra` of dedup's log messages that repeat while a broker does not respond."""
 ASIDE: Final = {"outage": "aside"}
-"""The `extra` of those messages of dedup that are worth a line only if no outage is known."""
+"""The `extra` of dedup's log messages that are treated like aiokafka's messages about an unavailable broker."""
 BACK: Final = {"outage": "back"}
-"""The `extra` of dedup's message that nothing is waiting for a broker any longer."""
+"""The `extra` of dedup's log message that says that nothing waits for a broker any longer."""
 FAILURES: Final = (
     "Unable ",
     "Group Coordinator Request failed",
@@ -35,7 +35,7 @@ FAILURES: Final = (
     "OffsetCommit failed before join",
     "LeaveGroup request failed",
 )
-"""The first words of the messages that aiokafka logs because a broker is away."""
+"""The beginnings of the messages that aiokafka logs when a broker is unavailable."""
 _OF_CLIENT: Final = "aiokafka"
 _GATHERED_FOR_S: Final = 1.0
 K = TypeVar("K")
@@ -60,7 +60,7 @@ class OutageLines:
         return self._began_s is not None
 
     def failed(self, logger: str, message: str, now_s: float) -> str | None:
-        """Take note of a failure. Return the line to log, or None; the first failure of each logger is logged."""
+        """Record a failure, and return the line to log or None. The first failure of each logger is always logged."""
         if self._began_s is None:
             if logger == _OF_CLIENT and now_s - self._over_s < OVER_AFTER_S:
                 return None  # a straggler of the outage that is over
@@ -91,10 +91,9 @@ class OutageLines:
 
 
 class OutageFilter(logging.Filter):
-    """Passes the lines of `OutageLines` to a handler, instead of every message that aiokafka and dedup log during an
-    outage.
+    """Replaces the messages that aiokafka and dedup log about an outage with the lines of `OutageLines`.
 
-    With ``verbose``, dedup's own messages are all passed as well.
+    With ``verbose``, all of dedup's own messages are logged as well.
     """
 
     def __init__(self, *, verbose: bool = False) -> None:
@@ -103,7 +102,7 @@ class OutageFilter(logging.Filter):
         self._lines: Final = OutageLines()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return False to suppress a record. The line about an outage replaces the text of a repeated message."""
+        """Return whether to log a record. If `OutageLines` returns a line, the line replaces the record's text."""
         ours = getattr(record, "outage", None)
         if ours == "back":
             self._lines.over(record.created)
@@ -136,13 +135,13 @@ class OutageFilter(logging.Filter):
 
 @dataclass(slots=True)
 class Gathered(Generic[K, V]):
-    """Passes everything that is added within a second to one call of ``say``, so that it becomes one log line."""
+    """Passes all pairs that are added within a second to one call of ``say``, which logs them in one line."""
 
     say: Callable[[Mapping[K, V]], None]
     _found: dict[K, V] = field(init=False, default_factory=dict)
 
     def add(self, key: K, value: V) -> None:
-        """Add a value, in a running event loop."""
+        """Add a value for a key. An event loop must be running."""
         if not self._found:
             _call_later(_GATHERED_FOR_S, self._flush)
         self._found[key] = value
@@ -173,7 +172,7 @@ def text_format() -> logging.Formatter:
 
 
 def send_to_stderr(formatter: logging.Formatter, level: int) -> None:
-    """Replace all log handlers with one on standard error that limits the lines about outages."""
+    """Replace all log handlers with one that writes to standard error and limits the lines about outages."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     handler.addFilter(OutageFilter(verbose=level <= logging.DEBUG))

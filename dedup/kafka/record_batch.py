@@ -31,20 +31,20 @@ BATCH_BYTES: Final = 500_000
 COMPRESSION: Final[Mapping[str, int]] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 MAGIC: Final = 2
 SEQUENCES: Final = 1 << 31
-"""The number of sequence numbers of a partition, after which they start from 0 again."""
+"""The number of sequence numbers per partition. After the last sequence number, a producer starts from 0 again."""
 NO_EPOCH: Final = -1
 """The value that stands for an unknown leader epoch (KIP-320)."""
 GC_THRESHOLD: Final = 100_000
-"""Allocations between two collections of the youngest generation (`gc.set_threshold`). A process that reads many
-batches sets it, because batches create many objects but no cycles.
+"""Number of allocations between two collections of the youngest generation (`gc.set_threshold`). A process that reads
+many batches sets this high threshold, because batches create many objects but no reference cycles.
 """
 _NO_LIMIT: Final = 1 << 62
 OWN_ROW: Final = -1
-"""The feeding offset of a record that dedup itself created without an input record."""
+"""Stands in for the feeding offset of a record that dedup creates without an input record."""
 _BITS: Final = 7
-"""The number of bits that each byte of a varint adds to the number."""
+"""The number of payload bits in each byte of a varint."""
 _WIDER_FROM: Final = (0, 1 << 6, 1 << 13, 1 << 20)
-"""The smallest numbers that need one, two, three, and four bytes as a varint, in which one bit is the sign."""
+"""The smallest numbers that need one, two, three, and four bytes as a varint, which uses one bit for the sign."""
 _MOST: Final = _WIDER_FROM[-1]
 
 Header = tuple[str, bytes | None]
@@ -343,6 +343,8 @@ class Columns:
     headers: list[list[Header]] = field(default_factory=list)
     odd_names: frozenset[int] = frozenset()
     """Offsets of records with a header name that is not UTF-8."""
+    created: list[tuple[int, int]] = field(default_factory=list)
+    """The first and the last offset of each batch whose timestamps the producer wrote (CreateTime)."""
 
     def cut(self, begin: int, end: int) -> Columns:
         """Return the rows from ``begin`` up to but not including ``end``."""
@@ -363,6 +365,8 @@ class FeedBatch:
     """The offset at which the previous batch ended. A gap between two batches means that a batch was lost."""
     odd_names: frozenset[int] = frozenset()
     """Offsets of records that become dead letters because they have a header name that is not UTF-8."""
+    created: Sequence[tuple[int, int]] = ()
+    """The first and the last offset of each fetched batch whose timestamps the producer wrote (CreateTime)."""
     leader_epoch: int = -1
     """Leader epoch of the last record (KIP-320), or -1 if it is unknown."""
     life: int = 0
@@ -388,13 +392,22 @@ class FeedBatch:
         readable_after_ms: int = 0,
     ) -> FeedBatch:
         """Return a batch that consists of fetched columns, which must contain consecutive records of one partition."""
-        given = {name: getattr(columns, name) for name in (*_COLUMNS, "odd_names")}
+        given = {name: getattr(columns, name) for name in (*_COLUMNS, "odd_names", "created")}
         return cls(
             feeding, follows=follows, leader_epoch=leader_epoch, life=life, readable_after_ms=readable_after_ms, **given
         )
 
     def __len__(self) -> int:
         return len(self.offsets)
+
+    def first_created(self) -> int | None:
+        """Return the offset of the first record whose timestamp the producer wrote (CreateTime), or None."""
+        begin, end = self.offsets[0], self.offsets[-1]
+        return next((max(first, begin) for first, last in self.created if first <= end and last >= begin), None)
+
+    def below_offset(self, offset: int) -> FeedBatch:
+        """Return a batch with only the records before an offset."""
+        return replace(_rows_of(self, slice(sum(1 for own in self.offsets if own < offset))), leader_epoch=NO_EPOCH)
 
     def from_offset(self, offset: int) -> FeedBatch:
         """Return a batch with only the records at or after an offset."""
@@ -424,12 +437,12 @@ def gather(rows: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
-    """The committed batches of a fetch response; aiokafka's code recognizes the aborted ones."""
+    """The committed batches of a fetch response; aiokafka's code recognizes the aborted batches."""
 
     def __init__(self, source: TopicPartition, raw: bytes, aborted: Sequence[tuple[int, int]], position: int) -> None:
         crcs, isolation = True, READ_COMMITTED
         super().__init__(source, MemoryRecords(raw), aborted, position, None, None, crcs, isolation)
-        # The unused iterator refers to this object. Such a cycle keeps the response until the next garbage collection.
+        # The unused iterator refers to this object. Such a cycle keeps the response in memory until it is collected.
         self._records_iterator = None
 
     def batches(self) -> Iterator[Any]:
@@ -462,6 +475,8 @@ def columns_of(
             found.odd_names |= odd
         if records and records[0].offset < position:
             records = [record for record in records if record.offset >= position]
+        if records and not batch.timestamp_type:
+            found.created.append((records[0].offset, records[-1].offset))
         found.offsets.extend(_offsets(records))
         found.timestamps_ms.extend(map(_TIMESTAMP, records))
         found.keys.extend(map(_KEY, records))

@@ -2,7 +2,7 @@
 # mypy: disallow-subclassing-any=False
 """Defines the versions of Kafka's requests that aiokafka lacks, according to Kafka's protocol guide.
 
-A broker must support all versions in this module, as Kafka 3.1 and later releases do.
+A broker must support all of these versions except those of KIP-890, as Kafka 3.1 and later releases do.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class OneVersion:
 
 
 class ApiVersionsRequest_v3(OneVersion, RequestStruct):
-    """Requests the versions of the features that the whole cluster uses (KIP-584)."""
+    """Requests the finalized versions of the cluster's features (KIP-584)."""
 
     FLEXIBLE_VERSION = True
     API_KEY, API_VERSION = 18, 3
@@ -315,7 +315,7 @@ class FetchedPartition(NamedTuple):
     """The producer ID and the first offset of each aborted transaction in ``records``."""
     records: bytes
     parts_at: int | None
-    """The first offset where the broker's log differs from the records that were read before, or None if they agree."""
+    """The first offset at which the broker's log differs from the records read before, or None if there is none."""
 
 
 class FetchRequest_v13(OneVersion, RequestStruct):

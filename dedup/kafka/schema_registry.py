@@ -1,4 +1,7 @@
-"""Asks a schema registry (Confluent's API) for schemas by their IDs. Answers are bounded, and redirects are refused."""
+"""Looks up schemas by ID in a schema registry that offers Confluent's API.
+
+The size and the duration of a response are limited, and redirects are not followed.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,22 @@ import asyncio
 import base64
 import json
 import logging
+import math
 import re
 import ssl
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from http.client import HTTPException, HTTPResponse
-from typing import Final
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Self
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
-from dedup.core.framing import SchemaBook, SchemaRef, named
+from dedup.core.framing import SchemaBook, SchemaRef, named, ref_named, schema_of
 from dedup.errors import Problem, RegistryUnavailable, SettingsError
 from dedup.settings import RegistrySection, Settings
 from dedup.topology.lint import Finding, schema_findings, warning
@@ -25,74 +32,175 @@ from dedup.topology.model import Topology
 
 log: Final = logging.getLogger(__name__)
 _WITHIN_S: Final = 5.0
-"""How long a registry may take to send a whole answer."""
+"""Maximum time in which a registry must send a complete response."""
 _MOST_BYTES: Final = 4 << 20
 _CHUNK: Final = 1 << 16
 _NOT_FOUND: Final = 404
 _UNKNOWN: Final = re.compile(rb'"error_code"\s*:\s*404\d\d')
-"""What is in a registry's answer that it does not know a subject (40401), version (40402), or schema (40403)."""
+"""Matches a registry's response that a subject (40401), version (40402), or schema (40403) does not exist."""
 _ERROR_CODE: Final = re.compile(rb'"error_code"')
-"""What is in a registry's answer that it knows no GUIDs at all."""
+"""Matches a registry's error response, for example from a registry that does not support GUIDs."""
 _BY_ID: Final = b"\0"
 _APICURIO: Final = "/apis/ccompat"
 """The path of Confluent's API in Apicurio."""
 _ELSEWHERE: Final = f"Confluent's API is not at this address (that of Apicurio ends with {_APICURIO}/v7)"
 _AT_ONCE: Final = 4
 _PAUSE_S: Final = 0.2
+_LOOK_S: Final = 0.02
+TASK_PATIENCE_S: Final = 60.0
+"""How long a task of a Spark job waits for a registry that gives no answer, before the task fails."""
+_MOST_UNKNOWN: Final = 10_000
+_SUFFIX: Final = ".json"
+_CERTIFICATE: Final = "CERTIFICATE-----"
 _LONGEST_PAUSE_S: Final = 5.0
 
 
 class _NoRedirect(HTTPRedirectHandler):
     def redirect_request(self, *_: object) -> None:
-        """Return None, so that a redirect is an HTTPError: credentials must not go to another address."""
+        """Return None, so that a redirect raises HTTPError, because credentials must not go to another address."""
 
 
 class SchemaRegistry:
-    """A client that keeps nothing and may be used by several threads."""
+    """A client that keeps the schemas it has found and may be used by several threads.
 
-    def __init__(self, section: RegistrySection) -> None:
-        """Raises SettingsError if there is no URL, or the file of CA certificates cannot be read."""
-        if section.url is None:
+    It can be pickled, including its credentials, because Spark's executors also ask the registry. Each process keeps
+    one copy of a pickled client.
+    """
+
+    def __init__(
+        self,
+        url: str | None,
+        headers: Mapping[str, str],
+        ca_certificates: str | None = None,
+        exported: Mapping[SchemaRef, str] = MappingProxyType({}),
+    ) -> None:
+        """``ca_certificates`` is the text of a PEM file; without it, the system's certificates are trusted.
+
+        The registry is not asked for the schemas ``exported``. If ``url`` is None, no other schema is known.
+        """
+        self.url: Final = url
+        self._exported: Final = dict(exported)
+        self._headers: Final = dict(headers)
+        self._ca_certificates: Final = ca_certificates
+        context = ssl.create_default_context(cadata=ca_certificates)
+        self._opener: Final = build_opener(ProxyHandler({}), _NoRedirect(), HTTPSHandler(context=context))
+        self._found: Final[dict[SchemaRef, str]] = dict(exported)
+        self._unknown_since_s: Final[dict[SchemaRef, float]] = {}
+        self._waited_s = 0.0
+        """How long this process has waited for the registry to learn of schemas."""
+
+    def __reduce__(self) -> tuple[Callable[..., SchemaRegistry], tuple[object, ...]]:
+        exported = tuple(self._exported.items())
+        return _restored, (self.url, tuple(self._headers.items()), self._ca_certificates, exported)
+
+    @classmethod
+    def of(cls, section: RegistrySection) -> Self:
+        """Return a client for the settings' registry.
+
+        Raises SettingsError if there is neither a URL nor a directory of schemas, or if a file cannot be read.
+        """
+        if section.url is None and section.directory is None:
             text = "is missing, and the topology reads values whose framing names their schema; write its address"
             raise SettingsError([Problem("schema_registry.url", text)])
-        self._url: Final = section.url.rstrip("/")
-        self._headers: Final = {"Accept": "application/vnd.schemaregistry.v1+json, application/json"}
+        headers = {"Accept": "application/vnd.schemaregistry.v1+json, application/json"}
         password = "" if section.password is None else section.password.get_secret_value()
         if section.username is not None:
             pair = base64.b64encode(f"{section.username}:{password}".encode()).decode()
-            self._headers["Authorization"] = f"Basic {pair}"
+            headers["Authorization"] = f"Basic {pair}"
         elif section.password is not None:
-            self._headers["Authorization"] = f"Bearer {password}"
+            headers["Authorization"] = f"Bearer {password}"
+        exported = {} if section.directory is None else _exported_in(Path(section.directory))
         try:
-            context = ssl.create_default_context(cafile=section.ca_file)
-        except OSError as error:
-            text = f"{section.ca_file} cannot be read: {error.strerror}"
+            pem = None if section.ca_file is None else Path(section.ca_file).read_text("ascii", errors="ignore")
+            if pem is not None and _CERTIFICATE not in pem:
+                raise ValueError("it contains no certificate")  # ssl would then trust the system's certificates
+            return cls(section.url and section.url.rstrip("/"), headers, pem, exported)
+        except (OSError, ValueError) as error:  # an SSLError is an OSError
+            text = f"{section.ca_file} cannot be read: {getattr(error, 'strerror', None) or error}"
             raise SettingsError([Problem("schema_registry.ca_file", text)]) from error
-        self._opener: Final = build_opener(ProxyHandler({}), _NoRedirect(), HTTPSHandler(context=context))
 
-    def schema(self, ref: SchemaRef) -> str | None:
-        """Return the text of a schema, or None if the registry does not know the ID.
+    def schema(self, ref: SchemaRef, *, patience_s: float = 0.0, unknown_s: float = 0.0) -> str | None:
+        """Return the text of a schema, or None if neither the exported schemas nor the registry contain the ID.
 
-        The text of a schema that is not Avro is returned, too, and fails to parse. Raises RegistryUnavailable if the
-        registry gives no answer, or one that says neither.
+        The text of a schema in another language is returned, too, and fails to parse. If the registry does not know the
+        ID, this process asks again for up to ``unknown_s`` seconds, for all IDs together. Raises RegistryUnavailable
+        if, for ``patience_s`` seconds, the registry gives no answer, or one that says neither.
         """
-        return self._schema(f"/schemas/{'ids' if ref[:1] == _BY_ID else 'guids'}/{named(ref)}")
+        if ref in self._found:
+            return self._found[ref]
+        if self.url is None:
+            self._note_unknown(ref)
+            return None
+        path, begun_s = f"/schemas/{'ids' if ref[:1] == _BY_ID else 'guids'}/{named(ref)}", time.monotonic()
+        pause_s = _PAUSE_S
+        while True:
+            try:
+                found = self._schema(path)
+            except RegistryUnavailable:
+                if time.monotonic() - begun_s >= patience_s:
+                    raise
+            else:
+                if found is not None or self._waited_s >= unknown_s:
+                    break
+                self._waited_s += pause_s
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if found is None:
+            self._note_unknown(ref)
+        else:
+            self._found[ref] = found
+        return found
+
+    def unknown_since_s(self, ref: SchemaRef) -> float:
+        """Return when this process first learned that the registry does not know a schema, in monotonic time."""
+        return self._unknown_since_s.get(ref, math.inf)
+
+    def _note_unknown(self, ref: SchemaRef) -> None:
+        if len(self._unknown_since_s) >= _MOST_UNKNOWN:
+            self._unknown_since_s.clear()
+        self._unknown_since_s.setdefault(ref, time.monotonic())
 
     def latest(self, subject: str) -> str | None:
-        """Return the newest schema of a subject, or None if there is none; otherwise like `schema`."""
+        """Return the newest schema of a subject, or None if there is none. Raises the same errors as `schema`."""
         return self._schema(f"/subjects/{quote(subject, safe='')}/versions/latest")
 
-    def kind(self) -> str:
-        """Return what the registry is, such as "apicurio-registry 2.5.11.Final", as far as it says so.
+    def export(self, subject: str, directory: Path) -> int:
+        """Write all versions of a subject to files that `of` reads from `directory`, and return how many there are.
 
-        Raises RegistryUnavailable if it gives no answer, or has no Avro, or the address is not that of Confluent's API.
+        Returns 0 if the registry does not know the subject. Raises RegistryUnavailable, or OSError for a file.
         """
-        types = self._answer(f"{self._url}/schemas/types")
+        place = f"{self.url}/subjects/{quote(subject, safe='')}/versions"
+        versions = self._answer(place)
+        if versions is None:
+            return 0
+        if not isinstance(versions, list):
+            raise self._away("its answer is no list of versions")
+        for version in versions:
+            said: Any = self._answer(f"{place}/{quote(str(version), safe='')}")
+            try:
+                kept = {key: said[key] for key in ("schemaType", "references") if key in said}
+                names = {named(ref_named(str(said[key]))) for key in ("id", "guid") if said.get(key) is not None}
+                text = json.dumps({"schema": said["schema"]} | kept, indent=2)
+            except (AttributeError, TypeError, LookupError, ValueError, OverflowError):
+                raise self._away(f"its answer for version {version} of {subject} has no schema or no ID") from None
+            for name in names:
+                (directory / f"{name}{_SUFFIX}").write_text(text, "utf-8")
+        return len(versions)
+
+    def kind(self) -> str:
+        """Return the registry's name and version, such as "apicurio-registry 2.5.11.Final", as far as they are known.
+
+        Raises RegistryUnavailable if the registry does not respond, supports neither Avro nor Protobuf, or does not
+        offer Confluent's API at the configured address.
+        """
+        if self.url is None:
+            return f"{len(self._exported)} exported schemas"
+        types = self._answer(f"{self.url}/schemas/types")
         if not isinstance(types, list):
             raise self._away(_ELSEWHERE)
-        if "AVRO" not in types:
-            raise self._away("it has no Avro schemas")
-        root, apicurio, _ = self._url.partition(_APICURIO)
+        if not {"AVRO", "PROTOBUF"} & set(map(str, types)):
+            raise self._away("it has neither Avro nor Protobuf schemas")
+        root, apicurio, _ = self.url.partition(_APICURIO)
         if not apicurio:
             return "Confluent's API"
         try:
@@ -103,7 +211,7 @@ class SchemaRegistry:
         return " ".join(word for word in said if word.isprintable()).strip() or "apicurio-registry"
 
     def _schema(self, path: str) -> str | None:
-        answer = self._answer(self._url + path)
+        answer = self._answer(f"{self.url}{path}")
         if answer is None:
             return None
         text = answer.get("schema") if isinstance(answer, dict) else None
@@ -112,12 +220,12 @@ class SchemaRegistry:
         return text
 
     def _answer(self, url: str) -> object:
-        """Return an answer that is JSON, or None for a registry's 404. Raises RegistryUnavailable for all others."""
+        """Return a JSON response, or None for a registry's own 404. Raises RegistryUnavailable for all other errors."""
         try:
             answer: object = json.loads(self._get(url))
         except HTTPError as error:
             with error, suppress(OSError, HTTPException):
-                # A proxy, or a wrong address, also answers 404, but that says nothing about the schema.
+                # A proxy or a wrong address also responds with 404, but then the schema may still exist.
                 known = _ERROR_CODE if "/schemas/guids/" in url else _UNKNOWN
                 if error.code == _NOT_FOUND and known.search(error.read(_CHUNK)):
                     return None
@@ -144,40 +252,92 @@ class SchemaRegistry:
         return b"".join(parts)
 
     def _away(self, why: str) -> RegistryUnavailable:
-        return RegistryUnavailable(f"The schema registry at {self._url} does not say what a schema is: {why}.")
+        return RegistryUnavailable(f"The schema registry at {self.url} does not say what a schema is: {why}.")
+
+
+@cache
+def _restored(
+    url: str | None,
+    headers: tuple[tuple[str, str], ...],
+    ca_certificates: str | None,
+    exported: tuple[tuple[SchemaRef, str], ...],
+) -> SchemaRegistry:
+    return SchemaRegistry(url, dict(headers), ca_certificates, dict(exported))
+
+
+def _exported_in(directory: Path) -> dict[SchemaRef, str]:
+    """Return the schemas in a directory by their IDs. Raises SettingsError for a file without one."""
+    found: dict[SchemaRef, str] = {}
+    problems: list[Problem] = []
+    try:
+        files = sorted(each for each in directory.iterdir() if each.suffix == _SUFFIX)
+    except OSError as error:
+        text = f"{directory} cannot be read: {error.strerror}; `dedup schemas export` writes such a directory"
+        raise SettingsError([Problem("schema_registry.directory", text)]) from error
+    for file in files:
+        try:
+            text = json.loads(file.read_text("utf-8"))["schema"]
+            if not isinstance(text, str):
+                raise TypeError("its schema is no text")
+            found[ref_named(file.stem)] = text
+        except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+            text = f"{file} is no exported schema: {error}; remove it, or run `dedup schemas export` again"
+            problems.append(Problem("schema_registry.directory", text))
+    if problems:
+        raise SettingsError(problems)
+    return found
 
 
 class SchemaResolver:
-    """Asks a registry for schemas before the records that need them are judged."""
+    """Looks up schemas in a registry before the records that need these schemas are judged."""
 
     def __init__(self, registry: SchemaRegistry, *, wait_ms: int) -> None:
-        """``wait_ms`` is how long the registry must say that it does not know a schema before this is believed."""
+        """A schema counts as unknown only after the registry has not known the schema for ``wait_ms``."""
         self.book: Final = SchemaBook()
-        """The schemas found so far. A schema that the registry does not know is asked for again when it occurs."""
+        """The schemas found so far, or None for an unknown one, which is looked up again when a record needs it."""
         self.away: str | None = None
-        """Why the registry gives no answer, or None if it gave its last answer in time."""
+        """The reason why the last request to the registry failed, or None if it succeeded."""
         self._registry: Final = registry
         self._wait_s: Final = wait_ms / 1000
         self._asking: Final[dict[SchemaRef, asyncio.Task[None]]] = {}
         self._at_once: Final = asyncio.Semaphore(_AT_ONCE)
 
     @property
+    def awaited(self) -> list[SchemaRef]:
+        """The schemas that records wait for."""
+        return sorted(ref for ref in self._asking if ref not in self.book)
+
+    @property
     def waiting(self) -> str | None:
-        """What records wait for, as a sentence, or None if they wait for nothing."""
-        missing = sorted(ref for ref in self._asking if ref not in self.book)
-        if not missing:
+        """A sentence that says which schema records wait for and why, or None if no records wait."""
+        if not self.awaited:
             return None
-        return f"records wait for schema {named(missing[0])}: {self.away or 'the registry does not know it yet'}"
+        return f"records wait for schema {named(self.awaited[0])}: {self.away or 'the registry does not know it yet'}"
 
     def missing(self, refs: Iterable[SchemaRef | None]) -> bool:
-        """Return whether one of these schemas must be awaited, and ask for those that are not known."""
-        unknown = {ref for ref in refs if ref is not None and self.book.get(ref) is None}
+        """Start to look up the schemas that are not known, and return whether any of them must be awaited."""
+        wanted = {schema_of(ref) for ref in set(refs) if ref is not None}
+        unknown = {ref for ref in wanted if self.book.get(ref) is None}
         for ref in unknown - self._asking.keys():
             self._asking[ref] = asyncio.create_task(self._ask(ref), name=f"ask for schema {named(ref)}")
         return not unknown <= self.book.keys()
 
+    async def found(self, refs: Sequence[SchemaRef | None], *, within_s: float) -> None:
+        """Wait until none of these schemas must be awaited anymore.
+
+        Raises RegistryUnavailable if the registry gives no answer for ``within_s`` seconds.
+        """
+        answered_s = time.monotonic()
+        while self.missing(refs):
+            now_s = time.monotonic()
+            if self.away is None:
+                answered_s = now_s
+            elif now_s - answered_s >= within_s:
+                raise RegistryUnavailable(self.away)
+            await asyncio.sleep(_LOOK_S)
+
     def close(self) -> None:
-        """Ask no more."""
+        """Cancel all lookups."""
         for asking in self._asking.values():
             asking.cancel()
 
@@ -191,7 +351,7 @@ class SchemaResolver:
                 self._note(str(error) if isinstance(error, RegistryUnavailable) else repr(error))
             else:
                 self._note(None)
-                unknown_since_s = min(unknown_since_s, time.monotonic())
+                unknown_since_s = min(unknown_since_s, self._registry.unknown_since_s(ref), time.monotonic())
                 if found is not None or ref in self.book or time.monotonic() - unknown_since_s >= self._wait_s:
                     break
             await asyncio.sleep(pause_s)
@@ -204,7 +364,7 @@ class SchemaResolver:
         del self._asking[ref]
 
     def _note(self, away: str | None) -> None:
-        """Log when the registry goes away and when it is back."""
+        """Log when the registry becomes unavailable and when it responds again."""
         if away is not None and self.away is None:
             log.warning("%s Partitions with records of this schema wait until it does.", away)
         if away is None and self.away is not None:
@@ -222,25 +382,33 @@ def _meaning(code: int) -> str:
     return ""
 
 
-def asking(topology: Topology, settings: Settings) -> Topology:
+def asking(topology: Topology, settings: Settings, *, patience_s: float = 0.0) -> Topology:
     """Return the topology, which asks the registry of the settings for each schema when it first needs the schema.
 
-    Raises SettingsError if the topology needs a registry and the settings name none.
+    With ``patience_s``, the topology asks again for that long if the registry gives no answer, and for the settings'
+    `schema_wait` if it does not know a schema. Raises SettingsError if the topology needs a registry and the settings
+    name none.
     """
     if not topology.source.names_schemas:
         return topology
-    return topology.knowing(SchemaBook(SchemaRegistry(settings.schema_registry).schema))
+    registry = SchemaRegistry.of(settings.schema_registry)
+    unknown_s = settings.schema_registry.schema_wait_ms / 1000 if patience_s else 0.0
+    return topology.knowing(SchemaBook(partial(registry.schema, patience_s=patience_s, unknown_s=unknown_s)))
 
 
 def registry_findings(topology: Topology, settings: Settings) -> list[Finding]:
-    """Return findings about a topology and the newest schemas of its topics, if their values name their schemas.
+    """Check a topology against the newest schemas of its source topics, and return the findings.
 
-    Raises SettingsError or RegistryUnavailable.
+    There are no findings if the values do not name their schemas. Raises SettingsError if the settings name no
+    registry, or RegistryUnavailable if the registry does not respond.
     """
     findings: list[Finding] = []
     if topology.source.names_schemas:
-        registry = SchemaRegistry(settings.schema_registry)
-        for subject in (f"{topic}-value" for topic in topology.source.topics):
+        registry = SchemaRegistry.of(settings.schema_registry)
+        if registry.url is None:
+            said = "no schema registry was asked (`schema_registry.url`), so the types of members were not checked."
+            return [warning("schema_not_found", said)]
+        for subject in topology.source.subjects:
             text = registry.latest(subject)
             if text is None:
                 said = f"the schema registry has no subject {subject}, so the types of members were not checked."

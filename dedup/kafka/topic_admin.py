@@ -39,7 +39,7 @@ PAUSE_MS: Final = 100
 DEADLINE_MS: Final = 30_000
 _BROKERS_RETENTION: Final = -1
 BROKER_DEFAULT: Final = -1
-"""As a replication factor or partition count, this number stands for the brokers' default (KIP-464)."""
+"""The replication factor or partition count that stands for the brokers' default (KIP-464)."""
 FOR_EVER_MS: Final = 100 * 365 * 86_400_000
 """A retention of 100 years. Brokers add the retention to the current time, so the largest integer would overflow."""
 _MADE_BY_THE_BROKER: Final = re.compile(r"-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")

@@ -97,14 +97,23 @@ class Session:
     """Runs the transactions of one transactional ID, one epoch at a time."""
 
     def __init__(
-        self, wire: Wire, transactional_id: str, group: str | None, *, timeout_ms: int, deadline_ms: int = DEADLINE_MS
+        self,
+        wire: Wire,
+        transactional_id: str,
+        group: str | None,
+        *,
+        timeout_ms: int,
+        deadline_ms: int = DEADLINE_MS,
+        batch_bytes: int = 0,
     ) -> None:
+        """Batches are sent once ``batch_bytes`` of them wait, and when they are awaited."""
         self.transactional_id: Final = transactional_id
         self._wire: Final = wire
         self._group: Final = group
         """The consumer group whose offsets are part of the transactions, or None for a writer that reads no topic."""
         self._timeout_ms: Final = timeout_ms
         self._deadline_ms: Final = deadline_ms
+        self._batch_bytes: Final = batch_bytes
         self._identity = ProducerIdentity(-1, -1)
         self._sequences: dict[TopicPartition, int] = {}
         self._forget_transaction()
@@ -113,6 +122,7 @@ class Session:
         self._announced: set[TopicPartition] = set()
         self._group_announced = False
         self._queue: list[Queued] = []
+        self._queued_bytes = 0
         self._unanswered: list[Unanswered] = []
         self._sender: asyncio.Task[None] | None = None
         self._ends: dict[TopicPartition, int] = {}
@@ -147,6 +157,11 @@ class Session:
         if self._identity.epoch < 0:
             raise InvariantBroken(f"{self.transactional_id}: batches were added before the session was opened.")
         self._queue.extend(Queued(batch, feeding) for batch in batches)
+        self._queued_bytes += sum(batch.builder.size() for batch in batches)
+        if self._queued_bytes >= self._batch_bytes:
+            self._send()
+
+    def _send(self) -> None:
         if self._sender is None or self._sender.done():
             if self._sender is not None and not self._sender.cancelled() and self._sender.exception() is not None:
                 return  # `settle` raises the failure
@@ -167,6 +182,7 @@ class Session:
             crashpoints.reached("after_output")
             if not self._group_announced:
                 await self._announce_group()
+        self._queued_bytes = 0
 
     async def _produce(self, sealed: Mapping[TopicPartition, bytes]) -> asyncio.Future[dict[TopicPartition, Produced]]:
         try:
@@ -273,6 +289,8 @@ class Session:
 
     async def _sent(self) -> None:
         """Wait until all added batches are sent, or until another caller drops the session."""
+        if self._queue:
+            self._send()
         sender = self._sender
         if sender is not None:
             await asyncio.wait({sender})

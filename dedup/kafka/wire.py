@@ -16,10 +16,10 @@ from dedup.kafka.record_batch import Header, Limit, ProducerIdentity, RecordBatc
 __all__ = ["Header", "Limit", "ProducerIdentity", "RecordBatch", "TopicPartition"]  # names of record_batch.py
 
 COORDINATOR_MOVED: Final = frozenset({14, 15, 16})
-"""Error codes for a coordinator that is loading, is unavailable, or has moved, so the request is repeated."""
+"""Error codes for a coordinator that is loading, is unavailable, or has moved; the request must be repeated."""
 
 LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
-"""Error codes for a partition whose leader has moved or is unknown, so another broker must get the request."""
+"""Error codes for a partition whose leader has moved or is unknown; the request must go to another broker."""
 
 UNSTABLE_OFFSET: Final = 88
 """The error code for an offset that an open transaction is about to change."""

@@ -21,7 +21,8 @@ from typing import Final, cast
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as fn
 
-from dedup.core.extract_one import ODD_HEADER_NAME
+from dedup.core.extract_one import ODD_HEADER_NAME, SCHEMA_UNKNOWN
+from dedup.errors import StateIncompatible
 from dedup.kafka.wire import TopicPartition
 from dedup.settings import Settings
 from dedup.spark.audit_expected import AuditCut, Sides, by_key, digest, expected, forwarded_by_replay, path, sides_of
@@ -30,7 +31,17 @@ from dedup.spark.files import History
 from dedup.spark.session import shuffles_for, translated_errors
 from dedup.topology.model import LateDrop, Topology
 from dedup.verify.findings import WHY_OUTPUT_GONE, WHY_SOURCE_GONE
-from dedup.verify.replay import FUTURE, REFUSED_BY_THE_BROKER, WHY_CLOCK, WHY_FRONT, WHY_REFUSED, WHY_SIDE_GONE
+from dedup.verify.replay import (
+    FUTURE,
+    REFUSED_BY_THE_BROKER,
+    WHY_CLOCK,
+    WHY_FRONT,
+    WHY_REFUSED,
+    WHY_SCHEMA,
+    WHY_SIDE_GONE,
+    by_evidence,
+    no_schema,
+)
 from dedup.verify.report import SAMPLES_PER_KIND, Books, Report, Violation, ViolationKind
 from dedup.verify.spill import stand_in
 
@@ -60,9 +71,9 @@ def audit(
 
     ``history`` contains the historical records that seeded the fleet, if they came from files. ``begins`` maps each
     source partition to the offset where the fleet began; it is required if the topology says `start: latest` and
-    neither a seed nor `dedup reset` recorded the offset. Raises StateIncompatible if there is nothing to audit or
-    retention deletes records meanwhile, SettingsError if it is unknown where the fleet began, and BrokerUnavailable if
-    no broker responds.
+    neither a seed nor `dedup reset` recorded the offset. Raises StateIncompatible if there is nothing to audit or if
+    retention deletes records during the audit, SettingsError if it is unknown where the fleet began, and
+    BrokerUnavailable if no broker responds.
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "audit on Spark", int(began_s * 1000))
@@ -83,12 +94,21 @@ def _compare(report: Report, cut: AuditCut) -> None:
     found = [*_row_findings(cut, sides, rows), _found(pairs, *_digest_claims(cut)), _order_findings(cut, pairs)]
     findings = reduce(DataFrame.unionByName, found).persist()
     try:
+        _refuse_deleted_schemas(cut, rows)
         _keep_books(report, cut, rows.where("verdict IS NOT NULL AND NOT history"))
         _count_ended(report, cut, sides, pairs)
         _note(report, findings)
     finally:
         for each in (findings, pairs, rows, sides.records):
             each.unpersist()
+
+
+def _refuse_deleted_schemas(cut: AuditCut, rows: DataFrame) -> None:
+    """Raise StateIncompatible if the registry does not know the schema of a record that is not a dead letter for it."""
+    if cut.topology.source.names_schemas and cut.complete(cut.topology.dead_letter):
+        settled = f"verdict = 'dead_letter' AND reason = '{SCHEMA_UNKNOWN}' AND NOT (history OR pending OR doubtful)"
+        for row in rows.where(f"{settled} AND coalesce(times_dead_letter, 0) = 0").select("source").take(1):
+            raise StateIncompatible(no_schema(row["source"]))
 
 
 def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:
@@ -189,21 +209,23 @@ def _place(topic: str, partition: str, offset: str) -> Column:
 def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[DataFrame]:
     """Yield findings about single records: unprovable verdicts, and errors in the late and dead-letter topics."""
     live, here = "NOT pending AND NOT history", _shown("source")
-    # Only the broker or a worker's clock can explain these dead letters.
-    refused, by_clock = (
-        f"{live} AND verdict = 'dead_letter' AND reason = '{why}'" for why in (REFUSED_BY_THE_BROKER, FUTURE)
+    # Only the broker, a worker's clock, or the registry can explain a dead letter with one of these three reasons.
+    refused, by_clock, unknown = (
+        f"{live} AND verdict = 'dead_letter' AND reason = '{why}'"
+        for why in (REFUSED_BY_THE_BROKER, FUTURE, SCHEMA_UNKNOWN)
     )
     ahead_ms, skew_ms = "time_ms - before_ms", cut.topology.max_clock_skew_ms
     reached = "a dead letter for a future event time, but stream time had already reached that time"
     claims = [
         _claim(f"{live} AND doubtful AND out IS NOT NULL", here, _NOT_PROVABLE, WHY_FRONT),
         _claim(refused, here, _NOT_PROVABLE, WHY_REFUSED),
+        _claim(f"{unknown} AND fault IS DISTINCT FROM '{SCHEMA_UNKNOWN}'", here, _NOT_PROVABLE, WHY_SCHEMA),
         _claim(f"{by_clock} AND {ahead_ms} <= 0", here, "wrong_dead_letter", reached),
         _claim(f"{by_clock} AND {ahead_ms} > 0 AND {ahead_ms} <= {skew_ms}", here, _NOT_PROVABLE, WHY_CLOCK),
     ]
     for verdict, topic in sides.topics.items():
         claims += _side_claims(cut, topic, verdict)
-    # Nearly all rows fail this condition, and all claims are false for these rows.
+    # The condition excludes nearly all rows. For every excluded row, all claims are false.
     yield _found(rows.where("doubtful OR verdict IN ('late', 'dead_letter') OR times_dead_letter IS NOT NULL"), *claims)
     for verdict in sides.with_stand_ins if cut.topology.direct else ():
         # The result of the Python function is a separate column, because Spark evaluates the function before the claim.
@@ -247,7 +269,12 @@ def _side_claims(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
     # topic.
     purged = "side records of the repartition step, or of records purged since"
     said = _if_provable(cut.topology.direct, "phantom", unknown, purged)
-    yield _claim(judged & (fn.col("offset") >= low), there, *said, times)
+    there_still, strange = judged & (fn.col("offset") >= low), fn.lit(False)  # noqa: FBT003
+    if verdict == "dead_letter" and not cut.topology.direct and cut.complete(cut.topology.repartition_topic):
+        strange = ~fn.col("dead_letter.reason").isin(ODD_HEADER_NAME.code, *by_evidence(cut.topology))
+        no_reason = fn.format_string('%s says "%s", no reason of the repartition step', there, "dead_letter.reason")
+        yield _claim(there_still & strange, here, wrong, no_reason)
+    yield _claim(there_still & ~strange, there, *said, times)
 
 
 def _of_source(cut: AuditCut, of: Callable[[str], Mapping[int, int]]) -> Column:
@@ -259,10 +286,10 @@ def _pairs(cut: AuditCut, rows: DataFrame) -> DataFrame:
     """Count how often each record's digest is expected in a topic, and how often it occurs there.
 
     The result has one row for each `topic`, `scope` (the part of the topic that may contain the digest), and `digest`.
-    `sure` counts records that must be in the topic, `may` counts records that may be there, `times` counts records that
-    are there, and `originals` counts expected records whose verdict is unique, duplicate, or conflict. `task` and `at`
-    locate an expected record, `late_at` locates a late record, and `partition` and `offset` locate a record that is
-    there.
+    `sure` counts records that must be in the topic, `may` counts records that may be in the topic, `times` counts
+    records that are in the topic, and `originals` counts expected records whose verdict is unique, duplicate, or
+    conflict. `task` and `at` locate an expected record, `late_at` locates a late record, and `partition` and `offset`
+    locate a record that is in the topic.
     """
     topology, zero, headers = cut.topology, fn.lit(0), fn.col("headers")
     settled, live = fn.expr("NOT pending AND NOT doubtful"), rows.where("NOT history")
@@ -277,7 +304,7 @@ def _pairs(cut: AuditCut, rows: DataFrame) -> DataFrame:
         parts.append(_expected_in(topology.output.topic, live.where("out IS NOT NULL"), task, "out", sure, may))
         parts.append(_found_in(topology.output.topic, records, partition, digest(headers, stamp)))
     for topic, verdicts in cut.copies.items():
-        # A task writes to the partition with its own number, which is the source partition only in a direct topology.
+        # The scope is the partition to which the task writes: the task's number modulo the number of partitions.
         scope, copied = fn.col("task") % cut.partitions[topic], live.where(fn.col("verdict").isin(*verdicts))
         parts.append(_expected_in(topic, copied, scope, "copy", settled, ~settled))
         parts.append(_found_in(topic, cut.read(topic), fn.col("partition"), digest(headers, zero)))

@@ -13,7 +13,7 @@ from dedup.core.fold import OnFuture
 from dedup.errors import Problem, SettingsError
 from dedup.kafka.wire import TopicPartition
 from dedup.settings import Settings
-from dedup.spark.batch_verdicts import judged
+from dedup.spark.batch_verdicts import judged, refuse_unchecked
 from dedup.spark.columns import COORDINATES, HEADERS, IDENTIFIED, RECORDS, identified
 from dedup.spark.files import History
 from dedup.spark.kafka_source import feeds_of, history_of_range, offsets_at
@@ -23,13 +23,13 @@ from dedup.topology.model import LateForward, LateTo, Topology
 from dedup.verify import evidence
 from dedup.verify.cut import begun_with, offsets_of
 from dedup.verify.kafka_reader import KafkaReader
-from dedup.verify.replay import FUTURE, REFUSED_BY_THE_BROKER
+from dedup.verify.replay import FUTURE, by_evidence
 from dedup.verify.report import Report
 
 _TAILS: Final = {"late": evidence.LATE_TAIL, "dead_letter": evidence.DEAD_TAIL}
 """Maps a verdict to the headers that a worker appends to records in the verdict's side topic."""
 _NO_CEILING_MS: Final = 1 << 48
-"""Greater than any event time: only the dead-letter topic shows which event times a worker rejected."""
+"""A limit that no event time exceeds: only the dead-letter topic shows which event times a worker rejected."""
 _MOST_BROADCAST: Final = 100_000
 _PATH: Final = r"^(.*)/(\d+)/(\d+)$"
 _DIGITS: Final = 32
@@ -58,11 +58,11 @@ class AuditCut:
             # As in `verify.cut.Cut`, the bounds of all topics but the source topics begin at the last `dedup reset`.
             self.partitions, self.committed, self.bounds, resets = offsets_of(topology, reader, report)
             self.begun_with: Final = begun_with(topology, reader)
-            """Maps each topic that tasks read to its partition count when the state began, if this was recorded."""
+            """Maps each topic that tasks read to its partition count when the state began, if known."""
             has_state = reader.partitions([topology.changelog_topic])[topology.changelog_topic] > 0
             marks = seed_marks(spark, topology, settings) if has_state else {}
             self._mark: Final = next(iter(marks.values()), None)
-            """One of the fleet's seed marks, if any; the values that an audit uses are the same in all of them."""
+            """One of the fleet's seed marks, or None. The values that an audit uses are the same in all seed marks."""
             starts = self._starts(reader, resets, begins)
             topic = "" if topology.output is None else topology.output.topic
             firsts = ((at, each.low, min(each.high, each.low + 1)) for at, each in self.bounds.get(topic, {}).items())
@@ -151,7 +151,8 @@ class AuditCut:
             return self.spark.createDataFrame([], RECORDS)
         lows = {at: max(low, (begins or {}).get(at, 0)) for at, low in self.lows(topic).items()}
         ranges = {at: (low, max(self.bounds[topic][at].high, low)) for at, low in lows.items()}
-        return history_of_range(self.spark, self._settings, {topic: ranges}).records
+        by_arrival = self.topology.by_arrival and topic in self.topology.source.topics
+        return history_of_range(self.spark, self._settings, {topic: ranges}, by_arrival=by_arrival).records
 
     def _judged_by_the_fleet(self, history: History | None) -> tuple[DataFrame, dict[int, bool]]:
         topic, mark = self.log_topic, self._mark
@@ -161,6 +162,7 @@ class AuditCut:
             bounds = self.bounds[topic]
             return self.read(topic), {at: not each.start_deleted and mark is None for at, each in bounds.items()}
         if history is not None:
+            refuse_unchecked(self.topology, history)
             before = self._accepted_by_seed(self._before_the_log(history))
             return before.unionByName(self.read(topic, begins)), dict.fromkeys(lows, True)
         if mark is not None and mark.history == "topics":
@@ -201,7 +203,7 @@ class AuditCut:
 
 
 def by_key(values: Mapping[int, int] | Mapping[str, int], key: Column) -> Column:
-    """Return a column that maps ``key`` to its value in ``values``, and to 0 if ``key`` is null or missing there."""
+    """Return a column that maps ``key`` to its value in ``values``, and to 0 if ``values`` has no value for ``key``."""
     if not values:
         return fn.lit(0)
     mapped = fn.create_map(*(fn.lit(each) for pair in values.items() for each in pair))
@@ -265,9 +267,9 @@ class Sides(NamedTuple):
     topics: Mapping[str, str]
     """Maps a verdict to its topic."""
     records: DataFrame
-    """One row for each `source`, with the number of its records in each topic (such as `times_late`), the first of
-    these records (a struct such as `late`), and whether only the broker or a worker's clock can explain its dead letter
-    (`refused`).
+    """One row for each `source`. For each topic, a column such as `times_late` counts the records of this source
+    record, and a struct such as `late` contains the first of them. `refused` is true if only the broker, a worker's
+    clock, or the schema registry can explain the dead letter.
     """
     with_stand_ins: tuple[str, ...]
     """Verdicts whose topics contain a record with a digest in place of the value."""
@@ -283,7 +285,7 @@ def sides_of(cut: AuditCut) -> Sides:
     first, is_it = fn.struct("place", "reason", "digest", "stand_in"), {each: fn.col("side") == each for each in _TAILS}
     times = (fn.count_if(where).alias(f"times_{verdict}") for verdict, where in is_it.items())
     firsts = (fn.min(fn.when(where, first)).alias(verdict) for verdict, where in is_it.items())
-    reasons = [REFUSED_BY_THE_BROKER, *([FUTURE] if topology.future is OnFuture.DEAD_LETTER else [])]
+    reasons = [*by_evidence(topology), *([FUTURE] if topology.future is OnFuture.DEAD_LETTER else [])]
     refused = fn.col("topic").isNotNull() & fn.col("dead_letter.reason").isin(*reasons)
     records = reduce(DataFrame.unionByName, every).groupBy("source", *COORDINATES).agg(*times, *firsts)
     records = records.withColumn("refused", refused).persist()
@@ -304,13 +306,14 @@ def forwarded_by_replay(topics: Sequence[str]) -> Column:
 def expected(cut: AuditCut, sides: Sides) -> DataFrame:
     """Return every record of the log with its verdict, its expected digests, and its records in side topics.
 
-    Dead letters that only the broker or a worker's clock can explain left no sighting and did not advance stream time,
-    so they are not judged with the other records. The columns are `source`, `verdict`, `reason`, `time_ms`,
-    `stream_ms`, `before_ms` (the stream time before the record), `task`, `at` (the offset in the log), `pending` (the
-    fleet might not have judged the record), `history` (the record is before the fleet's first offset), `doubtful`
-    (another verdict is possible), `forwards` (with this verdict, the record is in the output), digests of the record
-    (`raw` as it was, `out` in the output, `copy` among the duplicates), and the columns of `Sides.records`. A record in
-    a side topic that names no record of the log has a row whose `verdict` is null.
+    Dead letters that only the broker, a worker's clock, or the schema registry can explain left no sighting and did not
+    advance stream time, so they are not judged with the other records. The columns are `source`, `verdict`, `reason`,
+    `time_ms`, `stream_ms`, `before_ms` (the stream time before the record), `task`, `at` (the offset in the log),
+    `pending` (the fleet might not have judged the record), `history` (the record is before the fleet's first offset),
+    `doubtful` (another verdict is possible), `fault` (why a record is a dead letter according to its content),
+    `forwards` (with this verdict, the record is in the output), digests of the record (`raw` as it was, `out` in the
+    output, `copy` among the duplicates), and the columns of `Sides.records`. A record in a side topic that names no
+    record of the log has a row whose `verdict` is null.
     """
     topology, records, contiguous = cut.topology, cut.log, cut.contiguous
     if sides.refused_number:
@@ -324,11 +327,12 @@ def expected(cut: AuditCut, sides: Sides) -> DataFrame:
     names = {"time_ms": "dedup_time_ms", "stream_ms": "stream_time_ms", "id": "dedup_id"}
     names |= {"task": "dedup_partition", "at": "dedup_offset"}
     ours = (fn.col(theirs).alias(name) for name, theirs in names.items())
-    rows = rows.select(path().alias("source"), "verdict", "reason", *ours, *_digests(cut))
+    fault = fn.when(fn.col("verdict") == "dead_letter", fn.col("reason")).alias("fault")
+    rows = rows.select(path().alias("source"), "verdict", "reason", fault, *ours, *_digests(cut))
     if sides.refused_number:
         dead = {"verdict": fn.lit("dead_letter"), "task": fn.col("partition"), "at": fn.col("offset")}
         dead |= {"time_ms": fn.col("dedup_time_ms"), "forwards": fn.expr("false"), "source": path()}
-        dead |= {"raw": digest(fn.col("headers"), fn.col("timestamp_ms"))}
+        dead |= {"raw": digest(fn.col("headers"), fn.col("timestamp_ms")), "fault": fn.col("dedup_fault")}
         refused = identified(others, topology).select("reason", *(value.alias(name) for name, value in dead.items()))
         rows = rows.unionByName(refused, allowMissingColumns=True)
     pending, history = (by_key(of(cut.log_topic), fn.col("task")) for of in (cut.ends, cut.begins.__getitem__))
@@ -345,8 +349,8 @@ def _digests(cut: AuditCut) -> list[Column]:
     ahead = fn.when(why.isNotNull(), _with_header(own, evidence.VERDICT_HEADER, why)).otherwise(own)
     if topology.output is not None and topology.output.headers:
         ahead = _with_header(ahead, evidence.SOURCE_HEADER, path())
-    # A seeded sighting may come from files without offsets. The audit has given its record a negative offset, but the
-    # fleet writes `OUTSIDE_KAFKA`.
+    # The record of a seeded sighting may come from a file without offsets. The audit has given this record a negative
+    # offset, but the fleet writes `OUTSIDE_KAFKA` to the header.
     outside = fn.when(fn.col("first_offset") < 0, fn.lit(OUTSIDE_KAFKA)).otherwise(fn.col("first_offset"))
     first = fn.concat_ws("/", "first_topic", fn.col("first_partition").cast("string"), outside.cast("string"))
     copied = _with_header(own, evidence.FIRST_TIME_HEADER, fn.col("first_time_ms").cast("string"))
@@ -380,7 +384,7 @@ def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFra
         beyond = fn.expr(f"time_ms > before_ms + {topology.max_clock_skew_ms}")
         doubt |= fn.coalesce(fn.bool_or(beyond).over(by_log), no)
     if unknown:
-        # If late records are dropped or forwarded, no topic shows them, so any record may have been late.
+        # If late records are dropped or forwarded, there is no late topic, so any record may have been late.
         on_time = fn.expr("coalesce(times_late, 0) = 0") if isinstance(topology.late, LateTo) else no
         whole = by_log.rowsBetween(Window.unboundedPreceding, Window.unboundedFollowing)
         first_ms = fn.first(fn.when(on_time, fn.col("stream_ms")), ignorenulls=True).over(whole)

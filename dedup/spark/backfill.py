@@ -210,7 +210,7 @@ class RunDirectory:
 
     def _publish_delta(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
         rows = verdicts.frame().withColumn("run", F.lit(self._run))
-        # The commit of the table publishes the run; a second commit of the same run replaces the rows of the first.
+        # The commit to the table publishes the run. A second commit of the same run replaces the rows of the first.
         writer = rows.write.format("delta").mode("overwrite").partitionBy("run", "verdict")
         writer.option("replaceWhere", f"run = '{self._run}'").save(self.path)
         table = self._spark.read.format("delta").load(self.path)

@@ -7,8 +7,8 @@ and judges them (`reduce_side`, `columnar_fold`). The order in which records are
 * In a direct topology, the records of each source partition are judged in the order of offsets, as in a worker.
 * The records of each partition of the repartition topic are judged in the order of offsets, as in a worker.
 * If a topology repartitions records but the input is its source topics, no log shows the order in which a fleet judged
-  the records. They are judged in the order of the running maximum of event time in their source partition, and then in
-  the order of topic, partition, and offset.
+  the records. The records are judged in the order of the running maximum of event time in their source partition, and
+  then in the order of topic, partition, and offset.
 * Rows without offsets are judged in the order of event time, and rows with equal event times in the order of a digest
   of key, value, headers, and timestamp. No row without an offset is late.
 """
@@ -42,10 +42,10 @@ from dedup.topology.model import Topology
 _EXPLAINED: Final = frozenset({"dead_letter", "exempt", "late"})
 _MOST_CAUSES: Final = 10
 _LEAST_BYTES_EACH: Final = 256 << 10
-"""A map task should read this much for each reduce task, as a packed value costs as much time as a hundred rows."""
+"""A map task should read this many bytes per reduce task, because a packed value costs as much as a hundred rows."""
 
 Order = Literal["offsets", "event_time"]
-"""``offsets`` judges rows in log order. ``event_time`` is for rows without offsets, none of which is late."""
+"""With ``offsets``, rows are judged in log order. ``event_time`` is for rows without offsets, which are never late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +91,21 @@ def judged(
 ) -> DataFrame:
     """Return the records with the columns `reduce_side.JUDGED` appended, in no particular order.
 
-    ``df`` has the columns of `columns.RECORDS`, and may have others. `verdict` is unique, duplicate, conflict, late,
+    ``df`` has the columns of `columns.RECORDS`, and may have others. If the topology has `event_time: arrival`, ``df``
+    must come from `columns.as_records` with ``by_arrival``. `verdict` is unique, duplicate, conflict, late,
     dead_letter, or exempt. Exempt records are forwarded by policy without being judged, with the reason missing_id or
     tombstone. A conflict that the policy `on_conflict: forward` forwards has the verdict unique and the reason
     conflict.
 
     ``now_ms`` is the clock time in ms that decides which event times are in the future. Set ``contiguous`` if the
     offsets of each Kafka partition ascend within each Spark partition of ``df`` and no two Spark partitions overlap, as
-    with Spark's Kafka source. Setting it saves a sort; the job checks the order while it runs. ``feeds`` lists all
-    source partitions if ``df`` is read from the repartition topic. Raises TopologyError if ``df`` lacks a required
-    column, and SettingsError for unusable Spark settings. When the result is computed, the job raises the errors that
-    `backfill.backfill` lists.
+    with Spark's Kafka source. Setting ``contiguous`` saves a sort; the job checks the order while it runs. ``feeds``
+    lists all source partitions if ``df`` is read from the repartition topic. Raises TopologyError if ``df`` lacks a
+    required column, and SettingsError for unusable Spark settings. When the result is computed, the job raises the
+    errors that `backfill.backfill` lists.
     """
-    history = History(df, placed=order == "offsets", contiguous=contiguous, identity="", place="", feeds=tuple(feeds))
+    placed = order == "offsets"
+    history = History(df, placed, contiguous, identity="", place="", feeds=tuple(feeds), by_arrival=True)
     return judging(history, topology, now_ms=now_ms).frame()
 
 
@@ -141,8 +143,8 @@ def shuffled(
     """Return the records of a history as they are after the shuffle, before the reduce side judges them.
 
     If ``ends`` is given, the job continues where earlier jobs ended; only the modes ``direct`` and ``event_time``
-    support ``ends``. ``layers`` contains the sightings of earlier jobs (rows of `sightings.LAYER`) by the number of
-    buckets into which the jobs divided them.
+    support ``ends``. ``layers`` contains the sightings of earlier jobs (rows of `sightings.LAYER`); each key is the
+    number of buckets into which a job divided its sightings.
     """
     df, feeds, pieces = history.records, history.feeds, history.pieces
     refuse_other_shape(df)
@@ -189,7 +191,7 @@ def _chained(first: BatchFunction | None, then: BatchFunction) -> BatchFunction:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The number of records by verdict, and the most frequent causes of dead letters, exempt, and late records."""
+    """The verdict counts, and the most frequent causes of dead letters, exempt records, and late records."""
 
     verdicts: Mapping[str, int]
     causes: Mapping[str, Mapping[str, int]]
@@ -221,7 +223,7 @@ def counts_of(verdicts: DataFrame) -> Counts:
 
 
 def balanced(history: History, counts: Mapping[str, int]) -> int:
-    """Return the number of records in the history. Raises InvariantBroken if the verdict counts do not add up to it."""
+    """Return the history's number of records. Raises InvariantBroken if the verdict counts have another sum."""
     rows = history.records.count() if history.pieces is None else history.pieces.rows
     if rows != sum(counts.values()):
         raise InvariantBroken(
@@ -232,12 +234,23 @@ def balanced(history: History, counts: Mapping[str, int]) -> int:
 
 
 def mode_of(topology: Topology, history: History) -> Mode:
-    """Return the mode, which determines the order in which the records of a history are judged."""
+    """Return the mode, which determines the order in which the records of a history are judged.
+
+    Raises SettingsError if the topology needs append times, and the history does not guarantee them.
+    """
+    refuse_unchecked(topology, history)
     if not history.placed:
         return "event_time"
     if topology.direct:
         return "direct"
     return "log" if history.feeds else "merged"
+
+
+def refuse_unchecked(topology: Topology, history: History) -> None:
+    """Raise SettingsError if the topology needs append times, and the history does not guarantee them."""
+    if topology.by_arrival and not history.by_arrival and not history.feeds:
+        text = "is arrival, so pass what `read_files` or `read_kafka` returns: a plain DataFrame does not show which "
+        raise SettingsError([Problem("event_time", text + "timestamps are the broker's")])
 
 
 ORDER_TEXTS: Final[Mapping[Mode, str]] = {
@@ -292,9 +305,9 @@ def history_of(df: DataFrame, *, identified: bool) -> History:
 
 
 def _map_tasks(spark: SparkSession, size_bytes: int, reducers: int) -> int:
-    """Return how many tasks should read the input so that each has rows for every reduce task and no core is idle."""
+    """Return the number of map tasks for which each map task has rows for every reduce task and no core is idle."""
     cores = spark.sparkContext.defaultParallelism
-    # A multiple of the number of cores, so that each task reads a part of what one task of `files._log_order` read.
+    # A multiple of the number of cores: each map task then reads a part of what one task of `files._log_order` read.
     return cores * max(1, size_bytes // (_LEAST_BYTES_EACH * reducers * cores))
 
 

@@ -37,7 +37,7 @@ class SortedRows:
     """All rows of some tracking IDs as columns, with one entry per record."""
 
     groups: Integers
-    """A number that is the same for all rows of an ID or, if tasks judge separately, of an ID and a task."""
+    """The number of the row's group. A group is an ID or, if tasks judge separately, an ID and a task."""
     times_ms: Integers
     stream_ms: Integers
     topics: Integers
@@ -96,7 +96,7 @@ class _Groups:
     """The positions of the known sightings, sorted by group."""
     known_from: Integers
     known_to: Integers
-    """Where the known sightings of each group begin and end in ``order``."""
+    """The positions in ``order`` where the known sightings of each group begin and end."""
 
     @classmethod
     def of(cls, groups: Integers, known: Integers) -> _Groups:
@@ -106,7 +106,7 @@ class _Groups:
         return cls(starts, np.diff(np.append(starts, len(groups))), order, *ends)
 
     def sightings(self, wanted: Integers, known: KnownSightings) -> dict[int, Sightings]:
-        """Return the known sightings of the wanted groups."""
+        """Map each group with an index in ``wanted`` to its known sightings."""
         borders = list(zip(self.known_from[wanted].tolist(), self.known_to[wanted].tolist(), strict=True))
         rows = [self.order[begin:end] for begin, end in borders]
         found = iter(known.at(np.concatenate(rows) if rows else self.order[:0]))
@@ -143,22 +143,22 @@ def judge_sorted(rows: SortedRows, rules: Rules, known: KnownSightings) -> Decid
 def _decide_plain_groups(
     rows: SortedRows, rules: Rules, groups: _Groups, decided: Decided, known: KnownSightings
 ) -> Booleans:
-    """Judge the IDs whose rows all repeat the first row or the only known sighting; return which of the other IDs have
-    several rows or known sightings.
+    """Judge the IDs whose rows all repeat the first row or the only known sighting; return a mask of the other IDs that
+    have several rows or a known sighting.
     """
     window, count = rules.window, len(rows.times_ms)
     sightings = groups.known_to - groups.known_from
     others: Booleans = (groups.lengths > 1) | (sightings > 0)
     if window.extend or rules.fingerprints:
         return others
-    # The known sightings follow the rows, so that what the rows of a group may repeat is one number.
+    # For each group, ``repeated`` is the index of its first row, or the row count plus the index of its known sighting.
     repeated = groups.starts.copy()
     single = np.flatnonzero(sightings == 1)
     repeated[single] = count + groups.order[groups.known_from[single]]
     first = np.repeat(repeated, groups.lengths)
     first_ms = np.append(rows.times_ms, known.first_ms)[first]
     near = np.abs(rows.times_ms - first_ms) < window.guard_ms
-    # A row that is repeated is within the guard period of itself, and its verdict must be unique.
+    # A group's first row is always within the guard period of itself. Other rows repeat it only if it is unique.
     is_sighting = np.append(decided.verdicts == UNIQUE, np.ones(len(known.groups), np.bool_))[first]
     plain = near & (first_ms >= rows.stream_ms - window.retention_ms) & is_sighting
     easy = others & (sightings <= 1) & np.logical_and.reduceat(plain, groups.starts)

@@ -19,6 +19,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
 
+from dedup.core.event_time import create_time_fault
 from dedup.core.extract import Extracted, Extractor
 from dedup.core.extract_one import ODD_HEADER_NAME
 from dedup.errors import InvariantBroken, Problem, StateIncompatible, TopologyError
@@ -46,6 +47,8 @@ RECORDS: Final = from_arrow_schema(ARROW_RECORDS)
 HEADERS: Final = RECORDS["headers"].dataType
 COORDINATES: Final = ("topic", "partition", "offset")
 
+_KIND: Final = "timestampType"
+"""The column of Spark's Kafka source that is 1 if the broker set the timestamp (LogAppendTime), or 0 (CreateTime)."""
 _TYPES: Final[dict[str, tuple[str, ...]]] = {
     "value": ("string", "binary"),
     "key": ("string", "binary"),
@@ -55,6 +58,7 @@ _TYPES: Final[dict[str, tuple[str, ...]]] = {
     "topic": ("string",),
     "partition": ("bigint", "int", "smallint", "tinyint"),
     "offset": ("bigint", "int"),
+    _KIND: ("bigint", "int"),
 }
 
 IDENTIFIED: Final = (
@@ -69,22 +73,32 @@ IDENTIFIED: Final = (
 topology compares payloads), and the code, kind (`dedup.core.extract.FaultKind`), and explanation of a fault.
 """
 
+NO_ARRIVAL: Final = "a record of the input"
+"""The first words of the error that a job raises if a producer, and not the broker, set a record's timestamp."""
 _REPLACEMENT: Final = "\ufffd"
 _US_PER_MS: Final = 1_000
 _BATCH_ROWS: Final = 4_000
 """Maximum number of rows in a batch, as in a worker; this many rows fit into the processor's caches."""
 
 
-def as_records(df: DataFrame, *, place: str = "the input", others: Sequence[str] = ()) -> DataFrame:
+def as_records(
+    df: DataFrame, *, place: str = "the input", others: Sequence[str] = (), by_arrival: bool = False
+) -> DataFrame:
     """Convert a DataFrame, for example from Spark's Kafka source, to the schema `RECORDS`, and keep the columns
     ``others``.
 
     The column `value` (text or bytes) is required. The columns `key`, `headers`, and either `timestamp_ms` (integer) or
     `timestamp` are optional. The columns `topic`, `partition`, and `offset` must be either all present or all absent.
-    Raises TopologyError with a list of the columns that are missing or have an unsupported type; ``place`` is the
-    DataFrame's name in the error.
+    If ``by_arrival`` is true, the column `timestampType` is also required, and must be 1 in every row; a job that reads
+    another row fails. Raises TopologyError with a list of the columns that are missing or have an unsupported type;
+    ``place`` is the DataFrame's name in the error.
     """
-    problems = [text for text in (_problem(df, name) for name in _TYPES) if text]
+    problems = [text for text in (_problem(df, name) for name in _TYPES if name != _KIND or by_arrival) if text]
+    if by_arrival and _KIND not in df.columns:
+        problems.append(
+            f"has no column `{_KIND}`, which shows that the times are the broker's: with `event_time: arrival`, keep "
+            "that column of Spark's Kafka source (1 means LogAppendTime), or use another event_time"
+        )
     given = [name for name in COORDINATES if name in df.columns]
     if given and len(given) < len(COORDINATES):
         missing = ", ".join(name for name in COORDINATES if name not in given)
@@ -93,7 +107,15 @@ def as_records(df: DataFrame, *, place: str = "the input", others: Sequence[str]
         )
     if problems:
         raise TopologyError([Problem(place, text) for text in problems])
-    return df.select(*(_as_record(df, field).alias(field.name) for field in RECORDS.fields), *others)
+    columns = {field.name: _as_record(df, field) for field in RECORDS.fields}
+    if by_arrival:
+        fault = F.format_string(
+            create_time_fault("TOPIC", f"{NO_ARRIVAL} at %s/%s offset %s"), *(columns[name] for name in COORDINATES)
+        )
+        columns["timestamp_ms"] = F.when(F.col(_KIND) == 1, columns["timestamp_ms"]).otherwise(
+            F.raise_error(fault).cast(LongType())
+        )
+    return df.select(*(column.alias(name) for name, column in columns.items()), *others)
 
 
 def headers_of(df: DataFrame) -> Column:
@@ -127,7 +149,7 @@ def _as_record(df: DataFrame, field: StructField) -> Column:
 
 def feeding_columns(rows: DataFrame) -> DataFrame:
     """Return the columns that `feed_batches` needs from Spark's Kafka source with the option `includeHeaders`."""
-    return rows.select("topic", "partition", "offset", "timestamp", "key", "value", "headers")
+    return rows.select("topic", "partition", "offset", "timestamp", _KIND, "key", "value", "headers")
 
 
 def feed_batches(arrow: Iterable[pa.RecordBatch]) -> Iterator[FeedBatch]:
@@ -160,7 +182,9 @@ def _feed_batch(batch: pa.RecordBatch) -> FeedBatch:
     headers, odd = _headers_column(batch.column("headers"))
     keys, values = binary_column(batch.column("key")), binary_column(batch.column("value"))
     times_ms = (times_us // _US_PER_MS).tolist()
-    return FeedBatch(first, offsets, times_ms, keys, values, headers, -1, frozenset(offsets[row] for row in odd))
+    names = frozenset(offsets[row] for row in odd)
+    created = [(offsets[row], offsets[row]) for row in np.flatnonzero(integers_of(batch, _KIND) != 1)[:1]]
+    return FeedBatch(first, offsets, times_ms, keys, values, headers, -1, names, created)
 
 
 def _is_odd(name: bytes) -> bool:

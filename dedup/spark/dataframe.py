@@ -16,6 +16,8 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page
 from dedup.core.event_time import RecordTime
 from dedup.core.tracking_id import HeaderRule, KeyRule, PartsRule, alternatives_of
 from dedup.errors import Problem, SettingsError
+from dedup.kafka.schema_registry import TASK_PATIENCE_S, asking
+from dedup.settings import Settings
 from dedup.spark.batch_verdicts import Order, judged
 from dedup.spark.columns import COORDINATES, as_records
 from dedup.spark.files import as_events
@@ -42,7 +44,7 @@ _ADDED: Final = {
     "dedup_first_offset": "first_offset",
     "dedup_stream_time": "stream_time_ms",
 }
-"""Maps each added column to its source in `batch_verdicts.judged`; times in ms become timestamps."""
+"""Maps each added column to the column of `batch_verdicts.judged` with its values; times in ms become timestamps."""
 
 
 def dedup(
@@ -52,6 +54,7 @@ def dedup(
     shape: Shape = "columns",
     order: Order | None = None,
     now_ms: int | None = None,
+    settings: Settings | None = None,
 ) -> DataFrame:
     """Return the rows of ``df`` with their verdicts; the columns of ``df`` keep their names, types, and values.
 
@@ -61,20 +64,20 @@ def dedup(
     `dedup_first_seen`, `dedup_first_topic`, `dedup_first_partition`, and `dedup_first_offset`. By default, ``order`` is
     "offsets" if ``shape`` is "kafka" and ``df`` has topic, partition, and offset; otherwise, it is "event_time".
     ``now_ms`` is the clock time in ms that decides which event times are in the future (by default, the time of the
-    call).
+    call). ``settings`` say where the schema registry is; they are needed only if values name their schemas.
 
     Raises SettingsError for a streaming DataFrame, an unknown shape or order, a column name that occurs twice or that
     `dedup` adds, and a topology or an order that needs columns that ``df`` lacks. Raises TopologyError for a column of
     an unsupported type and for an invalid topology file. When the result is computed, the job raises the errors that
     `backfill.backfill` lists.
     """
-    rules = _rules(topology)
+    rules = _rules(topology, settings)
     placed = shape == "kafka" and all(name in df.columns for name in COORDINATES)
     _refuse_unfit(df, rules, shape, order, placed=placed)
     clock_ms = int(time.time() * 1000) if now_ms is None else now_ms
     if order is None:
         order = "offsets" if placed else "event_time"
-    decided = judged(_records(df, shape), rules, now_ms=clock_ms, order=order)
+    decided = judged(_records(df, rules, shape), rules, now_ms=clock_ms, order=order)
     return decided.select(f"{_ROW}.*", *(_added(source).alias(name) for name, source in _ADDED.items()))
 
 
@@ -85,31 +88,34 @@ def unique(
     shape: Shape = "columns",
     order: Order | None = None,
     now_ms: int | None = None,
+    settings: Settings | None = None,
 ) -> DataFrame:
     """Return the rows of ``df`` that a worker would forward to the output topic, with the columns of ``df``.
 
     These are the first row of each tracking ID within the guard period, and the rows that a policy of the topology
     forwards. `unique` has the same parameters and raises the same errors as `dedup`.
     """
-    rules = _rules(topology)
+    rules = _rules(topology, settings)
     forwarded = ["unique", "exempt", *(["late"] if isinstance(rules.late, LateForward) else [])]
     decided = dedup(df, rules, shape=shape, order=order, now_ms=now_ms)
     return decided.where(F.col("dedup_verdict").isin(forwarded)).drop(*_ADDED)
 
 
-def _rules(topology: Topology | str | Path) -> Topology:
-    if isinstance(topology, Topology):
-        return topology
-    return parse(text_of(Path(topology)), name=str(topology), read_file=beside(Path(topology)))
+def _rules(topology: Topology | str | Path, settings: Settings | None) -> Topology:
+    if not isinstance(topology, Topology):
+        topology = parse(text_of(Path(topology)), name=str(topology), read_file=beside(Path(topology)))
+    return topology if settings is None else asking(topology, settings, patience_s=TASK_PATIENCE_S)
 
 
 def _refuse_unfit(df: DataFrame, topology: Topology, shape: Shape, order: Order | None, *, placed: bool) -> None:
-    extractor_of(topology)  # raises SettingsError for values that name their schemas
+    extractor_of(topology)  # Raises SettingsError if values name their schemas.
     problems = [
         Problem(name, f'"{given}" is unknown; write {" or ".join(get_args(kind))}')
         for name, given, kind in (("shape", shape, Shape), ("order", "offsets" if order is None else order, Order))
         if given not in get_args(kind)
     ]
+    if topology.then is not None:
+        problems.append(Problem("then", "no Spark job runs a flow; take `then` and `routes` out of the topology"))
     if df.isStreaming:
         text = "is a stream: each micro-batch would be deduplicated separately. Run `dedup spark run`, or read a table"
         problems.append(Problem("the DataFrame", text))
@@ -135,17 +141,25 @@ def _without_columns(topology: Topology) -> Iterator[Problem]:
         yield Problem("tracking_id", f"is taken from the record's key or a header, {lacks}")
     if isinstance(topology.event_time, RecordTime):
         yield Problem("event_time", f"is the record's timestamp, {lacks}")
-    found = {"bytes": "an opaque value", "json_schema": "a schema registry's framing", "avro": "Avro"}
+    found = {
+        "bytes": "an opaque value",
+        "json_schema": "a schema registry's framing",
+        "avro": "Avro",
+        "protobuf": "Protobuf",
+        "msgpack": "MessagePack",
+        "cbor": "CBOR",
+        "csv": "rows of CSV",
+    }
     reads = found.get(topology.source.format)
     if reads is not None:
         yield Problem("source.format", f"{topology.source.format} reads {reads}, {lacks}")
 
 
-def _records(df: DataFrame, shape: Shape) -> DataFrame:
+def _records(df: DataFrame, topology: Topology, shape: Shape) -> DataFrame:
     """Return ``df`` as `columns.RECORDS`, with the original columns in the struct `_ROW`."""
     row = F.struct(*(F.col(f"`{name}`") for name in df.columns)).alias(_ROW)
     table = df.select("*", row) if shape == "kafka" else df.select(as_events(df).alias("value"), row)
-    return as_records(table, place="the DataFrame", others=(_ROW,))
+    return as_records(table, place="the DataFrame", others=(_ROW,), by_arrival=topology.by_arrival)
 
 
 def _added(source: str) -> Column:

@@ -121,6 +121,8 @@ class History:
     """The same records as row groups if tasks can read the files themselves; otherwise, None."""
     bounds: tuple[PartitionBounds, ...] = ()
     """The bounds of the records in each Kafka partition, if they were determined."""
+    by_arrival: bool = False
+    """Whether reading the records fails unless the broker set their timestamps."""
     events: StructType | None = None
     """The columns of the input if each row is an event; otherwise, None."""
 
@@ -131,6 +133,7 @@ def read_files(
     fmt: FileFormat,
     *,
     rows_are_events: bool = False,
+    by_arrival: bool = False,
     base: str | None = None,
 ) -> History:
     """Return the records in files, directories, or tables.
@@ -139,7 +142,8 @@ def read_files(
     (`manifest.files_of_runs`). A Delta or Iceberg table is read at its latest version at the time of the call, even if
     someone writes to the table later. If ``rows_are_events`` is true, each row of the table becomes an event (JSON
     without the null columns), and the table needs no column `value`. If ``paths`` are files, ``base`` is the directory
-    whose subdirectories become columns (`day=2026-01-31/`). Raises SettingsError with a list of all files that are
+    whose subdirectories become columns (`day=2026-01-31/`). If ``by_arrival`` is true, every row must show that its
+    timestamp is the broker's (`columns.as_records`). Raises SettingsError with a list of all files that are
     damaged or whose schema differs from that of the first file, and TopologyError for columns that are missing or have
     the wrong type.
     """
@@ -155,25 +159,28 @@ def read_files(
     except AnalysisException as error:
         text = f"cannot be read as {fmt}: {str(error).splitlines()[0]}"
         raise SettingsError([Problem(place, text)]) from error
-    return _history(found, fmt, place, rows_are_events=rows_are_events)
+    return _history(found, fmt, place, rows_are_events=rows_are_events, by_arrival=by_arrival)
 
 
-def read_table(table: DataFrame, fmt: FileFormat, place: str, *, rows_are_events: bool = False) -> History:
+def read_table(
+    table: DataFrame, fmt: FileFormat, place: str, *, rows_are_events: bool = False, by_arrival: bool = False
+) -> History:
     """Return the records of a table, with an identity that depends on the files of the table.
 
     Raises TopologyError for columns of the table that are missing or have the wrong type.
     """
-    return _history(_of_files(table, []), fmt, place, rows_are_events=rows_are_events)
+    return _history(_of_files(table, []), fmt, place, rows_are_events=rows_are_events, by_arrival=by_arrival)
 
 
-def _history(found: _Input, fmt: FileFormat, place: str, *, rows_are_events: bool) -> History:
+def _history(found: _Input, fmt: FileFormat, place: str, *, rows_are_events: bool, by_arrival: bool) -> History:
     records, splits, events = found.table, None, None
     if rows_are_events:
         events = records.schema
-        records = as_records(records.select(as_events(records).alias("value")), place=place)
+        records = as_records(records.select(as_events(records).alias("value")), place=place, by_arrival=by_arrival)
     else:
-        records = as_records(records, place=place, others=found.of_path)
-        if fmt == "parquet" and not found.of_path:
+        records = as_records(records, place=place, others=found.of_path, by_arrival=by_arrival)
+        # Tasks that read the files themselves would not check the timestamps' types.
+        if fmt == "parquet" and not found.of_path and not by_arrival:
             splits = _input_splits(found.table)
     has_offsets = not rows_are_events and "offset" in found.table.columns
     order = _log_order(records, place, splits) if has_offsets else _LogOrder(placed=False)
@@ -190,6 +197,7 @@ def _history(found: _Input, fmt: FileFormat, place: str, *, rows_are_events: boo
         pieces=splits,
         bounds=order.bounds,
         events=events,
+        by_arrival=by_arrival,
     )
 
 
@@ -272,7 +280,7 @@ def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, 
 
 
 def _columns_of_files(spark: SparkSession, files: Sequence[str]) -> Collection[str]:
-    """Return the columns of the Parquet files. Raises SettingsError if a file is damaged or files differ in columns."""
+    """Return the columns of the Parquet files. Raises SettingsError if a file is damaged or the columns differ."""
     # Spark would fill in nulls for a column that a file lacks; a null would become a tombstone or a missing time.
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         found = list(pool.map(partial(_footer, spark), files))
@@ -378,7 +386,7 @@ def _united(parts: Sequence[pa.Table]) -> pa.Table:
 
 
 def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-    """Yield one JSON report: the rows of `_FOUND` and, if the rows are in log order, the runs of ascending offsets."""
+    """Yield one JSON report: the rows of `_FOUND` and, if the input is in log order, the runs of ascending offsets."""
     runs = OffsetRuns()
     topics: list[str] = []
     found = _FOUND.empty_table()
@@ -419,7 +427,7 @@ def as_events(table: DataFrame) -> Column:
     """Return a column with each row as JSON bytes, without null members.
 
     A time that is more precise than milliseconds keeps all its digits, because two different events could become equal
-    if Spark cut off the rest.
+    if Spark cut off digits.
     """
     columns = [_exact(F.col(f"`{field.name}`"), field.dataType).alias(field.name) for field in table.schema.fields]
     return F.to_json(F.struct(*columns)).cast(BinaryType())
@@ -493,7 +501,7 @@ class _GroupPlace(NamedTuple):
 
 
 def _place_of(group: pq.RowGroupMetaData, name: tuple[str, int]) -> _GroupPlace | None:
-    """Return the place of a row group according to its statistics, or None if they show no single place."""
+    """Return the place of a row group according to its statistics, or None if they do not determine a place."""
     columns = [group.column(at) for at in range(group.num_columns)]
     found = {column.path_in_schema: column.statistics for column in columns if column.path_in_schema in COORDINATES}
     known = [each for each in found.values() if each is not None and each.has_min_max and each.null_count == 0]
@@ -551,7 +559,7 @@ def _column(rows: pa.RecordBatch, name: str) -> pa.Array:
     kind = ARROW_RECORDS.field(name).type
     column = rows.column(name).cast(kind) if name in rows.schema.names else pa.nulls(rows.num_rows, kind)
     if name == "headers" and column.null_count:
-        # `coalesce` does the same, but takes a hundred times as long.
+        # `coalesce` gives the same result, but takes a hundred times as long.
         ends = np.append(0, np.cumsum(column.value_lengths().fill_null(0))).astype(np.int32)
         return pa.ListArray.from_arrays(pa.array(ends), column.flatten())
     return column

@@ -196,7 +196,8 @@ class _Run:
             layers = {count: self._whole([each for each in known if each.buckets == count]) for count in buckets}
             now_ms, ends = self.intent.now_ms, self.state.ends
             verdicts = shuffled(history, self.topology, now_ms=now_ms, ends=ends, layers=layers)
-            # Two jobs judge these rows, because the state is written before the commit; Spark must not shuffle twice.
+            # Two jobs read these rows, because the state is written before the commit. `persist` avoids a second
+            # shuffle.
             verdicts = replace(verdicts, packed=verdicts.packed.persist(StorageLevel.DISK_ONLY))
             try:
                 left, counts, ends = self._leave(verdicts, known)
@@ -365,7 +366,7 @@ class OutputTable:
     def state_of(self, last: Attempt, identity: str) -> RunState:
         """Return the state that the last run saved, or an empty state before the first run.
 
-        Raises StateIncompatible if the state is missing or was saved with another identity.
+        Raises StateIncompatible if the state is missing or was saved under a different identity.
         """
         if last.run == 0:
             return RunState()
@@ -387,7 +388,7 @@ class OutputTable:
         return state
 
     def intent_after(self, last: Attempt, identity: str) -> Intent | None:
-        """Return the intent of a run killed after ``last``, or None if there is none or the topology has changed."""
+        """Return the intent of a run killed after ``last``, or None if no run was killed or the topology changed."""
         place = self._at(f"runs/{last.run + 1:08}.json")
         if not self._files.exists(place):
             return None

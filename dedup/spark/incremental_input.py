@@ -43,6 +43,8 @@ class NewFiles:
     paths: Sequence[str]
     fmt: FileFormat
     rows_are_events: bool = False
+    by_arrival: bool = False
+    """Whether reading fails unless the broker set the timestamps, which the column `timestampType` shows."""
 
     @property
     def place(self) -> str:
@@ -85,7 +87,8 @@ class NewFiles:
             directory = HadoopDirectory(self.spark, self.paths[0])
             base = directory.absolute if directory.files.isDirectory(directory.path) else None
         files = list(pinned["files"])
-        return read_files(self.spark, files, self.fmt, rows_are_events=self.rows_are_events, base=base)
+        events, arrival = self.rows_are_events, self.by_arrival
+        return read_files(self.spark, files, self.fmt, rows_are_events=events, by_arrival=arrival, base=base)
 
     def refuse_changed(self, pinned: Pinned) -> None:
         """Raise StateIncompatible if a pinned file was deleted or changed."""
@@ -124,6 +127,8 @@ class NewVersions:
     place: str
     """The path of the table."""
     rows_are_events: bool = False
+    by_arrival: bool = False
+    """Whether reading fails unless the broker set the timestamps, which the column `timestampType` shows."""
 
     def pin(self, position: Pinned) -> Pinned | None:
         """Return a description of the table versions that no run has read, or None if these versions appended no rows.
@@ -151,7 +156,8 @@ class NewVersions:
     def open(self, pinned: Pinned) -> History:
         """Return the rows of the pinned versions."""
         place = f"{self.place}@{pinned['until']}"
-        return read_table(self._table(pinned), "delta", place, rows_are_events=self.rows_are_events)
+        events, arrival = self.rows_are_events, self.by_arrival
+        return read_table(self._table(pinned), "delta", place, rows_are_events=events, by_arrival=arrival)
 
     def refuse_changed(self, pinned: Pinned) -> None:
         """Do nothing, because a version of a Delta table never changes."""
@@ -230,6 +236,8 @@ class NewRows:
 
     frame: DataFrame = field(repr=False)
     rows_are_events: bool = False
+    by_arrival: bool = False
+    """Whether reading fails unless the broker set the timestamps, which the column `timestampType` shows."""
     place: ClassVar[str] = "the DataFrame"
 
     @property
@@ -259,8 +267,9 @@ class NewRows:
 
     def _history(self) -> History:
         table = self.frame.select(as_events(self.frame).alias("value")) if self.rows_are_events else self.frame
-        history = history_of(as_records(table, place=self.place), identified=True)
-        return replace(history, events=self.frame.schema if self.rows_are_events else None)
+        records = as_records(table, place=self.place, by_arrival=self.by_arrival)
+        history = history_of(records, identified=True)
+        return replace(history, by_arrival=self.by_arrival, events=self.frame.schema if self.rows_are_events else None)
 
 
 GrowingInput = NewFiles | NewVersions | NewRows

@@ -144,7 +144,8 @@ def read_kafka(
             f"them, later verdicts could be wrong. Judge what is left with --start earliest, or read an archive."
         )
     feeds = feeds_of(topology, begun) if repartitioned else ()
-    return replace(history_of_range(spark, settings, ranges), feeds=feeds)
+    by_arrival = topology.by_arrival and not repartitioned
+    return replace(history_of_range(spark, settings, ranges, by_arrival=by_arrival), feeds=feeds)
 
 
 def feeds_of(topology: Topology, counts: Mapping[str, int]) -> tuple[Feed, ...]:
@@ -169,18 +170,22 @@ def read_range(spark: SparkSession, settings: Settings, ranges: Ranges, **option
     return spark.read.format("kafka").options(**given).load()
 
 
-def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges) -> History:
-    """Return the committed records in these ranges of offsets as a `History`."""
+def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges, *, by_arrival: bool = False) -> History:
+    """Return the committed records in these ranges of offsets as a `History`.
+
+    If ``by_arrival`` is true, a job that reads a record whose timestamp the broker did not set fails.
+    """
     # Several tasks may read one partition, because `map_side.OffsetRuns` tracks the order of the offsets.
     table = read_range(spark, settings, ranges, minPartitions=str(spark.sparkContext.defaultParallelism * 2))
     named = {f"{topic}/{at}": list(each) for topic, part in ranges.items() for at, each in part.items()}
     return History(
-        as_records(table),
+        as_records(table, by_arrival=by_arrival),
         placed=True,
         contiguous=True,
         identity=json.dumps(named),
         place=", ".join(f"{name} {begin}..{end}" for name, (begin, end) in sorted(named.items())),
         size_bytes=sum(end - begin for begin, end in named.values()) * RECORD_BYTES,
+        by_arrival=by_arrival,
     )
 
 

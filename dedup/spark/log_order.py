@@ -51,7 +51,7 @@ def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: i
     total = sum(each.rows for *_, each in found)
     ranges, before = [], 0
     for topic, partition, each in found:
-        # Row number `at` of all rows belongs to range `at * count // total`.
+        # Of all `total` rows, row number `at` belongs to range `at * count // total`.
         first, last = before * count // total, (before + each.rows - 1) * count // total
         span = each.last_offset - each.first_offset + 1
         begins = (-(-number * total // count) - before for number in range(first + 1, last + 1))

@@ -1,6 +1,6 @@
 """Judges whole Kafka partitions without a shuffle: each task reads one log after another, in the order of offsets.
 
-A worker of a topology that reads its source directly judges each source partition by itself. If a history consists of
+A worker of a topology that reads its source directly judges each source partition separately. If a history consists of
 Parquet files with a single Kafka partition in each row group, a Spark task can do the same. The task judges one part of
 the log at a time, and keeps only the unexpired sightings of earlier parts.
 """
@@ -33,9 +33,9 @@ from dedup.spark.reduce_side import ReducePlan, Reducer, sightings_after
 from dedup.spark.sightings import SIGHTINGS, current, live
 
 _MOST_LOG_ROWS: Final = 1 << 22
-"""A task may have to keep the sightings of this many records: less than 500 MB if IDs are no longer than UUIDs."""
+"""Maximum number of records in a log: their sightings take less than 500 MB if IDs are no longer than UUIDs."""
 _SHUFFLE_FACTOR: Final = 2
-"""With a shuffle, a job needs about this many times the CPU time."""
+"""A job with a shuffle needs about this many times the CPU time of a job without a shuffle."""
 _PART_ROWS: Final = 65_536
 _PART_BYTES: Final = 32 << 20
 """A task judges at most about `_PART_ROWS` records or `_PART_BYTES` bytes at a time."""
@@ -47,9 +47,9 @@ _SCHEMA: Final = (
 def assigned(logs: Sequence[LogSplits], *, tasks: int, cores: int, extend: bool = False) -> list[list[LogSplits]]:
     """Divide the logs among at most ``tasks`` tasks with similar numbers of records.
 
-    ``extend`` says whether duplicates extend sightings, which then need twice the memory while they are merged.
+    Set ``extend`` if duplicates extend sightings: merging the sightings then takes twice the memory.
 
-    Returns an empty list if a shuffle would be better: if a log has too many records for a task's memory, or if the
+    Return an empty list if a shuffle would be better: if a log has too many records for a task's memory, or if the
     largest logs would keep fewer than ``cores`` cores busy for so long that a shuffle would be faster.
     """
     rows = [log.rows for log in logs]
@@ -141,7 +141,7 @@ class _LogJudge:
         self._known = self._kept(left)
 
     def _kept(self, left: pa.Table) -> pa.Table:
-        """Return the sightings known so far and those that a part has ``left``, without the expired ones."""
+        """Add the sightings that a part has ``left`` to those of earlier parts, and return the unexpired ones."""
         topology, outdated = self._reduce.topology, self._known.slice(0, 0)
         known = self._known
         if topology.window.extend:

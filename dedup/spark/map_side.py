@@ -1,7 +1,7 @@
 """Implements the map side of a batch job, which prepares records for the reduce tasks that judge them.
 
-A map task extracts each record's ID and event time, and finds exempt records and dead letters. It also computes stream
-time within its own part of the input (`OffsetRuns`), and sends packed records to the reduce tasks.
+A map task extracts each record's ID and event time, and finds exempt records and dead letters. The map task also
+computes stream time within its own part of the input (`OffsetRuns`), and sends packed records to the reduce tasks.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _MOST_BYTES: Final = 64 << 20
 """A map task holds at most about `_MOST_ROWS` rows or `_MOST_BYTES` bytes before it sorts them."""
 _LEAST_ROWS: Final = 2_048
 _LEAST_BYTES: Final = 512 << 10
-"""Before its input ends, a map task sends values of at least `_LEAST_ROWS` rows or `_LEAST_BYTES` bytes on average."""
+"""Minimum average size of the packed values that a map task sends before its input ends: in rows, or in bytes."""
 _UNPACKED_REDUCERS: Final = 128
 """A map task unpacks the buffered rows of this many reduce tasks at a time (about 64 MB)."""
 _MOST_PACKED_BYTES: Final = 16 << 20
@@ -270,7 +270,7 @@ class _Buffers:
         if self._size_bytes < _IN_MEMORY_BYTES:
             return
         if self._file is None:
-            # Spark names this directory for temporary files. Outside an executor, the system's directory is used.
+            # On an executor, Spark sets the directory for temporary files; elsewhere, the system's directory is used.
             first = Path(os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or os.devnull)
             directory = first if first.is_dir() else None
             self._file = tempfile.TemporaryFile(prefix="dedup-", dir=directory)  # noqa: SIM115 - closed by clear
@@ -305,7 +305,7 @@ class Packer:
     """
 
     def __init__(self, targets: Sequence[int], batch_rows: int) -> None:
-        """Spark passes batches of up to ``batch_rows`` rows to Python."""
+        """``batch_rows`` is the maximum number of rows in a batch that Spark passes to Python."""
         self._targets: Final = targets
         self._groups: Final = list(pairwise([*range(0, len(targets), _UNPACKED_REDUCERS), len(targets)]))
         """Ranges of reduce tasks whose rows are unpacked together: the first task, and the one after the last."""
@@ -327,7 +327,7 @@ class Packer:
         self._waiting.clear()
 
     def add(self, batch: pa.RecordBatch, reducers: npt.NDArray[np.uint16]) -> Batches:
-        """Add rows, and yield packed rows once enough are held; ``reducers`` has each row's index in ``targets``."""
+        """Add rows, and yield packed rows once there are enough; ``reducers`` has each row's index in ``targets``."""
         if not batch.num_rows:
             return
         self._held.append((batch, reducers))
@@ -515,7 +515,7 @@ def map_rows(plan: MapPlan, batches: Iterable[pa.RecordBatch]) -> Batches:
 
 
 def buckets_of(ids: pa.Array, count: int) -> npt.NDArray[np.uint32]:
-    """Return each ID's bucket (a reduce task or a group of sightings): the ID's hash modulo ``count``. Null IDs may be
+    """Return each ID's bucket (a reduce task or a group of sightings): the ID's hash modulo ``count``. A null ID may be
     in any bucket.
     """
     names = binary_column(ids)
@@ -535,9 +535,7 @@ def read_notice(values: Iterable[bytes]) -> list[OffsetRun]:
 
 
 class Screener:
-    """Extracts the IDs and event times of the records that a Spark task reads, and finds exempt records and dead
-    letters.
-    """
+    """Extracts the IDs and event times of a Spark task's records, and finds exempt records and dead letters."""
 
     def __init__(self, plan: MapPlan) -> None:
         self._plan: Final = plan

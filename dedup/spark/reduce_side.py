@@ -97,7 +97,7 @@ class FoldedRows:
     ids: pa.Array
     """The ID of each row."""
     known: pa.Table
-    """Unexpired sightings of earlier jobs that have one of these IDs, in the schema `sightings.SIGHTINGS`."""
+    """Unexpired sightings that earlier jobs left for the IDs in ``ids``, in the schema `sightings.SIGHTINGS`."""
     unjudged: dict[str, int]
     """The number of rows that were not judged, by verdict."""
     stream_ms: Integers
@@ -154,7 +154,7 @@ def _ends(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -
 
 
 def sightings_after(folded: FoldedRows, topology: Topology) -> pa.Table:
-    """Return the new sightings, and the existing ones whose last time a duplicate moved forward."""
+    """Return the new sightings, and the existing ones whose `last_ms` a duplicate has increased."""
     rows, decided = folded.rows, folded.decided
     made = {
         "id": folded.ids,
@@ -299,7 +299,7 @@ class Reducer:
         return result
 
     def _digests(self, wanted: Integers) -> npt.NDArray[np.uint64]:
-        """Return the content digest of each wanted row as two numbers; only one batch of content is in memory."""
+        """Return the content digest of each wanted row as two numbers, with only one batch of content in memory."""
         found = np.empty((len(wanted), 2), np.uint64)
         ascending = np.argsort(wanted)
         begin = 0

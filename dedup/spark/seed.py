@@ -42,7 +42,7 @@ from dedup.kafka.topic_admin import Admin, Group, on_cluster
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import FetchedRecord, Position, TopicPartition
 from dedup.settings import Settings
-from dedup.spark.batch_verdicts import Counts, history_of
+from dedup.spark.batch_verdicts import Counts, history_of, refuse_unchecked
 from dedup.spark.files import History
 from dedup.spark.kafka_source import history_of_range
 from dedup.spark.seed_history import Folded, changelog_rows, fold_history
@@ -116,7 +116,7 @@ class _ClusterState:
     next_offsets: Mapping[int, int]
     """Maps each task to the offset where it will begin to read its feeding partition."""
     judged_at_ms: int
-    """The wall-clock time of this seed's first run, by which event times are judged to be in the future."""
+    """The wall-clock time of this seed's first run, which decides which event times are in the future."""
     marks: Mapping[int, SeedMark]
     """The seed marks of an earlier run, by partition; empty in the first run."""
 
@@ -146,19 +146,20 @@ def seed(
     """Write a fleet's changelog and offsets as if the fleet had judged the history up to ``until``.
 
     ``history`` is a `History` of files, a DataFrame of `columns.RECORDS`, or None for the source topics from their
-    start. Rows that, by their offset or timestamp, the fleet will read itself are ignored. ``commit_rows`` is the
-    number of changelog records in a transaction. Writes no seed and raises StateIncompatible if the group or the
-    changelog contains state that `dedup spark seed` did not write, if an earlier run began a different seed, or if all
-    records of the history are dead letters.
+    start. Rows whose offset or timestamp shows that the fleet will read them are ignored. ``commit_rows`` is the number
+    of changelog records in a transaction. Writes no seed and raises StateIncompatible if the group or the changelog
+    contains state that `dedup spark seed` did not write, if an earlier run began a different seed, or if all records of
+    the history are dead letters.
     """
     began_s = time.monotonic()
     work = partial(on_cluster, settings, f"dedup-{topology.name}-seed")
     found = work(partial(_cluster_state, topology, settings, until))
     topology = topology.grouped_by(1)
     if history is None:
-        whole = _of_topics(spark, settings, found)
+        whole = _of_topics(spark, settings, found, by_arrival=topology.by_arrival)
     else:
         given = history if isinstance(history, History) else history_of(history, identified=False)
+        refuse_unchecked(topology, given)
         whole = _before(given, found, until)
     with shuffles_for(spark, whole.size_bytes), described(spark, f"{topology.name}: seed from {whole.place}"):
         with translated_errors():
@@ -193,7 +194,7 @@ def seed(
 
 
 def _refuse_unread(counts: Counts, place: str) -> None:
-    """Raise StateIncompatible if no record can be judged, because a fleet without state would forward all repeats."""
+    """Raise StateIncompatible if no record can be judged, because a fleet without state would forward duplicates."""
     dead = counts.verdicts.get("dead_letter", 0)
     if dead and dead == sum(counts.verdicts.values()):
         why = ", ".join(f"{count:,} {cause}" for cause, count in counts.causes["dead_letter"].items())
@@ -203,18 +204,18 @@ def _refuse_unread(counts: Counts, place: str) -> None:
         )
 
 
-def _of_topics(spark: SparkSession, settings: Settings, found: _ClusterState) -> History:
+def _of_topics(spark: SparkSession, settings: Settings, found: _ClusterState, *, by_arrival: bool) -> History:
     """Return the records of the source topics up to the offsets where the fleet takes over."""
     ranges: dict[str, dict[int, tuple[int, int]]] = {}
     with KafkaReader(settings) as reader:
         bounds = {topic: reader.bounds(topic) for topic in dict.fromkeys(place.topic for place in found.begins)}
     for (topic, partition), end in found.begins.items():
         ranges.setdefault(topic, {})[partition] = bounds[topic][partition].low, end
-    return history_of_range(spark, settings, ranges)
+    return history_of_range(spark, settings, ranges, by_arrival=by_arrival)
 
 
 def _before(history: History, found: _ClusterState, until: Until) -> History:
-    """Return the history without the rows that, by their offset or timestamp, the fleet will read itself."""
+    """Return the history without the rows whose offset or timestamp shows that the fleet will read them."""
     pairs = ((f"{place.topic}/{place.partition}", offset) for place, offset in found.begins.items())
     begins = fn.create_map(*(fn.lit(each) for pair in pairs for each in pair))
     begin = begins[fn.concat_ws("/", "topic", fn.col("partition").cast("string"))]
@@ -374,7 +375,7 @@ async def _refuse_used(
 async def _begins(
     topology: Topology, wire: KafkaWire, places: list[TopicPartition], until: Until
 ) -> dict[TopicPartition, int]:
-    """Return the offset that ``until`` means in each source partition. Raises SettingsError for invalid offsets."""
+    """Turn ``until`` into an offset for each source partition. Raises SettingsError for invalid offsets."""
     if isinstance(until, int | str):
         return {place: await first_offset(wire, place, until) for place in places}
     problems = []

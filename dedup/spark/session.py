@@ -22,6 +22,7 @@ from dedup.errors import (
     InvariantBroken,
     Problem,
     RecordFailed,
+    RegistryUnavailable,
     SettingsError,
     StateIncompatible,
 )
@@ -29,11 +30,13 @@ from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.settings import Secret, Settings, Web
 from dedup.spark import worker_daemon
+from dedup.spark.columns import NO_ARRIVAL
 from dedup.spark.spark_jars import Package, jars_for, release_of
 from dedup.topology.model import Topology
 
 ERRORS_BY_NAME: Final[Mapping[str, type[DedupError]]] = {
-    kind.__name__: kind for kind in (StateIncompatible, RecordFailed, InvariantBroken, BrokerUnavailable)
+    kind.__name__: kind
+    for kind in (StateIncompatible, RecordFailed, InvariantBroken, BrokerUnavailable, RegistryUnavailable)
 }
 """Maps the name of each error class to the class, so that the driver can raise an executor's error again."""
 _RAISED: Final = re.compile(rf"^dedup\.[\w.]+\.({'|'.join(ERRORS_BY_NAME)}): (.*)$", re.MULTILINE)
@@ -42,6 +45,9 @@ _UNREADABLE: Final = re.compile(
 )
 _REFUSED: Final = re.compile(
     r"USER_RAISED_EXCEPTION\] (each line of json-records .*?)(?: SQLSTATE: \w+)?$", re.MULTILINE
+)
+_NO_ARRIVAL: Final = re.compile(
+    rf"USER_RAISED_EXCEPTION\] ({re.escape(NO_ARRIVAL)} .*?)(?: SQLSTATE: \w+)?$", re.MULTILINE
 )
 _MALFORMED: Final = re.compile(r"MALFORMED_RECORD_IN_PARSING[^\]]*\] (.*)")
 _FILE: Final = re.compile(r"(?:file|hdfs|s3a?|abfss?|gs):/[^\s,;'\"]+")
@@ -71,6 +77,8 @@ _DEFAULT_PARTITIONS: Final = 200
 _PARTITION_BYTES: Final = 32 << 20
 _SMALL_BYTES: Final = 1 << 20
 """A shuffle partition should receive between `_SMALL_BYTES` and `_PARTITION_BYTES` of input."""
+_WITH_SECRETS: Final = ("security", "schema_registry")
+"""The sections of the settings that have secrets, except `web`."""
 RECORD_BYTES: Final = 256
 """The assumed size of a record in bytes if only the number of records is known."""
 
@@ -84,21 +92,28 @@ class PicklableSettings:
     """
 
     plain: Settings
-    secrets: Mapping[str, str] = field(repr=False)
-    """The secrets of `Settings.security` by name."""
+    secrets: Mapping[tuple[str, str], str] = field(repr=False)
+    """The secrets, by the names of their section and key."""
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
         """Return the settings in picklable form, without the settings for a worker's web pages."""
-        secrets = {name: each.get_secret_value() for name, each in settings.security if isinstance(each, Secret)}
-        without = settings.security.model_copy(update=dict.fromkeys(secrets))
-        return cls(settings.model_copy(update={"security": without, "web": Web()}), secrets)
+        secrets: dict[tuple[str, str], str] = {}
+        plain = settings.model_copy(update={"web": Web()})
+        for name in _WITH_SECRETS:
+            section = getattr(settings, name)
+            own = {key: each.get_secret_value() for key, each in section if isinstance(each, Secret)}
+            secrets |= {(name, key): text for key, text in own.items()}
+            plain = plain.model_copy(update={name: section.model_copy(update=dict.fromkeys(own))})
+        return cls(plain, secrets)
 
     def reveal(self) -> Settings:
         """Return the settings with their secrets as `Secret` objects."""
-        secrets = {name: Secret(text) for name, text in self.secrets.items()}
-        security = self.plain.security.model_copy(update=secrets)
-        return self.plain.model_copy(update={"security": security})
+        settings = self.plain
+        for name in _WITH_SECRETS:
+            own = {key: Secret(text) for (section, key), text in self.secrets.items() if section == name}
+            settings = settings.model_copy(update={name: getattr(settings, name).model_copy(update=own)})
+        return settings
 
 
 class HadoopDirectory:
@@ -126,7 +141,7 @@ class HadoopDirectory:
             return bytes(self._jvm.org.apache.commons.io.IOUtils.toByteArray(stream)).decode()
 
     def write(self, path: Any, text: str, part_name: str) -> None:  # noqa: ANN401
-        """Write ``text`` to the file ``part_name``, and rename the file to ``path``, so that readers see no incomplete
+        """Write ``text`` to the file ``part_name``, then rename it to ``path``, so that no reader sees an incomplete
         file.
         """
         part = self.at(part_name, path.getParent())
@@ -169,7 +184,7 @@ def described(spark: SparkSession, text: str, *, group: str | None = None) -> It
 def shuffles_for(spark: SparkSession, size_bytes: int | None, *, power_of_two: bool = False) -> Iterator[None]:
     """Inside the ``with`` block, set Spark's number of shuffle partitions to suit an input of ``size_bytes``.
 
-    A number set by the user stays as it is, as does Spark's default if ``size_bytes`` is None. If ``power_of_two`` is
+    If the user has set a number, or if ``size_bytes`` is None, the setting is left unchanged. If ``power_of_two`` is
     true, the number of partitions is rounded up to a power of two.
     """
     before = spark.conf.getAll.get(_SHUFFLE_PARTITIONS)
@@ -214,6 +229,9 @@ def translated_errors() -> Iterator[None]:
         ours = _RAISED.search(text)
         if ours is not None:
             raise ERRORS_BY_NAME[ours[1]](ours[2]) from error
+        created = _NO_ARRIVAL.search(text)
+        if created is not None:
+            raise StateIncompatible(created[1]) from error
         line = _REFUSED.search(text) or _MALFORMED.search(text)
         if line is not None:
             raise SettingsError([Problem("the input", f"{line[1].strip()} Nothing was published.")]) from error

@@ -1,7 +1,7 @@
 """Packs the sightings that a batch job saves for the next job into the rows of a table.
 
 A *layer* is the set of sightings that one job saves. An incremental layer contains the sightings that the job created,
-and those whose last time a duplicate moved forward. A full layer also contains all earlier sightings that have not
+and those whose `last_ms` a duplicate has increased. A full layer also contains all earlier sightings that have not
 expired. Sightings are packed into buckets by a hash of their ID, so that the next job shuffles only a few large values.
 """
 
@@ -87,7 +87,7 @@ def live(batch: pa.RecordBatch, topology: Topology, ends: LogEnds) -> pa.RecordB
 
 
 def merged(new: pa.Table, repeated: pa.Table, known: pa.Table, topology: Topology) -> pa.Table:
-    """Return the new sightings, and the existing ones whose last time a duplicate moved forward.
+    """Return the new sightings, and the existing ones whose `last_ms` a duplicate has increased.
 
     ``known`` contains the sightings of earlier jobs. ``repeated`` has one row for each duplicate: the sighting of
     its ID, with the `last_ms` that the sighting would have if this were the only duplicate.
@@ -123,7 +123,7 @@ class LayerWriter:
         self._rows = 0
 
     def add(self, rows: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Add sightings, and yield rows of `LAYER` once enough sightings are held."""
+        """Add sightings, and yield rows of `LAYER` once enough sightings have been collected."""
         for batch in rows:
             self._held.append(batch)
             self._rows += batch.num_rows
@@ -173,8 +173,8 @@ def routed(frame: DataFrame, buckets: int, targets: Sequence[int], batch_rows: i
     """Turn rows of `LAYER` into packed rows with the column `KNOWN`, one copy for each reduce task that may judge the
     IDs.
 
-    Spark passes batches of up to ``batch_rows`` rows to Python. Enough empty rows follow each packed value to keep a
-    full batch within `BATCH_BYTES`.
+    ``batch_rows`` is the maximum number of rows in a batch that Spark passes to Python. Enough empty rows follow each
+    packed value to keep a full batch within `BATCH_BYTES`.
     """
     common = gcd(buckets, len(targets))
     wanted = [[target for at, target in enumerate(targets) if at % common == rest] for rest in range(common)]

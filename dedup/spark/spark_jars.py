@@ -54,9 +54,7 @@ _VERSIONED: Final = re.compile(r"-\d[\w.\-]*\.jar$")
 
 
 def release_of(spark_version: str) -> Release:
-    """Return the library versions that match a version of Spark; raises BrokerUnavailable if Spark's version is not
-    supported.
-    """
+    """Return the library versions for a version of Spark. Raises BrokerUnavailable if the version is not supported."""
     release = RELEASES.get(_line(spark_version))
     if release is None:
         raise BrokerUnavailable(
@@ -128,7 +126,7 @@ def _fetch(wanted: tuple[str, ...], directory: Path) -> None:
                 f"{', '.join(wanted)} could not be fetched from Maven Central: {error}. Check the network and try "
                 f"again, or give Spark its jars yourself (`--conf spark.jars=...`)."
             ) from error
-        if not directory.is_dir():  # another process may have been faster
+        if not directory.is_dir():  # Another process may have been faster.
             ready.rename(directory)
 
 

@@ -32,6 +32,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from dedup.errors import BrokerUnavailable, DedupError, StateIncompatible, TaskMigrated
 from dedup.kafka.client import KafkaWire
+from dedup.kafka.schema_registry import SchemaRegistry, asking
 from dedup.kafka.topic_admin import Admin
 from dedup.kafka.wire import NoAnswer, TopicPartition
 from dedup.settings import Settings
@@ -114,7 +115,7 @@ class Prepared:
     topology's start.
     """
     unpinned: tuple[TopicPartition, ...]
-    """Partitions without a committed offset whose start, unlike `earliest`, could differ after a crash."""
+    """Partitions without a committed offset whose start offset depends on the time at which the stream starts."""
 
     def feeding(self, sub_topology: SubTopology) -> dict[TopicPartition, int]:
         """Return the start offsets of the partitions that the tasks of a sub-topology read."""
@@ -215,7 +216,7 @@ class _IdleMarks:
         self._over: Final = threading.Event()
         self._quiet: dict[TopicPartition, tuple[int, float]] = {}
         """Maps a partition without new records to its position and to the time when the partition was first seen idle
-        (inf once marked).
+        (inf once a marker has been written).
         """
         self._thread: Final = threading.Thread(target=self._run, name="idle-marks", daemon=True)
 
@@ -259,13 +260,13 @@ class _IdleMarks:
         self._quiet[feeding] = position, since_s
 
     async def _caught_up_at(self, wire: KafkaWire, feeding: TopicPartition) -> int | None:
-        """Return a partition's position if only transaction markers follow it, or None if the partition has lag."""
+        """Return a partition's position if only markers and aborted records follow it; otherwise, return None."""
         committed = await committed_offset(wire, self._ready.topology.name, feeding)
         lag = await lag_after(wire, feeding, self._ready.positions[feeding] if committed is None else committed)
         return None if lag.records else lag.position
 
     async def _mark(self, wire: KafkaWire, feeding: TopicPartition, position: int) -> bool:
-        """Write an idle marker unless a micro-batch is running or has moved the position. Returns whether it did so."""
+        """Write an idle marker unless a micro-batch runs or has moved the position; return whether one was written."""
         if not self.busy.acquire(blocking=False):
             return False
         try:
@@ -307,6 +308,8 @@ class _Query:
     monitor: StreamMonitor
     busy: AbstractContextManager[object]
     """A context manager that is held while a micro-batch is running."""
+    registry: SchemaRegistry | None
+    """The schema registry, or None if values do not name their schemas."""
     failure: DedupError | None = None
     """The error that stopped the query; it is kept here, because Spark passes on only the text of an error."""
     query: StreamingQuery | None = None
@@ -337,7 +340,7 @@ class _Query:
         """Judge and commit a micro-batch. If a task attempt reports an error, raise that error."""
         began_s, ready = time.monotonic(), self.ready
         settings = PicklableSettings.of(ready.settings)
-        plan = AttemptPlan(ready.topology, settings, ready.cluster, self.options.commit_rows)
+        plan = AttemptPlan(ready.topology, settings, ready.cluster, self.options.commit_rows, self.registry)
         with self.busy, described(rows.sparkSession, f"{self.name}: judge and commit micro-batch {batch_id}"):
             found = feeding_columns(rows).mapInArrow(partial(judge_partition, plan), REPORT).collect()
         reports: list[PartitionReport] = []
@@ -355,7 +358,7 @@ class _Query:
             self.options.on_batch(judged)
 
     def goes_on(self, spark: SparkSession) -> bool:
-        """Return whether the query is active; if a defect in Spark has stopped it, restart it, but only once."""
+        """Return whether the query is active; if a defect in Spark has stopped the query, restart it, but only once."""
         if self.query is None or self.query.isActive:
             return self.query is not None
         if self.failure is not None or self.restarted or not _failed_in_report(self.query):
@@ -441,7 +444,7 @@ class Running:
             query.raise_failure()
 
     def stop(self) -> None:
-        """Make `wait` return soon, even from a signal handler; the next run judges the uncommitted records."""
+        """Make `wait` return soon; callable from a signal handler. The next run judges the uncommitted records."""
         self._stopping.set()
 
     def _watch(self, queries: Sequence[_Query]) -> None:
@@ -461,15 +464,17 @@ def start_stream(spark: SparkSession, topology: Topology, settings: Settings, op
     """
     checkpoint = HadoopDirectory(spark, options.checkpoint)
     begun = bool(checkpoint.files.exists(checkpoint.at(_IDENTITY_FILE)))
+    topology = asking(topology, settings)
     ready = asyncio.run(prepared(topology, settings, onto_existing_output=options.onto_existing_output, begun=begun))
     _claim(checkpoint, ready.identity())
     asyncio.run(ready.pin_start())
     kinds: tuple[SubTopology, ...] = ("dedup",) if topology.direct else ("repartition", "dedup")
     monitor = StreamMonitor(topology, settings, {kind: ready.feeding(kind) for kind in kinds})
     idle_marks = None if topology.direct or options.exit_when_done else _IdleMarks(ready)
-    # Only the query `repartition` writes to the repartition topic, as the idle markers do.
+    # Only the query `repartition` needs the lock, because it writes to the same topic as `_IdleMarks`.
     busy = {"repartition": nullcontext() if idle_marks is None else idle_marks.busy}
-    queries = [_Query(kind, ready, options, monitor, busy.get(kind, nullcontext())) for kind in kinds]
+    registry = SchemaRegistry.of(settings.schema_registry) if topology.source.names_schemas else None
+    queries = [_Query(kind, ready, options, monitor, busy.get(kind, nullcontext()), registry) for kind in kinds]
     running = Running(spark, queries, monitor, options.exit_when_done, idle_marks)
     running.start()
     return running

@@ -33,7 +33,7 @@ log: Final = logging.getLogger(__name__)
 _LOOK_S: Final = 2.0
 """Seconds between two readings of the lag while no micro-batch ends."""
 _LOOK_BYTES: Final = 1 << 20
-"""Maximum size of a fetch that checks for a record after a position."""
+"""Maximum size of the fetch that checks whether a record follows a position."""
 _ANSWER_WITHIN_S: Final = 5.0
 
 
@@ -200,8 +200,8 @@ class StreamMonitor:
 
     def pulse(self) -> Iterator[TaskPulse]:
         """Yield, for each feeding partition, the metrics that the web server samples every second."""
-        for seen in self._seen.values():
-            yield TaskPulse(seen.numbers, seen.lag_records)
+        for (_, (topic, partition)), seen in self._seen.items():
+            yield TaskPulse(seen.numbers, seen.lag_records, topic, partition, "running")
 
     def latest(self) -> Iterable[Noted]:
         """Return nothing, because Spark tasks report counts but no individual records."""
@@ -230,13 +230,13 @@ class Lag(NamedTuple):
 
 
 async def lag_after(wire: KafkaWire, place: TopicPartition, position: int) -> Lag:
-    """Return a partition's lag after a position. Raises NoAnswer if the partition's leader changes during the call."""
+    """Return the lag from a position to the partition's end. Raises NoAnswer if the leader changes during the call."""
     bounds = await bounds_of(wire, place)
     # A recreated topic may end before the position.
     begin = at = max(bounds.start, position)
     while at < bounds.end:
         fetched = await wire.fetch(place, at, max_bytes=_LOOK_BYTES, wait_ms=0)
-        # If the fetch made no progress, an open transaction hides the rest.
+        # If the fetch made no progress, an open transaction hides the remaining records.
         if fetched.offsets or fetched.next_offset <= at:
             return Lag(begin, bounds.end - begin, fetched.high_watermark - fetched.last_stable_offset)
         at = fetched.next_offset

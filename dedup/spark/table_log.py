@@ -208,7 +208,7 @@ class SnapshotCommit:
     def replaces(self) -> bool:
         """Whether the snapshot replaced partitions or removed all rows that the table had."""
         if self.operation == "replace":
-            return False  # a compaction, which replaces files but changes no rows
+            return False  # A compaction replaces files but changes no rows.
         if self.summary.get("replace-partitions") == "true":
             return True
         return int(self.summary.get("deleted-records", 0)) > 0 and int(self.summary["total-records"]) == self.rows
@@ -309,7 +309,7 @@ class IcebergLog:
             nothing.writeTo(self.table).append()
 
     def _commit(self, rows: DataFrame, properties: Mapping[str, str], head: SnapshotCommit) -> Exception | None:
-        """Append the rows after ``head``, and return the error, if any; the append may have succeeded despite it."""
+        """Append the rows after ``head``, and return any error; the append may have succeeded despite the error."""
         table = self._loaded()
         branch = f"dedup_{uuid.uuid4().hex}"
         try:

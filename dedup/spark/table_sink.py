@@ -37,8 +37,8 @@ _COLUMNS: Final = ("key", "value", "headers", "topic", "partition", "offset", "t
 _SETTLED_WITHIN_S: Final = 60.0
 _SETTLED_LOOK_S: Final = 0.2
 _RENEWED_AFTER_MS: Final = 24 * 3_600_000
-"""Without records, the sink commits its offsets again after this time, because the commit that contains them expires:
-in Delta after `delta.logRetentionDuration` (30 days by default), in Iceberg by `expire_snapshots` (5 days).
+"""Without new records, the sink commits its offsets again after this time, because the commit with the offsets expires:
+in Delta after `delta.logRetentionDuration` (30 days by default), in Iceberg through `expire_snapshots`.
 """
 
 
@@ -128,7 +128,7 @@ class TableSink:
         if stops == begins and not due:
             return None
         self._last = replace(self._write(topic_id, begins, stops), more=stops != wanted)
-        # With the table's time, a caller whose clock is ahead would renew the position again and again.
+        # If this time came from the table, a caller whose clock is ahead would renew the position again and again.
         self._renewed_ms = now_ms
         log.info("%s: version %d, %d rows appended", self.path, self._last.table_version, self._last.rows)
         return self._last

@@ -139,8 +139,9 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
     if order not in {_EVENT_TIME, _OFFSET, *([] if payload is None else payload.names)}:
         text = f"{order!r} is not event_time, offset or a column that --schema names"
         raise SettingsError([Problem("--order", text)])
-    if payload is not None and topology.source.format == "avro":
-        text = "names members of JSON values, and the topology reads avro; leave it out to keep values as bytes"
+    if payload is not None and topology.source.is_memberwise:
+        fmt = topology.source.format
+        text = f"names members of JSON values, and the topology reads {fmt}; leave it out to keep values as bytes"
         raise SettingsError([Problem("--schema", text)])
     known = identified(records, topology)
     reason, detail = fn.col("dedup_fault"), fn.col("dedup_detail")
@@ -251,7 +252,7 @@ def _is_unfit(kind: t.DataType) -> bool:
 
 
 def _newest(rows: DataFrame) -> DataFrame:
-    """Return the newest row of each tracking ID according to `ORDER`; a hash decides between rows of equal order."""
+    """Return the newest row of each tracking ID according to `ORDER`; a hash breaks ties."""
     others = [name for name in rows.columns if name != ID]
     by = fn.struct(*ORDER, fn.xxhash64(*others).alias("tie"))
     best = rows.groupBy(ID).agg(fn.max_by(fn.struct(*others), by).alias("best"))
@@ -261,7 +262,7 @@ def _newest(rows: DataFrame) -> DataFrame:
 def upsert_delta(rows: DataFrame, path: str) -> int:
     """Merge the newest row of each ID into the Delta table at ``path``, and create the table if it does not exist.
 
-    Returns the number of inserted or replaced rows. Raises StateIncompatible if the table lacks a column.
+    Return the number of inserted or replaced rows. Raises StateIncompatible if the table lacks a column.
     """
     spark = rows.sparkSession
     source = _newest(rows)
@@ -297,7 +298,7 @@ def _refuse_other_columns(table: str, wanted: Sequence[str], found: Sequence[str
 def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
     """Upsert the newest row of each ID into a database table, and create the table if it does not exist.
 
-    Returns the number of inserted or replaced rows. Only the last SQL statement of a run changes rows of the table.
+    Return the number of inserted or replaced rows. Only the last SQL statement of a run changes rows of the table.
     Raises StateIncompatible if the table lacks a column or has no unique `tracking_id`.
     """
     if not _NAME.fullmatch(to.table):

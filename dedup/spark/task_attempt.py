@@ -31,9 +31,11 @@ from typing import Final
 
 import pyarrow as pa
 
+from dedup.core.framing import refs_of
 from dedup.errors import CommitUnknown, DedupError, StateIncompatible, TaskCorrupted, TaskMigrated
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.record_batch import GC_THRESHOLD, FeedBatch
+from dedup.kafka.schema_registry import SchemaRegistry, SchemaResolver
 from dedup.kafka.wire import TopicPartition
 from dedup.metrics import TaskNumbers
 from dedup.spark.columns import feed_batches
@@ -49,10 +51,12 @@ from dedup.worker.topics import Cluster
 
 _MOST_RENEWALS: Final = 3
 """Maximum number of new epochs in which a commit is retried before the attempt fails and Spark starts a new one."""
+_REGISTRY_WITHIN_S: Final = 600.0
+"""How long an attempt waits for a schema registry that gives no answer, before Spark starts a new attempt."""
 _MARGIN: Final = 4
 """The broker aborts a transaction after a timeout, so an attempt commits after a quarter of that time."""
 _BROKER_TROUBLE: Final = 5
-"""Exit code of BrokerUnavailable, the only error besides TaskMigrated that a new attempt may avoid."""
+"""Exit code of BrokerUnavailable and RegistryUnavailable: like TaskMigrated, a new attempt may avoid them."""
 
 REPORT: Final = "report binary"
 """The row that an attempt sends to the driver: a pickled `PartitionReport`, or a pickled error."""
@@ -67,6 +71,8 @@ class AttemptPlan:
     cluster: Cluster
     commit_rows: int
     """Number of rows in a transaction; no transaction may stay open longer than its timeout."""
+    registry: SchemaRegistry | None = None
+    """The schema registry, or None if values do not name their schemas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +145,31 @@ async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatc
     async with connected(settings, f"dedup-{name}-spark") as wire:
         with _own_directory(settings.state_dir, name, first.feeding) as state_dir:
             here = settings.model_copy(update={"state_dir": state_dir})
-            factory = TaskFactory(plan.topology, here, plan.cluster, wire, *_clock_and_memory())
-            return await _Attempt(factory, wire, first.feeding, plan).run(first, batches)
+            topology, schemas = plan.topology, None
+            if plan.registry is not None:
+                schemas = SchemaResolver(plan.registry, wait_ms=settings.schema_registry.schema_wait_ms)
+                topology = topology.knowing(schemas.book)
+            factory = TaskFactory(topology, here, plan.cluster, wire, *_clock_and_memory())
+            try:
+                return await _Attempt(factory, wire, first.feeding, plan, schemas).run(first, batches)
+            finally:
+                if schemas is not None:
+                    schemas.close()
 
 
 class _Attempt:
     """Runs a worker's task for one partition, and keeps the batches that the task has not committed yet."""
 
-    def __init__(self, factory: TaskFactory, wire: KafkaWire, feeding: TopicPartition, plan: AttemptPlan) -> None:
+    def __init__(
+        self,
+        factory: TaskFactory,
+        wire: KafkaWire,
+        feeding: TopicPartition,
+        plan: AttemptPlan,
+        schemas: SchemaResolver | None,
+    ) -> None:
         self._factory: Final = factory
+        self._schemas: Final = schemas
         self._wire: Final = wire
         self._feeding: Final = feeding
         self._commit_rows: Final = plan.commit_rows
@@ -170,6 +192,8 @@ class _Attempt:
             while (batch := await self._next(rest)) is not None:
                 linked = replace(batch, follows=follows)
                 follows = batch.next_offset
+                if self._schemas is not None and follows > self._task.next_offset:
+                    await self._find_schemas(linked, self._schemas)
                 self._uncommitted.append(linked)
                 await self._task.process(linked)
                 if sum(map(len, self._uncommitted)) >= self._commit_rows:
@@ -179,6 +203,14 @@ class _Attempt:
             return self._report()
         finally:
             await self._group.close(drain=False)
+
+    async def _find_schemas(self, batch: FeedBatch, schemas: SchemaResolver) -> None:
+        """Wait for the schemas that a batch names. No transaction stays open meanwhile."""
+        source = self._factory.topology.source
+        refs = refs_of(source.schema_id, batch.values, batch.headers, indexed=source.format == "protobuf")
+        if schemas.missing(refs):
+            await self._commit()
+            await schemas.found(refs, within_s=_REGISTRY_WITHIN_S)
 
     async def _next(self, batches: Iterator[FeedBatch]) -> FeedBatch | None:
         """Return the next batch, or None at the end; while waiting, commit a transaction that has been open too long.

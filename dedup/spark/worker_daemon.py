@@ -1,7 +1,7 @@
 """Runs the process from which Spark forks its Python workers: PySpark's daemon with preloaded modules.
 
-Spark starts this process because of the setting `spark.python.daemon.module`. Compared with PySpark's own daemon, it
-saves CPU time in every Python task:
+Spark starts this process because of the setting `spark.python.daemon.module`. Compared with PySpark's own daemon, this
+process saves CPU time in every Python task:
 
 * If the same version of PySpark is installed, Spark's archives are removed from the Python path. Otherwise, Python
   would read the directories of these archives eighteen times in each task (0.16 CPU seconds).

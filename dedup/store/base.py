@@ -1,4 +1,4 @@
-"""Defines the interface of a task's state store, and a store in memory.
+"""Defines the interface of a task's state store, and an in-memory store.
 
 A sighting that ends at ``last_ms`` is stored under its state key (the encoded ID) in the segment that starts at
 ``Window.segment_of(last_ms)``. Segments are dropped as a whole. A store contains only committed sightings.
@@ -163,7 +163,7 @@ class MemoryStore:
                 yield start, state_key, value
 
     def close(self) -> None:
-        """Refuse every later use, except for another call of `close`."""
+        """Make every later read or write raise InvariantBroken."""
         self._closed = True
 
     def wipe(self) -> None:

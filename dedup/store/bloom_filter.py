@@ -4,20 +4,20 @@ The filter is a blocked Bloom filter (Putze, Sanders, Singler 2007) with about 1
 of 0.5%. The filter grows in layers, each at least as large as all earlier layers together.
 
 `SegmentFilter` keeps the filter of one segment together with a log of hashes, from which the next process loads the
-filter. A filter that lacks an ID of its segment lets a duplicate pass, so a log must be provably complete. The store
-writes a `LogMark` in the same atomic batch as the IDs: how many hashes the log has, their CRC-32, and the segment's
-number of IDs and position at that time. A log is used only if its mark has the segment's current number of IDs and
-position, and its hashes have the mark's CRC. Otherwise, the filter is built from the segment's keys, which takes eight
-times as long, and the log is written again.
+filter. A filter that lacks an ID of its segment lets a duplicate pass, so a log must be provably complete. In the same
+atomic batch as the IDs, the store writes a `LogMark` with the number and the CRC-32 of the log's hashes and with the
+segment's current number of IDs and position. A log is used only if the number of IDs and the position in its mark are
+still those of the segment, and if the CRC matches. Otherwise, the filter is built from the segment's keys, which takes
+eight times as long, and the log is written again.
 
 The log is written before the store's batch and is not synced. After a SIGKILL, the log may have more hashes than its
-mark says, and the extra ones are ignored. After a power failure, the log may have fewer hashes, and the CRC then
+mark says, and the extra hashes are ignored. After a power failure, the log may have fewer hashes, and the CRC then
 differs.
 
-From time to time, the filter itself is written to a second file, a snapshot, from which it is loaded twenty times as
-fast; only the hashes after the snapshot are then read from the log. The mark names the snapshot and its CRC. A snapshot
-is copied in small steps while IDs are added, which is correct because bits of the filter are only ever set: the copy
-contains at least the IDs that the filter had when the copy began.
+From time to time, the filter itself is written to a second file, a snapshot, which loads twenty times as fast as the
+log; only the hashes after the snapshot are then read from the log. The mark contains the CRC of the snapshot. A
+snapshot is copied in small steps while IDs are added. The copy contains at least the IDs that the filter had when the
+copy began, because bits of the filter are never cleared.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from dedup.store.directory import NEW_SNAPSHOT_SUFFIX, SNAPSHOT_SUFFIX
 log = logging.getLogger(__name__)
 
 Hashes = npt.NDArray[np.uint64]
-"""One hash of 64 bits per ID."""
+"""One 64-bit hash per ID."""
 
 _MARK: Final = struct.Struct(">QQQI")
 _SNAPSHOT: Final = struct.Struct(">QIIQ")
 _LAYER: Final = struct.Struct(">Q")
 _HASH_BYTES: Final = 8
 PIECE_IDS: Final = 100_000
-"""The most IDs that are read in one step, to bound the memory that a step takes."""
+"""Maximum number of IDs that are read in one step, which limits the memory of the step."""
 HASHES_PER_KEY: Final = 8
 """How many hashes can be loaded from a log in the time it takes to read one key from the store."""
 PIECE_WORDS: Final = 1 << 15
-"""The most words of a snapshot that are read or written in one step, so that they fit into a core's own cache."""
+"""Maximum number of words of a snapshot that are read or written in one step, so that they fit into a core's cache."""
 WORDS_PER_KEY: Final = 32
 """How many words of a snapshot can be read or written in the time it takes to read one key from the store."""
 SNAPSHOT_FROM_IDS: Final = 1_000_000
@@ -84,9 +84,9 @@ _PAIRS: Final = (np.uint64(1) << (_PAIR & np.uint64(63))) | (np.uint64(1) << (_P
 class HashKey:
     """Hashes IDs with a secret, so that only someone who knows the secret could choose IDs that collide.
 
-    The hash is MULTILINEAR (Lemire, Kaser 2014, "Strongly universal string hashing is fast") over words of 32 bits: the
-    sum of the words, each multiplied by a random number of 64 bits. The last steps spread the result over all bits. An
-    ID and the same ID with zero bytes at its end have the same hash, which a Bloom filter allows.
+    The hash is MULTILINEAR (Lemire, Kaser 2014, "Strongly universal string hashing is fast") over 32-bit words: the sum
+    of the words, each multiplied by a random 64-bit number. The last steps spread the result over all bits. Zero bytes
+    at the end of an ID do not change its hash, which is harmless in a Bloom filter.
     """
 
     __slots__ = ("_key", "_secret")
@@ -142,7 +142,7 @@ class BloomFilter:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Self:
-        """Return a filter whose words are still to be filled from a snapshot, but to which IDs can already be added."""
+        """Return a filter with a snapshot's layers, whose words are not loaded yet. IDs can be added immediately."""
         empty = cls()
         empty._layers = [np.zeros(words, np.uint64) for words in snapshot.layers]
         empty._total_words, empty._capacity, empty.added = snapshot.words, snapshot.capacity, snapshot.hashes
@@ -195,7 +195,7 @@ class BloomFilter:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """States which snapshot of a filter belongs to a log."""
+    """Identifies the snapshot of a filter that belongs to a log."""
 
     hashes: int
     """The number of hashes in the log when the copy began. The snapshot contains all of them."""
@@ -213,13 +213,13 @@ class Snapshot:
         return sum(self.layers)
 
     def encode(self) -> bytes:
-        """Encode the snapshot as the end of the mark that the store keeps."""
+        """Encode the snapshot as the end of a mark."""
         head = _SNAPSHOT.pack(self.hashes, self.log_crc, self.crc, self.capacity)
         return head + b"".join(map(_LAYER.pack, self.layers))
 
     @classmethod
     def decode(cls, value: bytes) -> Self:
-        """Decode the snapshot at the end of a stored mark."""
+        """Decode the end of a stored mark."""
         layers = tuple(words for (words,) in _LAYER.iter_unpack(value[_SNAPSHOT.size :]))
         hashes, log_crc, crc, capacity = _SNAPSHOT.unpack_from(value)
         return cls(hashes, log_crc, crc, capacity, layers)
@@ -227,7 +227,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class LogMark:
-    """States which log and which snapshot belong to a segment."""
+    """Identifies the log and the snapshot that belong to a segment."""
 
     segment_ids: int
     """The number of IDs of the segment, counting repetitions, when the mark was written."""
@@ -266,11 +266,11 @@ class SegmentFilter:
         """The mark of the log that is being loaded, or None."""
         self._loaded, self._loaded_crc = 0, 0
         self._copy: Snapshot | None = None
-        """The snapshot that is being read while the log is being loaded, or else the one that is being written."""
+        """The snapshot that is being read (until the log is loaded) or written (afterward), or None."""
         self._copied, self._copied_crc = 0, 0
         """The number of words of ``_copy`` that were read or written, and their CRC."""
         self._copied_at = 0
-        """The number of hashes that the log had when a snapshot was last begun."""
+        """The number of hashes in the log when the last snapshot was begun."""
         self._next_key: bytes | None = None
         """The key after which reading the segment continues, or None if the segment is not being read."""
 
@@ -354,10 +354,10 @@ class SegmentFilter:
         return replace(self._log, segment_ids=segment_ids, segment_position=position)
 
     def warm(self, keys: int, read_keys: Callable[[bytes, int], list[bytes]], first_key: bytes) -> int:
-        """Load more IDs, in the time that reading ``keys`` keys takes, and return how many of ``keys`` are left.
+        """Load more IDs for as long as reading ``keys`` keys takes, and return the part of ``keys`` that is left over.
 
-        If all IDs are loaded and a snapshot is due, the time is used to write it. ``read_keys(key, limit)`` returns up
-        to ``limit`` keys of the segment that follow ``key``, in ascending order.
+        If all IDs are loaded and a snapshot is due, the rest of the time is used to write the snapshot.
+        ``read_keys(key, limit)`` returns up to ``limit`` keys of the segment that follow ``key``, in ascending order.
         """
         while keys > 0 and self._load is not None:
             if self._copy is None:
@@ -409,7 +409,7 @@ class SegmentFilter:
                 self._log = replace(self._log, snapshot=replace(self._copy, crc=self._copied_crc))
                 self._end_copy()
         except (OSError, DedupError) as error:
-            # The log has everything that the snapshot would have. It is tried again when the log has grown.
+            # The log contains all IDs of the snapshot, which is tried again when the log has grown.
             log.warning("No snapshot of a Bloom filter: %s The next start loads the filter from its log.", error)
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

@@ -8,8 +8,8 @@ The key of a sighting value consists of ``S``, the segment start (8 bytes), and 
     1 byte   topic           wide: 2 bytes
     2 bytes  partition       wide: 4 bytes
     4 bytes  offset          wide: 8 bytes
-    8 bytes  last_ms, only if extended: otherwise last_ms is first_ms
-    8 bytes  fingerprint, only with its flag
+    8 bytes  last_ms, only with flag 2; otherwise, last_ms equals first_ms
+    8 bytes  fingerprint, only with flag 4
 
 Times are in the range [0, 2**48) ms, which ends in the year 10889.
 
@@ -70,6 +70,8 @@ _ENTRIES: Final = {
     for printed in (0, _FINGERPRINT)
 }
 """Maps each header, which is the top byte of an entry's first field, to the layout of the entry."""
+_FEW_ROWS: Final = 32
+"""Up to this number of rows, encoding one by one is faster than setting up NumPy's columns."""
 
 _NARROW_COLUMNS: Final = [("head", ">u8"), ("topic", "u1"), ("partition", ">u2"), ("offset", ">u4")]
 _WIDE_COLUMNS: Final = [("head", ">u8"), ("topic", ">u2"), ("partition", ">u4"), ("offset", ">u8")]
@@ -267,7 +269,7 @@ def _decode_entry(value: bytes, at: int) -> tuple[Sighting, int]:
 
 
 def all_within(values: Collection[bytes], begin_ms: int, end_ms: int) -> bool:
-    """Tell whether all sightings end in [``begin_ms``, ``end_ms``). Raises the same errors as `decode_sightings`."""
+    """Return whether all sightings end in [``begin_ms``, ``end_ms``). Raises the same errors as `decode_sightings`."""
     lengths = set(map(len, values))
     for length in lengths:
         same = values if len(lengths) == 1 else [value for value in values if len(value) == length]
@@ -279,7 +281,7 @@ def all_within(values: Collection[bytes], begin_ms: int, end_ms: int) -> bool:
 
 
 def _ends_within(values: Collection[bytes], length: int, begin_ms: int, end_ms: int) -> bool:
-    """Tell whether values of one length are single sightings that were never extended and end within the bounds."""
+    """Return whether values of one length are single sightings that were never extended and end within the bounds."""
     rows = np.frombuffer(b"".join(values), np.uint8).reshape(len(values), length)
     headers = {header for header, entry in _ENTRIES.items() if entry.size == length and not header & _EXTENDED}
     if not headers or not headers.issuperset(np.unique(rows[:, :1]).tolist()):
@@ -301,6 +303,10 @@ def encode_single_column(
     same cases as `encode_sighting`.
     """
     rows = len(times_ms)
+    if rows <= _FEW_ROWS and fingerprints is None and isinstance(topic, int) and isinstance(partition, int):
+        few = _encode_few(times_ms, topic, partition, offsets)
+        if few is not None:
+            return few
     times, seen_at = np.asarray(times_ms, np.int64), np.asarray(offsets, np.int64)
     topics, partitions = np.asarray(topic, np.int64), np.asarray(partition, np.int64)
     narrow = _below(seen_at, 1 << 32) & _below(topics, 1 << 8) & _below(partitions, 1 << 16)
@@ -321,6 +327,17 @@ def encode_single_column(
         table["fingerprint"] = np.frombuffer(b"".join(fingerprints), f"V{_FINGERPRINT_BYTES}")
     values: list[bytes] = table.view(f"V{table.itemsize}").tolist()
     return values
+
+
+def _encode_few(times_ms: Integers, topic: int, partition: int, offsets: Integers) -> list[bytes] | None:
+    """Encode a few rows without NumPy, or return None if a row needs another layout than the usual one."""
+    if len(times_ms) and not 0 <= min(times_ms) <= max(times_ms) < _TIME_LIMIT:
+        return None
+    pack, head = _ENTRIES[_CHANGELOG_VERSION].pack, _CHANGELOG_VERSION << 56
+    try:
+        return [pack(head | time_ms, topic, partition, at) for time_ms, at in zip(times_ms, offsets, strict=True)]
+    except struct.error:
+        return None
 
 
 def _below(column: npt.NDArray[np.int64], limit: int) -> npt.NDArray[np.bool_]:
@@ -348,7 +365,7 @@ def _encode_rows(
 
 
 class SightingKey(NamedTuple):
-    """The key of a changelog record that holds the sightings of one ID in one segment."""
+    """The key of a changelog record that contains the sightings of one ID in one segment."""
 
     segment: int
     """The start of the segment in ms of event time."""
@@ -356,7 +373,7 @@ class SightingKey(NamedTuple):
 
 
 def sighting_key(segment: int, state_key: bytes) -> bytes:
-    """Return the key of the changelog record that holds the sightings of an ID in a segment."""
+    """Return the key of the changelog record that contains the sightings of an ID in a segment."""
     return segment_prefix(segment) + state_key
 
 
@@ -383,7 +400,7 @@ def parse_key(key: bytes) -> SightingKey | None:
 
 
 def sighting_rows(keys: Sequence[bytes | None], state_keys: Collection[bytes]) -> list[int]:
-    """Return the rows of all keys except those of other IDs' sightings, without parsing any key."""
+    """Return the rows of all keys except the keys of other IDs' sightings, without parsing any key."""
     ends = tuple(state_keys)
     return [
         row for row, key in enumerate(keys) if key is None or key.endswith(ends) or not key.startswith(_SIGHTING_TAG)
@@ -508,9 +525,9 @@ def decode_task_record(value: bytes) -> TaskRecord:
 def rebucket(entries: Iterable[tuple[bytes, bytes]], segment_ms: int) -> dict[int, dict[bytes, bytes]]:
     """Return the writes that move (state key, encoded sightings) pairs into segments with the width ``segment_ms``.
 
-    The segment width changes with the guard period and the grace of the topology. The writes replace what a segment
-    holds for an ID, so ``entries`` must include those values of the same IDs that are already in new segments.
-    Sightings of one ID that differ only in their last time are merged into one with the latest of these times.
+    The segment width changes with the guard period and the grace of the topology. A write replaces all sightings of an
+    ID in a segment, so ``entries`` must include the values of the same IDs that are already in the new segments.
+    Sightings of one ID that differ only in their last time are merged into one sighting with the latest of these times.
     """
     intervals: dict[bytes, dict[tuple[int, Source, bytes], int]] = {}
     for state_key, value in entries:

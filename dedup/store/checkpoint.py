@@ -1,9 +1,9 @@
 """Describes a checkpoint: the files of a closed store, each named by its digest.
 
-Nothing that is read from a checkpoint is trusted: only regular files with the names of RocksDB's data files are
-written, each with at most the bytes that the description states, and each is compared with its digest. A checkpoint
-omits RocksDB's options, because dedup opens stores with its own options. Also omitted are RocksDB's event log, which
-contains the machine's name, and the logs of the Bloom filters, which can be built again.
+The contents of a checkpoint are not trusted. Only regular files whose names match those of RocksDB's data files are
+written. The size of each file is limited to the size in the description, and each file is compared with its digest. A
+checkpoint omits RocksDB's options, because dedup opens stores with its own options. A checkpoint also omits RocksDB's
+event log, which contains the machine's name, and the logs of the Bloom filters, which can be built again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def pieces(source: IO[bytes], moved: Moved) -> Iterator[bytes]:
 def write_file(wanted: StoreFile, source: IO[bytes], directory: Path, moved: Moved) -> None:
     """Write the content of a described file to a new file in the directory, and sync it to disk.
 
-    Raises CheckpointUnusable if the content differs from the description; part of it may have been written by then.
+    Raises CheckpointUnusable if the content differs from the description; part of the file may then have been written.
     """
     path, digest, size_bytes = directory / wanted.name, hashlib.sha256(), 0
     try:
@@ -93,7 +93,7 @@ class _Head(msgspec.Struct):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """Describes a partition's checkpoint; stored as a JSON object with one member per field."""
+    """Describes a partition's checkpoint, and is stored as a JSON object with one member per field."""
 
     topology: str
     partition: _Count

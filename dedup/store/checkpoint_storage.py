@@ -1,10 +1,10 @@
 """Stores checkpoints in a directory or an object store, through fsspec.
 
-``URL/TOPOLOGY/PARTITION/`` contains `manifest.json`, which describes the current checkpoint, and the files that it
-names, each under its SHA-256. RocksDB never changes a data file, so a new checkpoint writes only the files that are not
-there yet. `manifest.json` is written last and in one atomic step. A file is deleted when neither the current nor the
-previous checkpoint names it, so a reader can finish while a newer checkpoint is being written. Calls to this module may
-block for minutes, so do not make them in an event loop.
+``URL/TOPOLOGY/PARTITION/`` contains `manifest.json`, which describes the current checkpoint, and the checkpoint's
+files, each named by its SHA-256. RocksDB never changes a data file, so a new checkpoint writes only the files that are
+not there yet. `manifest.json` is written last and in one atomic step. A file is deleted when neither the current nor
+the previous checkpoint needs it, so a reader can finish while a newer checkpoint is being written. Calls to this module
+may block for minutes, so do not make them in an event loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dedup.store.checkpoint import MOST_BYTES, Checkpoint, Moved, StoreFile, fil
 _MANIFEST: Final = "manifest.json"
 _OUR_FILE: Final = re.compile(r"(manifest\.json|[0-9a-f]{64})(\.new)?", re.ASCII)
 _DIRECTORIES: Final = frozenset({"file", "ftp", "hdfs", "memory", "sftp", "smb", "webhdfs"})
-"""Protocols in which a file needs a directory. For others, none is created: s3fs could create a misnamed bucket."""
+"""Protocols for which a file's directory is created first. For other protocols, s3fs could create a wrong bucket."""
 
 
 class CheckpointStorage:
@@ -65,8 +65,8 @@ class CheckpointStorage:
     def read(self, checkpoint: Checkpoint, directory: Path, moved: Moved) -> None:
         """Write the files of a checkpoint into an existing, empty directory, and sync them to disk.
 
-        Raises CheckpointUnusable if the storage fails or a file is not as described; some files may have been written
-        by then.
+        Raises CheckpointUnusable if the storage fails or a file is not as described; some files may then have been
+        written.
         """
         place = self.place(checkpoint.topology, checkpoint.partition)
         for wanted in checkpoint.files:
@@ -92,7 +92,7 @@ class CheckpointStorage:
         """Save the closed store in ``directory`` as the partition's current checkpoint.
 
         Returns the checkpoint and the number of bytes that had to be written. The previous checkpoint stays readable,
-        and files that only older checkpoints named are deleted. Raises CheckpointUnusable if the storage fails.
+        and files that only older checkpoints need are deleted. Raises CheckpointUnusable if the storage fails.
         """
         place = self.place(identity.topology, identity.partition)
         before = None
@@ -153,7 +153,7 @@ class CheckpointStorage:
                 self._files.rm_file(f"{path}/{name}")
 
     def _put(self, place: str, content: Iterable[bytes]) -> None:
-        """Write a file so that it always has either all of its old or all of its new content."""
+        """Write a file so that readers get either the complete old content or the complete new content."""
         path = self._path(place)
         # In an object store, every write is atomic.
         target = f"{path}.new" if "file" in _protocols(self._files) else path

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dedup.errors import InvariantBroken, StateIncompatible
+from dedup.errors import InvariantBroken, StateIncompatible, TaskCorrupted
 from dedup.store.base import Store, StoreIdentity
 
 _TOPOLOGY_NAME: Final = re.compile(r"[a-z0-9-]{1,200}", re.ASCII)
@@ -28,8 +28,19 @@ FILTER_LOG: Final = "filter-log-"
 """The prefix of the name of a Bloom filter's log; the segment's start in ms follows it."""
 SNAPSHOT_SUFFIX: Final = ".bits"
 NEW_SNAPSHOT_SUFFIX: Final = ".bits-new"
-"""What is appended to the name of a filter's log to name the filter's snapshot, and one that is being written."""
+"""The suffixes that are added to the name of a filter's log for its snapshot and for a snapshot being written."""
+_FORMAT: Final = "1"
 RESTORE: Final = "The directory will be deleted and restored from the changelog."
+NOT_THE_STORES_FAULT: Final = (
+    "No space left",
+    "File too large",
+    "Disk quota",
+    "Read-only file system",
+    "Permission denied",
+    "Too many open files",
+    "Cannot allocate memory",
+)
+"""What RocksDB's error messages contain if the machine is the cause, and not a damaged store."""
 
 
 def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:
@@ -91,7 +102,7 @@ def _refuse_anothers(path: Path) -> None:
 def delete_store(directory: Path) -> None:
     """Delete the directory of a store, if it exists. The store must not be open in this process.
 
-    Raises StateIncompatible, and deletes nothing, if the directory is not a store's or is used by another process.
+    Raises StateIncompatible, and deletes nothing, if the directory is not safe for a store or another process uses it.
     """
     if not directory.exists() and not directory.is_symlink():
         return
@@ -193,3 +204,28 @@ class StorePool:
         """Close and remove the stores of all partitions that are not in ``partitions``."""
         for partition in sorted(self._stores.keys() - set(partitions)):
             self._stores.pop(partition).close()
+
+
+def encode_identity(identity: StoreIdentity) -> bytes:
+    """Return the bytes with which a store states its format, its owner, and the changelog topic."""
+    return "\n".join((_FORMAT, identity.topology, str(identity.partition), identity.changelog_topic_id)).encode()
+
+
+def refuse_other_owner(stored: bytes, identity: StoreIdentity, directory: Path) -> None:
+    """Raise TaskCorrupted if another task owns the store, or StateIncompatible if its format or topic differs."""
+    version, *owner = stored.decode(errors="replace").split("\n")
+    if version != _FORMAT:
+        raise StateIncompatible(
+            f"{directory}: is a store of format {version}; this release reads format {_FORMAT}. Run the release "
+            "that wrote it, or delete the directory: it will be restored from the changelog."
+        )
+    if stored == encode_identity(identity):
+        return
+    theirs = StoreIdentity(owner[0], int(owner[1]), owner[2])
+    if owner[:2] == [identity.topology, str(identity.partition)]:
+        raise StateIncompatible(
+            f"{directory}: was written with another changelog topic (id {theirs.changelog_topic_id}, now "
+            f"{identity.changelog_topic_id}): the changelog was deleted and recreated. Nothing was changed. "
+            "Bring the old topic back, or start over with `dedup reset`."
+        )
+    raise TaskCorrupted(f"{directory}: belongs to {theirs}, not to {identity}. {RESTORE}")

@@ -17,9 +17,10 @@ import contextlib
 import os
 import secrets
 import struct
+import time
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, islice
 from pathlib import Path
@@ -27,21 +28,23 @@ from typing import Final, Self, cast
 
 import rocksdict
 
-from dedup.errors import DedupError, InvariantBroken, StateIncompatible, TaskCorrupted
+from dedup.errors import DedupError, InvariantBroken, TaskCorrupted
 from dedup.store.base import StoreIdentity
 from dedup.store.bloom_filter import Hashed, HashKey, LogMark, SegmentFilter
 from dedup.store.changelog import TaskRecord, Writes, decode_task_record, encode_task_record, refuse_unstorable
 from dedup.store.directory import (
     FILTER_LOG,
     NEW_SNAPSHOT_SUFFIX,
+    NOT_THE_STORES_FAULT,
     RESTORE,
     SNAPSHOT_SUFFIX,
     delete_store,
+    encode_identity,
     in_use,
     prepare_directory,
+    refuse_other_owner,
 )
 
-_FORMAT: Final = "1"
 _POSITION: Final = struct.Struct(">Q")
 _SEGMENT: Final = struct.Struct(">QQQQ")
 _STATE: Final = struct.Struct(">QQQ")
@@ -63,45 +66,42 @@ _FEW_IDS: Final = 16
 _MEMTABLE_BYTES: Final = 4 << 20
 _MEMTABLES: Final = 4
 """The maximum number of RocksDB write buffers per column family; when all are full, writes wait for a flush."""
-_ARENA_BLOCK_BYTES: Final = 64 << 10
+_ARENA_BLOCK_BYTES: Final = 16 << 10
+"""The size in which memtables allocate memory, which is small because equally busy stores allocate at the same time."""
+_BUCKETS: Final = 1 << 14
+_TABLE_BYTES: Final = 8 * _BUCKETS
+"""The memory that an empty hashed memtable takes, in bytes."""
+_MANY_STORES: Final = 16
+_FLUSH_EVERY_S: Final = 0.05
+_LEAST_FLUSH_BYTES: Final = 2 * _TABLE_BYTES
+_STORES_PER_BUFFERS: Final = 128
+_MOST_TIMES: Final = 4
+"""With more stores than `_STORES_PER_BUFFERS`, the write buffers grow in proportion, up to `_MOST_TIMES` their size.
+The memtables of 256 stores that share 64 MiB would be flushed after a few hundred IDs.
+"""
 _WAL_BYTES: Final = 16 << 20
 _FILES_TO_MERGE: Final = 12
-"""When a segment has this many sorted runs, RocksDB merges runs of similar size (universal compaction), so that each ID
-is rewritten only a few times. Level compaction would merge the new files into all older ones each time.
+"""From this many sorted runs on, RocksDB merges runs of similar size (universal compaction), so that each ID is
+rewritten only a few times.
 """
 _FILES_TO_SLOW_DOWN: Final = 40
 _FILES_TO_STOP: Final = 60
 _OPEN_FILES: Final = 512
-"""The most files that a store keeps open. If a store has more files, a lookup may have to reopen a file and read its
-index again, which takes longer than all else: with a limit of 64 and 100,000,000 IDs in 4 stores, it took half of the
-worker's time.
+"""Maximum number of files that a store keeps open. With a limit of 64 and 100,000,000 IDs in 4 stores, reopening files
+took half of the worker's time.
 """
 _OPEN_FILES_SHARD_BITS: Final = 4
-"""RocksDB splits the open files into 2**this groups, each with a limit; with its default of 6, the limit is 8 files."""
+"""RocksDB divides the limit of open files among 2**this groups; with its default of 6, each group gets only 8 files."""
 _BLOOM_BITS: Final = 10
-_BUCKETS: Final = 1 << 14
-_TABLE_BYTES: Final = 8 * _BUCKETS
-"""The memory that an empty hashed memtable takes, in bytes."""
 _TABLES_SHARE: Final = 4
 """The hash tables of all hashed memtables may take at most the memory of the write buffers divided by this number."""
 _LONGEST_KEY: Final = 33
 """The length of the longest state key, used as the prefix length, so that a hashed memtable finds a key directly."""
 _NICEST: Final = 19
 _NICER_BY: Final = 10
-"""How much greater the nice value of RocksDB's threads is than the worker's, which gives the threads a tenth of its CPU
-share. With a difference of 15 to 19, as in RocksDB's own low priority, a worker that closed a store on a busy machine
-waited over 10 s for a flush.
+"""The difference between the nice values of RocksDB's threads and of the worker, which gives the threads a tenth of the
+worker's CPU share. With 15 to 19, closing a store on a busy machine took over 10 s.
 """
-
-_NOT_THE_STORES_FAULT: Final = (
-    "No space left",
-    "File too large",
-    "Disk quota",
-    "Read-only file system",
-    "Permission denied",
-    "Too many open files",
-    "Cannot allocate memory",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def errors_of(directory: Path) -> Iterator[None]:
             raise
         if "/LOCK" in text and "lock" in text:
             raise in_use(directory) from error
-        if any(reason in text for reason in _NOT_THE_STORES_FAULT):
+        if any(reason in text for reason in NOT_THE_STORES_FAULT):
             raise DedupError(
                 f"{directory}: {text}. Nothing is lost: make room or give this user access, then restart; "
                 "what is missing here is restored from the changelog."
@@ -168,7 +168,7 @@ class _SegmentEntry:
     """Number of keys that were written, counting repetitions."""
 
     def encode(self) -> bytes:
-        return _sealed(_SEGMENT.pack(*astuple(self)))
+        return _sealed(_SEGMENT.pack(self.width_ms, self.birth, self.last_position, self.ids))
 
     @classmethod
     def decode(cls, value: bytes, name: str) -> Self:
@@ -195,30 +195,6 @@ class _StateEntry:
         position, number, size_bytes = _STATE.unpack_from(body)
         record = body[_STATE.size :]
         return cls(position, decode_task_record(record) if record else None, Manifest(number, size_bytes))
-
-
-def _encode_identity(identity: StoreIdentity) -> bytes:
-    return "\n".join((_FORMAT, identity.topology, str(identity.partition), identity.changelog_topic_id)).encode()
-
-
-def _refuse_other_owner(stored: bytes, identity: StoreIdentity, directory: Path) -> None:
-    """Raise TaskCorrupted if another task owns the store, or StateIncompatible if its format or topic differs."""
-    version, *owner = stored.decode(errors="replace").split("\n")
-    if version != _FORMAT:
-        raise StateIncompatible(
-            f"{directory}: is a store of format {version}; this release reads format {_FORMAT}. Run the release "
-            "that wrote it, or delete the directory: it will be restored from the changelog."
-        )
-    if stored == _encode_identity(identity):
-        return
-    theirs = StoreIdentity(owner[0], int(owner[1]), owner[2])
-    if owner[:2] == [identity.topology, str(identity.partition)]:
-        raise StateIncompatible(
-            f"{directory}: was written with another changelog topic (id {theirs.changelog_topic_id}, now "
-            f"{identity.changelog_topic_id}): the changelog was deleted and recreated. Nothing was changed. "
-            "Bring the old topic back, or start over with `dedup reset`."
-        )
-    raise TaskCorrupted(f"{directory}: belongs to {theirs}, not to {identity}. {RESTORE}")
 
 
 def _sealed(body: bytes) -> bytes:
@@ -252,7 +228,38 @@ class RocksMemory:
         self.env.set_background_threads(1)
         self.env.set_high_priority_background_threads(1)
         _yield_to_records()
+        self._write_buffer_bytes: Final = write_buffer_bytes
+        self._stores = 0
+        self._next_flush_s = 0.0
         self._tables = write_buffer_bytes // _TABLES_SHARE // _TABLE_BYTES
+
+    def add_stores(self, count: int) -> None:
+        """Count opened stores, or closed ones if ``count`` is negative, and size the write buffers accordingly."""
+        self._stores += count
+        times = min(max(1.0, self._stores / _STORES_PER_BUFFERS), _MOST_TIMES)
+        self.write_buffers.set_buffer_size(int(self._write_buffer_bytes * times))
+
+    def flush_in_turn(self, family: rocksdict.Rdict) -> None:
+        """Flush a large memtable once the write buffers of many stores are half full.
+
+        If the buffers became full, RocksDB would flush half of the stores at once, which delays records by a second.
+        """
+        now_s = time.monotonic()
+        if self._stores < _MANY_STORES or now_s < self._next_flush_s:
+            return
+        used = self.write_buffers.get_usage()
+        if 2 * used < self.write_buffers.get_buffer_size():
+            return
+        names = "rocksdb.cur-size-active-mem-table", "rocksdb.num-immutable-mem-table"
+        active_bytes, waiting = (family.property_int_value(name) or 0 for name in names)
+        if waiting or active_bytes < max(used // self._stores, _LEAST_FLUSH_BYTES):
+            return
+        # With more files, even a flush with wait=False may wait for a merge.
+        if int(family.property_value("rocksdb.num-files-at-level0") or 0) < _FILES_TO_SLOW_DOWN // 2:
+            self._next_flush_s = now_s + _FLUSH_EVERY_S
+            # The flush is optional. If the store is damaged, the next write shows it.
+            with contextlib.suppress(Exception):
+                family.flush(wait=False)
 
     def take_table(self) -> bool:
         """Reserve memory for a hashed memtable, and return whether enough memory was left."""
@@ -338,6 +345,7 @@ class RocksStore:
         """The changelog offset to restore from, or 0 in a new store."""
         self._manifest = Manifest.of(directory) or Manifest(0, 0)
         self._closed = False
+        memory.add_stores(1)
 
     @classmethod
     def open(
@@ -346,7 +354,7 @@ class RocksStore:
         """Open the store in a directory, or create a new store if the directory is empty.
 
         With ``log_filters=False``, the Bloom filters are not kept for the next `open`, which then reads all keys. This
-        suits a topology that writes the same IDs again and again, because a log has a hash for every write.
+        suits a topology that writes the same IDs repeatedly, because a log grows by one hash for every write.
 
         Raises TaskCorrupted if the store is damaged or belongs to another task. Raises StateIncompatible if the
         directory is in use, is a symbolic link, is not writable, or contains foreign files.
@@ -378,6 +386,9 @@ class RocksStore:
                 store._load(identity, [name for name in names if name != "default"], manifest)
         except DedupError as error:
             failure = error
+        except BaseException:
+            store.close()
+            raise
         if failure is not None:
             # The traceback would keep the database open, but the caller must be able to delete the database.
             failure.__traceback__ = failure.__cause__ = failure.__context__ = None
@@ -450,6 +461,8 @@ class RocksStore:
             held.filter.add(hashed, mark)
         self.task_record = current
         self.position = position
+        if changed:
+            self._memory.flush_in_turn(max(changed, key=lambda each: len(each[2].hashes))[0].family)
 
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
         """Drop all segments that end at or before ``oldest_live_ms``, and return their starts in ascending order."""
@@ -513,9 +526,9 @@ class RocksStore:
     def warm(self, ids: int) -> bool:
         """Read up to ``ids`` more stored IDs into the Bloom filters, and return whether the filters contain all IDs.
 
-        In the same time, more IDs are loaded from a filter's files: 1 million IDs take about 0.25 s from the store,
-        0.03 to 0.06 s from the filter's log, and 0.003 s from its snapshot. Any time left over is used to write
-        snapshots of complete filters. Until the filters contain all IDs, lookups are correct but slower.
+        IDs load faster from a filter's own files: 1 million IDs take about 0.25 s from the store, 0.03 to 0.06 s from
+        the filter's log, and 0.003 s from its snapshot. Any time left over is used to write snapshots of complete
+        filters. Until the filters contain all IDs, lookups are correct but slower.
         """
         self._refuse_if_closed()
         busy = [each for each in self._segments.items() if not each[1].filter.idle]
@@ -541,6 +554,7 @@ class RocksStore:
         self._closed = True
         self._segments.clear()
         self._memory.give_tables(len(self._hashed))
+        self._memory.add_stores(-1)
         with errors_of(self._directory):
             self._db.close()
 
@@ -582,9 +596,9 @@ class RocksStore:
     def _load(self, identity: StoreIdentity, names: list[str], found: Manifest | None) -> None:
         owner: bytes | None = self._db.get(_IDENTITY_KEY)
         if owner is None:
-            self._db.put(_IDENTITY_KEY, _encode_identity(identity), self._write_options)
+            self._db.put(_IDENTITY_KEY, encode_identity(identity), self._write_options)
         else:
-            _refuse_other_owner(owner, identity, self._directory)
+            refuse_other_owner(owner, identity, self._directory)
         secret: bytes | None = self._db.get(_SECRET_KEY)
         if secret is None:
             secret = secrets.token_bytes(_SECRET_BYTES)
@@ -640,7 +654,7 @@ class RocksStore:
 
 
 def _keys_after(family: rocksdict.Rdict, key: bytes, limit: int) -> list[bytes]:
-    """Return at most ``limit`` keys after ``key``, in order. Raises if a damaged block ends the keys early."""
+    """Return at most ``limit`` keys after ``key``, in order. Raises an error if a damaged block ends the keys early."""
     keys = cast("list[bytes]", list(islice(family.keys(from_key=key + b"\0", read_opt=_in_order()), limit)))
     if len(keys) < limit:
         _refuse_early_end(family, keys[-1] if keys else _LAST_POSITION)
@@ -653,7 +667,7 @@ def _pairs(family: rocksdict.Rdict) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _in_order() -> rocksdict.ReadOptions:
-    """Return the options with which keys can be read in order even from a hashed memtable."""
+    """Return the options for reading keys in order, even from a hashed memtable."""
     options = rocksdict.ReadOptions()
     options.set_total_order_seek(True)
     return options

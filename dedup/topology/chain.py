@@ -107,10 +107,11 @@ def _paths(files: Sequence[Named], topic: str, text: str, passed: list[str], wea
         return [f"{text}: " + (f"not exactly-once at {', '.join(bad)}" if bad else "exactly-once at every stage")]
     lines: list[str] = []
     for file, topology in after:
-        out = topology.output.topic if topology.output else ""
-        more = f"{text} → {topology.name}" + (f" → {out}" if out else "")
-        more += f" → table {topology.sink.table}" if topology.sink is not None else ""
-        lines += _paths(files, out, more, [*passed, file], weak)
+        for out in topology.forwards_to or ("",):
+            more = f"{text} → {topology.name}" + (f" → {out}" if out else "")
+            if topology.sink is not None and (topology.sink.topic == out or not topology.routes):
+                more += f" → table {topology.sink.table}"
+            lines += _paths(files, out, more, [*passed, file], weak)
     return lines
 
 
@@ -128,9 +129,9 @@ def _readers_of(files: Sequence[Named], topic: str) -> list[tuple[str, Topology]
 
 
 def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
-    """Yield findings about settings of an ingest file that contradict a topology that reads its topic."""
+    """Yield findings about contradictions between an ingest file and a topology that reads its topic."""
     rule, reads = topology.tracking_id.rule, topology.source.format
-    if reads in {"json_schema", "avro"}:
+    if reads in {"json_schema", "avro", "protobuf"}:
         text = f"source.format: {reads} does not fit {ingest.name}, which writes JSON; use `format: json`."
         yield Finding("error", "json_is_written", text)
     parts = [part.rule for part in rule.parts if not part.absent_is_value] if isinstance(rule, PartsRule) else [rule]
@@ -154,7 +155,7 @@ def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
 
 def _loose_ends(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
     written = {ingest.topic for _, ingest in _stages(files, Ingest)}
-    written |= {topology.output.topic for _, topology in _stages(files, Topology) if topology.output}
+    written |= {topic for _, topology in _stages(files, Topology) for topic in topology.forwards_to}
     for file, ingest in _stages(files, Ingest):
         if not _readers_of(files, ingest.topic):
             text = f"no file given here reads the topic {ingest.topic}, which {ingest.name} writes."

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Final, Literal
 
-from dedup.core.event_time import FieldTime
+from dedup.core.event_time import ArrivalTime, FieldTime
 from dedup.core.fold import OnConflict, OnMissing, OnTombstone
 from dedup.core.tracking_id import format_path
 from dedup.quantities import format_duration, format_size
@@ -159,6 +159,8 @@ def _rule_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     match topology.event_time:
         case FieldTime(path, unit):
             yield "event time", f"the field {format_path(path)} ({unit})"
+        case ArrivalTime():
+            yield "event time", "when the source's broker appended the record (LogAppendTime)"
         case _:
             yield "event time", "the record's timestamp"
     yield "guard period", f"{guard}: the same ID within it, earlier or later, is a duplicate"
@@ -169,13 +171,21 @@ def _rule_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     yield "future", f"more than {skew} ahead of the clock: {topology.future.value}"
 
 
+def _flow_topics(topology: Topology) -> str:
+    return " or ".join(topology.forwards_to)
+
+
 def _to(topic: str | None) -> str:
     return "counted only" if topic is None else f"to {topic}"
 
 
 def _verdict_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     letters = _to(topology.dead_letter)
-    yield "unique", "counted only" if topology.output is None else f"to {topology.output.topic}, unchanged"
+    unchanged = "counted only" if topology.output is None else f"to {topology.output.topic}, unchanged"
+    then = topology.then
+    yield "unique", unchanged if then is None else f"to the flow {then.name}, and then to {_flow_topics(topology)}"
+    if then is not None:
+        yield "flow fails", _STOPS if then.stop else letters
     yield "duplicate", _to(topology.duplicates)
     if topology.fingerprints_wanted:
         duplicate = _to(topology.conflicts_go_to)
@@ -201,6 +211,8 @@ def _topic_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     read = source.format + ("" if source.framing is None else f" with the schema id {_SCHEMA_IDS[source.framing]}")
     if source.schema is not None:
         read += f" of the schema {source.schema.name}"
+    if source.columns:
+        read += f" with the columns {', '.join(source.columns)}"
     for topic in source.topics:
         yield topic, f"read, {read}, from {source.start}"
     labels = dict(topology.outlets)

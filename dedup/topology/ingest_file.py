@@ -34,7 +34,7 @@ class Ingest:
     event_time: EventTime
     dead_letter: str
     boundary: Boundary = "interval"
-    """The rule that says when a transaction ends."""
+    """The rule that determines when a transaction ends."""
 
     @property
     def offsets_topic(self) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from dedup.core.avro import SchemaRefused, is_refused, nodes_at, parse_schema, type_name
+from dedup.core.avro import SchemaRefused
 from dedup.core.event_time import FieldTime
+from dedup.core.extract_one import Format, member_types
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.tracking_id import (
     ContentRule,
@@ -31,6 +32,16 @@ _HOUR_MS: Final = 3_600_000
 _IDS_PER_S: Final = 1_000
 _SIGHTING_BYTES: Final = 24
 _FINGERPRINT_BYTES: Final = 8
+_CHANGES: Final[Mapping[Format, str]] = {
+    "json": "a change of white space or member order",
+    "json_schema": "a change of white space, member order, or schema id",
+    "avro": "another order of a map's keys, or another schema,",
+    "protobuf": "another order of fields or of a map's keys, or another schema,",
+    "msgpack": "another order of members, or another encoding of a number or a length,",
+    "cbor": "another order of members, or another encoding of a number or a length,",
+    "csv": "another use of quotes, or a line break at the end,",
+}
+"""For each format, what may make the bytes of two values with the same content different."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,25 +184,24 @@ def _where_ids_meet(topology: Topology) -> Iterator[Finding]:
 def _schema(topology: Topology) -> Iterator[Finding]:
     if topology.source.schema is not None:
         yield from schema_findings(topology, topology.source.schema.text, topology.source.schema.name)
-    if topology.source.format == "avro" and topology.fingerprints_wanted:
-        text = "conflicts compare bytes: another order of a map's keys, or another schema, makes another payload."
+    if topology.source.is_memberwise and topology.fingerprints_wanted:
+        text = f"conflicts compare bytes: {_CHANGES[topology.source.format]} makes another payload."
         yield warning("payload_bytes_compared", text)
 
 
 def schema_findings(topology: Topology, text: str, name: str) -> Iterator[Finding]:
-    """Yield findings about a topology that reads values of a schema."""
-    try:
-        schema = parse_schema(text)
-    except SchemaRefused as refused:
-        yield Finding("error", "schema_refused", f"the schema {name} {refused}: its records would become dead letters.")
-        return
+    """Yield findings about a topology that reads values with a given schema."""
+    fmt, first = topology.source.format, topology.source.schema is not None
     members: list[tuple[Path, FieldTime | None]] = [(path, None) for path in member_paths(topology.tracking_id.rule)]
     if isinstance(topology.event_time, FieldTime):
         members.append((topology.event_time.path, topology.event_time))
-    for path, time in members:
+    try:
+        found = [member_types(fmt, text, path, time, first=first) for path, time in members or [(("",), None)]]
+    except SchemaRefused as refused:
+        yield Finding("error", "schema_refused", f"the schema {name} {refused}: its records would become dead letters.")
+        return
+    for (path, time), types in zip(members, found, strict=False):
         place = f"{'tracking_id' if time is None else 'event_time'}: {format_path(path)}"
-        types = {type_name(node): is_refused(node, time) for node in nodes_at(schema, path)}
-        types.pop("null", None)
         refused_types = " or ".join(sorted(name for name, refused in types.items() if refused))
         if not types and time is None and isinstance(topology.tracking_id.rule, FirstOfRule):
             text = f"{place} is not in the schema {name}, so another alternative gives the IDs of its records."
@@ -220,10 +230,5 @@ def _tracking_id(topology: Topology) -> Iterator[Finding]:
             text = f"tracking_id.first_of: every value has {rule_text(rule)}, so later alternatives are hardly used."
             yield warning("alternatives_unused", text)
     if RawContentRule() in rules and topology.source.format != "bytes":
-        change = "a change of white space or member order"
-        if topology.source.format == "json_schema":
-            change = "a change of white space, member order, or schema id"
-        if topology.source.format == "avro":
-            change = "another order of a map's keys, or another schema,"
-        text = f"tracking_id.content: true compares bytes: {change} makes a new event."
+        text = f"tracking_id.content: true compares bytes: {_CHANGES[topology.source.format]} makes a new event."
         yield warning("bytes_compared", text)

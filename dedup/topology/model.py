@@ -9,9 +9,10 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Final, Literal, Self, assert_never
 
-from dedup.core.event_time import EventTime, FieldTime, RecordTime
+from dedup.core.csv_row import CsvLayout, Delimiter
+from dedup.core.event_time import ArrivalTime, EventTime, FieldTime, RecordTime
 from dedup.core.extract import Extractor, compile_extractor
-from dedup.core.extract_one import Format
+from dedup.core.extract_one import MEMBERWISE, TYPED, Format, Schema
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone, Rules
 from dedup.core.framing import SchemaBook, SchemaIdPlace
 from dedup.core.tracking_id import (
@@ -36,7 +37,7 @@ from dedup.topology.schema import ColumnType, Output, Start, StateSpec, Transact
 
 _FINGERPRINT_BYTES: Final = 16
 _WINDOW_RULE: Final = 1
-"""Version of the rule that says what stored sightings mean. State with another version cannot be used."""
+"""Version of the rule that defines the meaning of stored sightings. State with another version cannot be used."""
 
 _MOST_ALONE: Final = 16
 _AUTO_GROUPS: Final = 8
@@ -51,7 +52,7 @@ class SchemaFile:
     """The schema with which all values of a topology's source are written."""
 
     name: str
-    """The file's name, as the topology file has it."""
+    """The name of the file as written in the topology file."""
     text: str
 
 
@@ -65,11 +66,22 @@ class SourceSpec:
     """True if the producers put equal IDs into the same partition."""
     start: Start = "earliest"
     schema_id: SchemaIdPlace = "auto"
-    """Where the schema ID of a value is, with format json_schema."""
+    """Where the schema ID of a value is, if the format has schema IDs."""
+    columns: tuple[str, ...] = ()
+    """The names of the columns of each value, if the format is csv."""
+    delimiter: Delimiter = "comma"
+    """The character between the cells of a value, if the format is csv."""
     schema: SchemaFile | None = None
-    """The schema of all values, with format avro and without framing."""
+    """The schema of all values, if the format is avro or protobuf and values have no framing."""
     schemas: SchemaBook | None = field(default=None, compare=False)
-    """The schemas that the framings of values name, with format avro, or None if nothing has to read values."""
+    """The schemas that the framings of values refer to, or None until `Topology.knowing` sets them."""
+    subject: str | None = field(default=None, compare=False)
+    """The schema registry's subject with the schemas of all source topics, or None if each topic has its own."""
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """The schema registry's subjects with the schemas of values, which only `dedup check` and `export` use."""
+        return (self.subject,) if self.subject is not None else tuple(f"{topic}-value" for topic in self.topics)
 
     @property
     def framing(self) -> SchemaIdPlace | None:
@@ -78,8 +90,23 @@ class SourceSpec:
 
     @property
     def names_schemas(self) -> bool:
-        """True if the framing of each value names its schema, which a schema registry has."""
-        return self.format == "avro" and self.schema is None
+        """True if the framing of each value refers to a schema in a schema registry."""
+        return self.is_typed and self.schema is None
+
+    @property
+    def is_typed(self) -> bool:
+        """True if values can be read only with their schema."""
+        return self.format in TYPED
+
+    @property
+    def is_memberwise(self) -> bool:
+        """True if only single members of values are read, so that payloads are compared as bytes."""
+        return self.format in MEMBERWISE
+
+    @property
+    def is_binary(self) -> bool:
+        """True if values are neither text nor bytes without a format."""
+        return self.is_memberwise and self.format != "csv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +127,20 @@ class LateDrop:
 
 
 Late = LateTo | LateForward | LateDrop
+
+
+@dataclass(frozen=True, slots=True)
+class FlowSpec:
+    """Names the user's code that runs after the verdict, which `flow_loader` imports."""
+
+    name: str
+    """The flow as module:attribute."""
+    directory: str
+    """The directory of the topology file, which contains the module unless the module is installed."""
+    stop: bool = False
+    """True if a failure of the flow stops the worker, instead of making the record a dead letter."""
+    file: str = field(default="the topology", compare=False)
+    """The name of the topology file, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +194,14 @@ class Topology:
     state: StateSpec = field(default_factory=StateSpec)
     transactions: TransactionsSpec = field(default_factory=TransactionsSpec)
     sink: SinkSpec | None = None
+    then: FlowSpec | None = None
+    routes: tuple[str, ...] = ()
+    """The topics other than the output to which the flow may send records."""
+
+    @property
+    def forwards_to(self) -> tuple[str, ...]:
+        """The output topic, if there is one, and the routes of the flow."""
+        return (*(() if self.output is None else (self.output.topic,)), *self.routes)
 
     @property
     def direct(self) -> bool:
@@ -166,7 +215,7 @@ class Topology:
 
     @property
     def reset_group(self) -> str:
-        """The consumer group with the written topics' ends and the sources' starts as of the last `dedup reset`."""
+        """The group with the end offsets of written topics and start offsets of sources from the last `dedup reset`."""
         return f"{self.name}.reset"
 
     @property
@@ -208,6 +257,7 @@ class Topology:
         """The topics to which dedup tasks send records, each with the kind of records that it receives."""
         outlets = (
             (self.output.topic if self.output else None, "unique records"),
+            *((topic, "records of the flow") for topic in self.routes),
             (self.duplicates, "duplicates"),
             (self.conflicts, "duplicates with another payload"),
             (self.late.topic if isinstance(self.late, LateTo) else None, "late records"),
@@ -230,13 +280,18 @@ class Topology:
 
     @property
     def conflicts_go_to(self) -> str | None:
-        """The topic for conflicts, by default the topic for duplicates; None if conflicts are only counted."""
+        """The topic for conflicts (by default, the topic for duplicates), or None if conflicts are only counted."""
         return self.duplicates if self.conflicts is None else self.conflicts
 
     @property
     def needs_value(self) -> bool:
-        """True if the ID or the event time is read from the value, so that a null value makes a record a tombstone."""
+        """True if the ID or the event time is read from the value, so a record with a null value is a tombstone."""
         return needs_value(self.tracking_id.rule) or isinstance(self.event_time, FieldTime)
+
+    @property
+    def by_arrival(self) -> bool:
+        """True if the event time is the time at which the source's broker appended a record."""
+        return isinstance(self.event_time, ArrivalTime)
 
     @cached_property
     def rules(self) -> Rules:
@@ -246,19 +301,19 @@ class Topology:
         )
 
     def knowing(self, schemas: SchemaBook) -> Self:
-        """Return the topology with a book of schemas."""
+        """Return a copy of the topology that uses the given schemas."""
         return replace(self, source=replace(self.source, schemas=schemas))
 
     @property
     def group_size(self) -> int:
-        """The number of partitions that share a transaction; `dedup.worker.layout` replaces auto with a number."""
+        """The number of partitions that share a transaction. Raises InvariantBroken if it is still `auto`."""
         size = self.transactions.partitions
         if not isinstance(size, int):
             raise InvariantBroken(f"{self.name}: the layout on the cluster was not read, so no transaction can begin.")
         return size
 
     def grouped_by(self, size: int) -> Self:
-        """Return the topology with ``size`` partitions per transaction."""
+        """Return a copy of the topology with ``size`` partitions per transaction."""
         return replace(self, transactions=TransactionsSpec(partitions=size))
 
     def transactional_id(
@@ -286,6 +341,8 @@ class Topology:
         match self.event_time:
             case FieldTime(path, unit):
                 time = f"{{field: {format_path(path)}, unit: {unit}}}"
+            case ArrivalTime():
+                time = "arrival"
             case RecordTime():
                 time = "record"
         identity = {
@@ -299,16 +356,16 @@ class Topology:
             "partitions": dict(sorted(partitions.items())),
             "payloads": [format_path(path) for path in self.fingerprint_exclude] if self.fingerprints_wanted else None,
         }
-        if self.fingerprints_wanted and self.source.format == "avro":
-            identity["payloads"] = "avro bytes"  # not the canonical JSON that other formats compare
+        if self.fingerprints_wanted and self.source.is_memberwise:
+            identity["payloads"] = f"{self.source.format} bytes"  # not the canonical JSON that other formats compare
         return json.dumps(identity, sort_keys=True, separators=(",", ":"))
 
 
 def auto_group_size(partitions: int) -> int:
     """Return the number of partitions that share a transaction in a new topology with this many partitions.
 
-    A transaction for each partition is cheap enough up to 16 partitions. Beyond that, there are eight groups, so that
-    eight workers have work, or more groups if eight would have more than 64 partitions each.
+    With up to 16 partitions, each can have its own transaction. With more partitions, there are eight groups, enough
+    to keep eight workers busy, or as many groups as are needed for at most 64 partitions per group.
     """
     return 1 if partitions <= _MOST_ALONE else min(-(-partitions // _AUTO_GROUPS), _MOST_AUTO)
 
@@ -337,11 +394,13 @@ def rule_text(rule: Rule) -> str:
             assert_never(never)
 
 
-def _schema_of(source: SourceSpec) -> str | SchemaBook:
+def _schema_of(source: SourceSpec) -> Schema:
+    if source.format == "csv":
+        return CsvLayout(source.columns, source.delimiter)
     if source.names_schemas:
         if source.schemas is None:
-            text = "avro behind a schema registry's framing is not supported here; `dedup run`, `verify`, `explain`, "
-            raise SettingsError([Problem("source.format", text + "`lookup`, `try`, `replay`, and `sink` support it")])
+            text = "needs schemas of a schema registry, which is not known here; pass settings with schema_registry.url"
+            raise SettingsError([Problem("source.format", f"{source.format} {text}")])
         return source.schemas
     return "" if source.schema is None else source.schema.text
 

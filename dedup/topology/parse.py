@@ -10,9 +10,11 @@ from typing import Any, Final, TypeVar, get_args
 
 from pydantic import BaseModel
 
-from dedup.core.avro import Record, SchemaRefused, is_refused, nodes_at, parse_schema, type_name
-from dedup.core.event_time import EventTime, FieldTime, RecordTime, TimeUnit
+from dedup.core.avro import SchemaRefused
+from dedup.core.event_time import ArrivalTime, EventTime, FieldTime, RecordTime, TimeUnit
+from dedup.core.extract_one import MEMBERWISE, TYPED, Format, member_names, member_types
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
+from dedup.core.proto_schema import TIMESTAMP
 from dedup.core.tracking_id import (
     Alternative,
     ContentRule,
@@ -32,6 +34,7 @@ from dedup.core.tracking_id import (
 from dedup.core.window import Window
 from dedup.errors import InvariantBroken, Problem, TopologyError
 from dedup.topology.model import (
+    FlowSpec,
     Late,
     LateDrop,
     LateForward,
@@ -50,6 +53,7 @@ from dedup.topology.schema import (
     ColumnFile,
     ConflictsFile,
     FieldTimeFile,
+    FlowFile,
     Output,
     PartFile,
     SinkFile,
@@ -83,10 +87,12 @@ def parse(text: str, *, name: str, read_file: Callable[[str], str] = _no_file) -
         _whole_parts,
         _instant_last,
         _format_fits,
+        _columns_fit,
         partial(_schema_fits, read_file=read_once),
+        _flow_fits,
         _one_role_each,
     )
-    return _topology(checked_file(text, name, TopologyFile, checks), read_once)
+    return _topology(checked_file(text, name, TopologyFile, checks), read_once, name)
 
 
 def checked_file(text: str, name: str, model: type[_File], checks: Iterable[_Check]) -> _File:
@@ -118,7 +124,7 @@ def json_schema() -> dict[str, Any]:
     return schema_of(TopologyFile, "dedup topology")
 
 
-def _topology(file: TopologyFile, read_file: Callable[[str], str]) -> Topology:
+def _topology(file: TopologyFile, read_file: Callable[[str], str], name: str) -> Topology:
     tracking_id = TrackingId(_rule(file.tracking_id), tuple(file.tracking_id.normalize))
     source = file.source
     schema = None if source.schema_file is None else SchemaFile(source.schema_file, read_file(source.schema_file))
@@ -133,7 +139,17 @@ def _topology(file: TopologyFile, read_file: Callable[[str], str]) -> Topology:
     conflicts = file.conflicts if isinstance(file.conflicts, ConflictsFile) else ConflictsFile(topic=file.conflicts)
     return Topology(
         name=file.name,
-        source=SourceSpec(tuple(source.topics), source.format, declared or implied, source.start, framing, schema),
+        source=SourceSpec(
+            tuple(source.topics),
+            source.format,
+            declared or implied,
+            source.start,
+            framing,
+            tuple(source.columns or ()),
+            source.delimiter or "comma",
+            schema,
+            subject=source.subject,
+        ),
         tracking_id=tracking_id,
         window=Window(file.guard_period, grace_ms, file.extend, cap_ms if file.extend else 0),
         dead_letter=file.dead_letter or f"{side_prefix}.dead-letter",
@@ -153,7 +169,15 @@ def _topology(file: TopologyFile, read_file: Callable[[str], str]) -> Topology:
         state=file.state,
         transactions=file.transactions,
         sink=None if file.sink is None else _sink(file.name, file.sink, output),
+        then=None if file.then is None else _flow(file.then, name),
+        routes=tuple(file.routes or ()),
     )
+
+
+def _flow(written: str | FlowFile, name: str) -> FlowSpec:
+    file = FlowFile(flow=written) if isinstance(written, str) else written
+    directory, slash, _ = name.rpartition("/")
+    return FlowSpec(file.flow, directory or slash or ".", file.on_error == "stop", name)
 
 
 def _rule(file: TrackingIdFile) -> Rule:
@@ -186,7 +210,7 @@ def _part(file: PartFile) -> Part:
 def event_time_of(written: str | FieldTimeFile) -> EventTime:
     """Return the rule for the event time. The word `record` or `now` in a file means the timestamp of the record."""
     if isinstance(written, str):
-        return RecordTime()
+        return ArrivalTime() if written == "arrival" else RecordTime()
     return FieldTime(written.field, written.unit)
 
 
@@ -253,7 +277,7 @@ def _written(file: Mapping[str, Any], rules: Collection[str]) -> dict[str, Any]:
 
 
 def _rules_at(document: Document) -> list[At]:
-    """Return where the file says the rule for the tracking ID, and where it says each alternative."""
+    """Return the path of the mapping with the tracking ID's rule, and of each alternative's mapping."""
     return [_TRACKING_ID, *_each(document, (*_TRACKING_ID, "first_of"))]
 
 
@@ -271,23 +295,32 @@ def _instant_last(document: Document) -> Iterator[Problem]:
 
 
 _TRACKING_ID: Final[At] = ("tracking_id",)
+_FORMAT: Final[At] = ("source", "format")
+_COLUMNS: Final[At] = ("source", "columns")
 _SCHEMA: Final[At] = ("source", "schema")
 _SCHEMA_ID: Final[At] = ("source", "schema_id")
+_SUBJECT: Final[At] = ("source", "subject")
 _UNIT: Final[At] = ("event_time", "unit")
+_TYPED: Final = "`source.format: avro` or `protobuf`"
+_TIMESTAMPS: Final = TYPED | {"msgpack", "cbor"}
+"""The formats that have a type for timestamps."""
+_WITH_TIMESTAMPS: Final = "`source.format: avro`, `protobuf`, `msgpack`, or `cbor`"
 
 
 def _format_fits(document: Document) -> Iterator[Problem]:
-    """Report keys that the format of the values leaves without a meaning, and keys that it needs."""
+    """Report keys that have no meaning with the format of the values, and missing keys that the format needs."""
     found, schema_id = document.get(("source", "format")), document.get(_SCHEMA_ID)
-    if found == "avro":
-        yield from _avro_fits(document)
+    if found in MEMBERWISE:
+        yield from _memberwise_fits(document)
+    if found in TYPED:
+        yield from _typed_fits(document)
         return
-    if document.has(_SCHEMA):
-        yield _at_key(document, _SCHEMA, "needs `source.format: avro`")
-    if document.get(_UNIT) == "timestamp":
-        yield _at_key(document, _UNIT, "timestamp needs `source.format: avro`; write rfc3339, s, ms, or us")
+    for at in filter(document.has, (_SCHEMA, _SUBJECT)):
+        yield _at_key(document, at, f"needs {_TYPED}")
+    if document.get(_UNIT) == "timestamp" and found not in _TIMESTAMPS:
+        yield _at_key(document, _UNIT, f"timestamp needs {_WITH_TIMESTAMPS}; write rfc3339, s, ms, or us")
     if schema_id == "none":
-        yield _at_key(document, _SCHEMA_ID, "none needs `source.format: avro`; JSON without framing is `format: json`")
+        yield _at_key(document, _SCHEMA_ID, f"none needs {_TYPED}; JSON without framing is `format: json`")
     elif found != "json_schema" and document.has(_SCHEMA_ID):
         yield _at_key(document, _SCHEMA_ID, "needs `source.format: json_schema`")
     members: list[At] = []
@@ -299,17 +332,24 @@ def _format_fits(document: Document) -> Iterator[Problem]:
         yield _at_key(document, at, "needs `source.format: json`; a value of format bytes has no fields")
 
 
-def _avro_fits(document: Document) -> Iterator[Problem]:
+def _typed_fits(document: Document) -> Iterator[Problem]:
     framed = document.get(_SCHEMA_ID) != "none"
     if framed and document.has(_SCHEMA):
         text = "needs `source.schema_id: none`; a schema registry has the schemas that the framings of values name"
         yield _at_key(document, _SCHEMA, text)
     elif not framed and not document.has(_SCHEMA):
-        text = "none needs `source.schema`: the file with the Avro schema of all values"
+        text = "none needs `source.schema`: the file with the schema of all values"
         yield _at_key(document, _SCHEMA_ID, text)
+    if not framed and document.has(_SUBJECT):
+        text = "has no effect with `source.schema_id: none`; no schema registry has the schema of these values"
+        yield _at_key(document, _SUBJECT, text)
+
+
+def _memberwise_fits(document: Document) -> Iterator[Problem]:
     excluded: list[At] = [(*at, "content", "exclude") for at in _rules_at(document)]
     for at in filter(document.has, [*excluded, ("conflicts", "exclude"), ("sink", "columns")]):
-        yield _at_key(document, at, "needs `source.format: json`; a value of format avro is compared and kept as bytes")
+        text = f"a value of format {document.get(('source', 'format'))} is compared and kept as bytes"
+        yield _at_key(document, at, f"needs `source.format: json`; {text}")
 
 
 def _at_key(document: Document, at: At, text: str) -> Problem:
@@ -317,13 +357,14 @@ def _at_key(document: Document, at: At, text: str) -> Problem:
 
 
 def _schema_fits(document: Document, *, read_file: Callable[[str], str]) -> Iterator[Problem]:
-    """Report a schema that cannot be read, and members that it does not have or whose types are refused."""
-    name = document.get(_SCHEMA)
-    if not isinstance(name, str) or document.get(("source", "format")) != "avro":
+    """Report a schema that cannot be read, and members that the schema lacks or whose types are refused."""
+    name, fmt = document.get(_SCHEMA), document.get(("source", "format"))
+    if not isinstance(name, str) or fmt not in TYPED:
         return
     place, said = document.place(_SCHEMA), f'{dotted(_SCHEMA)}: "{name}"'
     try:
-        schema = parse_schema(read_file(name))
+        schema = read_file(name)
+        member_types(fmt, schema, ("",), None, first=True)
     except OSError as error:
         yield Problem(place, f"{said} cannot be read: {error.strerror}; name a file, relative to the topology file")
         return
@@ -333,16 +374,52 @@ def _schema_fits(document: Document, *, read_file: Callable[[str], str]) -> Iter
     except SchemaRefused as refused:
         yield Problem(place, f"{said} {refused}; correct the schema")
         return
-    for rule_at in _rules_at(document):
-        parts = [(*part, "field") for part in _each(document, (*rule_at, "parts"))]
-        for at in [(*rule_at, "field"), *_each(document, (*rule_at, "fields")), *parts]:
-            yield from _member_fits(document, at, schema, None)
+    for at in _members_at(document):
+        yield from _member_fits(document, at, schema, None)
     unit = document.get(_UNIT)
     if unit in get_args(TimeUnit):
         yield from _member_fits(document, ("event_time", "field"), schema, unit)
 
 
-def _member_fits(document: Document, at: At, schema: Record, unit: TimeUnit | None) -> Iterator[Problem]:
+def _members_at(document: Document) -> Iterator[At]:
+    """Yield the places of the paths of the members that form the ID."""
+    for rule_at in _rules_at(document):
+        yield (*rule_at, "field")
+        yield from _each(document, (*rule_at, "fields"))
+        yield from ((*part, "field") for part in _each(document, (*rule_at, "parts")))
+
+
+def _columns_fit(document: Document) -> Iterator[Problem]:
+    """Report CSV without columns, columns of another format, and paths that are not the name of a column."""
+    columns = document.get(_COLUMNS)
+    if document.get(_FORMAT) != "csv":
+        for at in filter(document.has, (_COLUMNS, ("source", "delimiter"))):
+            yield _at_key(document, at, "needs `source.format: csv`")
+        return
+    if not document.has(_COLUMNS):
+        yield _at_key(document, _FORMAT, "csv needs `source.columns`: the names of the columns, in their order")
+    if not isinstance(columns, list):
+        return
+    for at in [*_members_at(document), ("event_time", "field")]:
+        text = document.get(at)
+        with suppress(ValueError):  # reported with the key
+            path = parse_path(text if isinstance(text, str) else "")
+            if len(path) > 1 or path[0] not in columns:
+                hint = did_you_mean(str(path[0]), [name for name in columns if isinstance(name, str)])
+                yield Problem(document.place(at), f'{dotted(at)}: "{text}" is not a column{hint or "; name a column"}')
+
+
+_TAKEN: Final = {
+    "avro": (
+        "an ID is a string, integer, decimal, boolean, enum, bytes, fixed, uuid, or timestamp",
+        "a timestamp with a zone",
+    ),
+    "protobuf": ("an ID is a string, integer, boolean, enum, or bytes", f"a {TIMESTAMP}"),
+}
+"""For each format, the types that an ID may have, and the type of event times with the unit timestamp."""
+
+
+def _member_fits(document: Document, at: At, schema: str, unit: TimeUnit | None) -> Iterator[Problem]:
     text = document.get(at)
     try:
         path = parse_path(text if isinstance(text, str) else "")
@@ -350,18 +427,28 @@ def _member_fits(document: Document, at: At, schema: Record, unit: TimeUnit | No
         return  # reported with the key
     said, file = f'{dotted(at)}: "{text}"', document.get(_SCHEMA)
     time = None if unit is None else FieldTime(path, unit)
-    nodes = [node for node in nodes_at(schema, path) if type_name(node) != "null"]
-    if not nodes:
-        holders = (node for node in nodes_at(schema, path[:-1]) if isinstance(node, Record))
-        known = [name for node in holders for name in node.fields]
+    fmt: Format = document.get(("source", "format"))
+    types = member_types(fmt, schema, path, time, first=True)
+    if not types:
+        known = member_names(fmt, schema, path, first=True)
         hint = did_you_mean(str(path[-1]), known) or "; name a field of the schema"
         yield Problem(document.place(at), f"{said} is not in {file}{hint}")
-    elif all(is_refused(node, time) for node in nodes):
-        types = " or ".join(sorted(set(map(type_name, nodes))))
-        wanted = "an ID is a string, integer, decimal, boolean, enum, bytes, fixed, uuid, or timestamp"
+    elif all(types.values()):
+        wanted, zoned = _TAKEN[fmt]
         if time is not None:
-            wanted = "unit timestamp takes a timestamp with a zone, rfc3339 a string, and s, ms, and us a number"
-        yield Problem(document.place(at), f"{said} has the type {types} in {file}; {wanted}")
+            wanted = f"unit timestamp takes {zoned}, rfc3339 a string, and s, ms, and us a number"
+        yield Problem(document.place(at), f"{said} has the type {' or '.join(sorted(types))} in {file}; {wanted}")
+
+
+def _flow_fits(document: Document) -> Iterator[Problem]:
+    """Report `then` without an output, and keys that need `then` or have no effect with it."""
+    if document.has(("then",)):
+        if not document.has(("output",)):
+            yield _at_key(document, ("then",), "needs `output`; without it, the topology forwards no record")
+        if document.has(("output", "headers")):
+            yield _at_key(document, ("output", "headers"), "has no effect with `then`, which always adds dedup-source")
+    elif document.has(("routes",)):
+        yield _at_key(document, ("routes",), "needs `then`, the flow that sends records there")
 
 
 def _one_role_each(document: Document) -> Iterator[Problem]:
@@ -416,3 +503,7 @@ def _topics(document: Document) -> Iterator[tuple[At, str, str]]:
             yield at, topic, role
         elif default and not isinstance(topic, str) and isinstance(document.get(prefix_at), str):
             yield prefix_at, f"{document.get(prefix_at)}.{default}", role
+    routes = document.get(("routes",))
+    for row, topic in enumerate(routes if isinstance(routes, list) else ()):
+        if isinstance(topic, str) and topic not in routes[:row]:
+            yield ("routes", row), topic, "a route"

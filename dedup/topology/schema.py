@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core.core_schema import no_info_after_validator_function, str_schema
 
+from dedup.core.csv_row import Delimiter
 from dedup.core.event_time import TimeUnit, rfc3339_ms
 from dedup.core.tracking_id import Normalizing, Path, format_path, parse_path
 from dedup.quantities import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
@@ -28,7 +29,7 @@ from dedup.yaml_document import Keys, accepting, matching, some, within
 _HEADER_CHARS: Final = 1_000
 _MOST_STANDBYS: Final = 10
 _MOST_PARTITIONS: Final = 256
-"""The most partitions in a transaction, because the coordinator writes their markers one by one."""
+"""Maximum number of partitions in a transaction. The coordinator writes their markers one by one."""
 PART_RULES: Final = ("key", "header", "field")
 ALTERNATIVE_RULES: Final = (*PART_RULES, "fields", "parts", "content")
 RULES: Final = (*ALTERNATIVE_RULES, "first_of")
@@ -38,7 +39,9 @@ _TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
 _TABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}(\.[A-Za-z_][A-Za-z0-9_]{0,62})?")
 _URL: Final = re.compile(r"(sqlite:///.+|postgres(ql)?://.+|\$\{(env|file):[^}]+\})")
+_FLOW: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _FILE: Final = re.compile(r"[^\0]*[^\0/]")
+_SUBJECT: Final = re.compile(r"[^\s\0]{1,255}")
 _QUERY: Final = re.compile(r"\s*(select|with)\b", re.IGNORECASE)
 _PASSWORD: Final = re.compile(r"://[^/@:]*:(?!\$\{)[^@/]+@")
 _ALWAYS: Final = {"acks", "idempotence", "enable_idempotence", "transactional_id", "transactions", "retries"}
@@ -74,6 +77,13 @@ def _distinct_paths(paths: list[Path]) -> list[Path]:
         if path in paths[:at]:
             raise ValueError(f'"{format_path(path)}" is listed twice')
     return paths
+
+
+def _distinct(names: list[str]) -> list[str]:
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            raise ValueError(f'"{name}" is listed twice')
+    return names
 
 
 def _start(text: str) -> Start:
@@ -121,14 +131,7 @@ _True = Annotated[
     Literal[True],
     accepting(lambda value: value is True, "takes true only; leave it out to use another rule", kind=BeforeValidator),
 ]
-_Format = Annotated[
-    Literal["json", "json_schema", "avro", "bytes"],
-    accepting(
-        lambda text: str(text).lower() != "protobuf",
-        '"{}" is not supported; use json, json_schema, avro, or bytes with the ID in the key or a header',
-        kind=BeforeValidator,
-    ),
-]
+_Format = Literal["json", "json_schema", "avro", "protobuf", "msgpack", "cbor", "csv", "bytes"]
 _Path = Annotated[Path, _text_as(parse_path)]
 _Paths = Annotated[list[_Path], some("path"), AfterValidator(_distinct_paths)]
 _Duration = Annotated[int, _text_as(parse_duration), BeforeValidator(_number_as_text), _text_like(DURATION_PATTERN)]
@@ -153,6 +156,7 @@ _Query = Annotated[
     ),
 ]
 _Topic = Annotated[str, _TOPIC_RULE, _text_like(f"^{_TOPIC.pattern}$")]
+_CsvColumn = Annotated[str, accepting(lambda name: name, "a column has a name")]
 _Column = Annotated[str, matching(_COLUMN, 'is not a valid column name; use letters, digits and "_"')]
 _SinkColumn = Annotated[
     _Column, accepting(lambda name: name not in _RESERVED, '"{}" is a column of every sink table; choose another name')
@@ -160,6 +164,7 @@ _SinkColumn = Annotated[
 _Table = Annotated[
     str, matching(_TABLE, 'is not a valid table name; use letters, digits and "_", as name or schema.name')
 ]
+_FlowName = Annotated[str, matching(_FLOW, "is not a flow; write module:attribute, such as flows:flow")]
 _Url = Annotated[
     str,
     accepting(
@@ -188,7 +193,7 @@ class FieldTimeFile(Keys):
     """Path of the member, such as order.placed_at."""
     unit: TimeUnit = Field(
         description="rfc3339 means a string; s, ms, and us mean a number of seconds, milliseconds, or microseconds; "
-        "timestamp, with format avro, means a timestamp type, which says its own unit."
+        "timestamp means a timestamp type of the format avro, protobuf, msgpack, or cbor, which says its own unit."
     )
 
 
@@ -233,20 +238,32 @@ class SourceFile(Keys):
     format: _Format = Field(
         default="json",
         description="Format of values. With json_schema, values are JSON with a schema registry's framing, and no "
-        "registry is needed. With avro, the framing names the schema, which the schema registry has, or there is no "
-        "framing and one schema. With bytes, values are not parsed, so the ID is the key, a header, or the whole "
-        "value.",
+        "registry is needed. With avro and protobuf, the framing names the schema, which the schema registry has, or "
+        "there is no framing and one schema. With msgpack and cbor, values say the types of their members. With csv, "
+        "each value is one row of text. With bytes, values are not parsed, so the ID is the key, a header, or the "
+        "whole value.",
     )
     schema_id: Literal["auto", "header", "prefix", "none"] = Field(
         default="auto",
         description="Where the schema ID is: in the header __value_schema_id, in the first 5 bytes of the value "
-        "(prefix), or in the header if the record has it, else in the prefix (auto). With format avro, values may have "
-        "no framing (none).",
+        "(prefix), or in the header if the record has it, else in the prefix (auto). With format avro or protobuf, "
+        "values may have no framing (none).",
     )
     schema_file: Annotated[str, matching(_FILE, "is not the name of a file")] | None = Field(
         default=None, alias="schema"
     )
-    """File with the Avro schema of all values, relative to the topology file, with `schema_id: none`."""
+    """File with the schema of all values, relative to the topology file, with `schema_id: none`. Protobuf values are
+    the first message of a .proto file."""
+    subject: Annotated[str, matching(_SUBJECT, "is not a subject of a schema registry")] | None = Field(
+        default=None,
+        description="Subject of the schema registry that has the schemas of all values; a context may precede it "
+        "(:.context:name). `dedup check --broker` and `dedup schemas export` read it. Default: TOPIC-value, for each "
+        "source topic.",
+    )
+    columns: Annotated[list[_CsvColumn], some("column"), AfterValidator(_distinct)] | None = None
+    """With format csv, the names of the columns, in their order. A path is the name of one column."""
+    delimiter: Delimiter | None = None
+    """With format csv, the character between the cells. Default: comma."""
     partitioned_by: Literal["tracking_id"] | None = Field(
         default=None,
         description="Declares that producers put equal IDs into the same partition. If this key is missing, records go "
@@ -273,7 +290,7 @@ class PartFile(Keys):
     header: _Header | None = None
     """Name of the header whose value is the part."""
     field: _Path | None = None
-    """Path of the JSON member that is the part. An object or an array is compared as canonical JSON."""
+    """Path of the member that is the part. A JSON object or array is compared as canonical JSON."""
     absent: Literal["dead_letter", "as_value"] = "dead_letter"
     """Whether a record without this part has no ID, or has an ID in which the part is absent, null, or empty."""
 
@@ -293,9 +310,9 @@ class AlternativeFile(Keys):
     header: _Header | None = None
     """Name of the header whose value is the ID."""
     field: _Path | None = None
-    """Path of the JSON member that is the ID, such as order.id, items[0].id, or a["b.c"]."""
+    """Path of the member that is the ID, such as order.id, items[0].id, or a["b.c"]."""
     fields: _Paths | None = None
-    """Paths of several JSON members that together, in this order, are the ID, such as tenant and order number."""
+    """Paths of several members that together, in this order, are the ID, such as tenant and order number."""
     parts: Annotated[list[PartFile], some("part")] | None = Field(default=None, json_schema_extra={"minItems": 1})
     """Parts of the record that together, in this order, are the ID, such as the key and a header."""
     content: _PlainOrMapping[_True, ContentFile] | None = None
@@ -310,7 +327,7 @@ class TrackingIdFile(AlternativeFile):
     first_of: Annotated[list[AlternativeFile], _some_alternatives] | None = Field(
         default=None, json_schema_extra={"minItems": 2, "maxItems": _MOST_ALTERNATIVES}
     )
-    """Alternatives, such as a header and then the content. The first for which the record has a value gives the ID."""
+    """Alternatives, such as a header and then the content. The first alternative with a value in the record is used."""
     normalize: list[Normalizing] = Field(default_factory=list)
     """Steps applied to IDs, in this order, before they are compared. instant turns an RFC 3339 time into a moment."""
     missing: Literal["dead_letter", "forward", "fail"] = "dead_letter"
@@ -337,6 +354,15 @@ class ConflictsFile(Keys):
     """Members that are ignored when payloads are compared, such as the send time."""
 
 
+class FlowFile(Keys):
+    """The flow, and what happens if it fails."""
+
+    flow: _FlowName
+    """The flow, as module:attribute. The module is beside the topology file, or installed."""
+    on_error: Literal["dead_letter", "stop"] = "dead_letter"
+    """What happens if the flow fails: the record becomes a dead letter, or the worker stops."""
+
+
 class StateSpec(Keys):
     """Settings for the state of a topology's tasks."""
 
@@ -357,7 +383,7 @@ class TransactionsSpec(Keys):
             kind=BeforeValidator,
         ),
     ] = "auto"
-    """Number of partitions whose tasks commit in one transaction. auto chooses it, but only for a new topology."""
+    """Number of partitions whose tasks commit in one transaction. auto chooses the number once, for a new topology."""
 
 
 class TopologyFile(Keys):
@@ -379,8 +405,8 @@ class TopologyFile(Keys):
     """Whether a duplicate extends the guard period of its ID."""
     extend_at_most: _PositiveDuration | None = None
     """How far duplicates may extend a sighting, counted from its start. Default: 7 guard periods."""
-    event_time: _PlainOrMapping[Literal["record"], FieldTimeFile] = "record"
-    """The record's timestamp, or a member of the value."""
+    event_time: _PlainOrMapping[Literal["record", "arrival"], FieldTimeFile] = "record"
+    """The record's timestamp (record), the source's append time (arrival), or a member of the value."""
     future: Literal["dead_letter", "clamp"] = "dead_letter"
     """What happens to a record whose event time is too far ahead of the clock."""
     max_clock_skew: _Duration = Field(default="1h", validate_default=True)
@@ -389,6 +415,12 @@ class TopologyFile(Keys):
     """Time after which a source partition without lag no longer holds stream time back."""
     output: Output | None = None
     """Where unique records are sent. If this key is missing, the topology only observes."""
+    then: _PlainOrMapping[_FlowName, FlowFile] | None = None
+    """Your code for each forwarded record, as module:attribute of a Flow or as {flow: ..., on_error: ...}."""
+    routes: Annotated[list[_Topic], some("topic"), AfterValidator(_distinct)] | None = Field(
+        default=None, json_schema_extra={"minItems": 1}
+    )
+    """Topics other than the output to which the flow sends records."""
     duplicates: _Topic | None = None
     """Topic for duplicates. If this key is missing, duplicates are only counted."""
     conflicts: _PlainOrMapping[_Topic, ConflictsFile] | None = None
@@ -421,7 +453,7 @@ class FilesSource(Keys):
     changed: Literal["stop", "start_over"] = "stop"
     """What happens if a file is truncated or replaced after part of it was read."""
     last_line: Literal["wait", "take"] = "wait"
-    """wait reads the last line only after its line feed; take does not wait, for files that arrive complete."""
+    """wait reads the last line only after its line feed; take reads it at once, for files that arrive complete."""
 
     @model_validator(mode="after")
     def _columns_of_csv(self) -> FilesSource:

@@ -104,7 +104,7 @@ class SeenColumns(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A record that a task must have written to a topic."""
+    """A record that a task is expected to have written to a topic."""
 
     digest: bytes
     id: bytes | None
@@ -140,7 +140,7 @@ NONE_SURE: Final = SureColumns(_NONE, [], [], [])
 
 @dataclass(slots=True)
 class Expected:
-    """All records that one task must have written to a topic."""
+    """All records that one task is expected to have written to a topic."""
 
     others: list[Wanted] = field(default_factory=list)
     sure: SureColumns = NONE_SURE
@@ -167,7 +167,7 @@ class Comparison:
     matched: list[tuple[int, Seen, int, Wanted]] = field(default_factory=list)
     """Records that are present, each with its partition, its task, and the expected record that it matches."""
     at_once: tuple[Column, Column, Column, Column] = (_NONE, _NONE, _NONE, _NONE)
-    """The other records that are present: partition, offset, task, and position in the task's log."""
+    """The remaining records that are present, as columns: partition, offset, task, and position in the task's log."""
 
     def places(self, partition: int, *, optional: bool = True) -> tuple[Column, Column, Column]:
         """Return offset, task, and position of a partition's matched records, with or without the optional ones."""

@@ -14,11 +14,14 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dedup.core.event_time import create_time_fault
 from dedup.core.reference_model import Feed, ModelRules
 from dedup.errors import StateIncompatible
+from dedup.flow_loader import load_flow
 from dedup.topology.model import LateTo, Topology, extractor_of
 from dedup.verify.compare import Column, SeenColumns, contents_of, digest, digests, out_of_order
 from dedup.verify.evidence import DEAD_TAIL, LATE_TAIL, VERDICT_HEADER, SideTopic, extracted_of, forwarded_by_replay
+from dedup.verify.flow_outputs import FlowOutputs
 from dedup.verify.kafka_reader import Bounds, KafkaReader, OpenTransaction, RecordColumns
 from dedup.verify.log_scan import Log, Plan
 from dedup.verify.report import Report
@@ -49,7 +52,7 @@ class Order:
     def match(self, offsets: Column, tasks: Column, positions: Column) -> None:
         """Add matched records as columns: offset, task, and position in the task's log."""
         self._matches.add((offsets - self._bounds.low) // BUCKET_ROWS, (offsets, tasks, positions))
-        self._matches.flush()  # many partitions are matched in turn, so none keeps rows in memory
+        self._matches.flush()  # Many partitions are matched in turn, so none keeps rows in memory.
 
     def first_matched(self) -> int:
         """Return the offset of the first matched record, or the end of the partition if no record is matched."""
@@ -159,7 +162,7 @@ class Cut:
     sample: int = 1
     """One tracking ID out of this many is judged."""
     begun_with: dict[str, int] = field(default_factory=dict)
-    """Maps each topic that tasks read to its partition count when the state began; empty if this was not recorded."""
+    """Maps each topic that tasks read to its partition count when the state began; empty if unknown."""
     total: int = 0
     done: int = 0
     starts: dict[int, int] = field(default_factory=dict)
@@ -179,6 +182,16 @@ class Cut:
         except OpenTransaction as fact:
             self.unread.add((topic, partition))
             self.report.unprovable(f"{WHY_OPEN}: {fact}")
+
+    def read_judged(self, topic: str, partition: int, start: int, end: int) -> Iterable[RecordColumns]:
+        """Yield the records that `read` yields for a source topic.
+
+        Raises StateIncompatible if a record has no append time, although `event_time: arrival` needs it.
+        """
+        for columns in self.read(topic, partition, start, end):
+            if self.topology.by_arrival and columns.created is not None:
+                raise StateIncompatible(create_time_fault(topic, f"{topic}/{partition} offset {columns.created}"))
+            yield columns
 
     @property
     def feeds(self) -> list[Feed]:
@@ -274,6 +287,8 @@ class Cut:
         self.free()
         for side in self.plan.sides:
             side.close()
+        if self.plan.flowed is not None:
+            self.plan.flowed.close()
 
     def pending(self, topic: str, partition: int) -> int:
         """Return the lag of a feeding partition, computed as `dedup status` computes it."""
@@ -284,14 +299,12 @@ class Cut:
         return bounds.high - begin if self.reader.holds_records(topic, partition, begin, bounds.high) else 0
 
     def configured_start(self, topic: str, partition: int) -> int | None:
-        """Return the start offset that `dedup reset` or `source.start` sets, or None for `latest`, which stores no
-        offset.
-        """
+        """Return the start offset that `dedup reset` or `source.start` sets, or None for `latest`, which sets none."""
         bounds, begin = self.bounds[topic][partition], self.begins[topic].get(partition)
         if begin is not None:
             return max(begin, bounds.low)
         if partition >= self.begun_with.get(topic, partition + 1):
-            return bounds.low  # it was added later
+            return bounds.low  # The partition was added later.
         match self.topology.source.start:
             case "earliest":
                 return bounds.low
@@ -331,7 +344,7 @@ def offsets_of(topology: Topology, reader: KafkaReader, report: Report) -> Topic
     """
     output = topology.output.topic if topology.output is not None else None
     late = topology.late.topic if isinstance(topology.late, LateTo) else None
-    named = (output, late, topology.dead_letter, topology.duplicates, topology.conflicts)
+    named = (output, *topology.routes, late, topology.dead_letter, topology.duplicates, topology.conflicts)
     reading = list(dict.fromkeys([*topology.source.topics, *topology.feeding_topics]))
     partitions = reader.partitions([*reading, *(topic for topic in named if topic is not None)])
     _refuse_missing(topology, partitions)
@@ -369,17 +382,25 @@ def take_cut(
     found = offsets_of(topology, reader, report)
     partitions, _, bounds, _ = found
     output = [topology.output.topic] if topology.output is not None else []
-    compacted = reader.compacted(topic for topic in (*topology.source.topics, *output) if partitions[topic])
+    kept = (*topology.source.topics, *output, *topology.routes)
+    compacted = reader.compacted(topic for topic in kept if partitions[topic])
 
     def side(name: str, tail: tuple[str, ...]) -> SideTopic:
         return SideTopic(name, scratch).read(reader, bounds[name], topology.source.topics, tail)
 
     late = side(topology.late.topic, LATE_TAIL) if isinstance(topology.late, LateTo) else None
-    plan = Plan(topology, _model_rules(topology), extractor_of(topology), late, side(topology.dead_letter, DEAD_TAIL))
+    letters, flowed = side(topology.dead_letter, DEAD_TAIL), None
+    if topology.then is not None:
+        flowed = FlowOutputs(load_flow(topology.then), topology.forwards_to, scratch)
+        flowed.read(reader, bounds, topology.source.topics, compacted)
+        report.unprovable(WHY_REPLAYED, flowed.replayed)
+    plan = Plan(topology, _model_rules(topology), extractor_of(topology), late, letters, flowed=flowed)
     begun = begun_with(topology, reader)
     cut = Cut(topology, reader, report, progress, *found, compacted, plan, scratch, sample, begun)
     cut.total = sum(each.high - each.low for of_topic in bounds.values() for each in of_topic.values())
     cut.done = sum(each.high - each.low for side in plan.sides for each in bounds[side.name].values())
+    if flowed is not None:
+        cut.done += sum(each.high - each.low for topic in flowed.topics for each in bounds[topic].values())
     return cut
 
 

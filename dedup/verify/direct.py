@@ -1,6 +1,6 @@
 """Verifies a topology that reads its source topic directly, by replaying each source partition in log order.
 
-A compacted source cannot be replayed, so it gets only the checks that do not depend on order.
+A compacted source cannot be replayed, so only the checks that do not depend on order are made.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from dedup.core.window import Source
 from dedup.verify.compare import SeenColumns, contents_of, matched_at_once
 from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition
-from dedup.verify.evidence import SideTopic, extracted_of
+from dedup.verify.evidence import extracted_of
 from dedup.verify.findings import (
     WHY_OUTPUT_GONE,
     WHY_SOURCE_GONE,
@@ -23,6 +23,7 @@ from dedup.verify.findings import (
     explain,
     report_displaced,
 )
+from dedup.verify.flow_outputs import WHY_UNORDERED
 from dedup.verify.kafka_reader import Bounds, RecordColumns
 from dedup.verify.log_scan import Log, LogScan, Original, Plan, forwarded_digest
 from dedup.verify.replay import TaskReplay
@@ -38,7 +39,8 @@ WHY_BEFORE: Final = "source offsets before the first record that left a trace; w
 def verify_direct(cut: Cut) -> None:
     """Verify every partition of the source topic, and report unexpected records in the late and dead-letter topics."""
     source = cut.topology.source.topics[0]
-    if cut.compacted:
+    # Records that a flow has sent name their source records, so a compacted output does not prevent the replay.
+    if cut.compacted if cut.plan.flowed is None else source in cut.compacted:
         _verify_compacted(cut, source)
         return
     for partition in range(cut.partitions[source]):
@@ -85,7 +87,7 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
     start, known = start_of(cut, bounds, partition, output)
     books.skipped = start - bounds.low
     log = cut.log_spill(buckets)
-    filed = 0  # records that are in the late and dead-letter topics
+    filed = 0  # Number of records in the late and dead-letter topics.
     # Workers may have continued since the cut was taken, so output and offsets of later records may exist.
     spans = ((start, committed, False), (committed, cut.still_committed(source, partition), True))
     for read in source_log(cut, plan, partition, spans, known=known):
@@ -113,7 +115,9 @@ def source_log(
     """
     scan = LogScan(plan, ((0, partition),), from_start=known)
     for begin, end, pending in spans:
-        for columns in cut.read(cut.topology.source.topics[0], partition, begin, end):
+        # Records that nobody has judged may be what a task waits at.
+        read = cut.read if pending else cut.read_judged
+        for columns in read(cut.topology.source.topics[0], partition, begin, end):
             sources = list(zip(repeat(0), repeat(partition), columns.offsets))
             yield scan.scan(columns, sources, pending=pending, only=only)
 
@@ -127,6 +131,8 @@ def keep(cut: Cut, spill: Spill, log: Log) -> Log:
     size_bytes = 0
     if any(log.headers):
         size_bytes = sum(len(content or b"") for headers in log.headers for _, content in headers)
+    if cut.plan.flowed is not None:
+        size_bytes += sum(len(each.key or b"") + len(each.value or b"") for each in log.flowed if each is not None)
     spill.add(places_of(log.ids, log.contents), log, size_bytes)
     return log
 
@@ -135,7 +141,7 @@ def _judge(held: _Partition) -> None:
     if held.output is not None and held.output.bounds.start_deleted:
         held.gone_position = _gone_position(held, held.output)
     if held.output is not None and not held.known:
-        # There are two passes, because the first output record that the log explains is known only after all buckets.
+        # There are two passes, because only the first pass finds the first output record that the log explains.
         for number in range(held.log.buckets):
             _judge_bucket(held, number, Report("", "", "", 0), Books("", 0))
         held.excused_below = held.output.order.first_matched()
@@ -180,7 +186,7 @@ def _balance(held: _Partition, filed: int) -> None:
     if output is None or held.uncertain or output.bounds.start_deleted or output.truncated or not held.known:
         return
     if cut.plan.late is None and not cut.plan.late_forwarded:
-        filed += books.late  # the topology says that late records are dropped
+        filed += books.late  # The topology drops late records.
     books.ended = output.spill.rows - held.pending_found + books.duplicates + filed
     if not books.balanced:
         text = f"read {books.read}, but {books.ended} ended as unique, duplicate, late, or dead letter"
@@ -195,7 +201,7 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
     task = TaskReplay(held.plan, Books("", 0), Report("", "", "", 0), ((0, held.books.partition),))
     task.take(Log(*held.log.bucket(place % held.log.buckets)))
     positions = [wanted.position for wanted in task.forwarded.one_by_one() if wanted.digest == first]
-    # Several expected records may be equal. In this case, the last of these records are present.
+    # Several expected records may be equal. In this case, the last of the equal records are present.
     there = output.bucket(place % held.log.buckets).digests.count(first)
     return positions[-there:][0] if positions else -1
 
@@ -214,7 +220,7 @@ def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
 
 
 def _copies(cut: Cut, partition: int, buckets: int, *, known: bool) -> Copies:
-    """Return a source partition's duplicates and conflicts, which are in the topics' partitions of the same number."""
+    """Return a source partition's duplicates and conflicts, which are in the partitions with the same number."""
     whole: dict[str, list[int]] = {}
     for topic in copy_topics(cut).values():
         if cut.partitions[topic] >= cut.partitions[cut.topology.source.topics[0]]:
@@ -241,9 +247,9 @@ def _verify_compacted(cut: Cut, source: str) -> None:
         start, _ = start_of(cut, bounds, partition, output)
         if cut.configured_start(source, partition) is None:
             cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
-        for columns in cut.read(source, partition, start, committed):
+        for columns in cut.read_judged(source, partition, start, committed):
             _add_judgeable(cut, judged, columns, partition)
-            cut.report.unprovable(WHY_COMPACTED, len(columns.offsets))
+            cut.report.unprovable(WHY_COMPACTED if cut.plan.flowed is None else WHY_UNORDERED, len(columns.offsets))
     for number in range(buckets):
         free = OrderFree(cut, written, (each.bucket(number) for each in written))
         *parts, ids = judged.bucket(number)
@@ -267,8 +273,8 @@ def _add_judgeable(cut: Cut, judged: Spill, columns: RecordColumns, partition: i
 def output_of(cut: Cut, partition: int, buckets: int) -> WrittenPartition | None:
     """Return the given partition of the output topic, or None if the topology has no output topic."""
     output = cut.topology.output
-    if output is None:
-        return None
+    if output is None or cut.plan.flowed is not None:
+        return None  # `TaskReplay` compares the records that a flow has sent.
     # A topic that does not exist has empty bounds.
     cut.bounds[output.topic].setdefault(partition, Bounds(0, 0, start_deleted=False))
     # If future times are clamped, the timestamps in the output may come from the worker's clock.
@@ -299,9 +305,10 @@ def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition 
 
 def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None) -> int:
     """Return the source offset of the first record that workers wrote, because `start: latest` stores no offset."""
-    first_letter = plan.dead_letters.first_offset(partition)
-    if first_letter is None:
-        first_letter = bounds.high
+    traces = [plan.dead_letters.first_offset(partition)]
+    if plan.flowed is not None:
+        traces.append(plan.flowed.first_offset(partition))
+    first_letter = min((each for each in traces if each is not None), default=bounds.high)
     if output is None or not output.first_digests:
         return first_letter
     topic = cut.topology.source.topics[0]
@@ -324,10 +331,17 @@ def report_leftovers(cut: Cut) -> None:
         elif again:
             cut.report.violation("duplicated", place, f"source record {cut.plan.place(source)} has two entries there")
         else:
-            _report_leftover(cut, side, source, place)
+            _report_leftover(cut, side.name, source, place)
+
+    if cut.plan.flowed is not None:
+        for source, place in cut.plan.flowed.left():
+            if source is None:
+                cut.report.violation("phantom", place, "names no record of the source topics in its headers")
+            else:
+                _report_leftover(cut, "the flow's topic", source, place)
 
 
-def _report_leftover(cut: Cut, side: SideTopic, source: Source, place: str) -> None:
+def _report_leftover(cut: Cut, side: str, source: Source, place: str) -> None:
     topic = cut.topology.source.topics[source.topic]
     committed = cut.committed[topic].get(source.partition)
     if committed is None or source.offset >= committed:
@@ -336,7 +350,7 @@ def _report_leftover(cut: Cut, side: SideTopic, source: Source, place: str) -> N
     if topic in cut.compacted:
         cut.report.unprovable(WHY_COMPACTED)
     elif source.offset < low:
-        cut.report.unprovable(f"the source records that {side.name} names were deleted")
+        cut.report.unprovable(f"the source records that {side} names were deleted")
     elif source.offset < cut.starts.get(source.partition, 0):
         cut.report.unprovable(WHY_BEFORE)
     else:

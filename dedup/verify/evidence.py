@@ -68,7 +68,7 @@ class SideTopic:
         """False if the topic's beginning was deleted or a transaction stays open, so that a missing record proves
         nothing.
         """
-        # There is no journal, because no other process reads the file and the file is deleted with its directory.
+        # The database has no journal, because no other process reads the file, which is deleted with its directory.
         self._db: Final = sqlite3.connect(Path(directory) / name, isolation_level=None)
         self._db.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{_CACHE_KIB};")
         self._db.executescript(_TABLE)
@@ -213,6 +213,6 @@ def _as_in_source(
     original = headers[: -len(tail)] if whole else headers
     reason = (header(headers, REASON_HEADER) or b"").decode("utf-8", "replace")
     if reason == ODD_HEADER_NAME.code:
-        original = ()  # the source's headers are unreadable, so they are not compared
+        original = ()  # The source's headers are unreadable, so they are not compared.
     time_ms = _NO_TIME_MS if timestamp_ms is None else timestamp_ms
     return digest(key, value, original, time_ms), stands_for, reason

@@ -153,7 +153,7 @@ def explain_id(
 def _logs(cut: Cut, keys: Collection[bytes]) -> Iterator[tuple[str, Iterator[Log]]]:
     """Yield the name of each log that workers judge, with the log's records that have one of the IDs.
 
-    The name of a source partition is empty.
+    For a source partition, the name is empty.
     """
     if not cut.topology.direct:
         for partition in range(cut.partitions[cut.topology.repartition_topic]):
@@ -162,7 +162,7 @@ def _logs(cut: Cut, keys: Collection[bytes]) -> Iterator[tuple[str, Iterator[Log
     source = cut.topology.source.topics[0]
     for partition, bounds in cut.bounds[source].items():
         committed = cut.committed[source].get(partition)
-        # Only the output shows which record was judged first.
+        # With `start: latest`, only the output shows which record was judged first.
         output = output_of(cut, partition, 1) if cut.topology.source.start == "latest" else None
         begin, known = start_of(cut, bounds, partition, output)
         judged = begin if committed is None else committed
@@ -249,7 +249,14 @@ def _find_written(search: _Search) -> None:
         if explained.verdict == "duplicate":
             content = digest_with(row.content, row.headers, 0)
             by_source.setdefault(content, []).append(explained)
-    if topology.output is not None:
+    if cut.plan.flowed is not None:
+        # The scan has found the records that the flow made from each source record. A flow may rightly make none.
+        for row, explained in search.rows:
+            sent = [] if row.flowed is None else row.flowed.sent
+            explained.went += (cut.plan.flowed.place(each.target, each.partition, each.offset) for each in sent)
+            if sent and explained.verdict == "pending":
+                explained.verdict = "pending, but written already"
+    elif topology.output is not None:
         _match(search, topology.output.topic, wanted)
         # A record that the rule forwards must be in the output, if the output is complete.
         output = topology.output.topic
@@ -262,7 +269,7 @@ def _find_written(search: _Search) -> None:
 
 
 def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord]], *, copies: bool = False) -> None:
-    """Assign each written record to the source record that accounts for it, or else to the strays."""
+    """Assign each written record to the source record that accounts for it, or count it as a stray."""
     for partition, columns, _, row in _records(search, topic):
         headers = columns.headers[row]
         if not copies and forwarded_by_replay(headers, search.cut.topology.source.topics):

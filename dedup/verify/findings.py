@@ -66,7 +66,7 @@ def report_lost(written: Sequence[WrittenPartition], place: str, report: Report)
 
 
 def report_displaced(written: Sequence[WrittenPartition], report: Report) -> None:
-    """Report records that were written in the wrong order. All buckets must have been matched before."""
+    """Report records that were written in the wrong order. Call this after all buckets have been matched."""
     for each in written:
         for offset in each.order.displaced():
             report.violation("reordered", each.place(offset), "not in the order of the log")
@@ -109,7 +109,7 @@ class OrderFree:
         if late is not None and late.take([source]):
             return
         if not self._forwards:
-            return  # observe only: a unique record is written nowhere
+            return  # Without an output, a unique record is written nowhere.
         times_ms, rules = self._times_ms.get(tracking_id), self._cut.plan.rules
         if times_ms is None and not self._complete:
             self._cut.report.unprovable(WHY_OUTPUT_GONE)

@@ -53,6 +53,7 @@ _ask_headers: Final = methodcaller("headers")
 _ask_timestamp: Final = methodcaller("timestamp")
 
 _CREATE_TIME: Final = 1
+_APPEND_TIME: Final = 2
 
 
 @contextmanager
@@ -91,6 +92,8 @@ class RecordColumns:
     timestamps_ms: list[int] = field(default_factory=list)
     broker_time: bool = False
     """True if the broker sets the timestamps (LogAppendTime)."""
+    created: int | None = None
+    """Offset of the first record whose timestamp the producer wrote (CreateTime), or None if there is none."""
     odd_names: frozenset[int] = frozenset()
     """Offsets of records with a header name that is not UTF-8. The client returns no headers for these records."""
 
@@ -99,6 +102,7 @@ class RecordColumns:
         """Convert messages to columns."""
         kinds, timestamps_ms = zip(*map(_ask_timestamp, messages), strict=True) if messages else ((), ())
         headers, odd_names = _headers(messages)
+        created = next((at for at, kind in enumerate(kinds) if kind != _APPEND_TIME), None)
         return cls(
             list(map(_ask_offset, messages)),
             list(map(_ask_key, messages)),
@@ -106,6 +110,7 @@ class RecordColumns:
             headers,
             list(timestamps_ms),
             broker_time=bool(kinds) and kinds[0] != _CREATE_TIME,
+            created=None if created is None else messages[created].offset(),
             odd_names=odd_names,
         )
 
@@ -118,6 +123,7 @@ class RecordColumns:
             [self.headers[row] for row in wanted],
             [self.timestamps_ms[row] for row in wanted],
             self.broker_time,
+            self.created,
             self.odd_names,
         )
 
@@ -133,7 +139,7 @@ def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
     odd: set[int] = set()
     while len(found) < len(messages):
         try:
-            # If a message is refused, the headers of the messages before it are in `found` already.
+            # If a message raises an error, the headers of the messages before it are already in `found`.
             found.extend(map(_ask_headers, islice(messages, len(found), None)))
         except (SystemError, UnicodeDecodeError) as error:
             if not isinstance(error.__cause__ or error, UnicodeDecodeError):
@@ -143,7 +149,7 @@ def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
     return [headers or _NO_HEADERS for headers in found], frozenset(odd)
 
 
-class OpenTransaction(Exception):  # a fact about a partition, to be reported, and not an error
+class OpenTransaction(Exception):  # This describes a partition; it is not an error.
     """Raised if a partition cannot be read to its end, because a transaction in the partition stays open."""
 
 
@@ -187,7 +193,7 @@ class KafkaReader:
     def partitions(self, topics: Iterable[str]) -> dict[str, int]:
         """Return the partition count of each topic, or 0 for a topic that does not exist."""
         try:
-            # Unlike a request of the admin client, this one leaves the metadata with the consumer, which reads later.
+            # Unlike a request of the admin client, this request gives the metadata to the consumer for its later reads.
             known = self._consumer.list_topics(timeout=_ANSWER_WITHIN_S).topics
         except KafkaException as error:
             raise self._unavailable("listing the topics", error) from error
@@ -196,9 +202,7 @@ class KafkaReader:
     def bounds(
         self, topic: str, partitions: Iterable[int] | None = None, since: Mapping[int, int] | None = None
     ) -> dict[int, Bounds]:
-        """Return the bounds of the given partitions (by default, all); ``since`` contains lower limits for their
-        starts.
-        """
+        """Return the bounds of the given partitions (by default, all); ``since`` has lower limits for their starts."""
         wanted = list(range(self.partitions([topic])[topic]) if partitions is None else partitions)
         low = self._list_offsets(topic, wanted, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
         high = self._list_offsets(topic, wanted, OffsetSpec.latest())  # type: ignore[no-untyped-call]
@@ -300,7 +304,7 @@ class KafkaReader:
                     reached, silent_since = now_at, time.monotonic()
                 elif time.monotonic() - silent_since > _NO_PROGRESS_S:
                     stable = self.stable_ends(topic, [partition])[partition]
-                    if stable > reached:  # no open transaction holds the records back
+                    if stable > reached:  # No open transaction hides the missing records.
                         raise BrokerUnavailable(
                             f"{topic}/{partition} can be read only up to offset {reached}, though {self._brokers} has "
                             f"committed records up to {stable}: nothing arrived for {_NO_PROGRESS_S:.0f} s. Check its "

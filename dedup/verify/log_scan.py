@@ -1,6 +1,6 @@
 """Reads a task's log once, in order, as columns, with stream time at each record.
 
-Most records are plain. For the others, `Odd` notes what else their verdicts may depend on.
+Most records are plain. For the others, `Odd` contains the further facts that their verdicts may depend on.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from dedup.verify.evidence import (
     header,
     parse_source,
 )
+from dedup.verify.flow_outputs import FlowOutput, FlowOutputs
 from dedup.verify.kafka_reader import RecordColumns
 from dedup.verify.spill import Spill, stand_in
 
@@ -48,6 +49,8 @@ class Plan:
     """Digests of all records that were forwarded as late, or None if these records are not known."""
     output_stamped: bool = True
     """True if the output keeps the records' timestamps (CreateTime), so that they can be compared."""
+    flowed: FlowOutputs | None = None
+    """The topology's flow and the records that it sent, or None if the topology has no flow."""
 
     @property
     def late_forwarded(self) -> bool:
@@ -75,7 +78,7 @@ class Original(NamedTuple):
 
 
 class Odd(NamedTuple):
-    """What makes a record odd, so that its verdict may depend on more than the records with the same ID."""
+    """Facts about an odd record, whose verdict may depend on more than the records with the same ID."""
 
     fault: ModelFault | None = None
     code: str = ""
@@ -106,6 +109,20 @@ class Odd(NamedTuple):
 _NOT_ODD: Final = Odd()
 
 
+class Flowed(NamedTuple):
+    """The key and the value of a record, which the flow needs, and the records that the flow made from the record."""
+
+    key: bytes | None
+    value: bytes | None
+    sent: list[FlowOutput]
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Flowed:
+        """Convert the plain values that a spill stores."""
+        key, value, sent = values
+        return cls(key, value, [FlowOutput._make(each) for each in sent])
+
+
 class Row(NamedTuple):
     """A record of a log, with everything that its verdict depends on except the other records with the same ID."""
 
@@ -121,6 +138,8 @@ class Row(NamedTuple):
     after_ms: int
     """Stream time after this record."""
     odd: Odd
+    flowed: Flowed | None = None
+    """The flow's input, and the records that the flow sent; None without a flow."""
 
 
 class Log(NamedTuple):
@@ -138,6 +157,7 @@ class Log(NamedTuple):
     headers: list[Headers]
     fingerprints: list[bytes]
     odd: list[Odd | None]
+    flowed: list[Flowed | None]
 
     def at(self, rows: Column) -> Self:
         """Return only the given rows."""
@@ -153,15 +173,16 @@ class Log(NamedTuple):
         sources = map(Source, self.topics.tolist(), self.partitions.tolist(), self.offsets.tolist())
         times = (self.ids, self.times_ms.tolist(), self.fingerprints, self.after_ms.tolist())
         positions, timestamps_ms = self.positions.tolist(), self.timestamps_ms.tolist()
-        return map(Row, positions, sources, self.contents, self.headers, timestamps_ms, *times, odd)
+        flowed = (None if each is None else Flowed.of(each) for each in self.flowed)
+        return map(Row, positions, sources, self.contents, self.headers, timestamps_ms, *times, odd, flowed)
 
     @classmethod
     def of(cls, *rows: Sequence[object]) -> Self:
         """Return these rows as columns; a row may consist of the plain values that a spill stores."""
         columns: list[Any] = list(map(list, zip(*rows, strict=True))) if rows else [[]] * len(Row._fields)
-        position, source, content, headers, timestamp_ms, own, time_ms, fingerprint, after_ms, odd = columns
+        position, source, content, headers, timestamp_ms, own, time_ms, fingerprint, after_ms, odd, flowed = columns
         numbers = np.array([position, *np.reshape(source, (-1, 3)).T, timestamp_ms, time_ms, after_ms], np.int64)
-        return cls._make([*numbers, own, content, headers, fingerprint, odd])
+        return cls._make([*numbers, own, content, headers, fingerprint, odd, flowed])
 
     @classmethod
     def spill(cls, directory: str, buckets: int) -> Spill:
@@ -183,6 +204,7 @@ class _Batch:
     late: Mapping[SourceTuple, Filed]
     letters: Mapping[SourceTuple, Filed]
     pending: bool
+    flowed: list[Flowed | None]
 
     def log(self, after_ms: Column, odd: list[Odd | None]) -> Log:
         """Return the columns of all records."""
@@ -201,6 +223,7 @@ class _Batch:
             columns.headers,
             [b""] * len(columns.offsets) if extracted.fingerprints is None else extracted.fingerprints,
             odd,
+            self.flowed,
         )
 
     def original(self, at: int) -> Original:
@@ -209,7 +232,7 @@ class _Batch:
         return Original(source, self.contents[at], columns.headers[at], columns.timestamps_ms[at])
 
     def odd_rows(self, plan: Plan) -> Collection[int]:
-        """Return the rows of records that are odd even if nothing about the log is in doubt."""
+        """Return the rows of records that are odd even if the log has lost no records."""
         if self.pending:
             return range(len(self.sources))
         filed = self.late.keys() | self.letters.keys()
@@ -218,7 +241,7 @@ class _Batch:
         return {*self.extracted.faults, *own, *replayed}
 
     def odd(self, plan: Plan, at: int, before_ms: int, doubt_ms: int | None, *, clamped: bool) -> Odd:
-        """Return what is odd about a record."""
+        """Return the facts that make a record odd."""
         fault, source = self.extracted.faults.get(at), self.sources[at]
         late, letter = self.late.get(source), self.letters.get(source)
         too_large = any(filed is not None and filed.stands_for for filed in (late, letter))
@@ -251,8 +274,8 @@ def stream_times(
 ) -> Column:
     """Return stream time after each record, as `ReferenceModel.judge` calculates it, and advance the model to the end.
 
-    The records at ``unjudged`` have a fault or no ID. Those at ``letters`` are dead letters by evidence, so they leave
-    stream time and their feed as they are, unless their event time is negative.
+    The records at ``unjudged`` have a fault or no ID. According to the dead-letter topic, the records at ``letters``
+    are dead letters, so they change neither stream time nor their feed, unless their event time is negative.
     """
     count = len(feeds)
     marker, judged, skipped = np.zeros(count, bool), times_ms >= 0, np.zeros(count, bool)
@@ -271,7 +294,7 @@ def stream_times(
         mine = owner == number
         own = np.maximum.accumulate(np.where(mine & judged, times_ms, BEFORE_ALL_TIME))
         np.maximum(own, model.greatest[feed], out=own)
-        # The last record of the feed at or before each row says whether the feed is idle there.
+        # At each row, the feed's last record up to that row determines whether the feed is idle.
         last = np.maximum.accumulate(np.where(mine & ~skipped, np.arange(count), -1))
         idle = np.where(last < 0, model.idle[feed], marker[last])
         np.minimum(least, own, out=least, where=~idle)
@@ -291,6 +314,16 @@ def _some(columns: RecordColumns, wanted: list[int]) -> list[bytes]:
     for at, content in zip(wanted, contents_of(some.keys, some.values), strict=True):
         contents[at] = content
     return contents
+
+
+def _flowed(plan: Plan, columns: RecordColumns, sources: Sequence[SourceTuple]) -> list[Flowed | None]:
+    if plan.flowed is None:
+        return [None] * len(sources)
+    sent = plan.flowed.take(sources)
+    return [
+        Flowed(key, value, sent.get(source, []))
+        for key, value, source in zip(columns.keys, columns.values, sources, strict=True)
+    ]
 
 
 class LogScan:
@@ -313,7 +346,7 @@ class LogScan:
         pending: bool = False,
         only: Collection[bytes] | None = None,
     ) -> Log:
-        """Convert consecutive records to rows of the log; an idle marker becomes no row but advances stream time.
+        """Convert consecutive records to rows of the log; an idle marker advances stream time but becomes no row.
 
         If ``only`` is given, only the records with these IDs are returned.
         """
@@ -324,7 +357,7 @@ class LogScan:
         # No record is compared if only some IDs are wanted, so the digests of the other records are not needed.
         wanted = None if only is None else [at for at, own in enumerate(extracted.ids) if own in only]
         contents = contents_of(columns.keys, columns.values) if wanted is None else _some(columns, wanted)
-        batch = _Batch(columns, sources, extracted, contents, late, letters, pending)
+        batch = _Batch(columns, sources, extracted, contents, late, letters, pending, _flowed(plan, columns, sources))
         at_once = self._from_start and plan.rules.future != "clamp"
         log = (self._at_once if at_once else self._one_by_one)(batch, idle_rows)
         if wanted is None and not idle_rows:

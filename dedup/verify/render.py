@@ -44,7 +44,7 @@ def print_report(report: Report, console: Console) -> None:
     places = [f"{books.topic}/{books.partition}" for books in report.books]
     table = _books(report, places)
     if _too_wide(table, console) > 0:
-        # A narrow terminal shows no lines and not the middle of long names, but every number and partition.
+        # On a narrow terminal, lines and the middle of long names are left out, but no number and no partition.
         longest = max(map(len, places))
         most = longest - _too_wide(_books(report, places, with_lines=False), console)
         table = _books(report, [_cut(place, max(most, _SHORTEST_NAME)) for place in places], with_lines=False)
@@ -82,7 +82,7 @@ def _books(report: Report, places: Sequence[str], *, with_lines: bool = True) ->
 
 
 def _too_wide(table: Table, console: Console) -> int:
-    """Return by how many columns a table is wider than the terminal."""
+    """Return the number of terminal columns by which a table is too wide."""
     return console.measure(table, options=console.options.update(width=1_000)).maximum - console.width
 
 

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from dedup.core.flow import FLOW_FAILED
 from dedup.core.reference_model import Feed
 from dedup.core.window import Source
 from dedup.verify.compare import Column, Headers, contents_of, digests, matched_at_once, selected
@@ -26,6 +27,7 @@ from dedup.verify.evidence import (
     MOST_DIGITS,
     SOURCE_HEADER,
     TIMESTAMP_HEADER,
+    Filed,
     SourceTuple,
     extracted_of,
     header,
@@ -41,14 +43,15 @@ from dedup.verify.findings import (
     report_displaced,
     report_lost,
 )
+from dedup.verify.flow_outputs import WHY_UNORDERED
 from dedup.verify.kafka_reader import RecordColumns
 from dedup.verify.log_scan import Log, LogScan, Row
-from dedup.verify.replay import TaskReplay
+from dedup.verify.replay import FUTURE, TaskReplay, by_evidence
 from dedup.verify.report import Books
 from dedup.verify.spill import BUCKET_ROWS, Spill, buckets_for, places_of
 
 _APPENDED: Final = 2
-"""Number of headers that a repartition task appends: source position or idle feed, and timestamp."""
+"""Number of headers that a repartition task appends: the source position or the idle feed, and the timestamp."""
 WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
 _AFTER_ALL: Final = 1 << 62
 _REPORTED: Final = -1
@@ -90,7 +93,7 @@ class _Judged(NamedTuple):
     times_ms: Column
     digests: list[bytes]
     ids: list[bytes | None]
-    """The IDs if the repartition topic may have lost records; otherwise, only None."""
+    """The IDs if the repartition topic may have lost records; otherwise, every entry is None."""
     faulty: list[Row | None]
     """The row of each record with a fault, and None for all other records."""
 
@@ -102,7 +105,7 @@ def verify_repartitioned(cut: Cut) -> None:
     buckets = buckets_for(sum(bounds.high - bounds.low for topic in topics for bounds in cut.bounds[topic].values()))
     written: list[WrittenPartition] = []
     stamped = cut.plan.rules.future != "clamp"
-    if output is not None:
+    if output is not None and cut.plan.flowed is None:
         numbers = range(cut.partitions[output.topic])
         written = [cut.written(output.topic, partition, buckets, stamped=stamped) for partition in numbers]
     stamped = stamped and not any(each.broker_time for each in written)
@@ -188,7 +191,7 @@ def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Sour
     """Restore the source records, and return their source positions and the rows of idle markers."""
     idle_rows: set[int] = set()
     tails = list(map(itemgetter(slice(-_APPENDED, None)), columns.headers))
-    # Most records are no idle markers, and their headers are read column by column.
+    # Most records are not idle markers. Their headers are read as whole columns.
     records = [row for row, tail in enumerate(tails) if tail and tail[0][0] == SOURCE_HEADER]
     found = _positions_at_once([tails[row] for row in records], tuple(cut.topology.source.topics))
     of_row: dict[int, SourceTuple] = {}
@@ -253,7 +256,7 @@ def _read_sources(cut: Cut, step: _Step) -> None:
             if step.purged:
                 cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
         step.spans[feed] = (start, committed)
-        for columns in cut.read(topic, partition, start, committed):
+        for columns in cut.read_judged(topic, partition, start, committed):
             _read_source(cut, step, feed, columns, scan)
 
 
@@ -306,13 +309,27 @@ def _account_absent(cut: Cut, step: _Step, source: Source, judged: _Judged) -> N
     (faulty,), (own,) = judged.faulty, judged.ids
     if faulty is not None:
         keep(cut, step.without_id[1], Log.of(faulty))
-    elif cut.plan.dead_letters.take([source]):
-        cut.report.unprovable("dead letters of the repartition step")
+    elif letter := cut.plan.dead_letters.take([source]).get(source):
+        _account_letter(cut, step, source, judged, letter)
     elif not step.purged:
         cut.report.violation("lost", cut.plan.place(source), f"not in {cut.topology.repartition_topic}")
     else:
         ids = [own or b""]
         step.absent.add(places_of(ids, ids), (*judged[:4], ids))
+
+
+def _account_letter(cut: Cut, step: _Step, source: Source, judged: _Judged, letter: Filed) -> None:
+    """Check the dead letter of a record without a fault that is not in the repartition topic."""
+    place, there = cut.plan.place(source), cut.plan.dead_letters.place(letter)
+    # The repartition topic may have lost a record that a `dedup` task made a dead letter.
+    others = {FUTURE, FLOW_FAILED} if step.purged else set()
+    if letter.reason not in by_evidence(cut.topology).keys() | others:
+        text = f'{there} says "{letter.reason}"; the repartition step has no reason to make it a dead letter'
+        cut.report.violation("wrong_dead_letter", place, text)
+    else:
+        cut.report.unprovable("dead letters of the repartition step")
+    if not letter.stands_for and letter.digest != judged.digests[0]:
+        cut.report.violation("changed", place, f"{there} differs in key, value, header, or original timestamp")
 
 
 def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
@@ -333,12 +350,12 @@ def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copie
         log = Log(*spill.bucket(number))
         _check_owners(cut, books, log, owners)
         tasks.append(_replayed(cut, books, log))
-    # The order of records without an ID is known for each source partition only, so each partition is a task.
+    # The order of records without an ID is known only within a source partition, so each one is replayed as a task.
     books, spill = step.without_id
     past = Log(*spill.bucket(number))
     for topic, partition in step.feeds if past.ids else ():
         rows = np.flatnonzero((past.topics == topic) & (past.partitions == partition))
-        tasks.append(_replayed(cut, books, past.at(rows)))
+        tasks.append(_replayed(cut, books, past.at(rows), in_order=False))
     copies.judge(number, tasks[: len(step.logs)], cut.report)
     seen = [each.bucket(number) for each in written]
     if step.purged:
@@ -346,8 +363,8 @@ def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copie
         *numbers, ids = step.absent.bucket(number)
         for topic, partition, offset, time_ms, own in zip(*(each.tolist() for each in numbers), ids, strict=True):
             free.must_be_somewhere(own, time_ms, Source(topic, partition, offset))
-            cut.report.unprovable(WHY_PURGED)
-    if cut.topology.output is None:
+            cut.report.unprovable(WHY_PURGED if cut.plan.flowed is None else WHY_UNORDERED)
+    if not written:
         return
     found = matched_at_once([task.forwarded for task in tasks], seen)
     for at, each in enumerate(written):
@@ -361,8 +378,9 @@ def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copie
         step.unseen.add(np.zeros(1, np.int64), [[each] for each in line])
 
 
-def _replayed(cut: Cut, books: Books, log: Log) -> TaskReplay:
+def _replayed(cut: Cut, books: Books, log: Log, *, in_order: bool = True) -> TaskReplay:
     task = TaskReplay(cut.plan, books, cut.report, cut.begun_feeds)
+    task.in_order = in_order
     task.take(log)
     return task
 

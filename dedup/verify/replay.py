@@ -7,6 +7,7 @@ in buckets, because a verdict depends only on stream time and on the records wit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import repeat
 from operator import eq, is_
 from typing import Final, Literal
@@ -14,18 +15,22 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dedup.core.extract_one import SCHEMA_UNKNOWN
+from dedup.core.extract_one import SCHEMA_UNKNOWN, Fault
+from dedup.core.flow import FLOW_FAILED, FlowRecord, differ
+from dedup.core.framing import FRAMING_FAULTS
 from dedup.core.reference_model import Feed, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
 from dedup.errors import StateIncompatible
+from dedup.topology.model import Topology
 from dedup.verify.compare import Expected, SureColumns, Wanted, digest_with
 from dedup.verify.evidence import FIRST_SOURCE_HEADER, FIRST_TIME_HEADER, Filed, SideTopic
-from dedup.verify.log_scan import Log, Plan, Row, forwarded_digest, forwarded_digests, position
+from dedup.verify.flow_outputs import FlowOutput, FlowOutputs
+from dedup.verify.log_scan import Flowed, Log, Plan, Row, forwarded_digest, forwarded_digests, position
 from dedup.verify.report import Books, Report, ViolationKind
 
 CopyKind = Literal["duplicates", "conflicts"]
 REFUSED_BY_THE_BROKER: Final = "refused_by_broker"
-"""The reason in the dead letter of a record that the broker refused. A replay accepts it without proof."""
+"""The reason in the dead letter of a record that the broker refused. A replay accepts this reason without proof."""
 FUTURE: Final = "future_time"
 """The reason in the dead letter of a record whose event time is too far in the future."""
 _FORGET_EVERY: Final = 200_000
@@ -34,11 +39,27 @@ _MANY_SIGHTINGS: Final = 64
 WHY_FRONT: Final = "the log has lost its beginning, and too little event time precedes them in the rest of the log"
 WHY_REFUSED: Final = "the broker refused them, according to the dead-letter topic"
 WHY_SCHEMA: Final = "the schema registry did not know their schema when they were judged, and knows it now"
-_BY_EVIDENCE: Final = {REFUSED_BY_THE_BROKER: WHY_REFUSED, SCHEMA_UNKNOWN: WHY_SCHEMA}
-"""The reasons in dead letters that are accepted without proof, each with a sentence."""
 WHY_CLOCK: Final = "dead letters for a future event time, which only the worker's wall clock can confirm"
 WHY_CLAMPED: Final = "a time may have been clamped to the worker's wall clock, and stream time with it"
+WHY_FLOW_GONE: Final = "a topic of the flow has lost records, or a transaction there stays open"
+CHANGED_FLOW: Final = "the flow was changed since, or what it yields depends on more than the record"
+_MOST_NAMED: Final = 5
 WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or a transaction there stays open"
+
+
+def by_evidence(topology: Topology) -> dict[str, str]:
+    """Return the reasons in dead letters that are accepted without proof, each with a sentence."""
+    by_registry = {SCHEMA_UNKNOWN: WHY_SCHEMA} if topology.source.names_schemas else {}
+    return {REFUSED_BY_THE_BROKER: WHY_REFUSED, **by_registry}
+
+
+def no_schema(place: str) -> str:
+    """Return the error for a record whose schema the registry does not know, although no dead letter says so."""
+    return (
+        f"{place}: the schema registry does not know the schema of this record, and no dead letter says so. Either the "
+        f"schema was deleted after the record was judged, or the dead letter was. Nothing can be verified until the "
+        f"schema is registered again, with the same ID, or is in `schema_registry.directory`."
+    )
 
 
 class Doubt:
@@ -83,11 +104,17 @@ class TaskReplay:
         self._doubt: Final = Doubt(plan.rules)
         self._pending = False
         self._taken = 0
+        self._flow_may: tuple[list[str], bool] = ([], True)
+        """The verdicts with which the flow may have received the current record, and whether they are certain."""
+        self.in_order = True
+        """False if the positions in this log do not determine the order of the written records."""
         self._forget_at: Final[dict[bytes, int]] = {}
         """Maps each frequent ID to the number of sightings at which its expired sightings are dropped."""
         rules, topology = plan.rules, plan.topology
         self._obvious: Final = (
-            not rules.extend and rules.on_conflict == "duplicate" and not (topology.duplicates or topology.conflicts)
+            not rules.extend
+            and rules.on_conflict == "duplicate"
+            and not (topology.duplicates or topology.conflicts or topology.then)
         )
         """Whether `_judge_at_once` may judge records."""
 
@@ -98,7 +125,10 @@ class TaskReplay:
         for taken, row in enumerate(log.at(np.flatnonzero(~at_once)).rows(), start=1):
             self._pending = row.odd.pending
             self.books.replayed += row.odd.replayed and not row.odd.pending
+            self._flow_may = [], True
             self._row(row)
+            if self._plan.flowed is not None and row.flowed is not None:
+                self._compare_flow(row, row.flowed, self._plan.flowed)
             self._forget(row.id)
             if taken % _FORGET_EVERY == 0:
                 self._model.forget()
@@ -205,15 +235,20 @@ class TaskReplay:
         return True
 
     def _dead_by_evidence(self, row: Row, letter: Filed) -> None:
-        """Handle the dead letter of a record without a fault, which a clock or the broker may have rejected."""
+        """Handle the dead letter of a record without a fault; a worker's clock or the broker may be the cause."""
         far_ahead = row.time_ms > row.odd.before_ms + self._plan.topology.max_clock_skew_ms
         by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
-        if letter.reason in _BY_EVIDENCE:
-            self._unprovable(_BY_EVIDENCE[letter.reason])
+        if letter.reason == FLOW_FAILED and self._plan.flowed is not None:
+            if not any(isinstance(made, Fault) for made in map(partial(self._flow_made, row), self._verdicts())):
+                where = self._plan.dead_letters.place(letter)
+                self._violation("wrong_dead_letter", row, f"{where} says that the flow failed; {CHANGED_FLOW}")
+            self._same(row, letter, self._plan.dead_letters)
+        elif why := self._by_evidence(letter, None):
+            self._unprovable(why)
             self._same(row, letter, self._plan.dead_letters)
         elif by_clock and row.time_ms > row.odd.before_ms:
-            # The record was judged before the dead letter was appended. If the dead letter was appended late enough,
-            # the clock may have allowed the record's time.
+            # The record was judged before the dead letter was appended. If the dead letter was appended late enough, a
+            # worker's clock may have accepted the record's event time.
             skew_ms = self._plan.topology.max_clock_skew_ms
             by_append = letter.at_ms is not None and row.time_ms > letter.at_ms + skew_ms
             if not (far_ahead and by_append):
@@ -224,10 +259,80 @@ class TaskReplay:
             self._violation("wrong_dead_letter", row, f'{where} says "{letter.reason}"; the model judges the record')
         self._count_dead(row)
 
+    def _by_evidence(self, letter: Filed, code: str | None) -> str | None:
+        """Return why the dead letter of a record with this fault is accepted without proof, or None if it is not."""
+        if letter.reason == SCHEMA_UNKNOWN and code in FRAMING_FAULTS:
+            return None
+        return by_evidence(self._plan.topology).get(letter.reason)
+
+    def _verdicts(self) -> list[str]:
+        """Return every verdict with which a judged record may be passed to the flow."""
+        late = ["late"] if self._plan.late_forwarded else []
+        return ["", *late, *(["conflict"] if self._plan.rules.on_conflict == "forward" else [])]
+
+    def _flow_made(self, row: Row, why: str) -> list[FlowOutput] | Fault:
+        """Return what the flow yields for a record with the verdict ``why``; report a violation if two runs differ."""
+        plan, flowed, kept = self._plan, self._plan.flowed, row.flowed
+        if flowed is None or kept is None:
+            return []
+        headers = tuple((name, content) for name, content in row.headers)
+        topic = flowed.topics[0]
+        record = FlowRecord(topic, kept.key, kept.value, headers, row.timestamp_ms, why or "unique")
+        partition = row.source.partition if plan.topology.direct else None
+        run = partial(flowed.expected, record, row.id, partition, position(plan, row.source))
+        made = run()
+        if differ(made, run()):
+            self._violation("changed", row, "the flow is not deterministic: two runs on this record do not agree")
+        return made
+
+    def _compare_flow(self, row: Row, kept: Flowed, flowed: FlowOutputs) -> None:
+        """Compare the records that the flow had to send for a source record with those that it has sent."""
+        whys, certain = self._flow_may
+        options = [self._flow_made(row, why) for why in whys]
+        certain = certain and not self._pending
+        stamped = self._plan.rules.future != "clamp"
+        for made in options:
+            if not isinstance(made, Fault) and flowed.equal(made, kept.sent, stamped=stamped):
+                if self.in_order and not self._pending:
+                    flowed.match(self.books.partition, row.position, kept.sent)
+                return
+        if not kept.sent and (not options or not certain):
+            return
+        wanted = options[0] if options else []
+        if isinstance(wanted, Fault):
+            if self._plan.dead_letters.complete:
+                self._violation("lost", row, f"the flow fails: {wanted.detail}; but it is no dead letter")
+            else:
+                self._unprovable(WHY_SIDE_GONE)
+        elif flowed.may_lack(wanted, kept.sent):
+            self._unprovable(WHY_FLOW_GONE)
+        else:
+            self._report_flow(row, wanted, kept.sent, flowed)
+
+    def _report_flow(self, row: Row, wanted: list[FlowOutput], sent: list[FlowOutput], flowed: FlowOutputs) -> None:
+        where = ", ".join(flowed.place(each.target, each.partition, each.offset) for each in sent[:_MOST_NAMED])
+        if not self._flow_may[0]:
+            kind: ViolationKind = "duplicated" if row.odd.fault is None and row.odd.letter is None else "phantom"
+            self._violation(kind, row, f"the model does not forward it, but its records are in {where}")
+        elif not sent:
+            self._violation("lost", row, f"the flow yields {len(wanted)} records for it; the topics hold none")
+        elif len({each.content for each in sent}) < len(sent):
+            self._violation("duplicated", row, f"a record that the flow yields once is there twice: {where}")
+        else:
+            self._violation("changed", row, f"the topics hold other records, in {where}; {CHANGED_FLOW}")
+
     def _forward(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
+        letter = row.odd.letter
+        if verdict.kind == "exempt" and letter is not None and letter.reason == REFUSED_BY_THE_BROKER:
+            self._unprovable(WHY_REFUSED)
+            self._dead(row, letter, REFUSED_BY_THE_BROKER)
+            return
+        if verdict.kind == "exempt" and isinstance(self._flow_made(row, verdict.reason), Fault):
+            self._dead(row, row.odd.letter, FLOW_FAILED)
+            return
         self._expect(row, "conflict" if verdict.conflict else verdict.reason, certain=certain)
         if verdict.kind == "exempt":
-            self._count("exempt", None)  # a record without an ID or a value has no usable event time
+            self._count("exempt", None)  # A record without an ID or a value has no usable event time.
         else:
             self._count("unique", verdict.time_ms)
 
@@ -243,7 +348,11 @@ class TaskReplay:
             whys.add("conflict" if self._plan.rules.on_conflict == "forward" else "")
         self.uncertain = self.uncertain or not (certain or self._pending)
         # The model's own verdict comes first.
-        for each in sorted(whys, key=lambda each: (each != why, each)):
+        in_turn = sorted(whys, key=lambda each: (each != why, each))
+        if self._plan.flowed is not None:
+            self._flow_may = in_turn, certain
+            return
+        for each in in_turn:
             self.forwarded.others.append(self._wanted(row, forwarded_digest(self._plan, row, each), certain=certain))
 
     def _wanted(self, row: Row, content: bytes, *, certain: bool) -> Wanted:
@@ -287,16 +396,12 @@ class TaskReplay:
             if not dead_letters.complete:
                 self._unprovable(WHY_SIDE_GONE)
             elif code == SCHEMA_UNKNOWN and not self._pending:
-                raise StateIncompatible(
-                    f"{self.place(row.source)}: the schema registry does not know the schema of this record, and no "
-                    f"dead letter says so. Either the schema was deleted after the record was judged, or the dead "
-                    f"letter was. Nothing can be verified until the schema is registered again, with the same ID."
-                )
+                raise StateIncompatible(no_schema(self.place(row.source)))
             elif not self._pending:
                 self._violation("lost", row, f'dead letter for "{code}", but not in {dead_letters.name}')
             return
         self._same(row, letter, dead_letters)
-        if letter.reason not in {code, *_BY_EVIDENCE}:
+        if letter.reason != code and not self._by_evidence(letter, code):
             text = f'{dead_letters.place(letter)} says "{letter.reason}"; the record says "{code}"'
             self._violation("wrong_dead_letter", row, text)
 

@@ -59,7 +59,7 @@ class Books:
     unique: int = 0
     """Number of records forwarded as the first ones with their IDs, including conflicts that the topology forwards."""
     exempt: int = 0
-    """Number of records without an ID or a value that the topology forwards, with a mark but without judging them."""
+    """Number of records without an ID or a value that are marked and forwarded without being judged."""
     duplicates: int = 0
     conflicts: int = 0
     """Number of duplicates that have a different payload."""
@@ -74,7 +74,7 @@ class Books:
     not_provable: int = 0
     """Number of records in ``read`` that were judged although the log no longer shows their correct verdict."""
     ended: int | None = None
-    """Number of records that ended in a topic or were rightly dropped; None if this is not known."""
+    """Number of records that ended in a topic or were rightly dropped; None if the number is unknown."""
 
     @property
     def balanced(self) -> bool:
@@ -124,7 +124,7 @@ class Report:
     topology: str
     cluster: str
     method: str
-    """Says which parts were replayed, and for which parts only checks that do not depend on order were possible."""
+    """A text that says which parts were replayed, and for which parts only checks that ignore order were possible."""
     started_at_ms: int
     seconds: float = 0.0
     books: list[Books] = field(default_factory=list)

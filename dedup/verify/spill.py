@@ -31,12 +31,12 @@ def buckets_for(rows: int) -> int:
 
 
 def place_of(tracking_id: bytes | None, content: bytes) -> int:
-    """Hash a record's ID or, if it has none, its item of `contents_of` to the number that decides if it is sampled."""
+    """Hash a record's ID or, without an ID, its item of `contents_of`. The hash decides if the record is sampled."""
     return int.from_bytes(blake2b(content if tracking_id is None else tracking_id, digest_size=8).digest(), "little")
 
 
 def places_of(ids: Sequence[bytes | None], contents: Sequence[bytes]) -> Column:
-    """Hash each record's ID or, if it has none, its item of `contents_of`. The hashes differ between processes."""
+    """Hash each record's ID or, without an ID, its item of `contents_of`. The hashes differ between processes."""
     known = [content if own is None else own for own, content in zip(ids, contents, strict=True)]
     return np.fromiter(map(hash, known), np.int64, len(known))
 

@@ -51,6 +51,8 @@ def verify(
         closing(take_cut(topology, reader, report, progress, directory, sample)) as cut,
     ):
         (verify_direct if topology.direct else verify_repartitioned)(cut)
+        for place in () if cut.plan.flowed is None else cut.plan.flowed.displaced():
+            report.violation("reordered", place, "not in the order of the log")
     report.seconds = time.time() - began_s
     report.samples.sort(key=lambda sample: (sample.kind, sample.place))
     return report

@@ -1,4 +1,4 @@
-"""Creates the content of the dashboard as plain data: current issues, tasks, totals, recent records, and plots."""
+"""Creates the content of the dashboard as plain data: current issues, tasks, totals, and recent records."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from heapq import nsmallest
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from dedup.metrics import END_TO_END_BUCKETS_S, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.worker_view import STUCK_S, Kind, Noted, Peer, TaskPulse
 
-# The dashboard's plots show the last five minutes of a worker's metrics: rates, lag, and latency, sampled every second.
-# Rates are differences of counters, as in Prometheus' `rate()`; a new task counts from zero. Latency is a quantile of
-# the histogram's growth, interpolated within its bucket as in `histogram_quantile()`.
+# Issues and current figures need the last five minutes of a worker's metrics, sampled every second. Rates are the
+# differences of counters, as in `rate()` of Prometheus; a new task counts from zero. Latency is a quantile of the
+# histogram's growth, interpolated within its bucket as in `histogram_quantile()`.
 
 EVERY_S: Final = 1.0
 KEPT: Final = 300
@@ -30,6 +30,17 @@ previous sample, or None if there were none.
 """
 
 
+class Growth(NamedTuple):
+    """What a worker judged between two moments, and its lag at the second one."""
+
+    covered_ms: int
+    counts: Counter[str]
+    """The number of records by verdict, and of conflicts."""
+    latencies: list[int]
+    """The records' end-to-end latencies by the buckets of the histogram."""
+    lag_records: int | None
+
+
 @dataclass(slots=True)
 class MetricHistory:
     """The latest samples of a worker's metrics, oldest first."""
@@ -39,33 +50,33 @@ class MetricHistory:
     """Maps the id() of a task's counters to the counters (so that the id() stays unique), verdicts, and latencies."""
     _last_ms: int | None = None
 
-    def sample(self, pulses: Iterable[TaskPulse], now_ms: int) -> None:
-        """Add a sample of the metrics since the previous call, or none on the first call."""
-        grown: Counter[str] = Counter()
+    def sample(self, pulses: Iterable[TaskPulse], now_ms: int) -> Growth | None:
+        """Add a sample of the metrics since the previous call, and return it as counts, or None on the first call."""
+        counts: Counter[str] = Counter()
         latencies = [0] * (len(END_TO_END_BUCKETS_S) + 1)
         lags: list[int] = []
         counted = {}
         for pulse in pulses:
             numbers = pulse.numbers
-            counts = list(numbers.end_to_end.counts)
-            counted[id(numbers)] = numbers, numbers.verdicts.copy(), counts
-            _, verdicts, before = self._last.get(id(numbers), (numbers, Counter[str](), [0] * len(counts)))
-            grown.update(numbers.verdicts)
-            grown.subtract(verdicts)
-            latencies = [total + new - old for total, new, old in zip(latencies, counts, before, strict=True)]
+            now = numbers.verdicts.copy()
+            now["conflict"] = numbers.conflicts
+            durations = list(numbers.end_to_end.counts)
+            counted[id(numbers)] = numbers, now, durations
+            _, then, before = self._last.get(id(numbers), (numbers, Counter[str](), [0] * len(durations)))
+            counts.update(now)
+            counts.subtract(then)
+            latencies = [total + new - old for total, new, old in zip(latencies, durations, before, strict=True)]
             if pulse.lag_records is not None:
                 lags.append(pulse.lag_records)
-        since_s = None if self._last_ms is None else max(0.001, (now_ms - self._last_ms) / 1000)
+        covered_ms = None if self._last_ms is None else max(1, now_ms - self._last_ms)
         self._last, self._last_ms = counted, now_ms
-        if since_s is not None:
-            rates = (round(grown[name] / since_s, 2) for name in PLOTTED)
-            lag = sum(lags) if lags else None
-            row = (now_ms, *rates, lag, quantile(latencies, 0.5), quantile(latencies, 0.99))
-            self.samples.append(dict(zip(_COLUMNS, row, strict=True)))
-
-    def as_data(self) -> dict[str, list[float | None]]:
-        """Return the samples as columns, one per plotted metric."""
-        return {name: [sample[name] for sample in self.samples] for name in _COLUMNS}
+        if covered_ms is None:
+            return None
+        rates = (round(1000 * counts[name] / covered_ms, 2) for name in PLOTTED)
+        lag = sum(lags) if lags else None
+        row = (now_ms, *rates, lag, quantile(latencies, 0.5), quantile(latencies, 0.99))
+        self.samples.append(dict(zip(_COLUMNS, row, strict=True)))
+        return Growth(covered_ms, counts, latencies, lag)
 
 
 def quantile(counts: Sequence[int], share: float) -> float | None:
@@ -84,15 +95,15 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
     return END_TO_END_BUCKETS_S[-1]
 
 
-FORMAT = 2
+FORMAT = 3
 """Version of the snapshot's format. A page that stays open during an upgrade detects a new format by this number."""
 BEHIND_S: Final = 60.0
 NEARLY_FULL: Final = 0.8
 MOST_NOTICES: Final = 8
 MOST_CASES: Final = 100
-"""The most records of each kind that the page gets."""
+"""Maximum number of records of each kind that the page receives."""
 _KINDS: Final[tuple[Kind, ...]] = ("dead_letter", "conflict", "late", "duplicate")
-"""The kinds of records in the order of the page, beginning with those that somebody should look at."""
+"""The kinds of records in the order in which the page shows them, the most serious kinds first."""
 _NULLABLE: Final = (
     "url",
     "restore_remaining",
@@ -227,7 +238,6 @@ def board(
         "fleet": [{**own, "url": None}, *others],
         "tasks": list(_rows(seen, peers)),
         "latest": [asdict(noted) for noted in _newest(latest)],
-        "plots": history.as_data(),
     }
 
 

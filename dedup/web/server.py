@@ -31,6 +31,7 @@ from dedup.errors import DedupError, SettingsError
 from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
 from dedup.settings import Web, is_loopback
 from dedup.web.dashboard import EVERY_S, FORMAT, MetricHistory, Summary, board, summary
+from dedup.web.last_hour import Memory, WorkerHour, merged
 from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
 
 if TYPE_CHECKING:
@@ -98,6 +99,20 @@ def _summary_of(topology: str, peer: Peer, answer: dict[str, Any] | str) -> dict
     return asdict(summary) | known
 
 
+async def hours(own: WorkerHour, peers: Sequence[Peer], session: ClientSession) -> list[WorkerHour]:
+    """Return what this worker and the others remember of the last hour, without those that do not answer."""
+    others = [peer for peer in peers if not peer.here]
+    answers = await asyncio.gather(*(_get(session, peer, "/api/hour?here=1") for peer in others))
+    found = [own]
+    for peer, answer in zip(others, answers, strict=True):
+        with contextlib.suppress(msgspec.ValidationError):
+            hour = msgspec.convert(answer, WorkerHour)
+            same = (hour.format, hour.topology, hour.worker) == (FORMAT, own.topology, peer.worker)
+            if same and hour.is_sound:
+                found.append(hour)
+    return found
+
+
 _ANOTHER: Final = "it is a worker of another topology or release"
 
 
@@ -119,7 +134,7 @@ async def _ask(session: ClientSession, peer: Peer, own: LookedUp) -> dict[str, A
 
 
 async def _get(session: ClientSession, peer: Peer, path: str) -> dict[str, Any] | str:
-    """Return the JSON that another worker serves, or the reason why there is none."""
+    """Return the JSON that another worker serves, or the reason why none was received."""
     if peer.url is None:
         return "it serves no pages"
     try:
@@ -132,7 +147,7 @@ async def _get(session: ClientSession, peer: Peer, path: str) -> dict[str, Any] 
                 body += chunk
                 if len(body) > MOST_ANSWER_BYTES:
                     return "its answer is too long"
-            found: Any = msgspec.json.decode(body)  # raises for NaN, too
+            found: Any = msgspec.json.decode(body)  # NaN also raises an error.
     except TimeoutError:
         return f"no answer in {session.timeout.total:g} s"
     except (msgspec.DecodeError, RecursionError):
@@ -158,6 +173,8 @@ _SECURITY_HEADERS: Final[Mapping[str, str]] = {
 }
 _SHARED_S: Final = 0.5
 """How long one snapshot is used for all requests, because it takes time to add up the sizes of 256 stores."""
+_HOURS_SHARED_S: Final = 1.0
+"""How long the answers of all workers about the last hour are used for all requests."""
 _MOST_ID_BYTES: Final = 65_536
 log: Final = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -200,11 +217,16 @@ class WebServer:
         self._token: Final = settings.token.get_secret_value().encode() if settings.token else None
         self._runner: Final = web.AppRunner(self._app(), access_log=None, handle_signals=False)
         self._history: Final = MetricHistory()
+        self._memory: Final = Memory(_now_ms())
         self._sampling: asyncio.Task[None] | None = None
         self._board: asyncio.Task[dict[str, Any]] | None = None
         """The dashboard content that is being made or was made last."""
         self._made_s = 0.0
-        """When that content was made, according to the monotonic clock."""
+        """The time at which the dashboard content was made, according to the monotonic clock."""
+        self._hours: asyncio.Task[list[WorkerHour]] | None = None
+        """What all workers remember of the last hour, which is being asked for or was asked for last."""
+        self._asked_s = 0.0
+        """The time at which the other workers were asked for it, according to the monotonic clock."""
         self._peers: ClientSession | None = None
         """A client for the figures of other workers, kept open while the server runs."""
         self.url: str | None = None
@@ -245,28 +267,41 @@ class WebServer:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sampling
         await self._runner.cleanup()
-        if self._board is not None:
-            self._board.cancel()
-            await asyncio.wait({self._board})
+        if asked := {task for task in (self._board, self._hours) if task is not None}:
+            for task in asked:
+                task.cancel()
+            await asyncio.wait(asked)
         if self._peers is not None:
             await self._peers.close()
 
     async def _sample(self) -> None:
         while True:
-            self._history.sample(self._answers.pulse(), time.time_ns() // 1_000_000)
+            self._look(_now_ms())
             await asyncio.sleep(EVERY_S)
+
+    def _look(self, now_ms: int) -> None:
+        pulses = tuple(self._answers.pulse())
+        self._memory.look(pulses, self._answers.peers(), now_ms)
+        grown = self._history.sample(pulses, now_ms)
+        if grown is not None:
+            size = self._summary_now().state_bytes if self._memory.begins(now_ms) else None
+            self._memory.add(grown, now_ms, size)
+
+    def _summary_now(self) -> Summary:
+        return summary(self._answers.seen(), self._history.samples)
 
     def _app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=1024)
         app.add_routes(
             [
-                web.get("/live", self._live),  # succeeds if the event loop runs
-                web.get("/ready", self._ready),  # 503 unless every task of this worker runs
+                web.get("/live", self._live),  # Succeeds if the event loop runs.
+                web.get("/ready", self._ready),  # Returns 503 unless every task of this worker runs.
                 web.get("/metrics", self._metrics),
                 web.get("/api/status", self._status),
                 web.get("/api/ids/{id:(?s:.+)}", self._id),
                 web.get("/api/dashboard", self._dashboard),
                 web.get("/api/summary", self._summary),
+                web.get("/api/hour", self._hour),
                 web.get("/api/records/{topic}/{partition:[0-9]{1,9}}/{offset:[0-9]{1,18}}", self._record),
                 web.get("/", self._home),
                 web.static("/static", _STATIC),
@@ -316,7 +351,7 @@ class WebServer:
         text = request.match_info["id"]
         if len(text.encode()) > _MOST_ID_BYTES:
             raise web.HTTPRequestURITooLong
-        await asyncio.sleep(0)  # batches go first, because lookups are not urgent
+        await asyncio.sleep(0)  # Batches go first, because lookups are not urgent.
         try:
             found = self._answers.look_up(text)
         except SettingsError as error:
@@ -326,7 +361,7 @@ class WebServer:
         return _json(await ask_owners(found, self._answers.peers(), self._settings.token))
 
     async def _dashboard(self, _: web.Request) -> web.Response:
-        # All pages that are open share one board, also while a worker that does not answer is waited for.
+        # All open pages share one board, even while the server waits for a worker that does not answer.
         old = self._board is None or (self._board.done() and time.monotonic() - self._made_s > _SHARED_S)
         if self._board is None or old:
             self._board = asyncio.create_task(self._made_board(), name="dashboard")
@@ -337,13 +372,33 @@ class WebServer:
         peers = answers.peers()
         seen = answers.seen()
         others = [] if session is None else await summaries(seen.topology, peers, session)
-        now_ms = time.time_ns() // 1_000_000
-        made = board(seen, self._history, answers.latest(), peers, others, now_ms=now_ms)
+        made = board(seen, self._history, answers.latest(), peers, others, now_ms=_now_ms())
         self._made_s = time.monotonic()
         return made
 
     async def _summary(self, _: web.Request) -> web.Response:
-        return _json(asdict(summary(self._answers.seen(), self._history.samples)))
+        return _json(asdict(self._summary_now()))
+
+    async def _hour(self, request: web.Request) -> web.Response:
+        if "here" in request.query:
+            return web.Response(body=msgspec.json.encode(self._own_hour()), content_type="application/json")
+        old = self._hours is None or (self._hours.done() and time.monotonic() - self._asked_s > _HOURS_SHARED_S)
+        if self._hours is None or old:
+            self._hours = asyncio.create_task(self._all_hours(), name="last hour")
+        remembered = await asyncio.shield(self._hours)
+        # The hour of many workers takes a while to merge, and batches must not wait for it.
+        made = await asyncio.to_thread(merged, remembered, _now_ms(), of=request.query.get("worker"))
+        return web.Response(body=msgspec.json.encode(made), content_type="application/json")
+
+    def _own_hour(self) -> WorkerHour:
+        seen = self._answers.seen()
+        return self._memory.told(seen.topology, seen.worker_id, _now_ms(), version=FORMAT)
+
+    async def _all_hours(self) -> list[WorkerHour]:
+        own, session = self._own_hour(), self._peers
+        found = [own] if session is None else await hours(own, self._answers.peers(), session)
+        self._asked_s = time.monotonic()
+        return found
 
     async def _record(self, request: web.Request) -> web.Response:
         topic, partition, offset = (request.match_info[name] for name in ("topic", "partition", "offset"))
@@ -399,6 +454,10 @@ def _task(task: TaskSeen, counted: TaskNumbers) -> dict[str, Any]:
 
 def _json(answer: Mapping[str, Any], *, status: int = 200) -> web.Response:
     return web.json_response(answer, status=status, dumps=lambda data: json.dumps(data, indent=2) + "\n")
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def _names_loopback(host: str) -> bool:

@@ -118,8 +118,8 @@ class TableManager(FaustTableManager):
 class GroupAssignor(PartitionAssignor):
     """Faust's sticky assignor, which assigns whole task groups instead of single partitions.
 
-    To Faust, a group is a partition: this class converts partitions to group numbers, and back. Workers whose groups
-    have a different size cannot join the same consumer group, because their assignor has a different name.
+    Faust treats each group as one partition; this class converts partitions to group numbers and back. Workers with
+    different group sizes cannot join the same consumer group, because the names of their assignors differ.
     """
 
     app: DedupApp
@@ -136,7 +136,7 @@ class GroupAssignor(PartitionAssignor):
         return self.app.factory.topology.group_size
 
     def on_assignment(self, assignment: Any) -> None:  # Faust's signature
-        """Accept an assignment that names this worker by an address that it no longer has.
+        """Accept an assignment that names this worker by a former address.
 
         A static member that restarts within the session timeout gets its old assignment back (KIP-345).
         """
@@ -167,7 +167,7 @@ class GroupAssignor(PartitionAssignor):
         return found
 
     def _get_copartitioned_groups(self, topics: Any, cluster: Any, subscriptions: Any) -> Any:  # type: ignore[override]  # as above
-        """Return the topics that are assigned alike, by their number of task groups."""
+        """Return the sets of topics that are assigned alike, by number of task groups."""
         found: defaultdict[int, list[set[str]]] = defaultdict(list)
         for partitions, alike in super()._get_copartitioned_groups(topics, cluster, subscriptions).items():
             found[-(-partitions // self._size)] += alike
@@ -197,7 +197,7 @@ STORES.aliases["dedup"] = "dedup.worker.app:SightingsStore"
 
 def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> DedupApp:
     """Build the Faust app of a topology. Call `create_app` in the event loop that will run the app."""
-    # Faust needs a directory. A topology's name contains no dot, so this one is never a state directory. The path is
+    # Faust needs a directory. A topology's name contains no dot, so ".faust" is never a state directory. The path is
     # absolute, because Faust would look for a relative table directory below the data directory.
     directory = settings.state_dir.absolute() / ".faust"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -227,7 +227,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         consumer_metadata_max_age_ms=_METADATA_MAX_AGE_MS,
     )
     if topology.source.names_schemas:
-        registry = SchemaRegistry(settings.schema_registry)
+        registry = SchemaRegistry.of(settings.schema_registry)
         app.schemas = SchemaResolver(registry, wait_ms=settings.schema_registry.schema_wait_ms)
         topology = topology.knowing(app.schemas.book)
     app.pool = StorePool()

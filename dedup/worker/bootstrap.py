@@ -109,7 +109,7 @@ class Bootstrap:
         """The number of failed attempts to use a checkpoint that existed or may have existed."""
         self._slots: Final = asyncio.Semaphore(_MOST_AT_ONCE)
         self._tried: Final[set[Checkpoint]] = set()
-        """The checkpoints that were used. A second attempt to use one means that its store was lost or damaged."""
+        """The checkpoints that were used. A checkpoint is needed again only if its store was lost or damaged."""
         self._fresh: Final[dict[Path, Checkpoint]] = {}
         """Maps each directory to the checkpoint that was written into it, until the store is opened."""
         self._swept: Final[set[Path]] = set()
@@ -120,7 +120,7 @@ class Bootstrap:
         Raises StateIncompatible and changes nothing if the checkpoint belongs to another changelog or topology.
         """
         if wanted.scratch_home not in self._swept:
-            # This deletes what earlier processes have only partly written.
+            # Earlier processes may have left partly written checkpoints.
             self._swept.add(wanted.scratch_home)
             shutil.rmtree(wanted.scratch_home, ignore_errors=True)
         if _has_state(wanted.directory):

@@ -34,7 +34,7 @@ from dedup.worker.topics import Cluster
 WAIT_MS: Final = 200
 _MOST_UNKNOWN: Final = 10
 Begin = Literal["last", "start"]
-"""Where to begin without a position: `last`, the end of the last finished replay, or `start`, the first record."""
+"""Where to begin if a position is forgotten: after the last finished replay (`last`), or at the first record."""
 _DEAD_HEADERS: Final = (REASON, DETAIL, SOURCE, TIMESTAMP)
 _LATE_HEADERS: Final = (SOURCE, TIMESTAMP)
 
@@ -50,7 +50,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """What to replay: dead letters to their source topics, or late records to the output."""
+    """Defines what to replay: dead letters to their source topics, or late records to the output."""
 
     topic: str
     output: str | None
@@ -246,6 +246,8 @@ def replay_plan(topology: Topology, *, late: bool, limit: int | None, begin: Beg
     topic = getattr(topology.late, "topic", None)
     if topic is None:
         return "this topology has no topic for late records"
+    if topology.then is not None:
+        return "this topology has a flow, which a replay of late records does not run; read its late topic yourself"
     if topology.output is None:
         return "this topology only observes, so it has no output for late records"
     return ReplayPlan(topic, topology.output.topic, limit, begin)

@@ -12,7 +12,7 @@ from typing import Final
 from uuid import UUID
 
 from dedup.core import tracking_id as encoding
-from dedup.core.extract import Extractor
+from dedup.core.extract import Extractor, Fault
 from dedup.core.fold import Outcome, Rows, Rules, Sightings, fold
 from dedup.core.partitioner import partitions
 from dedup.core.window import Feed, FeedProgress, Sighting, StreamTime
@@ -36,7 +36,16 @@ from dedup.store.directory import Keeping
 from dedup.store.write_buffer import WriteBuffer
 from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import Start, first_offset
-from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP, Misfits, RecordCollector, Refusals, faults_of
+from dedup.worker.record_collector import (
+    IDLE,
+    SOURCE,
+    TIMESTAMP,
+    Misfits,
+    RecordCollector,
+    Refusals,
+    faults_of,
+    refusal,
+)
 from dedup.worker.restore import changed, refuse_other_feeding, refuse_other_fingerprint, restore, what_it_means
 from dedup.worker.task import Frozen, TaskWork
 
@@ -57,6 +66,8 @@ _MOST_FOLDS: Final = 3
 """How many times a whole batch is folded, each time without one more refused record, before it is judged in parts."""
 PIECE: Final = 64
 """The number of records per part. For each record that its topic does not accept, the part is folded once more."""
+_IN_COLUMNS_FROM: Final = 32
+"""For fewer sightings than this, `fill` is faster than setting up the byte table of `equal_records`."""
 _NO_HEADERS: Final[list[Header]] = []
 _CLOCK_TOLERANCE_MS: Final = 1_000
 """A difference between clocks that is smaller than this never causes records to be judged again."""
@@ -188,7 +199,7 @@ def sighting_batches(
     most_bytes: int = BATCH_BYTES,
 ) -> list[RecordBatch]:
     """Return record batches for the changelog; ``writes`` maps each segment to the IDs and their encoded sightings."""
-    if len(writes) == 1:
+    if len(writes) == 1 and len(next(iter(writes.values()))) >= _IN_COLUMNS_FROM:
         # In the usual case of one segment and IDs of equal length, the sightings can be arranged in columns.
         ((segment, part),) = writes.items()
         batch = equal_records(
@@ -231,6 +242,8 @@ class DedupPlan:
     """Kafka's ID of the feeding topic, which distinguishes it from a recreated topic of the same name."""
     logged: set[Hashable] = field(default_factory=set)
     """The messages that have already been logged. All tasks of the worker share this set."""
+    by_arrival: bool = False
+    """True if a record without an append time must stop the task, which reads the source topic directly."""
     partitions: int = 1
     """The partition count of the source topic, to detect misplaced IDs, or 1 if the task reads a repartition topic."""
 
@@ -257,7 +270,7 @@ class DedupTask(TaskWork):
         clock: SteadyClock,
         numbers: TaskNumbers,
     ) -> None:
-        super().__init__(wire, collector, clock, numbers)
+        super().__init__(wire, collector, clock, numbers, by_arrival=plan.by_arrival)
         self.plan: Final = plan
         self._window: Final = plan.rules.window
         self._segment_ms: Final = self._window.segment_ms
@@ -389,7 +402,7 @@ class DedupTask(TaskWork):
         original = plan.extractor(plain.keys, plain.values, plain.headers, plain.timestamps_ms)
         now_ms = self._clock.now_ms()
         ceiling_ms = max(now_ms, self._applied.value_ms) + plan.max_clock_skew_ms
-        refused: dict[int, str] = {}
+        refused: dict[int, Fault] = {}
         for _ in range(most_folds):
             extracted = original
             if refused or batch.odd_names:
@@ -407,7 +420,7 @@ class DedupTask(TaskWork):
                 return batches + self._remember(rows, outcome, now_ms)
             refusals.rows.update(misfits)  # so that no record is measured twice
             topic, first = min(misfits, key=itemgetter(1))
-            refused[first] = misfits[topic, first]
+            refused[first] = refusal(topic, misfits[topic, first])
         return None
 
     def _note_future(self, rows: Rows, outcome: Outcome, ceiling_ms: int) -> None:
@@ -545,6 +558,8 @@ class DedupTask(TaskWork):
             self._judged.dead_reasons[dead.code] += 1
             note_format(rows, row, self.plan, self._judged)
         self._judged.conflicts += len(outcome.conflicts)
+        self._judged.filtered += outcome.filtered
+        self._judged.flow_seconds += outcome.flow_seconds
 
 
 def _longest(values: Sequence[bytes]) -> Sightings:

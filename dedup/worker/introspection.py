@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
@@ -22,12 +22,13 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from yarl import URL
 
-from dedup.core.avro import Instant, Leaf, Node, Scalar, nodes_at, parse_schema, type_name
+from dedup.core.avro import Instant, Leaf, Scalar, nodes_at, parse_schema, type_name
 from dedup.core.event_time import rfc3339_ms
 from dedup.core.exact_json import ABSENT, Number
-from dedup.core.extract_one import Fault, Format, Recipe, extract_one, of_leaves
+from dedup.core.extract_one import Fault, Format, Recipe, extract_one, member_types, of_leaves
 from dedup.core.framing import framed
 from dedup.core.partitioner import partitions
+from dedup.core.proto_schema import SCALARS
 from dedup.core.tracking_id import (
     Alternative,
     ContentRule,
@@ -49,7 +50,7 @@ from dedup.core.window import Sighting
 from dedup.errors import InvariantBroken, Problem, SettingsError, StateIncompatible
 from dedup.kafka.wire import TopicPartition
 from dedup.metrics import METRICS, RESULTS, Durations, Metric, TaskNumbers, TaskSeen, WorkerSeen
-from dedup.topology.model import Topology
+from dedup.topology.model import SourceSpec, Topology
 from dedup.worker.app import NOWHERE
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.task import Task, TaskState
@@ -71,6 +72,8 @@ def _stream_time_s(task: TaskSeen) -> float | None:
 COUNTER_READERS: Final[Mapping[str, Callable[[TaskNumbers], Value]]] = {
     "dedup_records_total": lambda numbers: numbers.verdicts,
     "dedup_conflicts_total": lambda numbers: numbers.conflicts,
+    "dedup_flow_filtered_total": lambda numbers: numbers.filtered,
+    "dedup_flow_seconds_total": lambda numbers: numbers.flow_seconds,
     "dedup_dead_letters_total": lambda numbers: numbers.dead_reasons,
     "dedup_other_formats_total": lambda numbers: numbers.formats,
     "dedup_replayed_total": lambda numbers: numbers.replayed,
@@ -97,6 +100,7 @@ WORKER_READERS: Final[Mapping[str, Callable[[WorkerSeen], Value]]] = {
     "dedup_standby_lag_records": lambda seen: {str(partition): lag for partition, lag in seen.standby_lag.items()},
     "dedup_group_transactions_total": lambda seen: {each: seen.transactions.get(each, 0) for each in RESULTS},
     "dedup_fenced_total": lambda seen: seen.fenced,
+    "dedup_schemas_awaited": lambda seen: seen.schemas_awaited,
     "dedup_corrupted_total": lambda seen: seen.corrupted,
     "dedup_checkpoints_unusable_total": lambda seen: seen.checkpoints_unusable,
 }
@@ -186,6 +190,7 @@ class Introspection:
             corrupted=app.tasks.corrupted,
             not_ready=self.not_ready(),
             checkpoints_unusable=0 if app.factory.bootstrap is None else app.factory.bootstrap.unusable,
+            schemas_awaited=0 if app.schemas is None else len(app.schemas.awaited),
             alert=app.alert,
             ended=app.tasks.ended,
         )
@@ -255,7 +260,9 @@ class Introspection:
         place, source_partition = sighting.source.place(topology.source.topics), sighting.source.partition
         guarded_ms = sighting.last_ms + topology.window.guard_ms
         went = None
-        if topology.output is not None:
+        if topology.then is not None:
+            went = f"the flow {topology.then.name}"
+        elif topology.output is not None:
             # With a repartition topic, the output partition depends on the record key, which is not in a sighting.
             went = f"{topology.output.topic}/{source_partition}" if topology.direct else topology.output.topic
         return SeenId(partition, sighting.first_ms, sighting.last_ms, guarded_ms, place, live, went)
@@ -263,7 +270,8 @@ class Introspection:
     def pulse(self) -> Iterator[TaskPulse]:
         """Yield the counters and the lag of every task, which are cheap to read."""
         for feeding, task in self.app.tasks.running.items():
-            yield TaskPulse(task.numbers, self._lag(feeding, task))
+            lag = self._lag(feeding, task)
+            yield TaskPulse(task.numbers, lag, feeding.topic, feeding.partition, task.state.value)
 
     def latest(self) -> Iterator[Noted]:
         """Yield the latest committed duplicates, conflicts, late records, and dead letters of every task."""
@@ -320,11 +328,11 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
         return _of_alternatives(topology, topology.tracking_id.rule.alternatives, text)
     source, keys = topology.source, list[bytes]()
     why = "it is not one"
-    if source.format == "avro" and member_paths(topology.tracking_id.rule):
-        recipe = Recipe(topology.tracking_id, fmt="avro")
+    if source.is_memberwise and member_paths(topology.tracking_id.rule):
+        recipe = Recipe(topology.tracking_id, fmt=source.format)
         found = [of_leaves(recipe, None, b"", (), 0, leaves) for leaves in _typed(topology, text)]
     else:
-        fmt: Format = "bytes" if source.format == "avro" else source.format
+        fmt: Format = "bytes" if source.is_memberwise else source.format
         recipe = Recipe(topology.tracking_id, fmt=fmt, schema_id=source.schema_id)
         found = [extract_one(recipe, key, value, headers, 0) for key, value, headers in _records(topology, text)]
     for one in found:
@@ -353,27 +361,39 @@ def _of_alternatives(topology: Topology, alternatives: Sequence[Alternative], te
 
 
 def _typed(topology: Topology, text: str) -> Iterator[tuple[Leaf, ...]]:
-    """Yield the members of each ID that a user's input may stand for, in the types that Avro schemas give them."""
+    """Yield the members of each ID that a user's input may stand for, with the types that a schema may define."""
     paths = member_paths(topology.tracking_id.rule)
     texts = [text]
     rule = topology.tracking_id.rule
     if isinstance(rule, PartsRule) and len(paths) < len(rule.parts):
-        text = f"the ID of {topology.name!r} has parts beside the Avro value; `dedup explain` finds it"
+        text = f"the ID of {topology.name!r} has parts beside the value; `dedup explain` finds it"
         raise SettingsError([Problem("ID", text)])
     if isinstance(rule, FieldsRule | PartsRule):
         texts = list(map(_text_of, _array(topology.name, text, len(paths))))
-    schema = topology.source.schema
-    types = [_ANY_TYPE if schema is None else nodes_at(parse_schema(schema.text), path) for path in paths]
-    yield from product(*(_leaves(nodes, part) for nodes, part in zip(types, texts, strict=True)))
+    source = topology.source
+    types = [_names(source, path) for path in paths]
+    yield from product(*(_leaves(source.format, names, part) for names, part in zip(types, texts, strict=True)))
 
 
-def _leaves(nodes: Sequence[Node], text: str) -> list[Leaf]:
+def _names(source: SourceSpec, path: Path) -> Collection[str]:
+    if source.schema is None:
+        return _ANY_TYPE[source.format]
+    if source.format == "protobuf":
+        return member_types(source.format, source.schema.text, path, None, first=True)
+    nodes = nodes_at(parse_schema(source.schema.text), path)
+    return ["string" if isinstance(each, Scalar) and each.kind == "string" else type_name(each) for each in nodes]
+
+
+def _leaves(fmt: Format, names: Iterable[str], text: str) -> list[Leaf]:
     found: list[Leaf] = []
-    for node in nodes:
-        name = "string" if isinstance(node, Scalar) and node.kind == "string" else type_name(node)
+    for name in names:
         with suppress(ValueError, KeyError):  # the text is no value of this type, or the type is refused
-            found.append(_FROM_TEXT[name](text))
+            found.append(_FROM_TEXT[fmt][name](text))
     return [*found, _LACKING[text]] if text in _LACKING else found
+
+
+def _integer(text: str) -> Number:
+    return Number(str(int(text)))
 
 
 def _decimal(text: str) -> Number:
@@ -391,27 +411,52 @@ def _instant(text: str) -> Instant:
 
 _JSON_NUMBER: Final = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _FRACTION: Final = re.compile(r"\.(\d+)")
-_FROM_TEXT: Final[Mapping[str, Callable[[str], Leaf]]] = {
-    "string": str,
-    "enum": str,
-    "int": int,
-    "long": int,
-    "boolean": {"true": True, "false": False}.__getitem__,
-    "decimal": _decimal,
-    "bytes": str.encode,
-    "fixed": str.encode,
-    "uuid": UUID,
-    **dict.fromkeys(("timestamp-millis", "timestamp-micros", "timestamp-nanos"), _instant),
+_BOOLEANS: Final[Mapping[str, Leaf]] = {"true": True, "false": False}
+_FROM_TEXT: Final[Mapping[Format, Mapping[str, Callable[[str], Leaf]]]] = {
+    "avro": {
+        "string": str,
+        "enum": str,
+        "int": _integer,
+        "long": _integer,
+        "boolean": _BOOLEANS.__getitem__,
+        "decimal": _decimal,
+        "bytes": str.encode,
+        "fixed": str.encode,
+        "uuid": UUID,
+        **dict.fromkeys(("timestamp-millis", "timestamp-micros", "timestamp-nanos"), _instant),
+    },
+    "protobuf": {
+        "string": str,
+        "bytes": str.encode,
+        "bool": _BOOLEANS.__getitem__,
+        **dict.fromkeys(SCALARS.keys() - {"string", "bytes", "bool", "float", "double"}, _integer),
+    },
+    "msgpack": {"text": str, "bytes": str.encode, "boolean": _BOOLEANS.__getitem__, "integer": _integer},
+    "cbor": {
+        "text": str,
+        "bytes": str.encode,
+        "boolean": _BOOLEANS.__getitem__,
+        "integer": _integer,
+        "decimal": _decimal,
+        "uuid": UUID,
+    },
+    "csv": {"text": str},
 }
-"""What a user's input means for each Avro type that can be an ID."""
+"""Maps each type that an ID can have in a format to the function that parses a user's input as that type."""
 _LACKING: Final[Mapping[str, Leaf]] = {"null": None, "{}": ABSENT}
-"""What stands for a null part and for an absent one."""
-_ANY_TYPE: Final = [Scalar(name) for name in _FROM_TEXT if name not in {"enum", "int", "fixed"}]
-"""The types that a member may have in schemas that are not at hand, without those that mean the same as another one."""
+"""The inputs that stand for a null part and for an absent part."""
+_ANY_TYPE: Final[Mapping[Format, Sequence[str]]] = {
+    "avro": [name for name in _FROM_TEXT["avro"] if name not in {"enum", "int", "fixed"}],
+    "protobuf": ["string", "bytes", "bool", "int64"],
+    "msgpack": list(_FROM_TEXT["msgpack"]),
+    "cbor": list(_FROM_TEXT["cbor"]),
+    "csv": ["text"],
+}
+"""The types that a member may have in an unknown schema, without types that are parsed like another listed type."""
 
 
 def _array(name: str, text: str, count: int) -> list[str]:
-    """Return the parts of a JSON array as they are written, because a float would not hold every number."""
+    """Return the parts of a JSON array as the user wrote them, because a float cannot represent every number."""
     parts: list[msgspec.Raw] = []
     if _is_json(text):
         with suppress(msgspec.MsgspecError):
@@ -461,7 +506,7 @@ def _unframed(rule: Rule, name: str, text: str) -> list[_Record]:
 
 
 def _of_parts(parts: Sequence[Part], written: Sequence[str]) -> _Record:
-    """Return a record with these parts, where an empty object stands for an absent one."""
+    """Return a record with these parts. An empty object stands for an absent part."""
     key: bytes | None = None
     headers: list[tuple[str, bytes | None]] = []
     members: list[tuple[Path, str]] = []

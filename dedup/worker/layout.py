@@ -1,12 +1,12 @@
-"""Keeps a topology's layout: how many partitions share a transaction, and how many its topics had when state began.
+"""Manages a topology's layout: the number of partitions per transaction, and the partition counts at the beginning.
 
 Workers with different layouts use different transactional IDs, which do not fence each other. Therefore, the layout is
-a record on the cluster, in the topic ``<name>.layout``, and only the transactional ID ``<name>.layout`` writes it. A
-topology without such a topic has the first layout: one partition in a transaction.
+stored in the cluster, as a record in the topic ``<name>.layout``, to which only the transactional ID ``<name>.layout``
+writes. A topology without such a topic has the first layout: one partition per transaction.
 
-A change writes `changing`, fences every transactional ID of the old and the new layout, and then writes the new layout.
-A task group reads the layout *after* its own InitProducerId. Either the group finds the change and ends, or the change
-has yet to fence the group's ID.
+A change first writes a layout with `changing_to`, then fences every transactional ID of the old and the new layout, and
+finally writes the new layout. A task group reads the layout *after* its own InitProducerId. Either the group finds the
+change and ends, or the change has yet to fence the group's ID.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _UNAUTHORIZED: Final = 29
 _MOST_ATTEMPTS: Final = 50
 _LOOK_AGAIN_MS: Final = 200
 _PATIENCE_S: Final = 10.0
-"""How long a new worker waits for another one to write the layout before writing it itself."""
+"""How long a starting worker waits for another process to finish a change before it writes the layout itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the partitions of a topology are grouped."""
+    """Describes how the partitions of a topology are grouped."""
 
     partitions: int = 1
-    """Number of partitions in a transaction."""
+    """Number of partitions per transaction."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """The number of partitions of each topic with tasks when the state began; empty if no layout was ever written."""
+    """Maps each topic with tasks to its partition count when the state began; empty if no layout was ever written."""
     changing_to: int | None = None
     """The next value of ``partitions`` while a change is under way."""
 
@@ -105,7 +105,7 @@ async def read_layout(wire: Wire, topology: Topology) -> Layout:
 
 
 async def refuse_other_layout(wire: Wire, topology: Topology, cluster: Cluster) -> Layout:
-    """Return the layout. Raise StateIncompatible if it is being changed or is not the one that this process uses.
+    """Return the layout. Raise StateIncompatible if it is being changed or if this process uses another layout.
 
     Call this function after InitProducerId.
     """
@@ -146,9 +146,10 @@ async def begun(topology: Topology, cluster: Cluster, wire: Wire) -> Cluster:
 
 
 async def with_layout(topology: Topology, cluster: Cluster, wire: Wire, *, fresh: bool) -> Topology:
-    """Return the topology with auto replaced by the number of partitions that share a transaction.
+    """Return the topology with `auto` replaced by the number of partitions per transaction.
 
-    The layout on the cluster decides; if there is none and the topology is new (``fresh``), auto chooses.
+    The number comes from the layout in the cluster or, if there is none and the topology is new (``fresh``), from the
+    partition counts.
     """
     if topology.transactions.partitions != "auto":
         return topology
@@ -213,7 +214,7 @@ class LayoutChange:
     timeout_ms: int
 
     async def establish(self) -> None:
-        """Write a layout if the topology has none, unless another worker of the fleet does.
+        """Write a layout if the topology has none and no other worker of the fleet writes one.
 
         A layout with a different number of partitions per transaction is left unchanged.
         """
@@ -238,14 +239,14 @@ class LayoutChange:
         """
         session = self._session(self.topology.layout_id)
         await session.open()
-        # Now that other writers are fenced, this is the newest layout until the next one opens its session.
+        # Now that other writers are fenced, this is the newest layout until the next writer opens its session.
         before = await read_layout(self.wire, self.topology)
         if unless_there and before.counts and before.changing_to is None:
             return
         counts = counts_of(self.topology, self.cluster) if anew or not before.counts else before.counts
         await self._write(session, Layout(before.partitions, counts, partitions))
         crashpoints.reached("after_changing")
-        # A worker may ask any broker for the topic, and must not take a late one's answer for "no layout".
+        # A worker may ask any broker for the topic. A broker that does not know the topic yet would mean "no layout".
         while not await self.wire.known_everywhere(self.topology.layout_topic):
             await self.wire.pause(PAUSE_MS)
         await self.fence(before, partitions)
@@ -264,8 +265,8 @@ class LayoutChange:
     async def _write(self, session: Session, layout: Layout) -> None:
         """Write a layout; afterward, every reader gets this layout or a newer one.
 
-        A broker answers EndTxn before it writes the markers, and readers get the previous layout until it has done so.
-        A worker that read the previous layout after its ID was fenced would continue.
+        A broker responds to EndTxn before it writes the markers, and readers get the previous layout until the markers
+        are written. A worker that read the previous layout after its ID was fenced would continue.
         """
         line: Line = (OWN_ROW, SteadyClock().now_ms(), _KEY, encode_layout(layout), [])
         session.add(fill(TopicPartition(self.topology.layout_topic, 0), [line], compression="none"))
@@ -278,7 +279,7 @@ class LayoutChange:
 
 
 async def change_layout(topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin) -> None:
-    """Make as many partitions share a transaction as the topology says, and keep state and offsets.
+    """Change the number of partitions per transaction to the topology's number, and keep the state and the offsets.
 
     Raises DedupError if workers are running or another process changes the layout, or StateIncompatible if topics are
     missing. An interrupted change is completed.

@@ -1,4 +1,4 @@
-"""Finds the offset where a task starts to read: the committed one or, if there is none, the one that `start` specifies.
+"""Finds the offset at which a task starts to read: the committed offset or, without one, the offset given by `start`.
 
 The metadata of each committed offset contains topic IDs (KIP-516), because Kafka stores offsets by topic name and a
 recreated topic has different records at the same offsets.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import groupby, repeat
@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from dedup.core.extract import Fault, FaultKind
 from dedup.core.extract_one import ODD_HEADER_NAME
+from dedup.core.flow import FLOW_FAILED
 from dedup.core.fold import Outcome, Rows
 from dedup.core.partitioner import partitions
 from dedup.core.window import Sighting
@@ -39,6 +40,8 @@ _TIME_RANGE: Final = re.compile(r"timestamp should be within \[(-?\d{1,19}), (-?
 """Matches the error message of brokers that refuse a timestamp, as of Kafka 3.6 (KIP-937)."""
 Misfits = dict[tuple[str, int], str]
 """Maps a topic and a feeding offset to the reason why the topic does not accept the record at that offset."""
+FLOW: Final = ""
+"""Stands for a topic in `Misfits` if the topology's flow failed at a record."""
 TRUSTED_MS: Final = 60_000
 SOURCE: Final = "dedup-source"
 TIMESTAMP: Final = "dedup-timestamp"
@@ -47,6 +50,8 @@ DETAIL: Final = "dedup-detail"
 VERDICT: Final = "dedup-verdict"
 _FIRST_TIME: Final = "dedup-first-time"
 _FIRST_SOURCE: Final = "dedup-first-source"
+PART: Final = "dedup-part"
+"""The header that says which of several records, such as ``1/2``, a record is that a flow yielded for one record."""
 IDLE: Final = "dedup-idle"
 DIGEST: Final = "dedup-digest"
 ID: Final = "dedup-id"
@@ -92,13 +97,17 @@ class Refusals:
     times_ms: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Maps each topic to the smallest and greatest timestamps that its broker accepts, as named in an error message."""
 
-    def learn(self, refusal: RecordRefused, side_topics: SideTopics) -> int | None:
+    def learn(
+        self, refusal: RecordRefused, side_topics: SideTopics, before: Collection[tuple[str, int]] | None = None
+    ) -> int | None:
         """Record the refusal of a batch; return the offset of a record that no topic accepts, or None.
 
+        ``before`` has the records of `rows` that were known before this transaction's refusals; None means all of them.
         Raises ``refusal`` if it concerns only dedup's own records, which nothing can replace.
         """
         topic = refusal.topic
-        rows = [row for row in refusal.rows if row != OWN_ROW]
+        # A flow may have made several records of a batch from one record, which no cut can separate.
+        rows = list(dict.fromkeys(row for row in refusal.rows if row != OWN_ROW))
         if not rows:
             # The topic's limit is read again, and smaller batches may help, but only one such attempt is made.
             if not refusal.too_large or (topic, OWN_ROW) in self.digests:
@@ -113,7 +122,7 @@ class Refusals:
             why = refusal.reasons.get(row, str(refusal))
             if refusal.too_large and topic in side_topics and (topic, row) not in self.digests:
                 self.digests.add((topic, row))
-            elif topic == side_topics.dead or (topic, row) in self.rows:
+            elif topic == side_topics.dead or (topic, row) in (self.rows if before is None else before):
                 return row
             else:
                 self.rows[topic, row] = why
@@ -131,12 +140,17 @@ class Refusals:
         return f"{topic} accepts timestamps from {least} to {greatest} (according to its broker), not {timestamp_ms}"
 
 
-def faults_of(batch: FeedBatch, refused: Mapping[int, str]) -> dict[int, Fault]:
-    """Return a fault for each record that the broker refuses or that has a header name not in UTF-8."""
+def refusal(topic: str, why: str) -> Fault:
+    """Return the fault of a misfit: a record that the topic, or the flow if it is `FLOW`, does not accept."""
+    return Fault(FaultKind.UNREADABLE, FLOW_FAILED if topic == FLOW else "refused_by_broker", why)
+
+
+def faults_of(batch: FeedBatch, refused: Mapping[int, Fault]) -> dict[int, Fault]:
+    """Return a fault for each record that is refused (by its feeding offset) or has a header name not in UTF-8."""
     faults = {}
     for row, offset in enumerate(batch.offsets):
         if offset in refused:
-            faults[row] = Fault(FaultKind.UNREADABLE, "refused_by_broker", refused[offset])
+            faults[row] = refused[offset]
         elif offset in batch.odd_names:
             faults[row] = ODD_HEADER_NAME
     return faults
@@ -242,7 +256,7 @@ class RecordCollector:
         routes = self.routes
         outgoing: list[tuple[TopicPartition, Iterable[Line]]] = []
         if routes.output is not None:
-            outgoing += self._output(batch, rows, outcome, routes.output)
+            outgoing += self._output(batch, rows, outcome, routes.output, misfits)
         if routes.duplicates is not None or routes.conflicts is not None:
             outgoing += self._duplicates(batch, rows, outcome)
         batches = [made for target, lines in outgoing for made in self.fitting(target, lines, refusals, misfits)]
@@ -300,9 +314,15 @@ class RecordCollector:
         return TopicPartition(route.topic, self.partition % route.partitions)
 
     def _output(
-        self, batch: FeedBatch, rows: Rows, outcome: Outcome, route: Route
+        self,
+        batch: FeedBatch,
+        rows: Rows,
+        outcome: Outcome,
+        route: Route,
+        misfits: Misfits,  # noqa: ARG002  # a flow may fail
     ) -> list[tuple[TopicPartition, Iterable[Line]]]:
-        forwarded = self._forwarded(outcome)
+        """Return the records to forward, by partition. Records at which a flow fails are added to ``misfits``."""
+        forwarded = self.forwarded(outcome)
         if not forwarded:
             return []
         lines = self._lines(batch, rows, outcome, forwarded)
@@ -318,7 +338,8 @@ class RecordCollector:
             by_partition.setdefault(partition, []).append(line)
         return [(TopicPartition(route.topic, partition), part) for partition, part in sorted(by_partition.items())]
 
-    def _forwarded(self, outcome: Outcome) -> list[int]:
+    def forwarded(self, outcome: Outcome) -> list[int]:
+        """Return the rows that are sent to the output, in log order."""
         extra = set(outcome.exempt)
         if self.routes.late_forward:
             extra.update(row for row, _ in outcome.late)

@@ -1,4 +1,4 @@
-"""Does the work of a `repartition` task: it sends each source record, unjudged, to the partition of the record's ID."""
+"""Implements a `repartition` task, which sends each source record, unjudged, to the partition of the record's ID."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from dedup.kafka.wire import Wire
 from dedup.metrics import TaskNumbers
 from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import Start, first_offset
-from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP, Misfits, RecordCollector, Refusals, faults_of
+from dedup.worker.record_collector import (
+    IDLE,
+    SOURCE,
+    TIMESTAMP,
+    Misfits,
+    RecordCollector,
+    Refusals,
+    faults_of,
+    refusal,
+)
 from dedup.worker.task import TaskWork
 
 
@@ -31,6 +40,8 @@ class RepartitionPlan:
     topic: int
     """The index of the feeding topic in ``source.topics``."""
     start: Start
+    by_arrival: bool = False
+    """True if a record without an append time must stop the task."""
 
 
 class RepartitionTask(TaskWork):
@@ -46,7 +57,7 @@ class RepartitionTask(TaskWork):
         refuse_lost: Callable[[], Awaitable[None]],
     ) -> None:
         """``refuse_lost`` raises StateIncompatible if the source partition was read but has no committed offset."""
-        super().__init__(wire, collector, clock, numbers)
+        super().__init__(wire, collector, clock, numbers, by_arrival=plan.by_arrival)
         self._plan: Final = plan
         self._refuse_lost: Final = refuse_lost
 
@@ -88,7 +99,7 @@ class RepartitionTask(TaskWork):
         batches = self._filled(lines, refusals, misfits)
         self._judged.verdicts["repartitioned"] += sum(map(len, lines.values())) - len(misfits)
         if misfits or batch.odd_names or unknown:
-            refused = {offset: why for (_, offset), why in misfits.items()}
+            refused = {offset: refusal(topic, why) for (topic, offset), why in misfits.items()}
             batches += self._dead_letters(batch, extracted, refusals, unknown | faults_of(batch, refused))
         return batches
 

@@ -1,7 +1,8 @@
 """Implements `dedup reset`, which deletes the offsets, changelog, repartition topic, and local state of a topology.
 
-After a reset, the topology starts as if it were new. An interrupted reset can be run again. Before it deletes topics
-or local state, a reset replaces the group's offsets with ones that have a note. No worker starts while the note exists.
+After a reset, the topology starts as if it were new. An interrupted reset can be run again. Before a reset deletes
+topics or local state, it replaces the group's offsets with offsets that have a note. No worker starts while the note
+exists.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Doomed:
 
 
 def local_state(topology: Topology, state_dir: Path) -> tuple[Path, ...]:
-    """Return the state directories of a topology's partitions on this machine, whether of one worker or of a fleet."""
+    """Return the state directories of a topology's partitions on this machine, for a single worker or a fleet."""
     homes = [state_dir, *(path for path in state_dir.iterdir() if path.is_dir())] if state_dir.is_dir() else []
     owned = [home / topology.name for home in homes if (home / topology.name).is_dir()]
     return tuple(sorted(path for directory in owned for path in directory.iterdir() if path.name.isdigit()))

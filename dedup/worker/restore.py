@@ -1,8 +1,8 @@
 """Restores a store, in batches, from its own position to the end of the changelog, and maintains standbys.
 
-A restore ends at the high watermark as read after InitProducerId, which has ended all earlier transactions of the task.
-The store's *position* must reach the high watermark, because the last offsets may belong to transaction markers or to
-records that were compacted away.
+InitProducerId ends all earlier transactions of the task, and a restore ends at the high watermark that is read after
+that. The store's *position* must reach the high watermark, because the last offsets may belong to transaction markers
+or to records that were compacted away.
 
 A changed guard period or grace is noticed only if their sum changes, because the state contains only the width of its
 segments, which is half of that sum. A standby is a copy of another worker's store that is kept up to date from the
@@ -36,8 +36,8 @@ log: Final = logging.getLogger(__name__)
 _WIDTHS: Final = 2
 """The sum of guard period and grace, as a number of segment widths."""
 FETCH_BYTES: Final = 1 << 20
-"""The most compressed bytes of a step. Larger steps are slower, because their objects do not fit into the processor's
-cache, and other tasks wait during a step.
+"""Maximum number of compressed bytes in a step. Larger steps are slower, because their objects do not fit into the
+processor's cache, and other tasks wait during a step.
 """
 WAIT_MS: Final = 500
 _LOOK_BACK: Final = 256
@@ -150,8 +150,12 @@ async def restore(
     return Restored(records, bounds.start, bounds.end, newest)
 
 
-async def last_task_record(wire: Wire, changelog: TopicPartition) -> TaskRecord | None:
-    """Return the newest committed task record of a changelog partition, or None if there is none."""
+async def last_task_record(wire: Wire, changelog: TopicPartition, *, stable: bool = True) -> TaskRecord | None:
+    """Return the newest committed task record of a changelog partition, or None if there is none.
+
+    With ``stable``, the function waits until no transaction is open on the partition. Without ``stable``, it takes only
+    what is committed now: a worker that was killed can hold a transaction open until the transaction times out.
+    """
     bounds = await bounds_of(wire, changelog)
     begin, step = bounds.end, _LOOK_BACK
     found: TaskRecord | None = None
@@ -161,6 +165,8 @@ async def last_task_record(wire: Wire, changelog: TopicPartition) -> TaskRecord 
         while position < end:
             ask = partial(wire.fetch, changelog, position, max_bytes=_LOOK_BYTES, wait_ms=WAIT_MS)
             fetched = await answered(wire, ask)
+            if not stable:
+                end = min(end, fetched.last_stable_offset)
             below = bisect_left(fetched.offsets, end)
             found = collect(fetched.keys[:below], fetched.values[:below]).task_record or found
             position = fetched.next_offset
@@ -225,7 +231,7 @@ async def truncated_to(
     """Return the new first offset of a changelog whose owner has deleted the record at ``position``.
 
     Raises ``refused``, the error of a fetch, if the changelog still contains ``position``. Raises StateIncompatible if
-    somebody else has deleted records that live segments need.
+    records that unexpired segments still need were deleted by another program.
     """
     bounds = await bounds_of(wire, changelog)
     if bounds.start <= position:
@@ -295,7 +301,7 @@ class LostOffsets:
     cluster: Cluster
     wire: Wire
     look: asyncio.Task[set[Feed]] | None = field(init=False, default=None)
-    """The request that is in flight, shared by all tasks that ask."""
+    """The search of the changelogs that is in progress, shared by all tasks that wait for its result."""
 
     async def refuse_any(self) -> None:
         """Raise StateIncompatible if any source partition was read but the group no longer has an offset for it."""
@@ -305,8 +311,9 @@ class LostOffsets:
         feeds = [Feed(topics.index(place.topic), place.partition) for place in self.cluster.places(topics)]
         missing = [feed for feed in feeds if await self._has_none(feed)]
         read = await self._read_feeds() if missing else set()
-        # Meanwhile, another worker may have read the first record of a partition that was empty until now.
-        lost = [feed for feed in missing if feed in read and await self._has_none(feed)]
+        # Meanwhile, another worker may have read the first record of a partition that was empty until now. The markers
+        # of its transaction reach the changelog and the offsets in any order.
+        lost = [feed for feed in missing if feed in read and await self._has_none(feed, stable=True)]
         if lost:
             raise self._refusal(lost)
 
@@ -314,7 +321,7 @@ class LostOffsets:
         """Raise StateIncompatible if records of a source partition without a committed offset have already been judged.
 
         The caller must have fenced all earlier owners of the partition. Concurrent calls share one search of the
-        changelog.
+        changelogs.
         """
         if self.look is None or self.look.done():
             self.look = asyncio.create_task(self._read_feeds(), name="look for lost offsets")
@@ -325,13 +332,13 @@ class LostOffsets:
     async def _read_feeds(self) -> set[Feed]:
         """Return the source partitions with judged records, according to the task records."""
         changelogs = self.cluster.topics[self.topology.changelog_topic].places
-        records = [await last_task_record(self.wire, changelog) for changelog in changelogs]
+        records = [await last_task_record(self.wire, changelog, stable=False) for changelog in changelogs]
         feeds = [feed for record in records if record is not None for feed in record.feeds]
         return {Feed(feed.topic, feed.partition) for feed in feeds if feed.idle or feed.max_ms > BEFORE_ALL_TIME}
 
-    async def _has_none(self, feed: Feed) -> bool:
+    async def _has_none(self, feed: Feed, *, stable: bool = False) -> bool:
         place = TopicPartition(self.topology.source.topics[feed.topic], feed.partition)
-        return await committed_offset(self.wire, self.topology.name, place, stable=False) is None
+        return await committed_offset(self.wire, self.topology.name, place, stable=stable) is None
 
     def _refusal(self, lost: list[Feed]) -> StateIncompatible:
         topology = self.topology
@@ -346,7 +353,7 @@ class LostOffsets:
 
 IDLE_MS: Final = 100
 _STEP_BYTES: Final = 256 << 10
-"""The number of changelog bytes that a standby applies per step; the worker's own records wait during a step."""
+"""Maximum number of changelog bytes that a standby applies per step; the worker's own records wait during a step."""
 SHARE: Final = 1.0
 """How long all standbys together pause after a step, as a multiple of the time that the step took."""
 

@@ -32,6 +32,7 @@ class Child:
     """A worker process, its start time, and its restarts."""
 
     number: int
+    """The number at the end of the worker's ID, which starts at 1."""
     process: subprocess.Popen[bytes]
     started_s: float
     back_off_s: float = FIRST_BACK_OFF_S
@@ -89,9 +90,9 @@ def supervise(plan: FleetPlan) -> int:
         stopping = True
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    lines = [plan.command(number) for number in range(1, plan.workers + 1)]
+    lines = {number: plan.command(number) for number in range(1, plan.workers + 1)}
     children = [
-        Child(number, subprocess.Popen(line), time.monotonic()) for number, line in enumerate(lines)
+        Child(number, subprocess.Popen(line), time.monotonic()) for number, line in lines.items()
     ]  # the command line is dedup's own
     code = 0
     try:

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from dedup import crashpoints
-from dedup.errors import InvariantBroken, RecordRefused, TaskCorrupted, TaskMigrated
+from dedup.core.event_time import create_time_fault
+from dedup.errors import InvariantBroken, RecordRefused, StateIncompatible, TaskCorrupted, TaskMigrated
 from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.wire import Position, RecordBatch, TopicPartition, Wire
 from dedup.metrics import Judged, TaskNumbers
@@ -100,7 +101,17 @@ class Committing:
 class TaskWork(abc.ABC):
     """Processes records for one kind of task, and keeps the task's state, but commits nothing."""
 
-    def __init__(self, wire: Wire, collector: RecordCollector, clock: SteadyClock, numbers: TaskNumbers) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        collector: RecordCollector,
+        clock: SteadyClock,
+        numbers: TaskNumbers,
+        *,
+        by_arrival: bool = False,
+    ) -> None:
+        self.by_arrival: Final = by_arrival
+        """True if a record whose timestamp is not the broker's must stop the task."""
         self._wire: Final = wire
         self.collector: Final = collector
         self._clock: Final = clock
@@ -220,6 +231,8 @@ class Task:
         self._waiting_records = 0
         self._in_flight = False
         """True while the task's results are in a transaction that is being committed."""
+        self._ending: StateIncompatible | None = None
+        """Why the task stops once everything that it has judged is committed."""
         self._idle_said = False
         """True if idle markers were sent since the task was last captured."""
         self._idle_in_flight = False
@@ -292,8 +305,8 @@ class Task:
 
     async def process(self, batch: FeedBatch) -> None:
         """Judge a batch and add the resulting records to the group's transaction."""
-        if self.state is not TaskState.RUNNING:
-            return  # revoked in the meantime: the next owner of the partition reads these records again
+        if self.state is not TaskState.RUNNING or self._ending is not None:
+            return  # revoked in the meantime, or ending: the next owner of the partition reads these records again
         if batch.follows != self._expected:
             raise InvariantBroken(
                 f"{self.task_id}: a batch arrived that follows offset {batch.follows}, but the last one ended at "
@@ -310,14 +323,26 @@ class Task:
 
     def _take(self, batch: FeedBatch) -> None:
         try:
-            with self.noting_damage():
-                self._judge(batch)
+            known = self._with_append_times(batch) if self.work.by_arrival else batch
+            if known:
+                with self.noting_damage():
+                    self._judge(known)
+            if self._ending is not None and self.all_committed:
+                raise self._ending
             if self._transaction.sendable.is_set():
                 self.send_waiting()
         except BaseException:
             # The commit loop must not commit the part of the batch that may already be buffered or sent.
             self._transaction.give_up()
             raise
+
+    def _with_append_times(self, batch: FeedBatch) -> FeedBatch:
+        """Return the records before the first one whose timestamp is not the broker's, and remember why to stop."""
+        created = batch.first_created()
+        if created is None:
+            return batch
+        self._ending = StateIncompatible(create_time_fault(self.feeding.topic, f"{self.feeding} offset {created}"))
+        return batch.below_offset(created)
 
     @contextmanager
     def noting_damage(self) -> Iterator[None]:
@@ -391,11 +416,17 @@ class Task:
         self.numbers.committed(captured.position.offset)
         self._committed = captured.position.offset
         self._in_flight = self._idle_in_flight = False
+        if self._ending is not None and self.all_committed:
+            raise self._ending
 
-    def learn(self, refused: RecordRefused) -> None:
-        """Remember a refused batch of this task; raise RecordRefused if one of its records has no replacement left."""
-        offset = self._refusals.learn(refused, self.work.collector.side_topics)
-        if offset is not None:
+    def learn(self, refusals: Sequence[RecordRefused]) -> None:
+        """Remember the refused batches of a transaction; raise RecordRefused if a record has no replacement left."""
+        # A flow may have made records of several partitions from one record, and all of them may be refused at once.
+        before = frozenset(self._refusals.rows)
+        for refused in refusals:
+            offset = self._refusals.learn(refused, self.work.collector.side_topics, before)
+            if offset is None:
+                continue
             raise RecordRefused(
                 f"{refused}. The record is offset {offset} of {self.feeding}. It was refused before, and now its dead "
                 f"letter is refused, so no topic accepts it. Nothing was committed past it; give {refused.topic!r} a "

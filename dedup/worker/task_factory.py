@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from dedup.core.flow import Flow
 from dedup.core.window import Feed
 from dedup.errors import InvariantBroken
+from dedup.flow_loader import load_flow
 from dedup.kafka.consumer import TopicCheck
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import TopicNow, TopicPartition, Wire
@@ -26,6 +28,7 @@ from dedup.topology.model import Topology, extractor_of
 from dedup.worker.bootstrap import Bootstrap, WantedCheckpoint
 from dedup.worker.clock import SteadyClock
 from dedup.worker.dedup_task import DedupPlan, DedupTask
+from dedup.worker.flow_collector import FlowCollector
 from dedup.worker.layout import refuse_other_layout
 from dedup.worker.offsets import Start, offset_note
 from dedup.worker.record_collector import Limits, RecordCollector
@@ -36,6 +39,8 @@ from dedup.worker.task_group import Members, TaskGroup
 from dedup.worker.topics import Cluster, routes_of
 
 _ONLY_WORKERS_FOLLOW: Final = "Only `dedup run` reads partitions that are added while it runs; continue with it."
+_PRODUCE_BYTES: Final = 64 << 10
+"""Smaller batches wait for others or for the commit, because each request takes CPU time in worker and broker."""
 
 
 @dataclass(slots=True)
@@ -60,11 +65,18 @@ class TaskFactory:
     limits: Limits = field(init=False)
     """The size limits of topics, shared by all tasks so that all of them learn from a refusal."""
 
+    flow: Flow | None = field(init=False, default=None)
+    """The topology's flow, or None if it has none."""
     transactions: Counter[str] = field(init=False, default_factory=Counter)
     """The number of transactions of all task groups since the start, by result."""
 
     def __post_init__(self) -> None:
-        """Raise SettingsError early if no installed package can read the checkpoint URL."""
+        """Import the flow, which may raise TopologyError.
+
+        Raises SettingsError early if no installed package can read the checkpoint URL.
+        """
+        if self.topology.then is not None:
+            self.flow = load_flow(self.topology.then)
         names = {*self.topology.source.topics, *self.topology.feeding_topics, self.topology.changelog_topic}
         topics = {name: self.cluster.topics[name] for name in names}
         expected = {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()}
@@ -157,7 +169,7 @@ class TaskFactory:
         else:
             transactional_id = topology.transactional_id("repartition", first.partition, first.topic)
         timeout_ms = self.settings.transaction_timeout_ms
-        session = Session(self.wire, transactional_id, topology.name, timeout_ms=timeout_ms)
+        session = Session(self.wire, transactional_id, topology.name, timeout_ms=timeout_ms, batch_bytes=_PRODUCE_BYTES)
         refuse_layout = partial(refuse_other_layout, self.wire, topology, self.cluster)
         group = TaskGroup(session, self.check.confirm, refuse_layout, self.transactions)
         for feeding in members:
@@ -187,7 +199,17 @@ class TaskFactory:
 
     def _collector(self, feeding: TopicPartition) -> RecordCollector:
         routes = routes_of(self.topology, self.cluster, self.settings)
-        return RecordCollector(routes, feeding.partition, self.limits)
+        if self.flow is None or feeding.topic not in self.topology.feeding_topics:
+            return RecordCollector(routes, feeding.partition, self.limits)
+        targets = [self.cluster.route(topic) for topic in self.topology.forwards_to]
+        return FlowCollector(
+            routes,
+            feeding.partition,
+            self.limits,
+            self.flow,
+            {route.topic: route for route in targets if route is not None},
+            stop=self.topology.then is not None and self.topology.then.stop,
+        )
 
     def _dedup_plan(self, feeding: TopicPartition) -> DedupPlan:
         topology, topic = self.topology, self.cluster.topics[feeding.topic]
@@ -205,6 +227,7 @@ class TaskFactory:
             compression=self.settings.topics.compression,
             feeding_topic_id=topic.topic_id,
             logged=self.logged,
+            by_arrival=topology.by_arrival and topology.direct,
             partitions=topic.partitions if topology.direct else 1,
         )
 
@@ -219,4 +242,5 @@ class TaskFactory:
             topic=source.topics.index(feeding.topic),
             # `latest` would skip what producers sent to a new partition before a worker noticed it.
             start="earliest" if self.cluster.is_new(feeding) else source.start,
+            by_arrival=topology.by_arrival,
         )

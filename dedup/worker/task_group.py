@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
@@ -200,10 +200,13 @@ class TaskGroup:
         more = f", and {len(refused) - 1} more batches" if len(refused) > 1 else ""
         text = "%s: %s%s. Records since the last commit are judged again, with replacements for refused records."
         log.warning(text, self, refused[0], more)
+        by_task: defaultdict[TopicPartition, list[RecordRefused]] = defaultdict(list)
         for each in refused:
             if each.feeding is None:
                 raise InvariantBroken(f"{self}: a batch was refused that no task has sent: {each}")
-            self.tasks[TopicPartition(*each.feeding)].learn(each)
+            by_task[TopicPartition(*each.feeding)].append(each)
+        for feeding, own in by_task.items():
+            self.tasks[feeding].learn(own)
 
     async def _look_at_limits(self, refused: Sequence[RecordRefused]) -> None:
         """Read again the size limits of topics that refused a record for its size; all tasks share the limits."""

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterable, Callable, Collection, Iterable, Mappi
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from dedup.errors import CommitUnknown, TaskCorrupted, TaskMigrated
+from dedup.errors import CommitUnknown, StateIncompatible, TaskCorrupted, TaskMigrated
 from dedup.kafka.outage_lines import BACK, Gathered
 from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.wire import Position, TopicPartition
@@ -33,7 +33,7 @@ FIRST_PAUSE_S: Final = 0.2
 """The pause before rebuilding a task whose commit got no response; the pause doubles until a commit succeeds."""
 LONGEST_PAUSE_S: Final = 10.0
 _MOST_NAMED: Final = 8
-"""The number of groups that one log line names."""
+"""Maximum number of groups that one log line names."""
 
 
 async def ended(loops: Iterable[asyncio.Task[Any]]) -> None:
@@ -52,7 +52,7 @@ class Membership(Protocol):
     """The consumer group member that reads partitions on behalf of the tasks."""
 
     rebalancing: bool
-    """True while the group rebalances. A partition's new owner may then fence the task here before it is closed."""
+    """True while the group rebalances. A partition's new owner may then fence the task before this worker closes it."""
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
         """Start to read a partition at a position, and return a number that identifies this reading."""
@@ -131,8 +131,8 @@ class TaskManager:
     async def assign(self, feeding: Iterable[TopicPartition]) -> None:
         """Close the groups of all other partitions, and start the groups of these partitions that are not open yet.
 
-        Groups that stay assigned are left alone. A group that was fenced is no longer open, so it is started again. The
-        closed groups make no last commit, because their new owners have begun by now and would reject it.
+        Groups that stay assigned are left unchanged. A group that was fenced is no longer open, so it is started again.
+        The closed groups make no last commit, because their new owners may have fenced them by now.
         """
         wanted = self._factory.grouped(feeding)
         await self._close(self._groups.keys() - set(wanted), drain=False)
@@ -164,6 +164,8 @@ class TaskManager:
             members = next((each for each, group in self._groups.items() if task in group.tasks.values()), None)
             if members is not None:  # otherwise, the next owner of the store finds the damage
                 await self._heal(members, error)
+        except StateIncompatible as error:
+            self.fail(error)  # not raised, because Faust would log a traceback before the sentence
         except Exception as error:
             self.fail(error)
             raise
@@ -207,7 +209,7 @@ class TaskManager:
             await asyncio.wait(loops, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             await ended(loops)
-            # They are also read if this loop is cancelled, because asyncio logs errors that nobody has read.
+            # The errors are also read if this loop is canceled, because asyncio logs errors that nobody has read.
             errors = [error for loop in loops if not loop.cancelled() and (error := loop.exception()) is not None]
         if errors:
             raise errors[0]
@@ -215,7 +217,7 @@ class TaskManager:
     async def _build_again(self, members: Members, error: CommitUnknown, outage: Outage) -> None:
         """Build a new group after a pause, while other groups continue.
 
-        Raises ``error`` if this worker has left the consumer group, because a new group would fence the new owner.
+        Raises ``error`` if this worker has left the consumer group, because a new task group would fence the new owner.
         """
         member, group = self._member(), self._groups.get(members)
         if group is None:

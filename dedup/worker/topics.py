@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
-from dedup.core.event_time import RecordTime
+from dedup.core.event_time import RecordTime, create_time_fault
 from dedup.core.window import Feed
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.kafka.client import KafkaWire
@@ -35,7 +35,7 @@ _FLAG: Final = "--onto-existing-output"
 
 
 class Retention(NamedTuple):
-    """How long after their timestamps a topic keeps records, and why."""
+    """Describes how long a topic keeps records after their timestamps, and why."""
 
     ms: float
     """Infinite if the topic keeps records forever."""
@@ -76,7 +76,8 @@ def losing(topology: Topology, have: Mapping[str, Topic], wanted: Sequence[Wante
     longest = _longest_retention(have[name] for name in topology.source.topics)
     output = topology.output.topic if topology.output is not None else None
     to_make = {each.name: each.configs for each in wanted}
-    for name, role in ((output, "output"), (topology.duplicates, "duplicates"), (topology.conflicts, "conflicts")):
+    copies = ((topology.duplicates, "duplicates"), (topology.conflicts, "conflicts"))
+    for name, role in ((output, "output"), *((route, "route") for route in topology.routes), *copies):
         configs = None if name is None else have[name].configs if name in have else to_make.get(name)
         # Empty configs mean that the worker is not permitted to read them.
         if name is None or not configs or configs.get("message.timestamp.type") == "LogAppendTime":
@@ -114,7 +115,7 @@ class Cluster:
     def may_grow(self, topology: Topology) -> tuple[str, ...]:
         """Return the topics to which partitions may be added while workers run.
 
-        Behind a repartition topic, every ID stays in its partition. The layout says which partitions are new.
+        With a repartition topic, every ID stays in its partition. The layout says which partitions are new.
         """
         return () if topology.direct or not self.begun_with else topology.source.topics
 
@@ -205,7 +206,7 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
         topology.dead_letter: (count, side),
         None if topology.direct else topology.repartition_topic: (changelog, {**side, **whole}),
         topology.late.topic if isinstance(topology.late, LateTo) else None: (count, side),
-        **dict.fromkeys((output, topology.duplicates, topology.conflicts), (count, like_source)),
+        **dict.fromkeys((output, *topology.routes, topology.duplicates, topology.conflicts), (count, like_source)),
     }
     factor = settings.topics.replication_factor or BROKER_DEFAULT
     return [
@@ -229,6 +230,14 @@ def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
     ]
     if problems:
         raise StateIncompatible("; ".join(problems) + ". Nothing was changed; fix the topics or run `dedup reset`.")
+
+
+def _created(topology: Topology, have: Mapping[str, Topic]) -> Iterator[str]:
+    """Yield a sentence for each source topic whose new records lack the append time that the topology needs."""
+    for name in topology.source.topics if topology.by_arrival else ():
+        # Empty configs mean that the worker is not permitted to read them; the tasks check every batch.
+        if have[name].configs.get("message.timestamp.type") == "CreateTime":
+            yield create_time_fault(name, f"Every new record of source topic {name!r}")
 
 
 async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
@@ -263,7 +272,7 @@ def _refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "c
 
 
 async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_create_changelog: bool) -> Cluster:
-    """Create the topics that are missing, and return the cluster with all topics.
+    """Create the missing topics, and return the cluster with all topics.
 
     Raises StateIncompatible if a topic with state is missing although the group has offsets or there is local state.
     """
@@ -271,6 +280,9 @@ async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_c
     wanted = missing_topics(topology, settings, have)
     if not may_create_changelog:
         _refuse_deleted(topology, have)
+    created = "\n".join(_created(topology, have))
+    if created:
+        raise StateIncompatible(created)
     if wanted and not settings.topics.create:
         names = ", ".join(repr(topic.name) for topic in wanted)
         raise StateIncompatible(f"missing topics {names}, and `topics.create` is false. Run `dedup apply` first.")
@@ -295,7 +307,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TopicPlan:
-    """What `dedup apply` will do: the topics to create, and how existing topics differ from what it would create."""
+    """Lists the topics that `dedup apply` will create, and how existing topics differ from what it would create."""
 
     make: tuple[WantedTopic, ...]
     as_wanted: tuple[str, ...]
@@ -382,6 +394,8 @@ def compare(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -
 
 
 def _sources(topology: Topology, have: Mapping[str, Topic]) -> Iterator[Finding]:
+    for sentence in _created(topology, have):
+        yield Finding("error", "source_create_time", sentence)
     for name in topology.source.topics:
         configs = have[name].configs
         kept_ms = int(configs.get("retention.ms", -1))
@@ -424,7 +438,7 @@ async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, 
     used = [
         place
         for place, end in sorted(ends.items())
-        if place.topic == topology.output.topic and await _holds_records(topology, wire, place, end)
+        if place.topic in topology.forwards_to and await _holds_records(topology, wire, place, end)
     ]
     if not used or await _has_written(topology, wire, admin):
         return

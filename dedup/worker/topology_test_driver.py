@@ -1,7 +1,7 @@
-"""Defines `TopologyTestDriver`, with which users test a topology file without a broker, like that of Kafka Streams.
+"""Defines `TopologyTestDriver`, with which users test a topology file without a broker, as in Kafka Streams (KIP-247).
 
-The driver runs a worker's own tasks, task groups, and transactions (KIP-247), on a cluster and stores in memory. Only
-what moves records between them is the driver's: each call is judged and committed before it returns.
+The driver runs the tasks, task groups, and transactions of a worker, with an in-memory cluster and in-memory stores.
+Only the code that moves records between the tasks differs: each call judges and commits its records before it returns.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Self
 
 from dedup.core.event_time import rfc3339_ms
+from dedup.core.flow import FlowValue, encoded
+from dedup.core.framing import SchemaBook, ref_named
 from dedup.core.partitioner import partitions as partitions_of
 from dedup.kafka.memory_wire import MemoryWire
 from dedup.kafka.record_batch import OWN_ROW, FeedBatch, Header
@@ -30,11 +32,10 @@ from dedup.worker.task_group import TaskGroup
 from dedup.worker.topics import Cluster, missing_topics, refuse_misfits
 
 Text = bytes | str
-Value = bytes | str | Mapping[str, Any] | list[Any] | None
 Time = int | str | datetime
 _BROKER: Final = "test-driver.invalid:9092"
 _LIMIT: Final = {"max.message.bytes": "1048588"}
-"""Kafka's default."""
+"""Kafka's default for `max.message.bytes`."""
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _CLOSED: Final = "the driver is closed"
 
@@ -50,7 +51,7 @@ class OutputRecord:
     key: bytes | None
     value: bytes | None
     headers: tuple[Header, ...]
-    """The record's own headers, and after them those that dedup has added."""
+    """The record's own headers, followed by the headers that dedup has added."""
 
     @property
     def json(self) -> Any:  # noqa: ANN401  # any JSON value
@@ -81,21 +82,36 @@ class DriverClock(SteadyClock):
 class TopologyTestDriver:
     """Runs a topology in this process, without a broker, for tests of a topology file. Use it with ``with``.
 
-    Every record is judged and committed by the code of a worker before `feed` returns. Stream time moves only with the
-    event times of records, and the clock only with `advance_clock`, so results do not depend on how fast a test runs.
-    Times are milliseconds since 1970, RFC 3339 strings, or datetimes with a time zone.
+    The code of a worker judges and commits every record before `feed` returns. Only the event times of records advance
+    stream time, and only `advance_clock` advances the clock, so results do not depend on how fast a test runs. Times
+    are milliseconds since 1970, RFC 3339 strings, or datetimes with a time zone.
     """
 
     _closed = False
 
-    def __init__(self, topology: Topology, *, partitions: int | Mapping[str, int] = 1, now: Time | None = None) -> None:
-        """Start the tasks of the topology, which have no state.
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        partitions: int | Mapping[str, int] = 1,
+        now: Time | None = None,
+        schemas: Mapping[int | str, str] | None = None,
+    ) -> None:
+        """Start the tasks of the topology without any state.
 
         ``partitions`` is the partition count of each source topic, or a mapping from source topics to counts. ``now``
-        is the time at which the driver's clock begins; the default is the machine's time.
+        is the time at which the driver's clock begins; the default is the machine's time. ``schemas`` stands for the
+        schema registry: it maps each schema's ID, or its GUID as a string, to the schema's text.
         """
         if topology.source.names_schemas:
-            raise ValueError(f"{topology.name}: the driver has no schema registry; test with `schema_id: none`")
+            if schemas is None:
+                raise ValueError(
+                    f"{topology.name}: values name their schemas; pass them, such as `schemas={{1: text}}`"
+                )
+            known = {ref_named(str(name)): text for name, text in schemas.items()}
+            topology = topology.knowing(SchemaBook(known.get))
+        elif schemas is not None:
+            raise ValueError(f"{topology.name}: values do not name their schemas; leave out `schemas`")
         counts = dict.fromkeys(topology.source.topics, partitions) if isinstance(partitions, int) else dict(partitions)
         if counts.keys() != set(topology.source.topics) or min(counts.values()) < 1:
             topics = ", ".join(topology.source.topics)
@@ -110,7 +126,7 @@ class TopologyTestDriver:
         """Maps each feeding partition to its task group."""
         self._read_to: Final[dict[str, int]] = {}
         self._stopped_by: Exception | None = None
-        # A test may itself run in an event loop, so the tasks have one in a thread of their own.
+        # A test may itself run in an event loop, so the tasks run in an event loop in another thread.
         self._thread: Final = ThreadPoolExecutor(1, thread_name_prefix="topology-test-driver")
         self._runner: Final = asyncio.Runner()
         self._run(self._start)
@@ -131,7 +147,7 @@ class TopologyTestDriver:
 
     def feed(
         self,
-        *values: Value,
+        *values: FlowValue,
         key: Text | None = None,
         headers: Mapping[str, Text | None] | Iterable[tuple[str, Text | None]] = (),
         timestamp: Time | None = None,
@@ -145,23 +161,27 @@ class TopologyTestDriver:
         omitted if there is only one source topic. Without ``partition``, Kafka's default partitioner chooses it by the
         key; without a key, it is partition 0.
 
+        With `event_time: arrival`, the append time is the clock's time, so passing a ``timestamp`` raises ValueError.
+
         Raises the error with which a worker would stop, such as `RecordFailed` if a policy is `fail`. The batch is then
         not committed, and every later call raises the same error.
         """
+        if timestamp is not None and self.topology.by_arrival:
+            raise ValueError("with `event_time: arrival`, the time of a record is the clock's; use `advance_clock`")
         data = None if key is None else _bytes(key)
         place = self._source(topic, partition, data)
         time_ms = self._clock.now_ms() if timestamp is None else _ms(timestamp)
         pairs = headers.items() if isinstance(headers, Mapping) else headers
         own: list[Header] = [(name, None if value is None else _bytes(value)) for name, value in pairs]
         self._refuse_if_over()
-        self._wire.append(place, [(OWN_ROW, time_ms, data, _value(value), own) for value in values])
+        self._wire.append(place, [(OWN_ROW, time_ms, data, encoded(value), own) for value in values])
         self._run(self._judge, place)
 
     def idle(self, partition: int = 0, *, topic: str | None = None) -> None:
         """Mark a source partition as idle, as a worker does after `idle_after` without records.
 
-        An idle partition does not hold stream time back until its next record. Raises ValueError for a topology that
-        reads its source directly, because its partitions have a stream time each, which only their records move.
+        Until its next record, an idle partition does not hold stream time back. Raises ValueError for a topology that
+        reads its source directly, because each partition then has its own stream time.
         """
         if self.topology.direct:
             raise ValueError(f"{self.topology.name} has no repartition topic, so no partition holds another one back")
@@ -170,8 +190,8 @@ class TopologyTestDriver:
     def advance_clock(self, by: timedelta | str) -> None:
         """Advance the clock by a duration such as ``"25h"``. Stream time and idle partitions stay as they are.
 
-        The clock is the default timestamp of records, and with `max_clock_skew` the limit for event times. Raises
-        ValueError for a negative duration.
+        The clock provides the default timestamp of records and, with `max_clock_skew`, the limit for event times.
+        Raises ValueError for a negative duration.
         """
         by_ms = parse_duration(by) if isinstance(by, str) else by // timedelta(milliseconds=1)
         if by_ms < 0:
@@ -186,14 +206,14 @@ class TopologyTestDriver:
 
     @property
     def verdicts(self) -> Counter[str]:
-        """How many records got each verdict so far. Conflicts count as duplicates."""
+        """The number of records with each verdict so far. Conflicts count as duplicates."""
         tasks = [task for group in self._groups.values() for task in group.tasks.values()]
         found = sum((task.numbers.verdicts for task in tasks), Counter[str]())
         del found["repartitioned"]
         return found
 
     def read(self, topic: str) -> list[OutputRecord]:
-        """Return what a topic has received since the last call, in the order in which it was written.
+        """Return the records that a topic has received since the last call, in the order in which they were written.
 
         Raises ValueError if the topology does not write to the topic.
         """
@@ -212,7 +232,7 @@ class TopologyTestDriver:
         ]
 
     def read_output(self) -> list[OutputRecord]:
-        """Return the forwarded records; see `read`. Raises ValueError if the topology has no output."""
+        """Return the records in the output; see `read`. Raises ValueError if the topology has no output."""
         output = self.topology.output
         return self._read_role("output", None if output is None else output.topic)
 
@@ -280,12 +300,12 @@ class TopologyTestDriver:
 
     @property
     def _hops(self) -> list[list[TopicPartition]]:
-        """The feeding partitions of each sub-topology, in the order in which records pass them."""
+        """The feeding partitions of each sub-topology, in the order in which records pass through them."""
         cluster, sources = self._factory.cluster, self.topology.source.topics
         return [cluster.places(topics) for topics in dict.fromkeys((sources, self.topology.feeding_topics))]
 
     async def _judge(self, fed: TopicPartition) -> None:
-        """Judge what the partition has received, and then what the repartition topic has received from it."""
+        """Judge the new records of the partition, and then those that the repartition topic has received from it."""
         for place in (fed, *(place for hop in self._hops[1:] for place in hop)):
             group = self._groups[place]
             task = group.tasks[place]
@@ -304,7 +324,8 @@ class TopologyTestDriver:
 def _factory(topology: Topology, counts: Mapping[str, int], clock: SteadyClock, wire: MemoryWire) -> TaskFactory:
     """Create the topics as a worker does, and return a factory of tasks whose state is in memory."""
     settings = Settings(brokers=(_BROKER,))
-    sources = {name: Topic(name, f"{at:032x}", counts[name], _LIMIT) for at, name in enumerate(topology.source.topics)}
+    configs = _LIMIT | ({"message.timestamp.type": "LogAppendTime"} if topology.by_arrival else {})
+    sources = {name: Topic(name, f"{at:032x}", counts[name], configs) for at, name in enumerate(topology.source.topics)}
     wanted = enumerate(missing_topics(topology, settings, sources), len(sources))
     topics = sources | {
         each.name: Topic(each.name, f"{at:032x}", each.partitions, {**_LIMIT, **each.configs}) for at, each in wanted
@@ -314,12 +335,6 @@ def _factory(topology: Topology, counts: Mapping[str, int], clock: SteadyClock, 
         wire.create(topic)
     # How many partitions share a transaction does not change what the transaction writes.
     return TaskFactory(topology.grouped_by(1), settings, Cluster(topics), wire, clock, None)
-
-
-def _value(value: Value) -> bytes | None:
-    if value is None:
-        return None
-    return _bytes(value) if isinstance(value, bytes | str) else json.dumps(value, allow_nan=False).encode()
 
 
 def _bytes(text: Text) -> bytes:

@@ -1,6 +1,6 @@
-"""A Faust app and a transport for batches; the broker URL scheme ``dedup://`` selects the transport.
+"""Defines a Faust app and a transport for batches; the broker URL scheme ``dedup://`` selects the transport.
 
-Each Faust message is a whole batch of records, so Faust's overhead arises only once per batch. Tasks, not Faust, handle
+Each Faust message is a whole batch of records, so Faust's overhead occurs only once per batch. Tasks, not Faust, handle
 offsets, transactions, sends, and restores, so Faust's methods for these operations raise an error (see `refused`).
 """
 
@@ -80,8 +80,8 @@ class BatchSchema(faust.Schema[Any, Any]):
 class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
     """Passes new assignments from aiokafka to Faust, which passes them to the tasks.
 
-    Tasks continue while the consumer group rebalances, because an owner is fenced by its transactional ID and not by
-    its membership. Therefore, Faust is never told of revoked partitions; it would empty the queues of its agents.
+    Tasks continue while the consumer group rebalances, because owners are fenced by their transactional IDs, not by
+    their membership. Therefore, Faust never learns of revoked partitions; it would empty the queues of its agents.
     """
 
     def __init__(self, consumer: Consumer) -> None:
@@ -112,7 +112,7 @@ class DedupApp(faust.App):
     standbys: Standbys
     pool: StorePool
     schemas: SchemaResolver | None = None
-    """What finds the schemas that values name, if the topology needs it."""
+    """Looks up the schemas that values name, or None if the topology needs no schema registry."""
     alert: DeadLetterAlert | None = None
     """The alert that is active while nearly all records become dead letters."""
     sub_topologies: dict[str, tuple[str, ...]]
@@ -134,7 +134,7 @@ class Consumer(FaustConsumer):
 
     app: DedupApp
     client: aiokafka.AIOKafkaConsumer
-    """The client that holds the group membership; it fetches nothing."""
+    """The client that maintains the group membership; it fetches nothing."""
     fetcher: FeedFetcher
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -146,7 +146,7 @@ class Consumer(FaustConsumer):
         self._joined_as = ""
         """The member ID that the group gave to this worker; it changes if the worker is expelled and joins again."""
         self._held: dict[TP, deque[Answer]] = {}
-        """The answers of each partition whose next records wait for a schema."""
+        """Maps each partition whose next records wait for a schema to the answers that are held back."""
         self._passed: dict[TP, int] = {}
         """Maps each partition to the offset below which everything except markers and aborted records was delivered."""
 
@@ -232,7 +232,7 @@ class Consumer(FaustConsumer):
         return self._passed.get(tp, -1) >= end and self._delivered.get(tp) == judged
 
     async def close_if_expelled(self) -> None:
-        """Close every task if this worker was not a member for a while, as its partitions may have had other owners.
+        """Close every task if this worker was temporarily not a member, because its partitions may have had new owners.
 
         The tasks would be fenced at their next commit, but an idle task commits nothing.
         """
@@ -255,7 +255,7 @@ class Consumer(FaustConsumer):
         )
 
     def rejoin(self) -> None:
-        """Ask for a new assignment, because a group was fenced or lost its state, unless one is already on its way."""
+        """Ask for a new assignment after a group was fenced or lost its state, unless a rebalance is in progress."""
         if not self.rebalancing:
             self.client._coordinator.request_rejoin()  # noqa: SLF001  # aiokafka has no public API for this
 
@@ -299,14 +299,16 @@ class Consumer(FaustConsumer):
                 self._passed[TP(*feeding)] = answer.next_offset
 
     def _resolved(self, found: Iterable[Answer], schemas: SchemaResolver) -> Iterator[Answer]:
-        """Yield the answers whose schemas are known, and hold the others, in the order of each partition."""
+        """Yield the answers whose schemas are known, and hold back the others, without reordering any partition."""
         for answer in found:
             self._held.setdefault(TP(*answer.source), deque()).append(answer)
-        place = self.app.factory.topology.source.schema_id
+        source = self.app.factory.topology.source
+        indexed = source.format == "protobuf"
         for tp, answers in list(self._held.items()):
             while answers:
                 columns = answers[0].columns
-                if not answers[0].reading.over and schemas.missing(refs_of(place, columns.values, columns.headers)):
+                refs = refs_of(source.schema_id, columns.values, columns.headers, indexed=indexed)
+                if not answers[0].reading.over and schemas.missing(refs):
                     break
                 yield answers.popleft()
             if not answers:

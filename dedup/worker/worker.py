@@ -345,7 +345,7 @@ async def background_loops(app: DedupApp, topology: Topology, introspection: Int
 
 
 async def _look_for_dead_letters(app: DedupApp, clock: SteadyClock) -> None:
-    """Log when nearly all records become dead letters, and log again when that is over."""
+    """Log when nearly all records become dead letters, and again when this is no longer the case."""
     share = DeadShare()
     share.look((), clock.now_ms())
     while True:

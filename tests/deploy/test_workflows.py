@@ -13,7 +13,7 @@ import pytest
 
 from dedup.core.tracking_id import ENCODING_VERSION
 from dedup.spark import table_sink
-from dedup.store import changelog, checkpoint, rocks
+from dedup.store import changelog, checkpoint, directory
 from dedup.worker import layout
 from tests.deploy.test_files import ROOT, load, schema
 
@@ -98,7 +98,7 @@ def test_the_versions_page_has_the_numbers_of_the_code():
         "task record": f"{changelog._RECORD_VERSION}; reads {changelog._RECORD_WITHOUT_ID}",
         "seed mark": str(changelog._MARK_VERSION),
         "layout": str(layout._VERSION),
-        "local state": rocks._FORMAT,
+        "local state": directory._FORMAT,
         "checkpoint": str(checkpoint._FORMAT),
         "position of `dedup spark sink`": str(table_sink._VERSION),
     }

@@ -7,7 +7,15 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.property.extract_cases import AVRO_EVENTS, EVENTS, framed
+from tests.property.extract_cases import (
+    AVRO_EVENTS,
+    CBOR_EVENTS,
+    CSV_EVENTS,
+    EVENTS,
+    MSGPACK_EVENTS,
+    PROTOBUF_EVENTS,
+    framed,
+)
 
 NASTY = [
     b"\x00",
@@ -47,6 +55,13 @@ NASTY = [
 TIMES_MS = (-1, 0, 1, 1_000, 59_999, 60_000, 253_402_300_800_000, (1 << 63) - 1)
 STRETCH = 300
 NOW_MS = 1_700_000_000_000
+_TYPED = {
+    "avro": AVRO_EVENTS,
+    "protobuf": PROTOBUF_EVENTS,
+    "msgpack": MSGPACK_EVENTS,
+    "cbor": CBOR_EVENTS,
+    "csv": CSV_EVENTS,
+}
 Record = tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]], int]
 """Key, value, headers, timestamp in ms."""
 
@@ -81,12 +96,14 @@ def mutated(dice: random.Random, values: list[bytes]) -> bytes:
     return value
 
 
-def records(dice: random.Random, count: int, *, framing: bool = False, avro: bool = False) -> Iterator[Record]:
+def records(dice: random.Random, count: int, *, form: str = "json") -> Iterator[Record]:
     """Yield records; stretches of good ones between, so that whole batches are taken in columns, too.
 
-    ``avro``: values of the schema of `AVRO`. ``framing``: with a schema registry's framing before values or in headers, in some records damaged.
+    ``form``: avro and protobuf are values of the schemas of `AVRO` and `PROTOBUF`; msgpack, cbor, and csv name the format; framed is JSON with a schema
+    registry's framing before values or in headers, in some records damaged.
     """
-    values, good = (AVRO_EVENTS, AVRO_EVENTS[:3]) if avro else (corpus(), EVENTS[:6])
+    typed = _TYPED.get(form)
+    values, good = (corpus(), EVENTS[:6]) if typed is None else (typed, typed[:3])
     for at in range(count):
         if at % STRETCH == 0:
             clean = dice.random() < 0.4
@@ -97,7 +114,7 @@ def records(dice: random.Random, count: int, *, framing: bool = False, avro: boo
         headers: list[tuple[str, bytes | None]] = []
         if dice.random() < 0.3:
             headers = [(dice.choice(("h", "h", "g", "")), dice.choice((None, b"", b"x", value))) for _ in range(2)]
-        if framing:
+        if form == "framed":
             value, added = framed(value, dice, 0 if clean else 0.3)
             headers += added
             if not clean and value is not None:

@@ -24,7 +24,7 @@ from dedup.store.directory import Keeping
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.record_collector import Limits, RecordCollector, Refusals, Route, Routes
 from tests.fuzz.records import NOW_MS, records
-from tests.property.extract_cases import AVRO, RECIPES
+from tests.property.extract_cases import AVRO, CBOR, CSV, MSGPACK, PROTOBUF, RECIPES
 from tests.simulation.cluster import Cluster
 from tests.simulation.direct import IN, DirectWire, plan_of
 from tests.simulation.scenario import CHANGELOG
@@ -32,6 +32,8 @@ from tests.simulation.scenario import CHANGELOG
 RECORDS = int(os.environ.get("DEDUP_FUZZ", "100000"))
 SEEDS = 20
 SKEW_MS = 100_000
+BY_FORM = {"avro": AVRO, "protobuf": PROTOBUF, "msgpack": MSGPACK, "cbor": CBOR, "csv": CSV}
+FORMS = ("json", "framed", "protobuf", "msgpack", "framed", "avro", "cbor", "csv")
 ROUTES = Routes(("in",), Route("out", 1), Route("dead", 1), Route("late", 1), duplicates=Route("twice", 1))
 TOPICS = {"unique": "out", "exempt": "out", "duplicate": "twice", "late": "late", "dead_letter": "dead"}
 SHAPES = [
@@ -98,11 +100,9 @@ def test_unclosed_brackets_of_any_length_are_a_fault_however_deep_the_caller_sta
 @pytest.mark.parametrize("seed", range(SEEDS))
 async def test_every_record_comes_out_once_as_the_reference_says(seed):
     dice = random.Random(seed)
-    # Of five seeds, two take framed values and one takes Avro.
-    form = ("json", "framed", "json", "framed", "avro")[seed % 5]
+    form = FORMS[seed % len(FORMS)]
     chosen = [each for each in RECIPES.values() if (each.fmt == "json_schema") == (form == "framed")]
-    if form == "avro":
-        chosen = list(AVRO.values())
+    chosen = list(BY_FORM.get(form, {}).values()) or chosen
     recipe = dice.choice(chosen)
     guard_ms, grace_ms, extend = dice.choice(SHAPES)
     missing, tombstones = dice.choice(["dead_letter", "forward"]), dice.choice(["dead_letter", "forward"])
@@ -117,7 +117,7 @@ async def test_every_record_comes_out_once_as_the_reference_says(seed):
     )
     judge = await judge_of(recipe, rules)
     model = ReferenceModel(ModelRules(guard_ms, grace_ms, extend, most_ms, missing, tombstones, "duplicate", future))
-    stream = records(dice, RECORDS // SEEDS, framing=form == "framed", avro=form == "avro")
+    stream = records(dice, RECORDS // SEEDS, form=form)
     offset, left = 0, RECORDS // SEEDS
     applied_ms = 0
     while left:

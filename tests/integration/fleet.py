@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,17 @@ class Job:
         if transactional_id is not None and commit is not None:
             (producer.commit_transaction if commit else producer.abort_transaction)(30)
         return producer
+
+    def send_until_stamped(self, kind: int, events: Iterable[Event]) -> int:
+        """Send one event at a time until the broker gives one this kind of time; return how many had another before.
+
+        A broker changes a topic's kind of time some time after it has told everybody of the change.
+        """
+        for before, event in enumerate(events):
+            self.send([event])
+            if self.read(self.topology.source.topics[event.topic])[-1].timestamp()[0] == kind:
+                return before
+        raise AssertionError("no event got that kind of time")
 
     def _produce(self, producer: Producer, events: Sequence[Event]) -> None:
         refused: list[object] = []

@@ -35,7 +35,7 @@ def dedup(
 ) -> str:
     """Run a command; return what it printed."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("DEDUP_")}
-    line = [*DEDUP, command, str(job.topology_file), *arguments, "--config", str(job.config_file)]
+    line = [*DEDUP, *command.split(), str(job.topology_file), *arguments, "--config", str(job.config_file)]
     line += ["--set", f"state_dir={job.state_dir(state_of)}"]
     done = subprocess.run(
         line, input=stdin, capture_output=True, text=True, timeout=WITHIN_S, env=clean | environ, check=False

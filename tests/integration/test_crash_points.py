@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
+from confluent_kafka import Producer
 
 from dedup.crashpoints import OF_ANNOUNCING, OF_LAYOUT, POINTS, Point
 from tests.integration.conftest import MakeJob
@@ -63,3 +65,25 @@ def test_f02_dies_at_a_point_of_a_repartitioned_job(make_job: MakeJob, point: Po
         config={"commit_interval": "20ms"}, document={"source": {"topics": [f"hops-{point.replace('_', '-')}"]}}
     )
     dies_and_comes_back(job, workload(40 + POINTS.index(point), EVENTS, scattered=True), f"{point}:9")
+
+
+def test_the_open_transaction_of_a_dead_worker_does_not_delay_the_next_one(make_job: MakeJob) -> None:
+    """One source partition has no offset yet, so the next worker looks in the changelogs for lost offsets."""
+    job = make_job(document={"source": {"topics": ["left-open"]}})
+    events = [replace(event, partition=0) for event in workload(47, 400, scattered=True)]
+    job.send(events[:200])
+    job.finish()
+    # As a worker leaves it that is killed within a commit; the transaction would time out after a minute.
+    dead = Producer(
+        {
+            "bootstrap.servers": job.kafka.bootstrap,
+            "transactional.id": job.topology.transactional_id("dedup", 0, size=1),
+        }
+    )
+    dead.init_transactions(30)
+    dead.begin_transaction()
+    dead.produce(job.topology.changelog_topic, b"value", b"key", partition=0)
+    assert dead.flush(30) == 0
+    job.send(events[200:])
+    job.finish()
+    job.judge()

@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Producer
 
+from dedup.embedded.child_process import DEDUP
 from dedup.embedded.fault_proxy import FaultProxy
 from dedup.embedded.java import find_java
 from dedup.embedded.kafka_jars import cache_dir
 from dedup.embedded.kafka_node import ClassArchive, EmbeddedKafka
+from dedup.errors import RegistryUnavailable
+from dedup.kafka.schema_registry import SchemaRegistry
 from tests.brokers import admin_of
 from tests.waiting import until
 
@@ -142,3 +145,19 @@ def exists(pid: int) -> bool:
         return False
     state = Path(f"/proc/{pid}/stat")
     return not (state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+def test_the_command_runs_a_schema_registry_beside_kafka(tmp_path: Path) -> None:
+    log = tmp_path / "broker.log"
+    with log.open("wb") as errors:
+        command = [*DEDUP, "broker", "--port", "0", "--registry", "--registry-port", "0"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
+        assert process.stdout is not None
+        with process.stdout as lines:
+            bootstrap, url = (lines.readline().decode().strip() for _ in range(2))
+            assert admin_of(bootstrap).client.list_topics(timeout=10).brokers
+            assert SchemaRegistry(url, {}).kind() == "apicurio-registry 2.5.11.Final"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(90) == 130, log.read_text()
+    with pytest.raises(RegistryUnavailable):
+        SchemaRegistry(url, {}).kind()

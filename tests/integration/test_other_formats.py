@@ -13,7 +13,9 @@ from decimal import Decimal
 from pathlib import Path
 from uuid import UUID
 
+import cbor2
 import fastavro
+import msgspec
 import pytest
 
 from tests.integration.conftest import MakeJob
@@ -152,5 +154,93 @@ def test_avro_is_forwarded_unchanged_and_verified(
     assert any(b"Schema Registry framing, schema id 7" in letter["dedup-detail"] for letter in letters)
     dedup(job, "verify")
     found = json.loads(dedup(job, "explain", str(UUID(int=6)), "--json"))
+    assert sorted(each["verdict"] for each in found["records"]) == ["duplicate", "duplicate", "unique"]
+    assert found["contradictions"] == 0
+
+
+def placed(number: int, **more: object) -> dict[str, object]:
+    at = datetime.fromtimestamp(BASE_MS / 1000 + number, UTC)
+    return {"order": {"id": f"p-{number}", "total": number / 4}, "placed_at": at, **more}
+
+
+PACK: dict[str, Callable[[object], bytes]] = {"msgpack": msgspec.msgpack.encode, "cbor": cbor2.dumps}
+COLUMNS = ["id", "placed_at", "coupon"]
+
+
+def in_csv(number: int, coupon: str = "") -> bytes:
+    at = datetime.fromtimestamp(BASE_MS / 1000 + number, UTC).isoformat()
+    return f'"p-{number}";{at};"{coupon}"\r\n'.encode()
+
+
+@pytest.mark.parametrize("hops", ["direct", "repartitioned"])
+def test_csv_is_forwarded_unchanged_and_verified(
+    make_job: MakeJob, topic_names: Callable[[str], str], hops: str
+) -> None:
+    source = {"topics": [topic_names("csv-in")], "format": "csv", "columns": COLUMNS, "delimiter": "semicolon"}
+    if hops == "direct":
+        source["partitioned_by"] = "tracking_id"
+    conflicts = topic_names("conflicts")
+    time, rule = {"field": "placed_at", "unit": "rfc3339"}, {"field": "id"}
+    document = {"source": source, "idle_after": "1s", "conflicts": conflicts, "tracking_id": rule, "event_time": time}
+    job = make_job(document=document)
+    good = [Event(number % 2, in_csv(number), 0) for number in range(0, 200, 2)]
+    other = [Event(0, in_csv(number, "half;\n"), 0) for number in range(0, 20, 2)]
+    bad = [
+        b"p-2;2024-01-01T00:00:00Z",
+        b"a;b;c;d",
+        good[0].value[1:],
+        b"a;b;c\nd;e;f",
+        b"\xef\xbb\xbf" + good[0].value,
+        b"",
+    ]
+    ill = [b";2024-01-01T00:00:00Z;", b"a;now;", b"a;;", b"\xff;;"]
+    job.send([*good, *good[::3], *other, *(Event(0, value, 0) for value in [*bad, *ill])])
+    job.finish()
+    assert sorted(each.value() for each in job.read(job.output)) == sorted(event.value for event in good)
+    assert sorted(each.value() for each in job.read(conflicts)) == sorted(event.value for event in other)
+    reasons = [dict(letter.headers() or [])["dedup-reason"].decode() for letter in job.read(job.topology.dead_letter)]
+    assert sorted(reasons) == ["id_missing", *["not_csv"] * len(bad), "not_utf8", "time_missing", "time_unparsable"]
+    dedup(job, "verify")
+    found = json.loads(dedup(job, "explain", "p-6", "--json"))
+    assert sorted(each["verdict"] for each in found["records"]) == ["duplicate", "duplicate", "unique"]
+    assert found["contradictions"] == 0
+
+
+BROKEN = {"msgpack": b"\xc1", "cbor": b"\xff"}
+
+
+@pytest.mark.parametrize("hops", ["direct", "repartitioned"])
+@pytest.mark.parametrize("fmt", PACK)
+def test_values_that_say_their_types_are_forwarded_unchanged_and_verified(
+    make_job: MakeJob, topic_names: Callable[[str], str], hops: str, fmt: str
+) -> None:
+    source = {"topics": [topic_names("packed-in")], "format": fmt}
+    if hops == "direct":
+        source["partitioned_by"] = "tracking_id"
+    conflicts = topic_names("conflicts")
+    time, rule = {"field": "placed_at", "unit": "timestamp"}, {"field": "order.id"}
+    document = {"source": source, "idle_after": "1s", "conflicts": conflicts, "tracking_id": rule, "event_time": time}
+    job = make_job(document=document)
+    pack = PACK[fmt]
+    good = [Event(number % 2, pack(placed(number)), 0) for number in range(0, 200, 2)]
+    other = [Event(0, pack(placed(number, coupon="half")), 0) for number in range(0, 20, 2)]
+    whole = good[0].value
+    bad = [whole[:-1], whole + b"\0", BROKEN[fmt], b"\0\0\0\0\7" + whole, b'{"order":{"id":"a"}}', b""]
+    ill = [pack({"order": {"id": 1.5}, "placed_at": None}), pack({"order": {"id": "a"}, "placed_at": 7})]
+    job.send([*good, *good[::3], *other, *(Event(0, value, 0) for value in [*bad, *ill])])
+    # Workers that are killed judge what they had not committed once more.
+    for _ in range(2):
+        worker = job.start()
+        until(lambda: job.read(job.output), "something is judged")
+        worker.kill()
+    job.finish()
+    assert sorted(each.value() for each in job.read(job.output)) == sorted(event.value for event in good)
+    assert sorted(each.value() for each in job.read(conflicts)) == sorted(event.value for event in other)
+    letters = [dict(letter.headers() or []) for letter in job.read(job.topology.dead_letter)]
+    reasons = sorted(letter["dedup-reason"].decode() for letter in letters)
+    assert reasons == ["id_ill_typed", *[f"not_{fmt}"] * len(bad), "time_ill_typed"]
+    assert any(b"Schema Registry framing, schema id 7" in letter["dedup-detail"] for letter in letters)
+    dedup(job, "verify")
+    found = json.loads(dedup(job, "explain", "p-6", "--json"))
     assert sorted(each["verdict"] for each in found["records"]) == ["duplicate", "duplicate", "unique"]
     assert found["contradictions"] == 0

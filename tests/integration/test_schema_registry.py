@@ -1,115 +1,42 @@
-"""Avro behind a schema registry's framing: Apicurio's registry, two versions, two workers, kills."""
+"""Avro and Protobuf behind a schema registry's framing: Apicurio's registry, two versions, two workers, kills."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import io
 import json
-import os
 import re
-import signal
-import socket
 import subprocess
-import tarfile
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
-import fastavro
 import pytest
 
-from dedup.embedded.java import find_java
+from dedup.embedded.registry_node import EmbeddedRegistry
+from tests.integration.apicurio import FIRST, SECOND, running, serialized
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import WITHIN_S, Job, Worker, until
 from tests.integration.test_admin import DEDUP, dedup, pages
 from tests.integration.workload import BASE_MS, Event
-from tests.waiting import LoggedProcess
 
 pytestmark = pytest.mark.broker
 
-NAME = "apicurio-registry-app-2.5.11.Final"
-URL = f"https://repo1.maven.org/maven2/io/apicurio/apicurio-registry-app/2.5.11.Final/{NAME}-all.tar.gz"
-SHA256 = "f894a17f650ec427de72cfb68edfc30f8020743269293e58372e22f67fd4fd15"
-FIELDS = [{"name": "id", "type": "string"}, {"name": "n", "type": "int"}]
-FIRST = json.dumps({"type": "record", "name": "Order", "fields": FIELDS})
-SECOND = json.dumps(
-    {
-        "type": "record",
-        "name": "Order",
-        "fields": [{"name": "note", "type": ["null", "string"], "default": None}, *FIELDS],
-    }
-)
-
-
-def unpacked() -> Path:
-    """Return the directory with Apicurio's registry, which is fetched once."""
-    directory = Path.home() / ".cache" / "dedup" / NAME
-    if not directory.exists():
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        archive = directory.with_suffix(".part")
-        with urllib.request.urlopen(URL, timeout=60) as answer:
-            archive.write_bytes(answer.read())
-        assert hashlib.sha256(archive.read_bytes()).hexdigest() == SHA256
-        ready = directory.with_suffix(".ready")
-        with tarfile.open(archive) as files:
-            files.extractall(ready, filter="data")
-        archive.unlink()
-        ready.rename(directory)
-    return directory
-
-
-class Registry(LoggedProcess):
-    """Apicurio's registry, which keeps schemas in memory."""
-
-    def __init__(self, directory: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}/apis/ccompat/v7"
-        java = [str(find_java(os.environ)), "-Xmx256m", f"-Dquarkus.http.port={port}", "-Dquarkus.http.host=127.0.0.1"]
-        command = [*java, "-jar", str(unpacked() / f"{NAME}-runner.jar")]
-        super().__init__(command, directory / "registry.log")
-        until(self.answers, lambda: f"the registry answers: {self.log}")
-
-    def answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/subjects", timeout=5):
-                return True
-        except (urllib.error.URLError, OSError):
-            return False
+BOTH = [(fmt, hops) for fmt in FIRST for hops in ("direct", "repartitioned")]
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    started = Registry(tmp_path_factory.mktemp("registry"))
-    yield started
-    os.kill(started.pid, signal.SIGCONT)
-    started.kill()
+def registry() -> Iterator[EmbeddedRegistry]:
+    with running() as started:
+        yield started
 
 
-def serialized(registry: Registry, schema: str, topic: str, numbers: Iterable[int]) -> list[bytes]:
-    """Return orders as confluent-kafka's serializer writes them, after the schema was registered as it does it."""
-    body = json.dumps({"schema": schema}).encode()
-    headers = {"Content-Type": "application/vnd.schemaregistry.v1+json"}
-    request = urllib.request.Request(f"{registry.url}/subjects/{topic}-value/versions", body, headers)
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        schema_id = json.load(answer)["id"]
-    parsed, made = fastavro.parse_schema(json.loads(schema)), []
-    for number in numbers:
-        stream = io.BytesIO()
-        stream.write(b"\0" + schema_id.to_bytes(4, "big"))
-        fastavro.schemaless_writer(stream, parsed, {"id": f"o-{number}", "n": number})
-        made.append(stream.getvalue())
-    return made
-
-
-def job_of(make_job: MakeJob, registry: Registry, topic: str, hops: str, **settings: object) -> Job:
-    source = {"topics": [topic], "format": "avro"}
+def job_of(
+    make_job: MakeJob, registry: EmbeddedRegistry, topic: str, hops: str, fmt: str = "avro", **settings: object
+) -> Job:
+    source = {"topics": [topic], "format": fmt}
     if hops == "direct":
         source["partitioned_by"] = "tracking_id"
     config = {"schema_registry": {"url": registry.url, **settings}, "web": {"enabled": True, "port": 0}}
@@ -139,6 +66,12 @@ def saying(text: str | None) -> Iterator[str]:
             thread.join()
 
 
+def awaited(worker: Worker) -> bool:
+    """Return whether the worker's metrics say that records wait for a schema."""
+    with urllib.request.urlopen(f"{pages(worker)}/metrics", timeout=10) as answer:
+        return "\ndedup_schemas_awaited 1.0\n" in answer.read().decode()
+
+
 def ready(worker: Worker) -> str:
     try:
         with urllib.request.urlopen(f"{pages(worker)}/ready", timeout=10) as answer:
@@ -149,24 +82,25 @@ def ready(worker: Worker) -> str:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("hops", ["direct", "repartitioned"])
+@pytest.mark.parametrize(("fmt", "hops"), BOTH)
 def test_two_versions_two_workers_kills_and_a_registry_that_does_not_answer(
-    make_job: MakeJob, registry: Registry, topic_names: Callable[[str], str], hops: str
+    make_job: MakeJob, registry: EmbeddedRegistry, topic_names: Callable[[str], str], fmt: str, hops: str
 ) -> None:
-    topic = topic_names("avro-in")
-    job = job_of(make_job, registry, topic, hops)
-    first = serialized(registry, FIRST, topic, range(400))
-    second = serialized(registry, SECOND, topic, range(800))
+    topic = topic_names(f"{fmt}-in")
+    job = job_of(make_job, registry, topic, hops, fmt)
+    first = serialized(registry, FIRST[fmt], topic, range(400))
+    second = serialized(registry, SECOND[fmt], topic, range(800))
     old = [Event(number % 2, value, BASE_MS + number) for number, value in enumerate(first)]
     changed = [Event(number % 2, value, BASE_MS + number) for number, value in enumerate(second)]
     new, again = changed[400:], changed[::3]
     workers = [job.start("a"), job.start("b")]
     job.send(old)
     until(lambda: len(job.read(job.output)) == len(old), "the records of the first version are forwarded")
-    os.kill(registry.pid, signal.SIGSTOP)
+    registry.process.pause()
     try:
         job.send([*new, *again])
         until(lambda: any("records wait for schema" in ready(each) for each in workers), "a worker is not ready")
+        until(lambda: any(map(awaited, workers)), "a worker's metrics say so")
         workers[0].kill()
         workers.append(job.start("a"))
         said = "Partitions with records of this schema wait"
@@ -180,7 +114,7 @@ def test_two_versions_two_workers_kills_and_a_registry_that_does_not_answer(
         assert len(job.read(job.output)) == len(old)
         assert job.read(job.topology.dead_letter) == []
     finally:
-        os.kill(registry.pid, signal.SIGCONT)
+        registry.process.resume()
     until(lambda: len(job.read(job.output)) > len(old), "the partitions go on")
     for each in workers:
         each.kill()
@@ -194,32 +128,30 @@ def test_two_versions_two_workers_kills_and_a_registry_that_does_not_answer(
     assert found["contradictions"] == 0
 
 
-@pytest.mark.parametrize("hops", ["direct", "repartitioned"])
+@pytest.mark.parametrize(("fmt", "hops"), BOTH)
 def test_bad_framing_and_unknown_schemas_are_dead_letters_which_verify_understands(
-    make_job: MakeJob, registry: Registry, topic_names: Callable[[str], str], hops: str
+    make_job: MakeJob, registry: EmbeddedRegistry, topic_names: Callable[[str], str], fmt: str, hops: str
 ) -> None:
-    topic = topic_names("avro-in")
-    job = job_of(make_job, registry, topic, hops, schema_wait="1s")
-    (good,) = serialized(registry, FIRST, topic, [1])
+    topic = topic_names(f"{fmt}-in")
+    job = job_of(make_job, registry, topic, hops, fmt, schema_wait="1s")
+    (good,) = serialized(registry, FIRST[fmt], topic, [1])
     wrong = b"\0\x7f\xff\xff\xff" + good[5:]
     bad = [wrong, good[:4], good[:-1], good + b"\0", b"\1" + good, b"{}", b""]
-    in_header = (("__value_schema_id", good[:5]),)
-    job.send([Event(0, good, BASE_MS), Event(0, good[5:], BASE_MS, headers=in_header)])
+    head = 5 if fmt == "avro" else 6
+    if fmt == "protobuf":
+        bad += [good[:5] + b"\2\x14" + good[6:], good[:5] + b"\1" + good[6:], good[:5] + b"\2"]
+    in_header = (("__value_schema_id", good[:head]),)
+    job.send([Event(0, good, BASE_MS), Event(0, good[head:], BASE_MS, headers=in_header)])
     job.send([Event(0, value, BASE_MS) for value in bad])
     job.finish()
     assert [each.value() for each in job.read(job.output)] == [good]
     reasons = [dict(letter.headers() or [])["dedup-reason"].decode() for letter in job.read(job.topology.dead_letter)]
-    assert sorted(reasons) == [
-        "not_avro",
-        "not_avro",
-        "schema_unknown",
-        "truncated_framing",
-        "truncated_framing",
-        "wrong_magic_byte",
-        "wrong_magic_byte",
-    ]
+    expected = [f"not_{fmt}"] * 2 + ["schema_unknown"] + ["truncated_framing"] * 2 + ["wrong_magic_byte"] * 2
+    if fmt == "protobuf":
+        expected += ["schema_refused", "bad_message_indexes", "truncated_framing"]
+    assert sorted(reasons) == sorted(expected)
     dedup(job, "verify")
-    with saying(FIRST) as url:  # the schema has come since
+    with saying(FIRST[fmt]) as url:  # the schema has come since
         why = "the schema registry did not know" if hops == "direct" else "dead letters of the repartition step"
         assert f"not provable, 1 records: {why}" in dedup(job, "verify", DEDUP_SCHEMA_REGISTRY__URL=url)
     with saying(None) as url:  # the schema of a record that was forwarded is gone
@@ -233,8 +165,44 @@ def test_bad_framing_and_unknown_schemas_are_dead_letters_which_verify_understan
     assert "schema_unknown: the schema registry does not know the value's schema, 2147483647" in tried
 
 
+@pytest.mark.parametrize("fmt", FIRST)
+def test_exported_schemas_serve_where_there_is_no_registry(
+    make_job: MakeJob, registry: EmbeddedRegistry, topic_names: Callable[[str], str], fmt: str
+) -> None:
+    topic = topic_names(f"{fmt}-in")
+    job = job_of(make_job, registry, topic, "direct", fmt)
+    values = serialized(registry, FIRST[fmt], topic, range(50)) + serialized(registry, SECOND[fmt], topic, range(100))
+    job.send([Event(number % 2, value, BASE_MS + number) for number, value in enumerate(values[:120])])
+    schemas = job.directory / "schemas"
+    assert f"{topic}-value: 2 versions" in dedup(job, "schemas export", str(schemas))
+    assert len(list(schemas.iterdir())) == 2
+    config = json.loads(job.config_file.read_text())
+    config["schema_registry"] = {"directory": str(schemas)}
+    job.config_file.write_text(json.dumps(config))
+    assert "schema registry: ok (2 exported schemas)" in dedup(job, "doctor")
+    assert "no schema registry was asked" in dedup(job, "check", "--broker")
+    assert "schema_registry.url: is missing" in dedup(job, "schemas export", str(schemas), code=2)
+    job.finish()
+    assert len(job.read(job.output)) == 100 - 30
+    assert job.read(job.topology.dead_letter) == []
+    dedup(job, "verify")
+    assert len(json.loads(dedup(job, "explain", "o-3", "--json"))["records"]) == 2
+    next(iter(schemas.iterdir())).unlink()
+    assert "or is in `schema_registry.directory`" in dedup(job, "verify", code=3)
+
+
+def test_schemas_of_a_subject_that_the_registry_does_not_have(
+    make_job: MakeJob, registry: EmbeddedRegistry, topic_names: Callable[[str], str]
+) -> None:
+    source = {"topics": [topic_names("avro-in")], "format": "avro", "subject": "nobody-value"}
+    job = make_job(document={"source": source}, config={"schema_registry": {"url": registry.url}})
+    said = dedup(job, "schemas export", str(job.directory / "schemas"), code=2)
+    assert "nobody-value: is not in the schema registry" in said
+    assert "the schema registry has no subject nobody-value" in dedup(job, "check", "--broker")
+
+
 def test_doctor_says_what_the_registry_is_and_what_is_wrong_with_its_address(
-    registry: Registry, make_job: MakeJob, topic_names: Callable[[str], str]
+    registry: EmbeddedRegistry, make_job: MakeJob, topic_names: Callable[[str], str]
 ) -> None:
     job = job_of(make_job, registry, topic_names("avro-in"), "direct")
     said = dedup(job, "doctor")

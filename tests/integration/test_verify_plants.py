@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -219,17 +220,17 @@ def invented(world: World) -> None:
     world.output.append(replace(world.output[0], value=b'{"id": "never sent"}'))
 
 
-def wrong_reason(world: World) -> None:
+def wrong_reason(world: World, reason: bytes = b"missing_id") -> None:
     dead = world.dead[0]
-    world.dead[0] = replace(dead, headers=[("dedup-reason", b"missing_id"), *dead.headers[1:]])
+    world.dead[0] = replace(dead, headers=[("dedup-reason", reason), *dead.headers[1:]])
 
 
-def made_a_dead_letter(world: World) -> None:
+def made_a_dead_letter(world: World, reason: bytes = b"missing_id") -> None:
     """The record `f` is a dead letter without an ID, which it has, instead of in the output."""
     sent = world.output.pop(5)
     place = f"{world.name}-in/0/10".encode()
     headers = [
-        ("dedup-reason", b"missing_id"),
+        ("dedup-reason", reason),
         ("dedup-detail", b"a sentence"),
         ("dedup-source", place),
         ("dedup-timestamp", str(sent.timestamp_ms).encode()),
@@ -237,6 +238,7 @@ def made_a_dead_letter(world: World) -> None:
     world.dead.append(replace(sent, topic=world.dead[0].topic, headers=headers))
 
 
+UNKNOWN = b"schema_unknown"
 PLANTS = [
     pytest.param(lambda w: w.output.pop(1), {"lost": 1, "unbalanced": 1}, id="one loss"),
     pytest.param(lambda w: w.output.pop(), {"lost": 1, "unbalanced": 1}, id="the last one lost"),
@@ -257,6 +259,10 @@ PLANTS = [
     pytest.param(lambda w: w.dead.pop(0), {"lost": 1, "unbalanced": 1}, id="a dead letter lost"),
     pytest.param(wrong_reason, {"wrong_dead_letter": 1}, id="another reason"),
     pytest.param(made_a_dead_letter, {"wrong_dead_letter": 1}, id="a dead letter without a reason"),
+    pytest.param(partial(wrong_reason, reason=UNKNOWN), {"wrong_dead_letter": 1}, id="a schema, but no registry"),
+    pytest.param(
+        partial(made_a_dead_letter, reason=UNKNOWN), {"wrong_dead_letter": 1}, id="a schema, but no registry 2"
+    ),
     pytest.param(invented, {"phantom": 1, "unbalanced": 1}, id="a record nobody sent"),
     pytest.param(lambda w: w.duplicates.pop(0), {"wrong_duplicate": 1}, id="a duplicate not kept"),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -143,7 +144,26 @@ def test_a_sample_of_a_correct_run_passes(bench: Bench) -> None:
         assert report.read + report.unsampled == len(ROWS)
 
 
+def of_the_step(run: Run, reason: str = "refused_by_broker", **changed: bytes) -> None:
+    """The record `d` does not come to the repartition topic; the step has made it a dead letter."""
+    run.output.pop(3)
+    dead = run.log.pop(4)
+    why = [("dedup-reason", reason.encode()), ("dedup-detail", b"a sentence")]
+    headers = [*dead.headers[:-2], *why, *dead.headers[-2:]]
+    run.beside.append(replace(dead, topic=run.beside[0].topic, partition=0, headers=headers, **changed))
+
+
+def test_a_dead_letter_of_the_step_is_taken_by_evidence(bench: Bench) -> None:
+    bench.write(of_the_step)
+    report = bench.verify()
+    assert found(report) == {}, report.samples
+    assert report.not_provable == {"dead letters of the repartition step": 1}
+
+
 PLANTS = [
+    pytest.param(partial(of_the_step, reason="id_missing"), {"wrong_dead_letter": 1}, id="no reason of the step"),
+    pytest.param(partial(of_the_step, reason="schema_unknown"), {"wrong_dead_letter": 1}, id="without a registry"),
+    pytest.param(partial(of_the_step, value=b"{}"), {"changed": 1}, id="the step changed it"),
     pytest.param(lambda run: run.output.pop(1), {"lost": 1}, id="lost on the way to the output"),
     pytest.param(lambda run: run.log.pop(4), {"lost": 1, "phantom": 1}, id="lost on the way to the log"),
     pytest.param(lambda run: run.log.append(run.log[2]), {"duplicated": 1}, id="twice in the log"),

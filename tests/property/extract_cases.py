@@ -1,5 +1,8 @@
 """Events, whole and odd, and the rules they are extracted by."""
 
+from dataclasses import replace
+
+from dedup.core.csv_row import CsvLayout
 from dedup.core.event_time import FieldTime
 from dedup.core.extract import Extractor, Recipe
 from dedup.core.tracking_id import (
@@ -105,6 +108,104 @@ AVRO_EVENTS = [
     b"\x02\x00\x02\x00",
 ]
 """Values of the schema of `AVRO`; the last two have no ID, and the fourth has a block with a wrong size."""
+_PROTO = """syntax = "proto3"; import "google/protobuf/timestamp.proto";
+message Event { oneof of { string id = 1; sint64 number = 2; bytes raw = 3; } google.protobuf.Timestamp t = 4; Event a = 5;
+  repeated int64 many = 6; fixed64 at = 7; }"""
+PROTOBUF = {
+    "protobuf": Recipe(
+        TrackingId(FieldRule(("id",)), ("trim",)),
+        FieldTime(("t",), "timestamp"),
+        "protobuf",
+        fingerprint=True,
+        schema=_PROTO,
+    ),
+    "protobuf fields": Recipe(
+        TrackingId(FieldsRule((("a", "id"), ("at",)))), FieldTime(("at",), "us"), "protobuf", schema=_PROTO
+    ),
+    "protobuf parts": Recipe(
+        TrackingId(PartsRule((Part(KeyRule(), True), Part(FieldRule(("number",)), True)))),
+        fmt="protobuf",
+        schema=_PROTO,
+    ),
+    "protobuf first of": Recipe(
+        TrackingId(FirstOfRule((FieldRule(("id",)), FieldRule(("a", "raw")), KeyRule()))), fmt="protobuf", schema=_PROTO
+    ),
+    "protobuf key": Recipe(TrackingId(KeyRule()), fmt="protobuf", schema=_PROTO),
+}
+_AT = b"\x22\x06\x08\x80\x9d\xf9\xcb\x06\x39\x00\x40\xec\x8a\xb3\x49\x06\x00"
+PROTOBUF_EVENTS = [
+    b"\x0a\x24" + UUID.encode() + _AT,
+    b"\x0a\x02 a" + _AT + b"\x2a\x05\x0a\x03abc",
+    b"\x10\x0d" + _AT + b"\x2a\x04\x1a\x02\xff\x00\x2a\x00",
+    b"\x0a\x01b\x10\x0d\x32\x02\x01\x02\x30\x07" + _AT,
+    b"\x0a\x01b\x0a\x01c\x53\x08\x01\x54" + _AT + b"\x22\x02\x10\x01",
+    b"\x0a\x00",
+    b"",
+]
+"""Values of the schema of `PROTOBUF`; the last two have no ID."""
+MSGPACK = {
+    "msgpack": Recipe(
+        TrackingId(FieldRule(("id",)), ("trim",)), FieldTime(("t",), "timestamp"), "msgpack", fingerprint=True
+    ),
+    "msgpack ms": Recipe(TrackingId(FieldsRule((("a", "id"), ("id",)))), FieldTime(("at",), "ms"), "msgpack"),
+    "msgpack index": Recipe(TrackingId(FieldRule(("a", 0, "id"))), fmt="msgpack"),
+    "msgpack parts": Recipe(
+        TrackingId(PartsRule((Part(KeyRule(), True), Part(FieldRule(("id",)), True)))), fmt="msgpack"
+    ),
+    "msgpack first of": Recipe(
+        TrackingId(FirstOfRule((FieldRule(("id",)), FieldRule(("a", "id")), KeyRule()))), fmt="msgpack"
+    ),
+    "msgpack key": Recipe(TrackingId(KeyRule()), fmt="msgpack"),
+}
+_PACKED_T = b"\xa1t\xd6\xff\x65\x53\xf1\x00"
+_PACKED_AT = _PACKED_T + b"\xa2at\xcf\0\0\1\x8b\xcf\xe5\x68\0"
+MSGPACK_EVENTS = [
+    b"\x84\xa2id\xd9\x24" + UUID.encode() + b"\xa1a\x81\xa2id\x07" + _PACKED_AT,
+    b"\x84\xa2id\xcd\x01\x00\xa1a\x81\xa2id\xa1x" + _PACKED_AT,
+    b"\x84" + _PACKED_AT + b"\xa1a\x81\xa2id\xa3 a \xa2id\xa1b",
+    b"\x84\xa2id\xc4\2\xff\x00\xa1a\x91\x81\xa2id\x07" + _PACKED_AT,
+    b"\x85\xa2id\x01\xd9\2id\2\xa1x\xcb\x3f\xf0\0\0\0\0\0\0" + _PACKED_AT,
+    b"\x84\xa2id\xcf" + b"\xff" * 8 + b"\xa1a\xc0\x07\xc3" + _PACKED_T,
+    b"\x80",
+]
+"""Values of which the last has nothing, and the fifth has a repeated name."""
+CBOR = {name.replace("msgpack", "cbor"): replace(recipe, fmt="cbor") for name, recipe in MSGPACK.items()}
+_CBOR_T = b"\x61t\xc1\x1a\x65\x53\xf1\x00"
+_CBOR_AT = _CBOR_T + b"\x62at\x1b\0\0\1\x8b\xcf\xe5\x68\0"
+CBOR_EVENTS = [
+    b"\xa4\x62id\x78\x24" + UUID.encode() + b"\x61a\xa1\x62id\x07" + _CBOR_AT,
+    b"\xd9\xd9\xf7\xa4\x62id\x19\x01\x00\x61a\xa1\x62id\x61x" + _CBOR_AT,
+    b"\xbf" + _CBOR_AT + b"\x61a\xbf\x62id\x7f\x61 \x62a \xff\xff\x62id\xc4\x82\x20\x0f\xff",
+    b"\xa4\x62id\x42\xff\x00\x61a\x81\xa1\x62id\xd8\x25\x50" + b"u" * 16 + _CBOR_AT,
+    b"\xa5\x62id\x01\x7f\x61i\x61d\xff\2\x61x\xfb\x3f\xf0\0\0\0\0\0\0" + _CBOR_AT,
+    b"\xa4\x62id\xc2\x49" + b"\xff" * 9 + b"\x61a\xf6\x07\xf5" + _CBOR_T,
+    b"\xa0",
+]
+"""Values of which the last has nothing, and the fifth has a repeated name."""
+_ROW = CsvLayout(("id", "t", "a"))
+CSV = {
+    "csv": Recipe(
+        TrackingId(FieldRule(("id",)), ("trim",)), FieldTime(("t",), "ms"), "csv", fingerprint=True, schema=_ROW
+    ),
+    "csv rfc3339": Recipe(TrackingId(FieldsRule((("a",), ("id",)))), FieldTime(("t",), "rfc3339"), "csv", schema=_ROW),
+    "csv parts": Recipe(
+        TrackingId(PartsRule((Part(KeyRule(), True), Part(FieldRule(("id",)), True)))), fmt="csv", schema=_ROW
+    ),
+    "csv first of": Recipe(
+        TrackingId(FirstOfRule((FieldRule(("id",)), FieldRule(("a",)), KeyRule()))), fmt="csv", schema=_ROW
+    ),
+    "csv key": Recipe(TrackingId(KeyRule()), fmt="csv", schema=_ROW),
+}
+CSV_EVENTS = [
+    UUID.encode() + b",1700000000000,x\n",
+    b"plain,1700000000000,7",
+    b'"with ""quotes"", and\r\na break",1700000000000,y\r\n',
+    b"7,2026-01-31T08:00:00Z,\xc3\xa9",
+    b",2026-01-31T08:00:00Z,z",
+    b",,",
+    b"one,2",
+]
+"""Values of which the fifth and the sixth have no ID, and the last lacks a cell."""
 EXTRACTORS = {name: Extractor(recipe) for name, recipe in RECIPES.items()}
 
 EVENTS = [

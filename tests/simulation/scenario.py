@@ -125,6 +125,8 @@ class Scenario:
     """Another transactional id has an open transaction on the changelog."""
     implicit: bool = True
     """Transactions are of version 2 (KIP-890)."""
+    batch_bytes: int = 0
+    """As in `Session`: 0 sends each batch at once, and more than all batches together sends them with the commit."""
     fetch_entries: int = 3
     last_incarnation: bool = True
     """At the end every process is killed, and a new one reads the probes; else those who live do."""
@@ -252,7 +254,7 @@ class Builder:
         name = transactional_id(scenario, members[0], grouped=self._process.grouped)
         if self._variant.id_per_process:
             name += f".w{self._process.worker}"
-        session = self._variant.session(self._wire, name, GROUP, timeout_ms=60_000)
+        session = self._variant.session(self._wire, name, GROUP, timeout_ms=60_000, batch_bytes=scenario.batch_bytes)
         group = self._variant.group(session, self._check.confirm, self._refuse_layout, Counter())
         for feeding in members:
             note = offset_note(self._ids[feeding.topic], self._ids[CHANGELOG.topic] if dedup else None)

@@ -133,6 +133,11 @@ ANSWERS_ANNOUNCED = replace(ANSWERS, name="any fault, version 1", implicit=False
 DELAYED_ANNOUNCED = replace(DELAYED, name="delayed requests, version 1", implicit=False)
 ZOMBIE_ANNOUNCED = replace(ZOMBIE, name="two workers, version 1", implicit=False)
 IN_GROUP_ANNOUNCED = replace(IN_GROUP, name="two partitions in a group, version 1", implicit=False)
+# Small batches wait for the commit, as in a worker.
+ANSWERS_HELD = replace(ANSWERS, name="any fault, batches sent with the commit", batch_bytes=1 << 16)
+GROUP_REFUSED_HELD = replace(
+    GROUP_REFUSED, name="a group's refused records, batches sent with the commit", batch_bytes=1 << 16
+)
 PUT_OFF = Scenario("the previous transaction ends late", PLAIN, Bounds(2, ("markers", "again")), most_records=1)
 # Every schedule with at most two faults or preemptions is run (CHESS, Musuvathi and Qadeer 2007).
 SMALL = Scenario(
@@ -183,6 +188,8 @@ ENUMERATED = (
     DELAYED_ANNOUNCED,
     ZOMBIE_ANNOUNCED,
     IN_GROUP_ANNOUNCED,
+    ANSWERS_HELD,
+    GROUP_REFUSED_HELD,
     PUT_OFF,
 )
 

@@ -37,6 +37,7 @@ SHOWN_BY = {
     "state of other partition counts taken over": of.GROWTH,
     "sequence numbers kept over an epoch": of.REFUSED,
     "a batch put off counts as appended": of.PUT_OFF,
+    "batches that wait left out of the commit": of.ANSWERS_HELD,
     "tasks of a group captured one by one": of.GROUP_REORDERED,
     "the offset of a group's first task alone committed": of.IN_GROUP,
     "a failed task closed while its group commits": of.GROUP_DAMAGED,

@@ -479,6 +479,14 @@ class StillEndingIgnored(Session):
         return {target: replace(one, error_code=OK, base_offset=0) for target, one in answers.items()}
 
 
+class WaitingLeftOut(Session):
+    """A commit has what is added last, the changelog's batches, and not what waits."""
+
+    async def _sent(self) -> None:
+        self._queue = [each for each in self._queue if each.batch.target.topic.endswith("changelog")]
+        await super()._sent()
+
+
 class RefusedIgnored(Delegating):
     """What aiokafka's producer does: a refused send fails its own future, and the commit succeeds."""
 
@@ -552,6 +560,7 @@ TASK_MUTANTS = (
     Variant("state of other partition counts taken over", judge=AnyFingerprint),
     Variant("sequence numbers kept over an epoch", session=StaleSequences),
     Variant("a batch put off counts as appended", session=StillEndingIgnored),
+    Variant("batches that wait left out of the commit", session=WaitingLeftOut),
 )
 GROUP_MUTANTS = (
     Variant("tasks of a group captured one by one", group=FrozenOneByOne),

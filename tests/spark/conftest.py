@@ -21,6 +21,7 @@ from dedup.errors import BrokerUnavailable
 from dedup.spark import kafka_source
 from dedup.spark.session import session_for
 from dedup.spark.spark_jars import Package, release_of
+from tests.integration.conftest import make_job  # noqa: F401  # a fixture of these tests, too
 from tests.spark.streaming import CATALOG, FAST_JAVA
 
 HERE = Path(__file__).parent

@@ -5,18 +5,22 @@ The header `n` numbers the records, and no rule looks at it: so a record is foun
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import random
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any, NamedTuple
 
+import cbor2
 import fastavro
+import msgspec
 
+from dedup.core.csv_row import CsvLayout
 from dedup.core.extract_one import Fault, One, Recipe, extract_one
 from dedup.core.reference_model import ModelFault, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
 from dedup.core.window import Source
@@ -122,6 +126,24 @@ AVRO: dict[str, dict[str, Any]] = {
 """Topologies for the events that `in_avro` returns, beside a file with `AVSC`."""
 
 
+_KEPT = {"tracking_id": {"field": "id", "normalize": ["trim", "lower"]}, "conflicts": {"topic": "{name}-conflicts"}}
+_BY_FIELDS = {"tracking_id": {"fields": ["tenant", "order.id"]}, "event_time": {"field": "at", "unit": "timestamp"}}
+_IN_CSV = {"format": "csv", "columns": ["tenant", "id", "number", "placed", "v"], "delimiter": "tab"}
+PACKED: dict[str, dict[str, Any]] = {
+    "msgpack": {"source": {"format": "msgpack"}, **_KEPT},
+    "msgpack-fields": {"source": {"format": "msgpack"}, **_BY_FIELDS},
+    "cbor": {"source": {"format": "cbor"}, **_KEPT},
+    "cbor-fields": {"source": {"format": "cbor"}, **_BY_FIELDS},
+    "csv": {"source": _IN_CSV, **_KEPT},
+    "csv-fields": {
+        "source": _IN_CSV,
+        "tracking_id": {"fields": ["tenant", "number"]},
+        "event_time": {"field": "placed", "unit": "rfc3339"},
+    },
+}
+"""Topologies for the events that `packed` returns with their format."""
+
+
 def document(name: str, options: Mapping[str, Any], topic: str | None = None) -> dict[str, Any]:
     """Return a topology file's content: options over `SIMPLE`, all side topics wanted."""
     base = {
@@ -198,6 +220,42 @@ def _in_avro(dice: random.Random, parsed: Any, value: bytes | None) -> bytes | N
     fastavro.schemaless_writer(stream, parsed, record)
     made = stream.getvalue()
     return made if dice.random() > 0.01 else dice.choice([made[:-1], made + b"\0", b"\x0c" + made[1:]])
+
+
+def packed(seed: int, fmt: str, events: Iterable[Event]) -> list[Event]:
+    """Return the events with their values in another format, a hundredth damaged; what is no JSON object stays."""
+    dice = random.Random(seed)
+    return [replace(event, value=_packed(dice, fmt, event.value)) for event in events]
+
+
+def _packed(dice: random.Random, fmt: str, value: bytes | None) -> bytes | None:
+    try:
+        whole = json.loads(value or b"")
+        at, number = whole["at"], whole.get("id")
+        whole["at"] = datetime.fromtimestamp(at / 1000, UTC) if isinstance(at, int) and at.bit_length() < 44 else None
+        if type(number) is int and number.bit_length() > 63:
+            whole["id"] = str(number)
+        made = _ENCODERS[fmt](whole)
+    except (ValueError, RecursionError):
+        return value
+    return made if dice.random() > 0.01 else dice.choice([made[:-1], made + b"\0", b"\xc1" + made[1:]])
+
+
+def _in_csv(whole: dict[str, Any]) -> bytes:
+    row, order = io.StringIO(), whole.get("order") or {}
+    number = json.dumps(whole.get("id")) if isinstance(whole.get("id"), dict | list) else whole.get("id")
+    cells = [whole.get("tenant"), number, order.get("id"), order.get("placed"), whole.get("v")]
+    csv.writer(row, delimiter="\t", quoting=csv.QUOTE_ALL if (whole.get("v") or 0) % 2 else csv.QUOTE_MINIMAL).writerow(
+        cells
+    )
+    return row.getvalue().encode()
+
+
+_ENCODERS: dict[str, Callable[[object], bytes]] = {
+    "msgpack": msgspec.msgpack.encode,
+    "cbor": cbor2.dumps,
+    "csv": _in_csv,
+}
 
 
 def _again(event: Event, number: int) -> Event:
@@ -314,6 +372,8 @@ def rules_of(topology: Topology) -> ModelRules:
 
 def recipe_of(topology: Topology) -> Recipe:
     """Return what the slow extractor takes of a topology."""
+    source = topology.source
+    layout = CsvLayout(source.columns, source.delimiter) if source.format == "csv" else None
     return Recipe(
         topology.tracking_id,
         topology.event_time,
@@ -321,7 +381,7 @@ def recipe_of(topology: Topology) -> Recipe:
         topology.fingerprints_wanted,
         topology.fingerprint_exclude,
         topology.source.schema_id,
-        "" if topology.source.schema is None else topology.source.schema.text,
+        layout or ("" if source.schema is None else source.schema.text),
     )
 
 

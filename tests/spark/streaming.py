@@ -122,6 +122,7 @@ def _arrow(topic: str, begin: int, events: Sequence[Event]) -> pa.RecordBatch:
         "partition": pa.array([0] * count, pa.int32()),
         "offset": pa.array(range(begin, begin + count), pa.int64()),
         "timestamp": pa.array([event.timestamp_ms * 1000 for event in events], pa.timestamp("us", tz="UTC")),
+        "timestampType": pa.array([0] * count, pa.int32()),
         "key": pa.array([event.key for event in events], pa.binary()),
         "value": pa.array([event.value for event in events], pa.binary()),
         "headers": pa.array([list(event.headers) or None for event in events], HEADERS),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ from typer.testing import CliRunner
 
 from dedup.cli.main import create_app, main
 from dedup.errors import SettingsError, VerificationFailed
+from dedup.settings import Settings
 from dedup.spark.audit import audit
 from dedup.spark.columns import RECORDS
 from dedup.verify.cut import WHY_RESET
 from dedup.verify.report import Report
 from dedup.verify.verifier import verify
-from tests.integration.fleet import Job
+from tests.integration import test_verify_repartitioned
 from tests.integration.planting import found
 from tests.integration.test_admin import dedup
 from tests.integration.test_verify_plants import (
@@ -42,20 +44,6 @@ pytestmark = [pytest.mark.broker, pytest.mark.timeout(400)]
 @pytest.fixture
 def bench(kafka, admin, topic_names: Callable[[str], str], tmp_path: Path) -> Bench:
     return Bench(kafka, admin, topic_names("audited"), tmp_path)
-
-
-@pytest.fixture
-def make_job(kafka, admin, tmp_path: Path, topic_names) -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
-
-    def make(**options):
-        name = topic_names("audited")
-        jobs.append(Job(kafka, admin, tmp_path / name, name, **options))
-        return jobs[-1]
-
-    yield make
-    for job in jobs:
-        job.end()
 
 
 def audited(spark: SparkSession, bench: Bench) -> Report:
@@ -142,6 +130,19 @@ def test_a_loss_a_double_a_phantom_and_a_wrong_late_are_found_and_nothing_else(s
     assert f"<title>dedup spark audit {bench.name}</title>" in page
     document = json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"))
     assert (document["topology"], document["violations"]) == (bench.name, dict(report.counts))
+
+
+@pytest.mark.parametrize(("reason", "wrong"), [("refused_by_broker", {}), ("id_missing", {"wrong_dead_letter": 1})])
+def test_a_dead_letter_of_the_repartition_step_needs_a_reason_of_this_step(
+    spark, kafka, admin, topic_names, tmp_path, reason, wrong
+):
+    bench = test_verify_repartitioned.Bench(kafka, admin, topic_names("joined"), tmp_path)
+    bench.write(partial(test_verify_repartitioned.of_the_step, reason=reason))
+    settings = Settings(brokers=(kafka.bootstrap,))
+    report = audit(spark, bench.topology(), settings)
+    assert found(report) == wrong, report.samples
+    assert found(verify(bench.topology(), settings)) == wrong
+    assert sum(report.not_provable.values()) == (0 if wrong else 1)
 
 
 def test_a_damaged_history_is_told_by_name(spark, monkeypatch, tmp_path):

@@ -19,6 +19,7 @@ from dedup.errors import RecordFailed, SettingsError, StateIncompatible, Topolog
 from dedup.spark.backfill import RunDirectory, backfill
 from dedup.spark.batch_verdicts import judged
 from dedup.spark.columns import RECORDS
+from dedup.spark.dataframe import dedup
 from dedup.spark.files import History, read_files
 from dedup.spark.session import shuffle_partitions, shuffles_for
 from dedup.topology.parse import parse
@@ -473,3 +474,32 @@ def test_a_column_in_the_paths_that_dedup_adds_is_refused(spark, tmp_path):
     history = read_files(spark, [str(tmp_path / "in")], "parquet")
     with pytest.raises(TopologyError, match="column verdict: is a column that dedup adds"):
         backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
+
+
+def with_types(path: Path, types: list[int | None], values: list[bytes]) -> None:
+    write(path, [(value, at * 6, 0, at) for at, value in enumerate(values)])
+    table = pq.read_table(path)
+    pq.write_table(table.append_column("timestampType", pa.array(types, pa.int32())), path)
+
+
+def test_by_arrival_only_rows_with_the_brokers_time_are_judged(spark, tmp_path):
+    arrival, values = topology(event_time="arrival"), [b'{"id":1}', b'{"id":1}', b'{"id":1}']
+    with_types(tmp_path / "good" / "a.parquet", [1, 1, 1], values)
+    history = read_files(spark, [str(tmp_path / "good")], "parquet", by_arrival=True)
+    report = backfill(history, arrival, str(tmp_path / "out"), now_ms=NOW_MS)
+    assert verdicts_at(spark, report.path) == {(0, 0): "unique", (0, 1): "duplicate", (0, 2): "unique"}
+    for name, wrong in (("zero", 0), ("null", None)):
+        with_types(tmp_path / name / "a.parquet", [1, wrong, 1], values)
+        history = read_files(spark, [str(tmp_path / name)], "parquet", by_arrival=True)
+        with pytest.raises(StateIncompatible, match="a record of the input at orders/0 offset 1 has the time that its"):
+            backfill(history, arrival, str(tmp_path / f"out-{name}"), now_ms=NOW_MS)
+        frame = spark.read.parquet(str(tmp_path / name))
+        with pytest.raises(Exception, match="a record of the input at orders/0 offset 1"):
+            dedup(frame, arrival, shape="kafka", now_ms=NOW_MS).collect()
+    write(tmp_path / "none" / "a.parquet", LOG)
+    with pytest.raises(TopologyError, match="has no column `timestampType`"):
+        read_files(spark, [str(tmp_path / "none")], "parquet", by_arrival=True)
+    unchecked = read_files(spark, [str(tmp_path / "good")], "parquet")
+    for given in (unchecked, unchecked.records):
+        with pytest.raises(SettingsError, match="does not show which timestamps are the broker's"):
+            backfill(given, arrival, str(tmp_path / "out-unchecked"))

@@ -29,6 +29,7 @@ from tests.spark.parity import (
     AVSC,
     FRAMED,
     NOW_MS,
+    PACKED,
     POLICIES,
     RULES,
     Row,
@@ -36,6 +37,7 @@ from tests.spark.parity import (
     document,
     framed,
     in_avro,
+    packed,
     stream,
 )
 
@@ -97,11 +99,13 @@ def topology_of(options) -> Topology:
     return parse(json.dumps(document("parity", options, TOPIC)), name="parity", read_file=lambda _: AVSC)
 
 
-@pytest.mark.parametrize("name", [*RULES, *POLICIES, *FRAMED, *AVRO])
+@pytest.mark.parametrize("name", [*RULES, *POLICIES, *FRAMED, *AVRO, *PACKED])
 def test_every_rule_and_policy(name):
-    topology = topology_of({**RULES, **POLICIES, **FRAMED, **AVRO}[name])
+    topology = topology_of({**RULES, **POLICIES, **FRAMED, **AVRO, **PACKED}[name])
     events = stream(3, 3_000)
-    if name not in {**RULES, **POLICIES}:
+    if name in PACKED:
+        events = packed(9, PACKED[name]["source"]["format"], events)
+    elif name not in {**RULES, **POLICIES}:
         events = (framed if name in FRAMED else in_avro)(9, events)
     expected = {place: row for place, (row, _) in by_model(events, topology).items()}
     assert {"unique", "duplicate", "late", "dead_letter"} <= {row.verdict for row in expected.values()}

@@ -224,3 +224,10 @@ def test_the_hash_is_sparks_own(spark: SparkSession):
     expected = [each.hash for each in rows.select(F.hash("number").alias("hash")).collect()]
     assert _spark_hash(np.array(numbers, np.uint32)).tolist() == expected
     assert all(len(set(_targets(count))) == count for count in (1, 7, 200, 4_099))
+
+
+def test_a_column_named_timestamp_type_is_the_users_own_unless_times_are_arrivals(spark):
+    rows = spark.createDataFrame([("{}", "mine")], "value string, timestampType string")
+    assert "timestampType" not in as_records(rows).columns
+    with pytest.raises(TopologyError, match="timestampType"):
+        as_records(rows, by_arrival=True)

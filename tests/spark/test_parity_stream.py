@@ -16,7 +16,20 @@ from dedup.spark.stream import StreamOptions, start_stream
 from dedup.topology.model import LateDrop
 from dedup.topology.parse import parse
 from tests.integration.workload import BASE_MS
-from tests.spark.parity import AVRO, AVSC, FRAMED, POLICIES, RULES, by_model, document, framed, in_avro, stream
+from tests.spark.parity import (
+    AVRO,
+    AVSC,
+    FRAMED,
+    PACKED,
+    POLICIES,
+    RULES,
+    by_model,
+    document,
+    framed,
+    in_avro,
+    packed,
+    stream,
+)
 from tests.spark.parity_topics import ANY_TIME, rows_in_topics, sent
 
 A_YEAR_LATER_MS = BASE_MS + 365 * 86_400_000
@@ -48,14 +61,17 @@ def assert_equal(kafka, topology, events, places):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("form", ["json", "framed", "avro"])
+@pytest.mark.parametrize("form", ["json", "framed", "avro", "msgpack", "cbor", "csv"])
 def test_every_rule_and_policy(spark, kafka, admin, topic_names, tmp_path, form):
     topic = topic_names("parity-in")
-    events = {"json": list, "framed": partial(framed, 7), "avro": partial(in_avro, 7)}[form](stream(3, FEW))
+    change = {"json": list, "framed": partial(framed, 7), "avro": partial(in_avro, 7)}
+    events = change.get(form, partial(packed, 7, form))(stream(3, FEW))
+    options_by_name = {"json": {**RULES, **POLICIES}, "framed": FRAMED, "avro": AVRO}
+    of_form = {name: options for name, options in PACKED.items() if options["source"]["format"] == form}
     places = sent(admin, topic, events)
     topologies = [
         parse(json.dumps(document(topic_names(name), options, topic)), name=name, read_file=lambda _: AVSC)
-        for name, options in {"json": {**RULES, **POLICIES}, "framed": FRAMED, "avro": AVRO}[form].items()
+        for name, options in options_by_name.get(form, of_form).items()
     ]
     for topology in topologies:
         admin.create_topic(topology.output.topic, 2, ANY_TIME)

@@ -27,6 +27,7 @@ from tests.spark.parity import (
     AVRO,
     AVSC,
     FRAMED,
+    PACKED,
     POLICIES,
     RULES,
     by_model,
@@ -34,6 +35,7 @@ from tests.spark.parity import (
     framed,
     in_avro,
     model_record,
+    packed,
     recipe_of,
     row_of,
     rules_of,
@@ -49,7 +51,7 @@ MANY = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", "100000"))
 FEW = 2_000
 BEHIND_A_REPARTITION = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", FEW))
 A_YEAR_LATER_MS = BASE_MS + 365 * 86_400_000
-ALL = {**RULES, **POLICIES, **FRAMED, **AVRO}
+ALL = {**RULES, **POLICIES, **FRAMED, **AVRO, **PACKED}
 SEEN_IN_TOPICS = [name for name, options in {**RULES, **POLICIES}.items() if options.get("late") != "drop"]
 
 
@@ -184,6 +186,13 @@ def test_framed_values(compared):
 @pytest.mark.timeout(900)
 def test_avro_values(compared):
     compared(list(AVRO), FEW, seed=5, within_s=240, change=lambda events: in_avro(7, events))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fmt", ["msgpack", "cbor", "csv"])
+def test_packed_values(compared, fmt):
+    names = [name for name, options in PACKED.items() if options["source"]["format"] == fmt]
+    compared(names, FEW, seed=5, within_s=240, change=lambda events: packed(7, fmt, events))
 
 
 IN_CI = "fields"

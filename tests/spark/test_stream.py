@@ -27,25 +27,11 @@ from dedup.spark.stream import StreamOptions, prepared, start_stream
 from dedup.spark.stream_monitor import StreamMonitor
 from dedup.spark.task_attempt import AttemptPlan, BatchReport, PartitionReport, judge_partition
 from dedup.topology.parse import parse
-from tests.integration.fleet import Job, until
+from tests.integration.fleet import until
 from tests.integration.workload import BASE_MS, Event, workload
 from tests.spark.streaming import arrow_of
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture
-def make_job(kafka, admin, tmp_path, topic_names):
-    made = []
-
-    def make(**options):
-        name = topic_names("job")
-        made.append(Job(kafka, admin, tmp_path / name, name, **options))
-        return made[-1]
-
-    yield make
-    for job in made:
-        job.end()
 
 
 @pytest.fixture

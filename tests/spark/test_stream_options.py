@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from dedup.errors import SettingsError
-from dedup.settings import Secret, Security, Settings
+from dedup.settings import RegistrySection, Secret, Security, Settings
 from dedup.spark.kafka_source import kafka_options
 from dedup.spark.session import PicklableSettings
 
@@ -56,6 +56,9 @@ def test_what_the_connector_can_not_be_told_is_refused(security, says):
 
 def test_secrets_reach_the_executors_and_no_log():
     given = settings(protocol="SASL_SSL", mechanism="PLAIN", username="u", password=Secret("hush"))
+    registry = RegistrySection(url="https://r", password=Secret("quiet"))
+    given = given.model_copy(update={"schema_registry": registry})
     pickled = pickle.loads(pickle.dumps(PicklableSettings.of(given)))
-    assert pickled.reveal().security == given.security
+    assert (pickled.reveal().security, pickled.reveal().schema_registry) == (given.security, registry)
     assert "hush" not in repr(pickled)
+    assert "quiet" not in repr(pickled)

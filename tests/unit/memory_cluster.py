@@ -104,7 +104,8 @@ class MemoryCluster:
         for offset, key, value, headers, time_ms in list(self.logs.get(place, [])):
             if start <= offset < min(end, stop):
                 columns = ([offset], [key], [value], [list(headers)], [time_ms])
-                yield RecordColumns(*columns, broker_time=topic in self.broker_time)
+                stamped = topic in self.broker_time
+                yield RecordColumns(*columns, broker_time=stamped, created=None if stamped else offset)
         if stop < end:
             raise OpenTransaction(f"{topic}/{partition}")
 

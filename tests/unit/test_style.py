@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,21 @@ def test_no_function_is_longer_than_60_lines(path):
 @pytest.mark.parametrize("path", sources("dedup"), ids=named)
 def test_every_module_is_named_by_its_subject(path):
     assert not NO_SUBJECT & {path.stem, *path.relative_to(ROOT).parent.parts}
+
+
+def test_no_file_holds_marks_of_an_unfinished_merge():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False).stdout.decode()
+    files = [ROOT / name for name in listed.split("\0") if name] or [
+        *MODULES,
+        *ROOT.glob("*.md"),
+        *ROOT.rglob("docs/*.md"),
+    ]
+    marks = (b"<" * 7 + b" ", b">" * 7 + b" ")
+    assert not [
+        path
+        for path in files
+        if path.is_file() and any(line.startswith(marks) for line in path.read_bytes().splitlines())
+    ]
 
 
 def test_the_packages_are_found():

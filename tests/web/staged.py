@@ -67,7 +67,9 @@ class Staged:
     def pulse(self) -> list[TaskPulse]:
         for task in self.tasks:
             task.numbers.verdicts["unique"] += self.grows
-        return [TaskPulse(task.numbers, task.lag_records) for task in self.tasks]
+        return [
+            TaskPulse(task.numbers, task.lag_records, task.topic, task.partition, task.state) for task in self.tasks
+        ]
 
     def latest(self) -> tuple[Noted, ...]:
         return self.noted

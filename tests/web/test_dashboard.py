@@ -169,6 +169,32 @@ def test_the_totals_are_those_of_all_workers_that_answer(open_page: Open, serve:
     expect(tile("Records/s")).not_to_have_text("0")
 
 
+def test_the_plots_are_those_of_all_workers_or_of_the_chosen_one(open_page: Open, serve: Serve) -> None:
+    theirs = serve(Staged(name="b", tasks=(replace(running(1), lag_records=100),)))
+    own = Staged(tasks=(replace(running(0), lag_records=1),), others=(Peer("b", theirs, (("orders", 1),), here=False),))
+    page = open_page(serve(own))
+    records = page.locator("#lag .u-series", has_text="records").locator(".u-value")
+    expect(records).to_have_text("101")
+    page.get_by_role("combobox", name="of").select_option("b")
+    expect(records).to_have_text("100")
+    expect(page.locator("#owners .bar")).to_have_count(2)
+
+
+def test_a_worker_that_is_gone_leaves_its_partitions_on_the_time_line(open_page: Open, serve: Serve) -> None:
+    other = Staged(name="b", tasks=(running(1),))
+    own = Staged(tasks=(running(0),))
+    url = serve(own)
+    with serving(other) as theirs:
+        there = Peer("b", theirs, (("orders", 1),), here=False)
+        own.others = (there,)
+        page = open_page(url)
+        expect(page.locator("#owners .bar.running")).to_have_count(2)
+        expect(page.locator("#owners-hint")).to_contain_text("No partition has changed its owner")
+    own.others, own.tasks = (), (running(0), running(1))
+    expect(page.locator("#moves li")).to_contain_text("b → a: 1 partition (orders/1), ran at once")
+    expect(page.locator("#owners .bar.assigned")).to_have_attribute("title", re.compile("^b: assigned"))
+
+
 def test_a_worker_alone_has_no_table_of_workers(open_page: Open, serve: Serve) -> None:
     page = open_page(serve(Staged()))
     expect(page.locator("#fleet-title")).to_have_text("This worker")
@@ -276,6 +302,9 @@ def test_ten_thousand_cases_and_256_tasks_fit_on_a_short_page(open_page: Open, s
     expect(page.locator("#tasks tbody tr")).to_have_count(257)
     expect(page.locator("#notices li")).to_have_count(9)
     expect(page.locator("#notices li").last).to_contain_text("248 more")
+    # All partitions had the same owner, so one line is enough.
+    expect(page.locator("#owners .bar")).to_have_count(1)
+    expect(page.locator("#owners .lane-name").first).to_have_text("orders/0-255 (256)")
     assert page.evaluate("document.documentElement.scrollHeight") <= 3_000
     # The newest dead letters stand first, and the list is paged.
     expect(rows.first).to_contain_text("orders/0/9999")
@@ -326,6 +355,7 @@ def test_text_can_be_read_and_nothing_sticks_out(open_page: Open, serve: Serve, 
     url = serve(Staged(noted=(noted(), noted("dead_letter", 2, known=None, why="bad_json: no JSON"))))
     page = open_page(url, color_scheme=scheme, viewport={"width": width, "height": 800})
     expect(page.locator("#latest tbody tr")).to_have_count(2)
+    expect(page.locator("#owners .bar")).not_to_have_count(0)
     poor = page.evaluate(CONTRAST)
     assert poor == []
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")

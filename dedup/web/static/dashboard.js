@@ -1,18 +1,18 @@
 // Fetches a snapshot every second and shows it. Reports a worker that does not respond.
 
+import { drawLine, Hour, newLine } from "./hour.js";
 import { Lookup, showRecord } from "./lookup.js";
-import { Plots } from "./plots.js";
 import { Latest, showTasks, showWorkers } from "./tables.js";
 import { clock, count, element, rate, seconds, share, size, write } from "./words.js";
 
 const EVERY_MS = 1000;
-const FORMAT = 2;
+const FORMAT = 3;
 const TOKEN = "dedup-token";
 const by = (id) => document.getElementById(id);
 
 let paused = false;
 let lastMs = null;
-let plots = null;
+let fleet = [];
 
 // Returns whether the request succeeded, and the JSON of the response; never throws.
 async function ask(path) {
@@ -29,6 +29,8 @@ async function ask(path) {
 
 const lookup = new Lookup(ask);
 const latest = new Latest((id) => { lookup.of(id); by("lookup-id").focus(); }, (source) => showRecord(ask, source));
+
+const hour = new Hour(ask, () => showFleet(fleet));
 
 function showAttention(board) {
   const errors = board.attention.filter((notice) => notice.level === "error").length;
@@ -57,22 +59,28 @@ function over(workers, figure, combine = (values) => values.reduce((sum, value) 
   return known.length ? combine(known) : null;
 }
 
+const JUDGED = ["unique", "duplicate", "late", "dead_letter", "exempt"];
+
+// Returns for each tile the name, the time that the figure covers, the figure, and the column of its line.
 function tiles(workers) {
   const total = (name) => over(workers, (worker) => worker.totals[name]);
+  const now = (name, combine) => over(workers, (worker) => worker[name], combine);
+  const range = hour.figures;
   return [
-    ["Records/s", rate(over(workers, (worker) => worker.records_per_s))],
-    ["Lag", count(over(workers, (worker) => worker.lag_records))],
-    ["Latency, p99", seconds(over(workers, (worker) => worker.p99_s, (values) => Math.max(...values)))],
-    ["Duplicates", share(["unique", "duplicate", "late", "dead_letter", "exempt"].map(total), total("duplicate"))],
-    ["Conflicts", count(total("conflict"))],
-    ["Late", count(total("late"))],
-    ["Dead letters", count(total("dead_letter")), total("dead_letter") > 0],
-    ["State", size(over(workers, (worker) => worker.state_bytes))],
+    ["Records/s", "now", rate(now("records_per_s")), "records"],
+    ["Duplicates", hour.label, range === null ? "–" : share(JUDGED.map((name) => range[name]), range.duplicate), "duplicate_share"],
+    ["Latency, p99", hour.label, seconds(range === null ? null : range.p99_s), "p99_s"],
+    ["Lag", "now", count(now("lag_records")), "lag_records"],
+    ["State", "now", size(now("state_bytes")), "state_bytes"],
+    ["Conflicts", "since start", count(total("conflict")), "conflict"],
+    ["Late", "since start", count(total("late")), "late"],
+    ["Dead letters", "since start", count(total("dead_letter")), "dead_letter", total("dead_letter") > 0],
   ];
 }
 
 // The totals are those of all workers that have answered; the page says how many they are.
-function showFleet(fleet) {
+function showFleet(workers) {
+  fleet = workers;
   const known = fleet.filter((worker) => worker.why === undefined);
   const all = known.length === fleet.length ? `all ${fleet.length}` : `${known.length} of ${fleet.length}`;
   write(by("fleet-title"), fleet.length > 1 ? `Fleet: ${all} workers` : "This worker");
@@ -84,20 +92,17 @@ function showFleet(fleet) {
 function showTiles(wanted) {
   const list = by("tiles");
   if (!list.children.length) {
-    list.append(...wanted.map(([name]) => element("div", {}, element("dt", {}, name), element("dd"))));
+    list.append(...wanted.map(([name]) => element(
+      "div", {}, element("dt", {}, element("span", {}, name), element("small")), element("dd", {}, element("span"), newLine()),
+    )));
   }
-  wanted.forEach(([, value, bad], at) => {
-    const node = list.children[at].lastChild;
-    write(node, value);
-    node.className = bad ? "bad" : "";
+  wanted.forEach(([, time, value, column, bad], at) => {
+    const [title, figure] = list.children[at].children;
+    write(title.lastChild, time);
+    write(figure.firstChild, value);
+    figure.className = bad ? "bad" : "";
+    drawLine(figure.lastChild, hour.column(column));
   });
-}
-
-function showNow(samples) {
-  const last = (name) => samples[name].at(-1) ?? null;
-  write(by("rates-now"), last("unique") === null ? "" : `${rate(last("unique"))} unique/s, ${rate(last("duplicate"))} duplicates/s`);
-  write(by("lag-now"), `${count(last("lag_records"))} records`);
-  write(by("latency-now"), last("median_s") === null ? "nothing committed" : `median ${seconds(last("median_s"))}`);
 }
 
 function show(board) {
@@ -111,10 +116,7 @@ function show(board) {
   by("content").hidden = false;
   showAttention(board);
   showFleet(board.fleet);
-  write(by("worker-again"), board.worker);
-  showNow(board.plots);
-  plots ??= new Plots();
-  plots.show(board.plots);
+  hour.look();
   showTasks(board.tasks);
   latest.show(board.latest);
   lastMs = board.now_ms;

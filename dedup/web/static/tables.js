@@ -112,7 +112,9 @@ function filled(node, row) {
 
 export function showTasks(rows) {
   const key = (row) => [row.task, row.topic, row.partition, row.worker, row.state === "standby"].join(" ");
-  keyed(document.querySelector("#tasks tbody"), rows, key, newTask, updateTask);
+  const body = document.querySelector("#tasks tbody");
+  keyed(body, rows, key, newTask, updateTask);
+  rows.forEach((row, at) => body.children[at].classList.toggle("first", at > 0 && row.worker !== rows[at - 1].worker));
 }
 
 export class Latest {

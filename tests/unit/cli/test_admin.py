@@ -42,8 +42,8 @@ def topology(rule: str = "field: id", more: str = "", source: str = "topics: [c]
     )
 
 
-def avro_topology(rule: str, schema: str):
-    source = "{topics: [c], format: avro, schema_id: none, schema: s.avsc}"
+def avro_topology(rule: str, schema: str, fmt: str = "avro"):
+    source = f"{{topics: [c], format: {fmt}, schema_id: none, schema: s.avsc}}"
     text = f"dedup: 1\nname: t\nsource: {source}\ntracking_id: {{{rule}}}\nguard_period: 10s\noutput: {{topic: out}}\n"
     return parse(text, name="t.yaml", read_file=lambda name: schema)
 
@@ -214,6 +214,51 @@ class TestStateKeys:
         assert state_keys(made, "7") == [b"\x017", b"\x04\x07", b"\x067e0", b"\x027"]
         assert state_keys(made, f"{UUID(int=7)}") == [b"\x03" + bytes(15) + b"\7"]
         assert state_keys(topology("key: true", source="topics: [c], format: avro"), "7") == [b"\x027"]
+
+    @pytest.mark.parametrize(
+        ("kind", "text", "keys"),
+        [
+            ("string", "7", [b"\x017"]),
+            ("bytes", "7", [b"\x027"]),
+            ("sint32", "-7", [b"\x04\xf9"]),
+            ("fixed64", "18446744073709551615", [b"\x0518446744073709551615"]),
+            ("E", "2", [b"\x04\x02"]),
+            ("bool", "false", [b"\x08"]),
+            ("google.protobuf.UInt64Value", "7", [b"\x04\x07"]),
+        ],
+    )
+    def test_a_protobuf_id_has_the_types_of_its_schema(self, kind, text, keys):
+        schema = f"message M {{ optional {kind} f = 1; }} enum E {{ A = 0; }}"
+        assert state_keys(avro_topology("field: f", schema, "protobuf"), text) == keys
+        if "string" not in kind and "bytes" not in kind:
+            with pytest.raises(SettingsError, match="cannot be an ID"):
+                state_keys(avro_topology("field: f", schema, "protobuf"), "no such ID")
+
+    def test_a_protobuf_id_may_have_any_type_where_a_registry_has_the_schemas(self):
+        made = topology("field: f", source="topics: [c], format: protobuf, partitioned_by: tracking_id")
+        assert state_keys(made, "7") == [b"\x017", b"\x027", b"\x04\x07"]
+        assert state_keys(made, "true") == [b"\x01true", b"\x02true", b"\x07"]
+        assert state_keys(topology("key: true", source="topics: [c], format: protobuf"), "7") == [b"\x027"]
+
+    @pytest.mark.parametrize(
+        ("fmt", "text", "keys"),
+        [
+            ("msgpack", "7", [b"\x017", b"\x027", b"\x04\x07"]),
+            ("msgpack", "true", [b"\x01true", b"\x02true", b"\x07"]),
+            ("cbor", "7", [b"\x017", b"\x027", b"\x04\x07", b"\x067e0"]),
+            ("csv, columns: [a, b, f]", "7", [b"\x017"]),
+            ("csv, columns: [a, b, f]", str(UUID(int=7)), [b"\x03" + UUID(int=7).bytes]),
+            ("cbor", "1.50", [b"\x011.50", b"\x021.50", b"\x0615e-1"]),
+            ("cbor", str(UUID(int=7)), [b"\x03" + UUID(int=7).bytes]),
+            ("msgpack", "9" * 20, [b"\x01" + b"9" * 20, b"\x02" + b"9" * 20, b"\x05" + b"9" * 20]),
+        ],
+    )
+    def test_an_id_without_a_schema_may_have_any_type(self, fmt, text, keys):
+        made = topology("field: f", source=f"topics: [c], format: {fmt}, partitioned_by: tracking_id")
+        assert state_keys(made, text) == keys
+        composite = topology("parts: [{field: a, absent: as_value}, {field: b}]", source=f"topics: [c], format: {fmt}")
+        assert b"\x09\x01\x0b\x02\x01x" in state_keys(composite, '[null, "x"]')
+        assert state_keys(topology("key: true", source=f"topics: [c], format: {fmt}"), "7") == [b"\x027"]
 
     def test_a_composite_is_a_list_of_its_parts(self):
         assert state_keys(topology("fields: [a.b, a.c]"), '["x", 7]') == [b"\x09\x02\x01x\x02\x04\x07"]

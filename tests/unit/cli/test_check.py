@@ -200,6 +200,35 @@ class TestTry:
         code, output = dedup("try", path, given='{"id":1}')
         assert (code, output.split(";")[0]) == (2, "--envelope: is needed, because the topology reads avro")
 
+    def test_protobuf_is_given_as_base64(self, tmp_path):
+        (tmp_path / "r.proto").write_text("message R { required int64 id = 1; }", encoding="utf-8")
+        path = topology(tmp_path, source="topics: [c], format: protobuf, schema_id: none, schema: r.proto")
+        found = verdicts(path, *['{"value_base64":"CAc="}'] * 2, '{"value_base64":"CA=="}', options=("--envelope",))
+        assert [each.split(":")[0] for each in found] == ["unique", "duplicate", "dead letter"]
+        assert found[2].startswith("dead letter: not_protobuf: the value is not a message of the schema")
+        assert "the value must be value_base64" in dedup("try", path, "--envelope", given='{"value":{"id":1}}')[1]
+        code, output = dedup("try", path, given='{"id":1}')
+        assert (code, output.split(";")[0]) == (2, "--envelope: is needed, because the topology reads protobuf")
+
+    def test_message_pack_is_given_as_base64(self, tmp_path):
+        path = topology(tmp_path, source="topics: [c], format: msgpack")
+        found = verdicts(path, *['{"value_base64":"gaJpZAc="}'] * 2, '{"value_base64":"gaJp"}', options=("--envelope",))
+        assert [each.split(":")[0] for each in found] == ["unique", "duplicate", "dead letter"]
+        assert found[2].startswith("dead letter: not_msgpack: the value is not MessagePack: it ends inside")
+        assert "the value must be value_base64" in dedup("try", path, "--envelope", given='{"value":{"id":1}}')[1]
+        code, output = dedup("try", path, given='{"id":1}')
+        assert (code, output.split(";")[0]) == (2, "--envelope: is needed, because the topology reads msgpack")
+
+    def test_csv_is_text(self, tmp_path):
+        path = topology(tmp_path, source="topics: [c], format: csv, columns: [id, at], delimiter: semicolon")
+        found = verdicts(path, "a;1", "a;2", '"b;c";3', "a", ";4")
+        said = ["unique: ", "duplicate: ", "unique: ", "dead letter: not_csv: ", "dead letter: id_missing: "]
+        assert all(each.startswith(begin) for each, begin in zip(found, said, strict=True)), found
+        lines = ['{"value":"a;1"}', '{"value":"a;2\\n"}', '{"value_base64":"YTs3"}']
+        found = verdicts(path, *lines, options=("--envelope",))
+        assert [each.split(":")[0] for each in found] == ["unique", "duplicate", "duplicate"]
+        assert "is not an envelope (Expected `str`" in dedup("try", path, "--envelope", given='{"value":{"id":1}}')[1]
+
     @pytest.mark.parametrize("line", ["{", "[]", '{"key":1}', '{"timestamp":"x"}', '{"value":1,"value_base64":"MA=="}'])
     def test_a_line_that_is_no_envelope(self, tmp_path, line):
         code, output = dedup("try", topology(tmp_path), "-", "--envelope", given=f'{{"value":{{"id":1}}}}\n{line}\n')
@@ -333,3 +362,52 @@ class TestMain:
 )
 def test_instants(time_ms, text):
     assert instant(time_ms) == text
+
+
+FLOW = """
+from dedup import Flow
+flow = Flow()
+
+@flow.on_unique
+def route(record):
+    yield record.to(headers={"country": record.json["country"]})
+"""
+
+
+class TestFlow:
+    def made(self, tmp_path: Path, code: str) -> tuple[str, str]:
+        name = f"checked_{abs(hash((str(tmp_path), code)))}"
+        (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
+        samples = tmp_path / "samples.jsonl"
+        samples.write_text('{"country": "DE"}\n{}\n', encoding="utf-8")
+        return topology(tmp_path, more=f"output: {{topic: out}}\nthen: {name}:flow"), str(samples)
+
+    def test_check_runs_no_code_unless_it_is_allowed(self, tmp_path):
+        path, _ = self.made(tmp_path, "raise ValueError('it was imported')")
+        assert dedup("check", path)[0] == 0
+        assert dedup("describe", path)[0] == 0
+        code, output = dedup("check", path, "--allow-code")
+        assert code == 2
+        assert "cannot be imported: ValueError: it was imported" in output
+
+    def test_samples_need_code(self, tmp_path):
+        path, samples = self.made(tmp_path, FLOW)
+        assert dedup("check", path, "--samples", samples)[0] == 2
+        assert dedup("check", path, "--allow-code")[0] == 0
+
+    def test_samples_show_what_fails_and_what_is_not_deterministic(self, tmp_path):
+        path, samples = self.made(tmp_path, FLOW)
+        code, output = dedup("check", path, "--allow-code", "--samples", samples)
+        assert code == 0
+        assert "the flow fails at 1 of 2 samples, first with: KeyError: 'country' [flow_fails]" in output
+        path, samples = self.made(tmp_path, FLOW.replace('record.json["country"]', "str(hash('a'))"))
+        code, output = dedup("check", path, "--allow-code", "--samples", samples, "--json")
+        assert code == 2
+        assert [each["code"] for each in json.loads(output)[0]["findings"]][-1] == "flow_not_deterministic"
+
+    def test_spark_and_chaos_refuse_a_flow(self, tmp_path):
+        path, _ = self.made(tmp_path, FLOW)
+        code, output = dedup("spark", "backfill", path, "--input", "x", "--out", "y")
+        assert (code, "no Spark job runs a flow" in output) == (2, True)
+        code, output = dedup("chaos", path)
+        assert (code, "test a copy without `then`" in output) == (2, True)

@@ -138,6 +138,7 @@ SHOWN: Final[dict[str, Callable[[int], str]]] = {
         for name, command in {
             "help": "--help",
             "spark-help": "spark --help",
+            "schemas-help": "schemas --help",
             "check": "check topologies/simplest.yaml topologies/orders.yaml",
             "describe": "describe topologies/orders.yaml",
             "try": "try topologies/simplest.yaml tests/data/sample.jsonl --now 2024-01-02T00:00:00Z",
@@ -177,7 +178,9 @@ def test_no_number_is_cut(name):
 
 
 def test_each_command_is_one_line_of_the_help_at_80_columns():
-    lines = [line.strip("│ ") for name in ("help", "spark-help") for line in SHOWN[name](80).splitlines()]
+    lines = [
+        line.strip("│ ") for name in ("help", "spark-help", "schemas-help") for line in SHOWN[name](80).splitlines()
+    ]
     for panel in COMMANDS.values():
         for path, (_, purpose) in panel.items():
             assert any(line.startswith(path.split()[-1]) and line.endswith(purpose) for line in lines), path

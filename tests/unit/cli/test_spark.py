@@ -73,30 +73,40 @@ def test_a_history_without_framing_is_refused_where_the_topology_reads_one(given
         ["seed", "TOPOLOGY", "--until", "latest", "--history", "in", "--format", "json"],
     ],
 )
-def test_a_history_of_text_is_refused_where_the_topology_reads_avro(given, tmp_path):
-    source = "source:\n  format: avro\n  schema_id: none\n  schema: r.avsc\n"
+@pytest.mark.parametrize("fmt", ["avro", "protobuf", "msgpack", "cbor", "csv"])
+def test_a_history_of_text_is_refused_where_the_topology_reads_a_schema(given, fmt, tmp_path):
+    source = f"source:\n  format: {fmt}\n"
+    if fmt == "csv":
+        source += "  columns: [event_id, ts]\n"
+    if fmt in {"avro", "protobuf"}:
+        source += "  schema_id: none\n  schema: r.avsc\n"
     topology = tmp_path / "t.yaml"
     topology.write_text(Path(SIMPLEST).read_text(encoding="utf-8").replace("source:\n", source), encoding="utf-8")
     schema = '{"type":"record","name":"R","fields":[{"name":"event_id","type":"string"},{"name":"ts","type":"long"}]}'
+    if fmt == "protobuf":
+        schema = "message R { required string event_id = 1; required int64 ts = 2; }"
     (tmp_path / "r.avsc").write_text(schema, encoding="utf-8")
     arguments = [str(topology) if each == "TOPOLOGY" else each for each in given]
     error = CliRunner().invoke(create_app(), ["spark", *arguments]).exception
     assert isinstance(error, SettingsError), error
-    assert "has values that are text, not `source.format: avro`" in str(error)
+    kind = "JSON" if fmt == "csv" else "text"
+    assert f"has values that are {kind}, not `source.format: {fmt}`" in str(error)
 
 
+@pytest.mark.parametrize("fmt", ["avro", "protobuf"])
 @pytest.mark.parametrize("command", ["run", "backfill", "upsert"])
-def test_schemas_of_a_registry_are_refused(command, tmp_path):
-    text = Path(SIMPLEST).read_text(encoding="utf-8").replace("source:\n", "source:\n  format: avro\n")
+def test_schemas_of_a_registry_need_its_address(command, fmt, tmp_path):
+    text = Path(SIMPLEST).read_text(encoding="utf-8").replace("source:\n", f"source:\n  format: {fmt}\n")
     (tmp_path / "t.yaml").write_text(text, encoding="utf-8")
     given = {
         "run": ["--checkpoint", "c"],
         "backfill": ["--input", "i", "--out", "o"],
         "upsert": ["--input", "i", "--delta", "d"],
     }
-    error = CliRunner().invoke(create_app(), ["spark", command, str(tmp_path / "t.yaml"), *given[command]]).exception
+    arguments = [str(tmp_path / "t.yaml"), *given[command], "--set", "brokers=localhost:1"]
+    error = CliRunner().invoke(create_app(), ["spark", command, *arguments]).exception
     assert isinstance(error, SettingsError), error
-    assert "source.format: avro behind a schema registry's framing is not supported on Spark" in str(error)
+    assert [problem.place for problem in error.problems] == ["schema_registry.url"]
 
 
 @pytest.mark.parametrize(

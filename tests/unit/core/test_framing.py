@@ -5,7 +5,7 @@ import pytest
 from dedup.core.exact_json import Unreadable
 from dedup.core.extract import Extractor, Recipe
 from dedup.core.extract_one import FaultKind, extract_one
-from dedup.core.framing import HEADER, framed, named, payload_of, payloads_of, refs_of
+from dedup.core.framing import HEADER, framed, named, payload_of, payloads_of, refs_of, rows_by_ref
 from dedup.core.tracking_id import ContentRule, FieldRule, KeyRule, RawContentRule, TrackingId
 
 JSON = b'{"id":7}'
@@ -117,3 +117,8 @@ def test_whole_batches_are_taken_in_columns(monkeypatch):
         ([JSON] * 9, [header] * 9),
     ):
         assert not Extractor(FRAMED)([None] * 9, values, headers, [0] * 9).faults
+
+
+def test_rows_are_grouped_by_their_schema_in_order():
+    assert rows_by_ref([b"a", b"b", b"a", None, b"b"]) == [[0, 2], [1, 4], [3]]
+    assert rows_by_ref([]) == []

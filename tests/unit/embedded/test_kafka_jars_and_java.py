@@ -108,7 +108,7 @@ def one_jar(monkeypatch, tmp_path):
         return Served()
 
     monkeypatch.setattr(jars_module, "locked_jars", lambda: (jar,))
-    monkeypatch.setattr(jars_module, "_maven", maven)
+    monkeypatch.setattr(jars_module, "maven", maven)
     return served
 
 

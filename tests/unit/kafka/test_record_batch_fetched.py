@@ -6,6 +6,7 @@ import weakref
 import pytest
 from aiokafka.errors import CorruptRecordException
 from aiokafka.record.default_records import DefaultRecordBatch
+from aiokafka.record.util import calc_crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,3 +113,23 @@ def test_a_response_is_freed_without_a_garbage_collection(monkeypatch):
         assert [each() for each in made] == [None]
     finally:
         gc.enable()
+
+
+def test_records_with_the_producers_time_are_found_in_what_is_left_of_a_batch(columns):
+    assert columns.created == [(0, 0), (1, 3)]
+    columns.created = [(1, 2)]
+    whole = FeedBatch.of(FEED, columns, follows=0)
+    assert whole.first_created() == 1
+    assert whole.below_offset(1).offsets == [0]
+    assert whole.below_offset(1).next_offset == 1
+    assert whole.from_offset(2).first_created() == 2
+    assert whole.from_offset(3).first_created() is None
+    assert FeedBatch.of(FEED, columns.cut(0, 1), follows=0).first_created() is None
+
+
+def test_the_type_of_the_timestamps_is_the_batchs():
+    stamped = bytearray(batch(ROWS[:1]))
+    stamped[22] |= 8  # the low byte of the attributes
+    stamped[17:21] = calc_crc32c(bytes(stamped[21:])).to_bytes(4, "big")
+    found, _ = columns_of(FEED, bytes(stamped) + batch(ROWS[:1], base_offset=1), [], 0)
+    assert found.created == [(1, 1)]

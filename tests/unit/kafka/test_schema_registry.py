@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
+import pickle
 import re
 import threading
 import time
@@ -58,7 +60,7 @@ def registry():
 
 
 def client(handler, **options) -> SchemaRegistry:
-    return SchemaRegistry(RegistrySection(url=handler.url, **options))
+    return SchemaRegistry.of(RegistrySection(url=handler.url, **options))
 
 
 def answer(**members: object) -> tuple[int, bytes]:
@@ -97,7 +99,7 @@ def test_what_it_is(registry):
         ((200, b"{}"), "Confluent's API is not at this address"),
         ((200, b"null"), "its answer is null"),
         ((200, b"<html>"), "its answer is not JSON"),
-        ((200, b'["JSON"]'), "it has no Avro schemas"),
+        ((200, b'["JSON"]'), "it has neither Avro nor Protobuf schemas"),
     ],
 )
 def test_what_is_no_registry_for_avro(registry, given, said):
@@ -149,12 +151,66 @@ def test_an_answer_that_does_not_end(registry, monkeypatch):
         client(registry).schema(SEVEN)
 
 
+def test_a_schema_that_was_found_is_not_asked_for_again(registry):
+    asked = client(registry)
+    assert asked.schema(SEVEN) is None
+    registry.answers["/api/schemas/ids/7"] = answer(schema=TEXT)
+    assert [asked.schema(SEVEN), asked.schema(SEVEN)] == [TEXT, TEXT]
+    assert len(registry.asked) == 2
+
+
+def test_with_patience_it_is_asked_until_it_answers(registry, monkeypatch):
+    registry.answers["/api/schemas/ids/7"] = 503, b""
+
+    def later(_: float) -> None:
+        if len(registry.asked) == 3:
+            registry.answers["/api/schemas/ids/7"] = answer(schema=TEXT)
+
+    monkeypatch.setattr(schema_registry.time, "sleep", later)
+    assert client(registry).schema(SEVEN, patience_s=60) == TEXT
+    assert len(registry.asked) == 4
+
+
+def test_a_process_waits_for_unknown_schemas_no_longer_than_it_is_told(registry, monkeypatch):
+    slept = []
+    monkeypatch.setattr(schema_registry.time, "sleep", slept.append)
+    monkeypatch.setattr(schema_registry, "_PAUSE_S", 1.0)
+    monkeypatch.setattr(schema_registry, "_LONGEST_PAUSE_S", 4.0)
+    asked = client(registry)
+    assert asked.unknown_since_s(SEVEN) == math.inf
+    assert asked.schema(SEVEN, unknown_s=10) is None
+    assert slept == [1, 2, 4, 4]
+    assert asked.unknown_since_s(SEVEN) <= time.monotonic()
+    assert asked.schema(GUID, unknown_s=10) is None
+    assert len(slept) == 4, "the time is for all schemas together"
+    registry.answers["/api/schemas/ids/7"] = answer(schema=TEXT)
+    assert asked.schema(SEVEN, unknown_s=10) == TEXT
+
+
+def test_executors_ask_with_the_credentials_and_share_what_they_found(registry):
+    """Spark pickles a topology with its book; each task of a process unpickles it."""
+    topology = parse(
+        "dedup: 1\nname: t\nsource: {topics: [c], format: avro, partitioned_by: tracking_id}\n"
+        "tracking_id: {field: id}\nguard_period: 1h\n",
+        name="t",
+    )
+    section = RegistrySection(url=registry.url, username="u", password=Secret("p"))
+    known = asking(topology, Settings(brokers=("localhost:1",), schema_registry=section))
+    pickled = pickle.dumps(known)
+    books = [pickle.loads(pickled).source.schemas for _ in range(2)]
+    assert books[0][SEVEN] is None
+    registry.answers["/api/schemas/ids/7"] = answer(schema=TEXT)
+    assert [books[1][SEVEN], pickle.loads(pickled).source.schemas[SEVEN]] == [TEXT, TEXT]
+    assert [sent for _, sent in registry.asked] == [f"Basic {base64.b64encode(b'u:p').decode()}"] * 2
+    assert books[0][SEVEN] is None, "a task judges by what it found first"
+
+
 def test_nobody_is_there():
     with pytest.raises(RegistryUnavailable, match="Connection refused"):
-        SchemaRegistry(RegistrySection(url="http://127.0.0.1:1")).schema(SEVEN)
+        SchemaRegistry.of(RegistrySection(url="http://127.0.0.1:1")).schema(SEVEN)
 
 
-def test_settings_that_do_not_fit():
+def test_settings_that_do_not_fit(tmp_path):
     topology = parse(
         "dedup: 1\nname: t\nsource: {topics: [c], format: avro, partitioned_by: tracking_id}\n"
         "tracking_id: {field: id}\nguard_period: 1h\n",
@@ -164,8 +220,11 @@ def test_settings_that_do_not_fit():
         asking(topology, Settings(brokers=("localhost:1",)))
     assert [problem.place for problem in missing.value.problems] == ["schema_registry.url"]
     with pytest.raises(SettingsError, match=r"schema_registry\.ca_file: /no/file cannot be read"):
-        SchemaRegistry(RegistrySection(url="https://localhost", ca_file="/no/file"))
+        SchemaRegistry.of(RegistrySection(url="https://localhost", ca_file="/no/file"))
     assert isinstance(missing.value.problems[0], Problem)
+    (tmp_path / "empty.pem").write_text("# nothing yet\n")
+    with pytest.raises(SettingsError, match=r"empty\.pem cannot be read: it contains no certificate"):
+        SchemaRegistry.of(RegistrySection(url="https://localhost", ca_file=str(tmp_path / "empty.pem")))
 
 
 async def until(condition) -> None:
@@ -181,6 +240,10 @@ class Told:
     def __init__(self, *answers: str | Exception | None) -> None:
         self.answers = list(answers)
         self.asked = 0
+        self.since_s = math.inf
+
+    def unknown_since_s(self, ref: bytes) -> float:
+        return self.since_s
 
     def schema(self, ref: bytes) -> str | None:
         self.asked += 1
@@ -206,15 +269,43 @@ async def test_records_wait_while_the_registry_is_away(caplog):
     await until(lambda: told.asked > 5)
     assert resolver.missing([SEVEN])
     assert resolver.waiting == "records wait for schema 7: The registry is away."
+    assert resolver.awaited == [SEVEN]
     assert resolver.book == {}
     told.answers = [TEXT]
     await until(lambda: resolver.book)
     assert not resolver.missing([SEVEN, None])
     await until(lambda: resolver.waiting is None)
+    assert resolver.awaited == []
     assert [each.split(".")[0] for each in caplog.messages] == [
         "The registry is away",
         "the schema registry answers again",
     ]
+    resolver.close()
+
+
+async def test_a_task_of_spark_waits_for_schemas(monkeypatch):
+    monkeypatch.setattr(schema_registry, "_LOOK_S", 0.001)
+    told = Told(AWAY, AWAY, TEXT)
+    resolver = SchemaResolver(told, wait_ms=0)
+    await resolver.found([SEVEN, None], within_s=60)
+    assert resolver.book == {SEVEN: TEXT}
+    told.answers = [AWAY]
+    with pytest.raises(RegistryUnavailable, match="The registry is away"):
+        await resolver.found([GUID], within_s=0)
+    resolver.close()
+    unknown = SchemaResolver(Told(None), wait_ms=0)
+    await unknown.found([SEVEN], within_s=60)
+    assert unknown.book == {SEVEN: None}, "its records are dead letters"
+    unknown.close()
+
+
+async def test_a_schema_that_this_process_has_waited_for_is_not_awaited_again():
+    """Each attempt of a Spark task has a resolver of its own."""
+    told = Told(None)
+    told.since_s = time.monotonic() - 60
+    resolver = SchemaResolver(told, wait_ms=59_000)
+    await resolver.found([SEVEN], within_s=60)
+    assert (resolver.book, told.asked) == ({SEVEN: None}, 1)
     resolver.close()
 
 
@@ -241,3 +332,55 @@ async def test_nothing_is_to_wait_for():
     resolver = SchemaResolver(Told(AWAY), wait_ms=0)
     assert not resolver.missing([None])
     assert resolver.waiting is None
+
+
+def exported(handler, directory) -> int:
+    directory.mkdir(exist_ok=True)
+    return client(handler).export("shop.orders-value", directory)
+
+
+def test_exported_schemas_are_used_before_the_registry_and_without_one(registry, tmp_path):
+    versions = "/api/subjects/shop.orders-value/versions"
+    guid = "00010203-0405-0607-0809-0a0b0c0d0e0f"
+    registry.answers[versions] = 200, b"[1, 3]"
+    registry.answers[f"{versions}/1"] = answer(id=7, schema=TEXT, version=1)
+    registry.answers[f"{versions}/3"] = answer(id=9, schema="message M {}", schemaType="PROTOBUF", guid=guid)
+    assert exported(registry, tmp_path) == 2
+    assert sorted(each.name for each in tmp_path.iterdir()) == [f"{guid}.json", "7.json", "9.json"]
+    registry.asked.clear()
+    (tmp_path / "README.md").write_text("not a schema")
+    alone = SchemaRegistry.of(RegistrySection(directory=str(tmp_path)))
+    for each in (alone, client(registry, directory=str(tmp_path)), pickle.loads(pickle.dumps(alone))):
+        assert each.schema(SEVEN) == TEXT
+        assert each.schema(GUID) == "message M {}"
+    assert registry.asked == []
+    assert alone.schema(b"\0\0\0\0\x08") is None
+    assert alone.unknown_since_s(b"\0\0\0\0\x08") <= time.monotonic()
+    assert alone.kind() == "3 exported schemas"
+
+
+def test_a_subject_that_is_unknown_or_makes_no_sense_is_not_exported(registry, tmp_path):
+    assert exported(registry, tmp_path) == 0
+    versions = "/api/subjects/shop.orders-value/versions"
+    registry.answers[versions] = 200, b'{"no": "list"}'
+    with pytest.raises(RegistryUnavailable, match="no list of versions"):
+        exported(registry, tmp_path)
+    registry.answers[versions] = 200, b"[1]"
+    wrong = [{"id": 7}, {"schema": TEXT, "id": "../7"}, {"schema": TEXT, "id": -1}, {"schema": TEXT, "id": 1 << 32}]
+    for members in wrong:
+        registry.answers[f"{versions}/1"] = answer(**members)
+        with pytest.raises(RegistryUnavailable, match=r"version 1 of shop\.orders-value has no schema or no ID"):
+            exported(registry, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_without_schemas_or_with_others(tmp_path):
+    with pytest.raises(SettingsError, match=r"missing cannot be read.*dedup schemas export"):
+        SchemaRegistry.of(RegistrySection(directory=str(tmp_path / "missing")))
+    wrong = {"7": '{"schema": 7}', "8": "[]", "nine": '{"schema": "x"}', "10": "{"}
+    for name, text in wrong.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    with pytest.raises(SettingsError) as refused:
+        SchemaRegistry.of(RegistrySection(directory=str(tmp_path)))
+    assert len(refused.value.problems) == len(wrong)
+    assert all("is no exported schema" in each.text for each in refused.value.problems)

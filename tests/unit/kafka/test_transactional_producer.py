@@ -1,5 +1,7 @@
 """A session keeps its epoch through ordinary transactions, with transactions of both versions."""
 
+import asyncio
+
 import pytest
 
 from dedup.kafka.record_batch import fill
@@ -70,3 +72,22 @@ async def test_a_transaction_that_does_not_end_within_the_deadline_ends_the_epoc
     with pytest.raises(Exception, match="the previous transaction did not end in 2"):
         await session.commit({IN: Position(1)})
     await session.drop()
+
+
+async def test_small_batches_wait_for_the_commit_and_large_ones_do_not():
+    wire = PuttingOff(Cluster(), 0)
+    session = Session(wire, "id", "group", timeout_ms=60_000, batch_bytes=1_000)
+    await session.open()
+    others = [TopicPartition("out", partition) for partition in range(1, 4)]
+    for other in others:
+        session.add(fill(other, [(-1, 1_000, b"k", b"small", [])], compression="none"))
+        await asyncio.sleep(0)
+    assert wire.sent == []
+    await session.commit({IN: Position(1)})
+    assert wire.sent == [3]
+    assert [wire.cluster.fetch(other, 0).values for other in others] == [[b"small"]] * 3
+    session.add([rows(b"0" * 1_000)])
+    while len(wire.sent) < 2:  # noqa: ASYNC110  # it is sent although nobody waits for it
+        await asyncio.sleep(0)
+    await session.commit({IN: Position(2)})
+    assert wire.sent == [3, 1]

@@ -117,9 +117,10 @@ def flip(path):
 
 
 def zero_end(path):
-    """What a power failure can leave: the length, but not the content."""
+    """What a power failure can leave: the length, but not the content. Few words of a filter may be zero anyway."""
     data = path.read_bytes()
-    path.write_bytes(data[:-80] + bytes(80))
+    kept = len(data) // 2
+    path.write_bytes(data[:kept] + bytes(len(data) - kept))
 
 
 def zero(path):
@@ -494,7 +495,7 @@ def no_crc(self, mark, keys, first_key):
     ("name", "wrong", "steps"),
     [
         ("load", no_mark, [("put", 0, 40), ("unlogged",), ("put", 0, 40), ("reopen",), ("warm", 90)]),
-        ("_read_log", no_crc, [("put", 0, 40), ("warm", 1), ("warm", 1), ("flip",), ("warm", 90)]),
+        ("_read_log", no_crc, [("put", 0, 40), ("warm", 1), ("warm", 1), ("zero",), ("warm", 90)]),
         (
             "_read_snapshot",
             no_snapshot_crc,

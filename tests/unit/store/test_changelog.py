@@ -164,8 +164,9 @@ def test_the_column_encoder_equals_the_plain_one(rows, printed, arrays):
     assert encode_single_column(convert([at for at, _ in rows]), *columns, prints) == list(map(encode_sighting, plain))
 
 
-@given(st.lists(st.tuples(times, st.integers(0, 1 << 40)), max_size=8), sources)
-def test_the_column_encoder_takes_one_topic_and_partition_for_all(rows, source):
+@given(st.lists(st.tuples(times, st.integers(0, 1 << 40)), max_size=8), sources, st.sampled_from([1, 9]))
+def test_the_column_encoder_takes_one_topic_and_partition_for_all(rows, source, times_as_many):
+    rows *= times_as_many  # few rows are encoded one by one
     plain = [Sighting(at, at, source._replace(offset=offset)) for at, offset in rows]
     found = encode_single_column([at for at, _ in rows], source.topic, source.partition, [offset for _, offset in rows])
     assert found == list(map(encode_sighting, plain))

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from dedup.core.event_time import FieldTime, RecordTime
+from dedup.core.event_time import ArrivalTime, FieldTime, RecordTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.tracking_id import (
     ContentRule,
@@ -136,6 +136,15 @@ def test_side_topics_are_named_after_the_output():
 def test_event_time():
     made = topology(more="event_time: {field: a.ts, unit: us}")
     assert made.event_time == FieldTime(("a", "ts"), "us")
+    assert not made.by_arrival
+
+
+def test_the_event_time_may_be_the_append_time():
+    made = topology(more="event_time: arrival")
+    assert made.event_time == ArrivalTime() != RecordTime()
+    assert made.by_arrival
+    assert '"event_time":"arrival"' in made.state_identity({})
+    assert not topology("key: true", more="event_time: arrival").needs_value
 
 
 def test_start_may_be_a_time():
@@ -258,6 +267,7 @@ class TestStateFingerprint:
             topology(source="topics: [clicks, clacks]"),
             topology(source="topics: [clicks], partitioned_by: tracking_id"),
             topology(more="event_time: {field: ts, unit: ms}"),
+            topology(more="event_time: arrival"),
             topology(more="conflicts: c"),
         ],
     )

@@ -65,6 +65,14 @@ def test_what_it_becomes():
     assert (found.ids, found.times_ms, found.faults) == ([b"\x09\x02\x01a\x02\x04\x07"], [1], {})
 
 
+def test_the_subjects_with_its_schemas():
+    assert topology(source="schema_id: auto").source.subjects == ("c-value",)
+    assert topology(source="subject: ':.shop:orders'").source.subjects == (":.shop:orders",)
+    assert topology(source="subject: other").state_fingerprint({"c": 1}) == topology(
+        source="schema_id: auto"
+    ).state_fingerprint({"c": 1})
+
+
 @pytest.mark.parametrize("rule", ["field: id", "key: true"])
 @pytest.mark.parametrize(
     ("schema_id", "said"), [("auto", "header or prefix"), ("header", "header"), ("prefix", "prefix")]
@@ -73,7 +81,7 @@ def test_a_framing_names_the_schema(rule, schema_id, said):
     made = topology(rule, source=f"schema_id: {schema_id}")
     assert (made.source.names_schemas, made.source.framing, made.source.schema) == (True, schema_id, None)
     assert f"read, avro with the schema id in the {said}, from earliest" in describe(made)
-    with pytest.raises(SettingsError, match="is not supported here"):
+    with pytest.raises(SettingsError, match="avro needs schemas of a schema registry, which is not known here"):
         extractor_of(made)
     assert not extractor_of(made.knowing(SchemaBook()))([], [], [], []).faults
 
@@ -109,7 +117,7 @@ UNITS = "unit timestamp takes a timestamp with a zone, rfc3339 a string, and s, 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"source": "schema_id: none"}, "3:37: source.schema_id: none needs `source.schema`: the file with the Avro schema of all values"),
+        ({"source": "schema_id: none"}, "3:37: source.schema_id: none needs `source.schema`: the file with the schema of all values"),
         ({"source": "schema: o.avsc"}, f"3:37: source.schema: {NO_FILE}"),
         ({"source": "schema_id: prefix, schema: o.avsc"}, f"3:56: source.schema: {NO_FILE}"),
         (
@@ -117,6 +125,11 @@ UNITS = "unit timestamp takes a timestamp with a zone, rfc3339 a string, and s, 
             '3:62: source.schema: "x.avsc" cannot be read: No such file or directory; name a file, relative to the topology file',
         ),
         ({"source": "schema_id: none, schema: latin.avsc"}, '3:62: source.schema: "latin.avsc" is not UTF-8 at byte 0; save it as UTF-8'),
+        (
+            {"source": "schema_id: none, schema: o.avsc, subject: s"},
+            "3:70: source.subject: has no effect with `source.schema_id: none`; no schema registry has the schema of these values",
+        ),
+        ({"source": "subject: a b"}, '3:46: source.subject: "a b" is not a subject of a schema registry'),
         ({"source": "schema_id: none, schema: ''"}, '3:62: source.schema: "" is not the name of a file'),
         (
             {"source": "schema_id: none, schema: bad.avsc"},

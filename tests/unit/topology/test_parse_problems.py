@@ -39,7 +39,7 @@ def test_the_least_file_has_none():
         ("grase: 24h", '8:1: unknown key "grase"; did you mean "grace"?'),
         (
             "zzz: 1",
-            '8:1: unknown key "zzz"; the valid names are conflicts, dead_letter, dedup, duplicates, event_time, extend, extend_at_most, future, grace, guard_period, idle_after, late, max_clock_skew, name, on_conflict, output, sink, source, state, tracking_id, transactions',
+            '8:1: unknown key "zzz"; the valid names are conflicts, dead_letter, dedup, duplicates, event_time, extend, extend_at_most, future, grace, guard_period, idle_after, late, max_clock_skew, name, on_conflict, output, routes, sink, source, state, then, tracking_id, transactions',
         ),
         ("grace: 24", '8:8: grace: "24" has no unit; write "24h" or "24m"'),
         ("grace: 500", '8:8: grace: "500" has no unit; write "500ms" or "500s"'),
@@ -58,7 +58,7 @@ def test_the_least_file_has_none():
         ("extend_at_most: 0ms", '8:17: extend_at_most: "0ms" must be longer than zero'),
         ("future: clam", '8:9: future: "clam" is not one of dead_letter | clamp; did you mean "clamp"?'),
         ("on_conflict: 7", '8:14: on_conflict: "7" is not one of duplicate | forward | fail'),
-        ("event_time: created", '8:13: event_time: "created" is not one of record'),
+        ("event_time: created", '8:13: event_time: "created" is not one of record | arrival'),
         ("event_time: {field: created}", '8:1: the key "unit" is missing in event_time'),
         (
             "event_time: {field: created, unit: iso8601}",
@@ -176,26 +176,22 @@ def test_a_mistake_in_one_line(line, said):
         ),
         (
             "[clicks]",
-            "[clicks]\n  format: protobuf",
-            '5:11: source.format: "protobuf" is not supported; use json, json_schema, avro, or bytes with the ID in the key or a header',
-        ),
-        (
-            "[clicks]",
             "[clicks]\n  format: jsn",
-            '5:11: source.format: "jsn" is not one of json | json_schema | avro | bytes; did you mean "json"?',
+            '5:11: source.format: "jsn" is not one of json | json_schema | avro | protobuf | msgpack | cbor | csv | bytes; did you mean "json"?',
         ),
         ("[clicks]", "[clicks]\n  schema_id: prefix", "5:3: source.schema_id: needs `source.format: json_schema`"),
         (
             "[clicks]",
             "[clicks]\n  format: json_schema\n  schema_id: none",
-            "6:3: source.schema_id: none needs `source.format: avro`; JSON without framing is `format: json`",
+            "6:3: source.schema_id: none needs `source.format: avro` or `protobuf`; JSON without framing is `format: json`",
         ),
         (
             "[clicks]",
             "[clicks]\n  format: json_schema\n  schema_id: prefixed",
             '6:14: source.schema_id: "prefixed" is not one of auto | header | prefix | none; did you mean "prefix"?',
         ),
-        ("[clicks]", "[clicks]\n  schema: a.avsc", "5:3: source.schema: needs `source.format: avro`"),
+        ("[clicks]", "[clicks]\n  schema: a.avsc", "5:3: source.schema: needs `source.format: avro` or `protobuf`"),
+        ("[clicks]", "[clicks]\n  subject: a-value", "5:3: source.subject: needs `source.format: avro` or `protobuf`"),
         (
             "[clicks]",
             "[clicks]\n  start: yesterday",

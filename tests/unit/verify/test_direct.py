@@ -6,9 +6,11 @@ from random import Random
 
 import pytest
 
+from dedup.core.event_time import ArrivalTime
 from dedup.core.fold import OnConflict
 from dedup.core.reference_model import ModelRecord, ModelRules, ReferenceModel, model
 from dedup.core.window import Window
+from dedup.errors import StateIncompatible
 from dedup.topology.model import Late, LateDrop, LateForward, LateTo, Topology
 from dedup.verify.cut import WHY_OPEN
 from dedup.verify.direct import WHY_BEFORE, WHY_COMPACTED, WHY_NO_OFFSET
@@ -304,3 +306,22 @@ def test_without_offsets_nothing_is_proved(compact: bool) -> None:
     cluster.offsets.clear()
     report = verified(cluster, topology)
     assert (wrong(report), report.not_provable) == ({}, {WHY_NO_OFFSET: 2})
+
+
+def test_by_arrival_only_source_records_with_the_brokers_time_can_be_verified() -> None:
+    topology = topology_of(event_time=ArrivalTime())
+    cluster = run_of(topology, [("a", 0), ("b", 1), ("a", 2)], "UUD")
+    with pytest.raises(StateIncompatible, match="x-in/0 offset 0 has the time that its producer wrote"):
+        verified(cluster, topology)
+    cluster.broker_time.add("x-in")
+    assert wrong(verified(cluster, topology)) == {}
+
+
+def test_a_record_without_an_id_that_the_broker_refused_is_not_lost() -> None:
+    topology = topology_of()
+    cluster = cluster_of(topology)
+    cluster.put("x-in", None, at(0))  # a tombstone, which is forwarded
+    dead_letter(cluster, None, 0, 0, "refused_by_broker", 1)
+    cluster.commit("x-in")
+    report = verified(cluster, topology)
+    assert (wrong(report), report.not_provable) == ({}, {WHY_REFUSED: 1})

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from dedup.core.event_time import ArrivalTime
 from dedup.core.tracking_id import ContentRule, TrackingId, parse_path
+from dedup.errors import StateIncompatible
 from dedup.topology.model import SourceSpec, Topology
 from dedup.verify.cut import WHY_OPEN
 from dedup.verify.direct import WHY_BEFORE, WHY_NO_OFFSET, WHY_OUTPUT_GONE
@@ -357,3 +359,12 @@ def test_a_records_own_headers_may_carry_the_names_of_ours(own: tuple[str, bytes
     cluster.commit("x-in", LOG)
     report = verified(cluster, topology)
     assert (wrong(report), report.not_provable, report.read) == ({}, {}, 1)
+
+
+def test_by_arrival_only_source_records_with_the_brokers_time_can_be_verified() -> None:
+    topology = topology_of(direct=False, event_time=ArrivalTime())
+    cluster = run_of(topology)
+    with pytest.raises(StateIncompatible, match="x-in/0 offset 0 has the time that its producer wrote"):
+        verified(cluster, topology)
+    cluster.broker_time.add("x-in")
+    assert wrong(verified(cluster, topology)) == {}

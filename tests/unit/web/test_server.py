@@ -52,7 +52,7 @@ class Worker:
         return LookedUp("orders", self.name, text, found, (0,), 2, None, self.candidates, ("orders",))
 
     def pulse(self):
-        return [TaskPulse(NUMBERS, 4)]
+        return [TaskPulse(NUMBERS, 4, "orders", 0, "running")]
 
     def latest(self):
         return [Noted("late", "orders/0/7", "x", 5, 6, "1h behind stream time")]
@@ -135,13 +135,21 @@ async def test_a_request_without_a_host_is_refused_and_no_name_is_looked_up(monk
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
 async def test_nothing_can_be_changed(method):
     async with WebServer(web(), Worker()) as pages:
-        for page in ("/", "/live", "/metrics", "/api/status", "/api/ids/a", "/api/dashboard"):
+        for page in ("/", "/live", "/metrics", "/api/status", "/api/ids/a", "/api/dashboard", "/api/hour"):
             assert (await get(pages, page, method=method))[0] == 405
 
 
 async def test_with_a_token_all_but_the_probes_ask_for_it(caplog):
     async with WebServer(web(token=Secret(CANARY)), Worker()) as pages:
-        for page in ("/metrics", "/api/status", "/api/ids/a", "/api/dashboard", "/api/records/orders/0/1", "/nothing"):
+        for page in (
+            "/metrics",
+            "/api/status",
+            "/api/ids/a",
+            "/api/dashboard",
+            "/api/hour",
+            "/api/records/orders/0/1",
+            "/nothing",
+        ):
             for given in (
                 {},
                 {"Authorization": "Bearer wrong"},

@@ -134,3 +134,13 @@ def test_the_code_that_ends_a_fleet_is_not_hidden_by_how_the_others_end():
     lines = {1: [sys.executable, "-c", others], 2: [sys.executable, "-c", "import time; time.sleep(1); exit(3)"]}
     plan = SimpleNamespace(workers=2, command=lines.__getitem__)
     assert supervise(cast("FleetPlan", plan)) == 3
+
+
+def test_a_restart_is_logged_with_the_number_in_the_workers_id(tmp_path: Path, caplog):
+    """Was one less: the log named another worker than the one that had died."""
+    once = f"import pathlib, sys; p = pathlib.Path({str(tmp_path / 'died')!r}); "
+    once += "sys.exit(0) if p.exists() else (p.touch(), sys.exit(7))"
+    lines = {1: [sys.executable, "-c", "pass"], 2: [sys.executable, "-c", once]}
+    plan = SimpleNamespace(workers=2, command=lines.__getitem__)
+    assert supervise(cast("FleetPlan", plan)) == 0
+    assert [message.split(";")[0] for message in caplog.messages] == ["worker 2 exited with code 7"]

@@ -61,3 +61,13 @@ def test_a_source_kept_shorter_than_the_guard_period_and_compacted_is_named():
     assert {("warning", "retention_below_guard"), ("warning", "source_compacted")} <= set(
         codes(cluster(**{"in": source}))
     )
+
+
+def test_a_source_with_the_producers_times_is_an_error_only_by_arrival():
+    have = cluster(**{"in": Topic("in", "a", 3, {**SOURCE.configs, "message.timestamp.type": "CreateTime"})})
+    assert codes(have) == []
+    (found,) = compare(parse(TEXT + "event_time: arrival\n", name="t.yaml"), SETTINGS, have)
+    assert (found.level, found.code) == ("error", "source_create_time")
+    assert "--entity-name in --add-config message.timestamp.type=LogAppendTime" in found.text
+    have["in"] = Topic("in", "a", 3, {**SOURCE.configs, "message.timestamp.type": "LogAppendTime"})
+    assert compare(parse(TEXT + "event_time: arrival\n", name="t.yaml"), SETTINGS, have) == []

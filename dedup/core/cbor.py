@@ -1,0 +1,353 @@
+"""Reads members of CBOR values by path, exactly from one value (`CborReader.read`), or as columns from a batch.
+
+A value is one item, usually a map, and must end where the item ends. A path names the text keys of maps and positions
+in arrays; other keys are passed over. The reader neither recurses into what it passes over nor allocates memory for
+announced lengths, so neither needs a limit. Source: RFC 8949, and the registry of CBOR tags at IANA.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Final
+from uuid import UUID
+
+from dedup.core.avro import Instant, Leaf, Refused
+from dedup.core.event_time import FieldTime, rfc3339_ms
+from dedup.core.exact_json import ABSENT, Number
+from dedup.core.member_reader import (
+    MANY,
+    MS_NS,
+    Damaged,
+    MemberReader,
+    PathTree,
+    absent,
+    integer,
+    not_of_format,
+    repeated_member,
+    runs_of,
+    text_of,
+)
+from dedup.core.tracking_id import Path
+
+_UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY, _MAP, _TAG, _SIMPLE = range(8)
+_SHORT: Final = 24
+"""Arguments below this number are in the first byte of an item."""
+_INDEFINITE: Final = 31
+_BREAK: Final = b"\xff"
+_WIDTHS: Final = {24: 1, 25: 2, 26: 4, 27: 8}
+"""For each additional information in the first byte of an item, the number of bytes of its argument."""
+_FLOATS: Final = {25: ">e", 26: ">f", 27: ">d"}
+
+
+def _size_of(first: int) -> int:
+    """Return the length of an item that begins with a given byte, or 0 if the byte does not say the length."""
+    major, info = first >> 5, first & 0x1F
+    if major in {_BYTES, _TEXT}:
+        return 1 + info if info < _SHORT else 0
+    if major in {_UNSIGNED, _NEGATIVE} or (major == _SIMPLE and info != _SHORT):
+        return 1 if info < _SHORT else 1 + _WIDTHS[info] if info in _WIDTHS else 0
+    return 0
+
+
+_SIZES: Final = bytes(map(_size_of, range(256)))
+_RUNS: Final = runs_of(_SIZES)
+_SIMPLES: Final[dict[int, Leaf]] = {20: False, 21: True, 22: None, 23: ABSENT}
+"""The simple values with a meaning: false, true, null, and undefined, which stands for a member that is not there."""
+_LEAST_LONG_SIMPLE: Final = 32
+
+_TIME_TEXT, _TIME_NUMBER, _BIGNUM, _NEGATIVE_BIGNUM, _DECIMAL, _UUID, _SELF_DESCRIBED = 0, 1, 2, 3, 4, 37, 55_799
+_UUID_BYTES: Final = 16
+_MOST_BIGNUM_BYTES: Final = 1_024
+_SECOND_NS: Final = 10**9
+_SECOND_US: Final = 10**6
+_US_NS: Final = 1_000
+
+_ELEMENTS, _KEYS, _VALUES = -1, -2, -3
+_NEXT: Final = {_ELEMENTS: _ELEMENTS, _KEYS: _VALUES, _VALUES: _KEYS}
+"""For what follows in an array or a map of indefinite length (an element, a key, or a value), what follows then."""
+
+_Head = tuple[int, int, int]
+"""The first bytes of an item: its major type, its additional information, and its argument (0 if indefinite)."""
+
+
+class CborReader(MemberReader):
+    """Reads members from CBOR values."""
+
+    def read(self, value: bytes) -> list[Leaf]:
+        """Return the members at the paths, the time last. Raises Unreadable if the value is not one item."""
+        cursor = _Cursor(value, absent(self.count))
+        try:
+            cursor.item(self.wanted)
+            if cursor.at < len(value):
+                raise Damaged(f"bytes follow its end (byte {cursor.at} of {len(value)})")
+        except Damaged as damage:
+            raise not_of_format(value, "not_cbor", "CBOR", damage) from None
+        if cursor.is_repeated:
+            raise repeated_member()
+        return self.leaves(cursor.found)
+
+
+@lru_cache(maxsize=256)
+def cbor_reader(ids: tuple[Path, ...], time: FieldTime | None) -> CborReader:
+    """Return the reader for the members at given paths."""
+    return CborReader(ids, time)
+
+
+class _Cursor:
+    """A position in one value. Each method advances the position past what it reads."""
+
+    def __init__(self, value: bytes, found: list[Leaf]) -> None:
+        self._value: Final = value
+        self.found: Final = found
+        self.at = 0
+        self.is_repeated = False
+        """Whether a map has two members with the same name on a path."""
+
+    def item(self, wanted: PathTree) -> None:
+        """Read one item, and put what is wanted of it into `found`."""
+        start, head = self.at, self._head()
+        while head[0] == _TAG and head[2] == _SELF_DESCRIBED:  # it says only that the item is CBOR
+            start, head = self.at, self._head()
+        if (head[0] == _ARRAY and wanted.elements) or (head[0] == _MAP and wanted.members):
+            leaf: Leaf = Refused("map" if head[0] == _MAP else "array")
+            self._inside(wanted, head)
+        elif wanted.slots:
+            leaf = self._leaf(head, start)
+        else:
+            self.at = start
+            self._skip()
+            return
+        for slot in wanted.slots:
+            self.found[slot] = leaf
+
+    def _inside(self, wanted: PathTree, head: _Head) -> None:
+        if head[0] == _ARRAY:
+            for position in self._each(head):
+                self._below(wanted.elements.get(position))
+            return
+        seen: set[bytes] = set()
+        for _ in self._each(head):
+            name = self._name()
+            below = None if name is None else wanted.members.get(name)
+            if name is not None and below is not None:
+                self.is_repeated |= name in seen
+                seen.add(name)
+            self._below(below)
+
+    def _below(self, wanted: PathTree | None) -> None:
+        if wanted is None:
+            self._skip()
+        else:
+            self.item(wanted)
+
+    def _each(self, head: _Head) -> Iterator[int]:
+        """Yield the position of each element or member of an array or a map, which the caller reads in between."""
+        _, info, count = head
+        if info != _INDEFINITE:
+            yield from range(count)
+            return
+        position = 0
+        while not self._is_over():
+            yield position
+            position += 1
+
+    def _is_over(self) -> bool:
+        """Read the end of an item of indefinite length, and return whether it was there."""
+        over = self._value[self.at : self.at + 1] == _BREAK
+        self.at += over
+        return over
+
+    def _name(self) -> bytes | None:
+        """Read a key of a map. Return the key's bytes if it is text, or None for any other key."""
+        start = self.at
+        first = self._value[start] if start < len(self._value) else 0
+        if first >> 5 == _TEXT and first & 0x1F < _SHORT:
+            self.at = start + 1
+            return self._bytes(first & 0x1F)
+        head = self._head()
+        if head[0] == _TEXT:
+            return b"".join(self._chunks(head))
+        self.at = start
+        self._skip()
+        return None
+
+    def _skip(self) -> None:
+        """Pass over one item, with all that it contains."""
+        size = len(self._value)
+        if self.at < size:
+            end = self.at + _SIZES[self._value[self.at]]
+            if self.at < end <= size:
+                self.at = end
+                return
+        # What must follow: a number of items or, in an item of indefinite length, one of `_NEXT`.
+        open_items = [1]
+        while open_items:
+            due = open_items[-1]
+            if due == 0:
+                open_items.pop()
+                continue
+            # Each item takes at least one byte, so a greater number cannot be right.
+            if due > size - self.at or self.at == size:
+                raise Damaged(_ended(size))
+            known = _SIZES[self._value[self.at]]
+            if known and due >= MANY:
+                run = _RUNS[known].match(self._value, self.at, self.at + due * known)
+                if run is not None:
+                    open_items[-1] -= (run.end() - self.at) // known
+                    self.at = run.end()
+                    continue
+            if due in {_ELEMENTS, _KEYS} and self._is_over():
+                open_items.pop()
+                continue
+            open_items[-1] = due - 1 if due > 0 else _NEXT[due]
+            self._open(open_items, self._head())
+
+    def _open(self, open_items: list[int], head: _Head) -> None:
+        """Pass over a text or bytes, or add what follows in an array, a map, or a tag."""
+        major, info, argument = head
+        if major in {_BYTES, _TEXT}:
+            for _ in self._chunks(head):
+                pass
+        elif major in {_ARRAY, _MAP} and info == _INDEFINITE:
+            open_items.append(_ELEMENTS if major == _ARRAY else _KEYS)
+        elif major in {_ARRAY, _MAP, _TAG}:
+            more = 1 if major == _TAG else argument if major == _ARRAY else 2 * argument
+            if open_items[-1] >= 0:
+                open_items[-1] += more
+            else:
+                open_items.append(more)
+
+    def _leaf(self, head: _Head, start: int) -> Leaf:
+        major, _, argument = head
+        match major:
+            case 0 | 1:
+                return integer(argument if major == _UNSIGNED else -1 - argument)
+            case 2:
+                return b"".join(self._chunks(head))
+            case 3:
+                # A character must not be divided between two chunks.
+                return "".join(map(text_of, self._chunks(head)))
+            case 6:
+                return self._tagged(argument)
+            case 7:
+                return self._simple(head)
+            case _:
+                self.at = start
+                self._skip()
+                return Refused("map" if major == _MAP else "array")
+
+    def _simple(self, head: _Head) -> Leaf:
+        _, info, argument = head
+        if info in _FLOATS:
+            return Refused("float")
+        return _SIMPLES.get(argument, Refused("simple value"))
+
+    def _tagged(self, tag: int) -> Leaf:
+        """Return the leaf that a tag and its content stand for, or the refusal of a tag without a meaning here."""
+        start = self.at
+        leaf = self._meaning(tag, self._head())
+        if leaf is not None:
+            return leaf
+        self.at = start
+        self._skip()
+        return Refused(f"tag {tag}")
+
+    def _meaning(self, tag: int, head: _Head) -> Number | int | UUID | Instant | None:
+        major, info, _ = head
+        match tag:
+            case 0 if major == _TEXT:
+                time_ms = rfc3339_ms("".join(map(text_of, self._chunks(head))))
+                return None if time_ms is None else Instant(time_ms * MS_NS)
+            case 1 if major == _SIMPLE and info in _FLOATS:
+                return _instant_of(struct.unpack(_FLOATS[info], self._value[self.at - _WIDTHS[info] : self.at])[0])
+            case 1 if major in {_UNSIGNED, _NEGATIVE}:
+                return Instant(_whole(head) * _SECOND_NS)
+            case 2 | 3 if major == _BYTES:
+                number = self._bignum(tag, head)
+                return None if number is None else integer(number)
+            case 4 if major == _ARRAY:
+                return self._decimal(head)
+            case 37 if major == _BYTES:
+                raw = b"".join(self._chunks(head))
+                return UUID(bytes=raw) if len(raw) == _UUID_BYTES else None
+        return None
+
+    def _bignum(self, tag: int, head: _Head) -> int | None:
+        raw = b"".join(self._chunks(head))
+        if len(raw) > _MOST_BIGNUM_BYTES:
+            return None
+        return int.from_bytes(raw) if tag == _BIGNUM else -1 - int.from_bytes(raw)
+
+    def _decimal(self, head: _Head) -> Number | None:
+        """Return the number that the content of a decimal fraction stands for: an exponent and a mantissa."""
+        _, info, count = head
+        if info != _INDEFINITE and count != 2:  # noqa: PLR2004 - RFC 8949, section 3.4.4
+            return None
+        first = self._head()
+        if first[0] not in {_UNSIGNED, _NEGATIVE}:
+            return None
+        second = self._head()
+        mantissa = None
+        if second[0] in {_UNSIGNED, _NEGATIVE}:
+            mantissa = _whole(second)
+        elif second[0] == _TAG and second[2] in {_BIGNUM, _NEGATIVE_BIGNUM}:
+            content = self._head()
+            mantissa = self._bignum(second[2], content) if content[0] == _BYTES else None
+        if mantissa is None or (info == _INDEFINITE and not self._is_over()):
+            return None
+        return Number(f"{mantissa}e{_whole(first)}")
+
+    def _chunks(self, head: _Head) -> Iterator[bytes]:
+        """Yield the content of a text or of bytes, which is in several pieces if its length is indefinite."""
+        major, info, size = head
+        if info != _INDEFINITE:
+            yield self._bytes(size)
+            return
+        while not self._is_over():
+            inner, info, size = self._head()
+            if inner != major or info == _INDEFINITE:
+                raise Damaged(f"a string of indefinite length has another item in it (before byte {self.at})")
+            yield self._bytes(size)
+
+    def _head(self) -> _Head:
+        if self.at >= len(self._value):
+            raise Damaged(_ended(self.at))
+        first = self._value[self.at]
+        self.at += 1
+        major, info = first >> 5, first & 0x1F
+        if info < _SHORT:
+            return major, info, info
+        if info in _WIDTHS:
+            argument = int.from_bytes(self._bytes(_WIDTHS[info]))
+            if major == _SIMPLE and info == _SHORT and argument < _LEAST_LONG_SIMPLE:
+                raise Damaged(f"a simple value has two bytes instead of one (before byte {self.at})")
+            return major, info, argument
+        if info != _INDEFINITE or major not in {_BYTES, _TEXT, _ARRAY, _MAP}:
+            raise Damaged(f"byte {first:02x} begins no item (byte {self.at - 1})")
+        return major, info, 0
+
+    def _bytes(self, size: int) -> bytes:
+        start = self.at
+        if size > len(self._value) - start:
+            raise Damaged(f"it ends inside an item of {size} bytes (byte {start})")
+        self.at = start + size
+        return self._value[start : self.at]
+
+
+def _whole(head: _Head) -> int:
+    return head[2] if head[0] == _UNSIGNED else -1 - head[2]
+
+
+def _instant_of(seconds: float) -> Instant | None:
+    if not math.isfinite(seconds):
+        return None
+    # The nearest microsecond: the double that is nearest to 1700000000.123 is less than that.
+    numerator, denominator = seconds.as_integer_ratio()
+    return Instant((2 * numerator * _SECOND_US + denominator) // (2 * denominator) * _US_NS)
+
+
+def _ended(at: int) -> str:
+    return f"it ends where an item must follow (byte {at})"

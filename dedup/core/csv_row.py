@@ -1,0 +1,136 @@
+"""Reads columns of CSV values. A value is one row, as RFC 4180 defines it, and the topology names its columns.
+
+All cells are text, and an empty cell is absent. A line break may follow the row. The stdlib's csv module is not used,
+because it accepts quotes inside of cells without quotes, and limits the length of cells for the whole process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from operator import itemgetter
+from typing import Final, Literal
+
+from dedup.core.avro import Leaf
+from dedup.core.event_time import FieldTime
+from dedup.core.exact_json import ABSENT, Number, with_foreign_format
+from dedup.core.member_reader import Damaged, MemberReader, not_of_format
+from dedup.core.tracking_id import Path
+
+Delimiter = Literal["comma", "semicolon", "tab", "pipe"]
+_CHARACTERS: Final[dict[Delimiter, str]] = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
+_BYTE_ORDER_MARK: Final = "\ufeff"
+_NUMBER: Final = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+_SHORT_DIGITS: Final = 18
+"""Integers of at most this many characters fit 64 bits."""
+
+
+@dataclass(frozen=True)
+class CsvLayout:
+    """The names of the columns of each row, in their order, and the character between cells."""
+
+    columns: tuple[str, ...]
+    delimiter: Delimiter = "comma"
+
+    @cached_property
+    def between(self) -> str:
+        """The character between two cells."""
+        return _CHARACTERS[self.delimiter]
+
+    @cached_property
+    def _cell(self) -> re.Pattern[str]:
+        return re.compile(rf'"([^"]*(?:""[^"]*)*)"|([^"{re.escape(self.between)}\r\n]*)')
+
+    def cells(self, text: str) -> list[str]:
+        """Return the cells of a row. Raises Damaged if the text is not one row with as many cells as columns."""
+        row = text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
+        if '"' in row:
+            cells = self._quoted(row)
+        elif "\n" in row or "\r" in row:
+            raise Damaged("a line break that is not in quotes is inside of it")
+        else:
+            cells = row.split(self.between)
+        if len(cells) != len(self.columns):
+            raise Damaged(f"it has {len(cells)} cells, and `source.columns` has {len(self.columns)}")
+        return cells
+
+    def _quoted(self, row: str) -> list[str]:
+        cells: list[str] = []
+        at = 0
+        while (found := self._cell.match(row, at)) is not None:
+            cells.append(found[2] if found[1] is None else found[1].replace('""', '"'))
+            at = found.end()
+            if at == len(row):
+                return cells
+            if row[at] != self.between:
+                break
+            at += 1
+        raise Damaged(f"a quote or a line break is in the wrong place (character {at} of {len(row)})")
+
+
+class CsvReader(MemberReader):
+    """Reads columns from CSV values."""
+
+    def __init__(self, layout: CsvLayout, ids: Sequence[Path], time: FieldTime | None) -> None:
+        super().__init__(ids, time)
+        self._layout: Final = layout
+        columns: dict[Path, int] = {(name,): place for place, name in enumerate(layout.columns)}
+        self._places: Final = [columns[path] for path in [*ids, *([] if time is None else [time.path])]]
+        self._is_numeric: Final = time is not None and time.unit != "rfc3339"
+
+    def read(self, value: bytes) -> list[Leaf]:
+        """Return the cells in the columns, the time last. Raises Unreadable if the value is not one row."""
+        try:
+            text = value.decode()
+        except UnicodeDecodeError as error:
+            raise with_foreign_format(value, "not_utf8", f"the value is not UTF-8 (byte {error.start})") from None
+        try:
+            if text.startswith(_BYTE_ORDER_MARK):
+                raise Damaged("a byte order mark would be part of its first cell")
+            cells = self._layout.cells(text)
+        except Damaged as damage:
+            raise not_of_format(value, "not_csv", "CSV", damage) from None
+        found: list[Leaf] = [cells[place] or ABSENT for place in self._places]
+        if self._is_numeric:
+            found[-1] = _number(found[-1])
+        return self.leaves(found)
+
+    def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
+        """Return one column per path, followed by the event times; return None if any value cannot be read."""
+        return self._plain(values) or super().columns(values)
+
+    def _plain(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
+        """Return the columns of rows without quotes, carriage returns, and line breaks at their end, or else None."""
+        joined = b"\n".join(values)
+        if b'"' in joined or b"\r" in joined or joined.startswith(_BYTE_ORDER_MARK.encode()):
+            return None
+        try:
+            rows = [row.split(self._layout.between) for row in joined.decode().split("\n")]
+        except UnicodeDecodeError:
+            return None
+        if len(rows) != len(values) or {*map(len, rows)} != {len(self._layout.columns)}:
+            return None
+        columns: list[list[Leaf]] = [list(map(itemgetter(place), rows)) for place in self._places]
+        if any("" in column for column in columns) or any(_BYTE_ORDER_MARK in row[0] for row in rows):
+            return None
+        if self._is_numeric:
+            columns[-1] = list(map(_number, columns[-1]))
+            if str in set(map(type, columns[-1])):
+                return None
+        return columns
+
+
+@lru_cache(maxsize=256)
+def csv_reader(layout: CsvLayout, ids: tuple[Path, ...], time: FieldTime | None) -> CsvReader:
+    """Return the reader for given columns, which the layout must have."""
+    return CsvReader(layout, ids, time)
+
+
+def _number(cell: Leaf) -> Leaf:
+    """Return the number that a cell is, in JSON's notation, or else the cell."""
+    if not isinstance(cell, str) or not _NUMBER.fullmatch(cell):
+        return cell
+    number = Number(cell)
+    return int(cell) if number.is_integer and len(cell) <= _SHORT_DIGITS else number

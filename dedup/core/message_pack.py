@@ -1,0 +1,370 @@
+"""Reads members of MessagePack values by path, exactly from one value (`read`), or as columns from a batch (`columns`).
+
+A value is one item, usually a map, and must end where the item ends. A path names the text keys of maps and positions
+in arrays; other keys are passed over. The reader neither recurses into what it passes over nor allocates memory for
+announced lengths, so neither needs a limit.
+
+msgspec reads columns, and leaves a value to `MessagePackReader.read` if the results might differ: msgspec keeps the
+last of several members with the same name, so each name must occur only once in the bytes of a value, in the shortest
+encoding. Source: github.com/msgpack/msgpack/blob/master/spec.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from operator import attrgetter
+from typing import Annotated, Any, Final, NamedTuple
+
+import msgspec
+
+from dedup.core.avro import Instant, Leaf, Refused
+from dedup.core.event_time import MAX_MS, MIN_MS, FieldTime, TimeUnit
+from dedup.core.exact_json import DECODE_REFUSALS
+from dedup.core.member_reader import (
+    MANY,
+    Damaged,
+    MemberReader,
+    PathTree,
+    absent,
+    integer,
+    not_of_format,
+    repeated_member,
+    runs_of,
+    text_of,
+    time_leaf,
+)
+from dedup.core.tracking_id import Path
+
+_FIXMAP, _FIXARRAY, _FIXSTR, _NIL = 0x80, 0x90, 0xA0, 0xC0
+_NEGATIVE: Final = 0xE0
+_FALSE, _TRUE = 0xC2, 0xC3
+_BIN: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4}
+_EXT: Final = {0xC7: 1, 0xC8: 2, 0xC9: 4}
+_FIXEXT: Final = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+_STR: Final = {0xD9: 1, 0xDA: 2, 0xDB: 4}
+_ARRAY: Final = {0xDC: 2, 0xDD: 4}
+_MAP: Final = {0xDE: 2, 0xDF: 4}
+_FLOAT: Final = {0xCA: 4, 0xCB: 8}
+_UNSIGNED: Final = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
+_SIGNED: Final = {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+_FIXED: Final = {**_FLOAT, **_UNSIGNED, **_SIGNED, **{first: size + 1 for first, size in _FIXEXT.items()}}
+"""For each first byte of an item without an announced length, the number of bytes after it."""
+_SIZED: Final = {**_BIN, **_STR, **_EXT}
+"""For each first byte of an item with an announced length, the number of bytes in which the length is written."""
+
+_SINGLES: Final = {*range(_FIXMAP), _NIL, _FALSE, _TRUE, *range(_NEGATIVE, 0x100)}
+_SIZES: Final = bytes(
+    1 + _FIXED.get(first, first & 0x1F if first & 0xE0 == _FIXSTR else 0)
+    if first in _SINGLES or first in _FIXED or first & 0xE0 == _FIXSTR
+    else 0
+    for first in range(256)
+)
+"""For each first byte of an item, the length of the item, or 0 if the first byte does not say it."""
+_RUNS: Final = runs_of(_SIZES)
+
+_TIMESTAMP: Final = -1
+_SECOND_NS: Final = 10**9
+_LOW_34: Final = (1 << 34) - 1
+_MOST_FIXSTR: Final = 31
+
+_Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
+_TIME_TYPES: Final[dict[TimeUnit, Any]] = {"rfc3339": str, "timestamp": msgspec.msgpack.Ext}
+
+
+class MessagePackReader(MemberReader):
+    """Reads members from MessagePack values."""
+
+    def __init__(self, ids: Sequence[Path], time: FieldTime | None) -> None:
+        super().__init__(ids, time)
+        self._columns: Final = _compiled(ids, time)
+
+    def read(self, value: bytes) -> list[Leaf]:
+        """Return the members at the paths, the time last. Raises Unreadable if the value is not one item."""
+        cursor = _Cursor(value, absent(self.count))
+        try:
+            cursor.item(self.wanted)
+            if cursor.at < len(value):
+                raise Damaged(f"bytes follow its end (byte {cursor.at} of {len(value)})")
+        except Damaged as damage:
+            raise not_of_format(value, "not_msgpack", "MessagePack", damage) from None
+        if cursor.is_repeated:
+            raise repeated_member()
+        return self.leaves(cursor.found)
+
+    def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
+        """Return one column per path, followed by the event times; return None if any value cannot be read."""
+        quick = None if self._columns is None else self._columns.decode(values)
+        return super().columns(values) if quick is None else quick
+
+
+class _Columns(NamedTuple):
+    """Decodes members of a whole batch with msgspec."""
+
+    decoder: msgspec.msgpack.Decoder[Any]
+    members: tuple[Any, ...]
+    """A function for each path, which returns the member of a decoded value."""
+    names: tuple[tuple[bytes, bytes, int], ...]
+    """For each name in the paths, its shortest encoding, the end of every longer encoding, and how often it occurs."""
+    has_timestamps: bool
+    """Whether the last path leads to timestamps."""
+
+    def decode(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
+        """Return one column per path, or None if any value needs `MessagePackReader.read`."""
+        try:
+            rows = list(map(self.decoder.decode, values))
+        except DECODE_REFUSALS:
+            return None
+        # Every row is known to have each of these members.
+        joined, count = b"".join(values), len(values)
+        if any(joined.count(shortest) > times * count or longer in joined for shortest, longer, times in self.names):
+            return None
+        columns = [list(map(member, rows)) for member in self.members]
+        if self.has_timestamps:
+            columns[-1] = [time_leaf(_extension(each.code, each.data), "timestamp") for each in columns[-1]]
+        return columns
+
+
+def _compiled(ids: Sequence[Path], time: FieldTime | None) -> _Columns | None:
+    """Return the decoder for columns, or None if there are no paths, or if they lead through arrays or one another."""
+    paths = [*ids, *([] if time is None else [time.path])]
+    if not paths:
+        return None
+    tree: dict[str, Any] = {}
+    for path in paths:
+        here = tree
+        for step in path[:-1]:
+            below = here.setdefault(str(step), {})
+            if not isinstance(step, str) or not isinstance(below, dict):
+                return None
+            here = below
+        if not isinstance(path[-1], str) or path[-1] in here:
+            return None
+        here[path[-1]] = str | _Int64
+    if time is not None:
+        here[str(paths[-1][-1])] = _TIME_TYPES.get(time.unit, _Int64)
+    names = Counter(_names(tree))
+    if any(not 0 < len(name.encode()) <= _MOST_FIXSTR for name in names):
+        return None
+    encoded = [(name.encode(), times) for name, times in names.items()]
+    return _Columns(
+        msgspec.msgpack.Decoder(_struct(tree)),
+        tuple(attrgetter(_attribute(tree, path)) for path in paths),
+        tuple((bytes((_FIXSTR + len(raw),)) + raw, bytes((len(raw),)) + raw, times) for raw, times in encoded),
+        time is not None and time.unit == "timestamp",
+    )
+
+
+def _names(tree: dict[str, Any]) -> list[str]:
+    below = [each for inner in tree.values() if isinstance(inner, dict) for each in _names(inner)]
+    return [*tree, *below]
+
+
+def _struct(tree: dict[str, Any]) -> Any:  # noqa: ANN401 - a type that is made here
+    fields = [
+        (f"m{at}", _struct(inner) if isinstance(inner, dict) else inner, msgspec.field(name=name))
+        for at, (name, inner) in enumerate(tree.items())
+    ]
+    # Reference counting frees the rows before the next batch, so the garbage collector can ignore them.
+    return msgspec.defstruct("Row", fields, gc=False)
+
+
+def _attribute(tree: dict[str, Any], path: Path) -> str:
+    here, steps = tree, []
+    for step in map(str, path):
+        steps.append(f"m{list(here).index(step)}")
+        here = here[step]
+    return ".".join(steps)
+
+
+@lru_cache(maxsize=256)
+def message_pack_reader(ids: tuple[Path, ...], time: FieldTime | None) -> MessagePackReader:
+    """Return the reader for the members at given paths."""
+    return MessagePackReader(ids, time)
+
+
+class _Cursor:
+    """A position in one value. Each method advances the position past what it reads."""
+
+    def __init__(self, value: bytes, found: list[Leaf]) -> None:
+        self._value: Final = value
+        self.found: Final = found
+        self.at = 0
+        self.is_repeated = False
+        """Whether a map has two members with the same name on a path."""
+
+    def item(self, wanted: PathTree) -> None:
+        """Read one item, and put what is wanted of it into `found`."""
+        if not (wanted.members or wanted.elements):
+            if not wanted.slots:
+                self._skip()
+                return
+            self._put(wanted, self._leaf())
+            return
+        start = self.at
+        first = self._first()
+        count, is_map = self._entries(first)
+        if count is None:
+            self.at = start
+            self._put(wanted, self._leaf())
+            return
+        self._put(wanted, Refused("map" if is_map else "array"))
+        if is_map and wanted.members:
+            self._members(wanted, count)
+        elif not is_map and wanted.elements:
+            self._elements(wanted, count)
+        else:
+            self.at = start
+            self._skip()
+
+    def _put(self, wanted: PathTree, leaf: Leaf) -> None:
+        for slot in wanted.slots:
+            self.found[slot] = leaf
+
+    def _members(self, wanted: PathTree, count: int) -> None:
+        seen: set[bytes] = set()
+        for _ in range(count):
+            name = self._name()
+            below = None if name is None else wanted.members.get(name)
+            if name is None or below is None:
+                self._skip()
+                continue
+            self.is_repeated |= name in seen
+            seen.add(name)
+            self.item(below)
+
+    def _elements(self, wanted: PathTree, count: int) -> None:
+        for position in range(count):
+            below = wanted.elements.get(position)
+            if below is None:
+                self._skip()
+            else:
+                self.item(below)
+
+    def _name(self) -> bytes | None:
+        """Read a key of a map. Return the key's bytes if it is text, or None for any other key."""
+        first = self._value[self.at] if self.at < len(self._value) else _NIL
+        if first & 0xE0 == _FIXSTR:
+            self.at += 1
+            return self._bytes(first & 0x1F)
+        if first in _STR:
+            self.at += 1
+            return self._bytes(self._number(_STR[first]))
+        self._skip()
+        return None
+
+    def _skip(self) -> None:
+        """Pass over one item, with all that it contains."""
+        left = 1
+        value, size = self._value, len(self._value)
+        while left:
+            # Each item takes at least one byte, so a greater number cannot be right.
+            if left > size - self.at:
+                raise Damaged(f"it ends inside a map or an array (byte {size})" if left > 1 else _ended(size))
+            first = value[self.at]
+            known = _SIZES[first]
+            if known and left >= MANY:
+                run = _RUNS[known].match(value, self.at, self.at + left * known)
+                if run is not None:
+                    left -= (run.end() - self.at) // known
+                    self.at = run.end()
+                    continue
+            left -= 1
+            if known and self.at + known <= size:
+                self.at += known
+                continue
+            self.at += 1
+            if first & 0xE0 == _FIXSTR:
+                self._pass(first & 0x1F)
+                continue
+            count, is_map = self._entries(first)
+            if count is not None:
+                left += 2 * count if is_map else count
+            else:
+                self._pass(self._size(first))
+
+    def _size(self, first: int) -> int:
+        """Return the number of bytes that follow in an item that is neither a container nor a single byte."""
+        if first in _FIXED:
+            return _FIXED[first]
+        if first not in _SIZED:
+            raise _no_item(first, self.at - 1)
+        return self._number(_SIZED[first]) + (first in _EXT)
+
+    def _entries(self, first: int) -> tuple[int | None, bool]:
+        """Return the number of entries of a map or an array, and whether it is a map. It is None for other items."""
+        if first & 0xF0 in {_FIXMAP, _FIXARRAY}:
+            return first & 0x0F, first < _FIXARRAY
+        if first in _MAP or first in _ARRAY:
+            return self._number(_MAP.get(first) or _ARRAY[first]), first in _MAP
+        return None, False
+
+    def _leaf(self) -> Leaf:
+        start, first = self.at, self._first()
+        if first < _FIXMAP or first >= _NEGATIVE:
+            return first if first < _FIXMAP else first - 0x100
+        if first & 0xE0 == _FIXSTR or first in _STR:
+            return text_of(self._bytes(self._number(_STR[first]) if first in _STR else first & 0x1F))
+        if first in {_NIL, _FALSE, _TRUE}:
+            return None if first == _NIL else first == _TRUE
+        if first in _FLOAT or self._entries(first)[0] is not None:
+            self.at = start
+            self._skip()
+            is_map = first & 0xF0 == _FIXMAP or first in _MAP
+            return Refused("float" if first in _FLOAT else "map" if is_map else "array")
+        return self._sized_leaf(first)
+
+    def _sized_leaf(self, first: int) -> Leaf:
+        if first in _UNSIGNED:
+            return integer(self._number(_UNSIGNED[first]))
+        if first in _SIGNED:
+            return int.from_bytes(self._bytes(_SIGNED[first]), "big", signed=True)
+        if first in _BIN:
+            return self._bytes(self._number(_BIN[first]))
+        if first in _EXT or first in _FIXEXT:
+            size = _FIXEXT[first] if first in _FIXEXT else self._number(_EXT[first])
+            return _extension(int.from_bytes(self._bytes(1), "big", signed=True), self._bytes(size))
+        raise _no_item(first, self.at - 1)
+
+    def _first(self) -> int:
+        return self._bytes(1)[0]
+
+    def _number(self, width: int) -> int:
+        return int.from_bytes(self._bytes(width))
+
+    def _bytes(self, size: int) -> bytes:
+        start = self.at
+        self._pass(size)
+        return self._value[start : self.at]
+
+    def _pass(self, size: int) -> None:
+        if size > len(self._value) - self.at:
+            raise Damaged(_ended(self.at) if size == 1 else f"it ends inside an item of {size} bytes (byte {self.at})")
+        self.at += size
+
+
+def _extension(kind: int, content: bytes) -> Instant | Refused:
+    """Return the moment that an extension of the type timestamp stands for. Other extensions have no meaning here."""
+    if kind != _TIMESTAMP:
+        return Refused("extension")
+    match len(content):
+        case 4:
+            seconds, nanoseconds = int.from_bytes(content), 0
+        case 8:
+            packed = int.from_bytes(content)
+            seconds, nanoseconds = packed & _LOW_34, packed >> 34
+        case 12:
+            nanoseconds, seconds = struct.unpack(">Iq", content)
+        case _:
+            return Refused("invalid timestamp")
+    return Refused("invalid timestamp") if nanoseconds >= _SECOND_NS else Instant(seconds * _SECOND_NS + nanoseconds)
+
+
+def _no_item(first: int, at: int) -> Damaged:
+    return Damaged(f"byte {first:02x} begins no item (byte {at})")
+
+
+def _ended(at: int) -> str:
+    return f"it ends where an item must follow (byte {at})"

@@ -1,0 +1,499 @@
+"""Parses a Protobuf schema from a file or a schema registry into the message types that the schema defines.
+
+The parser keeps only what determines the encoding of values: fields, their types, and their presence. Imported files
+are not read. The types in `_WELL_KNOWN` are known, and all other imported types are refused.
+
+Source: the language specifications of proto2 and proto3. The tests compare the parser with that of protoc 33.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Final, NoReturn
+
+from dedup.core.avro import SchemaRefused
+
+MAX_DEPTH: Final = 100
+"""Maximum nesting depth of message types in schemas, and of groups in values."""
+_MOST_SCHEMA_CHARS: Final = 1 << 20
+_MOST_NAME_CHARS: Final = 500
+_MOST_NUMBER: Final = (1 << 29) - 1
+TIMESTAMP: Final = "google.protobuf.Timestamp"
+SCALARS: Final = {
+    "int32": 0, "int64": 0, "uint32": 0, "uint64": 0, "sint32": 0, "sint64": 0, "bool": 0, "enum": 0,
+    "fixed64": 1, "sfixed64": 1, "double": 1, "string": 2, "bytes": 2, "fixed32": 5, "sfixed32": 5, "float": 5,
+}  # fmt: skip
+"""Maps each scalar type, and `enum`, to the wire type of its values."""
+_WRAPPERS: Final = (
+    *("Double double", "Float float", "Int64 int64", "UInt64 uint64", "Int32 int32", "UInt32 uint32", "Bool bool"),
+    *("String string", "Bytes bytes"),
+)
+WRAPPERS: Final = {f"google.protobuf.{each.split()[0]}Value" for each in _WRAPPERS}
+"""The messages that wrap a single value, so that the value can be absent."""
+_WELL_KNOWN: Final = """
+syntax = "proto3"; package google.protobuf;
+message Any { string type_url = 1; bytes value = 2; }
+message Duration { int64 seconds = 1; int32 nanos = 2; }
+message Empty {}
+message FieldMask { repeated string paths = 1; }
+message Timestamp { int64 seconds = 1; int32 nanos = 2; }
+enum NullValue { NULL_VALUE = 0; }
+message Struct { map<string, Value> fields = 1; }
+message Value { oneof kind { NullValue null_value = 1; double number_value = 2; string string_value = 3;
+  bool bool_value = 4; Struct struct_value = 5; ListValue list_value = 6; } }
+message ListValue { repeated Value values = 1; }
+""" + "".join("message {}Value {{ {} value = 1; }}\n".format(*each.split()) for each in _WRAPPERS)
+_IMPORTABLE: Final = "of other files, only Any, Duration, Empty, FieldMask, Struct, Timestamp, and wrappers are known"
+
+_TOKEN: Final = re.compile(
+    r"""(?P<blank>\s+|//[^\n]*|/\*.*?\*/)|(?P<name>[A-Za-z_]\w*)|(?P<number>[0-9][\w.]*|\.[0-9][\w.]*)"""
+    r"""|(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|(?P<mark>[{}()\[\]<>=;,.:/+-])""",
+    re.ASCII | re.DOTALL,
+)
+_BASE64: Final = re.compile(r"[A-Za-z0-9+/]{4,}={0,2}", re.ASCII)
+"""Matches an encoded descriptor. Confluent's Python serializer registers these, and some registries return them."""
+_TYPES: Final = (
+    *("", "double", "float", "int64", "uint64", "int32", "fixed64", "fixed32", "bool", "string", "group", "message"),
+    *("bytes", "uint32", "enum", "sfixed32", "sfixed64", "sint32", "sint64"),
+)
+"""The types of fields, indexed by their numbers in descriptor.proto."""
+_REPEATED: Final = 3
+_CLOSING: Final = {"{": "}", "[": "]", "(": ")"}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a message."""
+
+    number: int
+    kind: str
+    """A scalar type, or enum, message, group, map, or repeated."""
+    has_presence: bool
+    """True if a value with the default of the type differs from no value."""
+    oneof: str = ""
+    message: Message | None = None
+    """The message type of the field, or None if the field is not a single message."""
+
+    @property
+    def type_name(self) -> str:
+        """The name of the type or, for a wrapper, of the wrapped value's type."""
+        if self.message is None or self.message.name not in {TIMESTAMP, *WRAPPERS}:
+            return self.kind
+        return TIMESTAMP if self.message.name == TIMESTAMP else self.message.fields["value"].kind
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """A message type. Its fields are added after it is created, because a message may contain itself."""
+
+    name: str
+    """The full name."""
+    fields: dict[str, Field] = field(default_factory=dict, repr=False)
+    nested: list[Message | None] = field(default_factory=list, repr=False)
+    """The message types that the message defines, with None for the type of a map's entries."""
+    is_group: bool = False
+
+    def nested_at(self, index: int) -> Message | None:
+        """Return the message type at an index, or None if there is none or if serializers disagree about the type.
+
+        Confluent's Python serializer counts groups and the types of map entries, but its Java serializer does not.
+        """
+        without_maps = [each for each in self.nested if each is not None]
+        ways = (self.nested, without_maps, [each for each in without_maps if not each.is_group])
+        found = {each for way in ways for each in way[index : index + 1] if each is not None}
+        return found.pop() if len(found) == 1 else None
+
+
+def parse_proto(text: str) -> Message:
+    """Return an unnamed message that contains a schema's messages. Raises SchemaRefused if the schema is invalid."""
+    found = _parsed(text)
+    if isinstance(found, str):
+        raise SchemaRefused(found)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> Message | str:
+    """Return the result of `parse_proto` or the text of its error, so that errors are cached as well."""
+    try:
+        return _parse(text)
+    except SchemaRefused as refused:
+        return str(refused)
+
+
+def _parse(text: str) -> Message:
+    if len(text) > _MOST_SCHEMA_CHARS:
+        raise SchemaRefused(f"has {len(text):,} characters, more than {_MOST_SCHEMA_CHARS:,}")
+    encoded = _BASE64.fullmatch(text)
+    parser = _Parser("" if encoded else text, dict(_well_known()))
+    try:
+        parser.file() if encoded is None else parser.descriptor(b64decode(text))
+    except SchemaRefused:
+        raise
+    except (ValueError, LookupError):
+        raise SchemaRefused("is neither .proto text nor a descriptor") from None
+    if not parser.top:
+        raise SchemaRefused("defines no message")
+    return Message("", nested=parser.top)
+
+
+def message_at(file: Message, indexes: tuple[int, ...]) -> Message:
+    """Return the message that a value's message indexes name. Raises SchemaRefused if there is no such message."""
+    found: Message | None = file
+    for index in indexes:
+        found = None if found is None else found.nested_at(index)
+    if found is None:
+        raise SchemaRefused(f"has no message with the indexes {list(indexes)}, or more than one")
+    return found
+
+
+@lru_cache(maxsize=1)
+def _well_known() -> dict[str, Message | None]:
+    parser = _Parser(_WELL_KNOWN, {})
+    parser.file()
+    return parser.named
+
+
+class _Parser:
+    def __init__(self, text: str, named: dict[str, Message | None]) -> None:
+        self.named: Final = named
+        """The types by their full names: a message, or None for an enum."""
+        self.top: Final[list[Message | None]] = []
+        self._known: Final = frozenset(named)
+        self._tokens: Final = [*_tokens(text.removeprefix("\ufeff")), ("end", "", text.count("\n") + 1)]
+        self._at = 0
+        self._entries: Final[set[str]] = set()
+        self._proto3 = False
+        self._package = ""
+        self._numbers: Final[set[tuple[int, int]]] = set()
+        self._later: Final[list[Callable[[], None]]] = []
+        """The functions that add the fields to the messages once all types are known."""
+
+    def file(self) -> None:
+        while self._kind != "end":
+            word = self._take()
+            if self._defines(word, self._package, self.top, 0):
+                continue
+            match word:
+                case "syntax":
+                    self._syntax()
+                case "edition":
+                    self._refuse("has an edition, and only proto2 and proto3 are supported")
+                case "package":
+                    self._enter(self._type_name())
+                    self._expect(";")
+                case "import":
+                    self._skip_statement()
+                case "service":
+                    self._take("name")
+                    self._skip_block()
+                case _:
+                    self._at -= 1
+                    self._refuse("is not .proto text")
+        for add in self._later:
+            add()
+
+    def descriptor(self, data: bytes) -> None:
+        """Parse a FileDescriptorProto instead of text. The field numbers are those of descriptor.proto."""
+        file = _fields(data)
+        self._proto3 = _text(file, 12) == "proto3"
+        if _text(file, 12) not in {"", "proto2", "proto3"}:
+            self._refuse("has an edition, and only proto2 and proto3 are supported")
+        self._enter(_text(file, 2))
+        for enum in _each(file, 5):
+            self._define(_join(self._package, _text(enum, 1)), None)
+        for message in _each(file, 4):
+            self._described(self.top, message, self._package, 0)
+        for add in self._later:
+            add()
+
+    def _described(self, nested: list[Message | None], found: _Fields, scope: str, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            self._refuse(f"is nested more than {MAX_DEPTH} levels deep")
+        made = Message(_join(scope, _text(found, 1)))
+        if any(_number(options, 7) for options in _each(found, 7)):  # map_entry
+            nested.append(None)
+            self._entries.add(f".{made.name}")
+            return
+        nested.append(made)
+        self._define(made.name, made)
+        for enum in _each(found, 4):
+            self._define(_join(made.name, _text(enum, 1)), None)
+        for message in _each(found, 3):
+            self._described(made.nested, message, made.name, depth + 1)
+        oneofs = [_text(oneof, 1) for oneof in _each(found, 8)]
+        for each in _each(found, 2):
+            self._described_field(made, each, oneofs)
+
+    def _described_field(self, message: Message, found: _Fields, oneofs: list[str]) -> None:
+        number, label, kind = (_number(found, key) for key in (3, 4, 5))
+        name, type_name = _text(found, 1), _text(found, 6) or _TYPES[kind]
+        is_optional = bool(_number(found, 17))  # proto3_optional, which has a oneof of its own
+        oneof = oneofs[_number(found, 9)] if found.get(9) and not is_optional else ""
+        word = _TYPES[kind]
+        if word == "group":
+            self._later.append(lambda: self._mark_group(type_name[1:]))
+        if label == _REPEATED:
+            word = "map" if type_name in self._entries else "repeated"
+        made = Field(number, word, not self._proto3 or is_optional or bool(oneof), oneof)
+        self._later.append(lambda: self._add(message, name, made, type_name))
+
+    def _mark_group(self, name: str) -> None:
+        found = self.named.get(name)
+        if found is not None:
+            found.is_group = True
+
+    def _enter(self, package: str) -> None:
+        if self._known and f"{package}.".startswith("google.protobuf."):
+            self._refuse("has the package google.protobuf, whose types are known")
+        if len(package) > _MOST_NAME_CHARS:
+            self._refuse(f"has a name with more than {_MOST_NAME_CHARS:,} characters")
+        self._package = package
+
+    def _syntax(self) -> None:
+        self._expect("=")
+        syntax = self._take("string")[1:-1]
+        if syntax not in {"proto2", "proto3"}:
+            self._refuse("has a syntax other than proto2 and proto3")
+        self._proto3 = syntax == "proto3"
+        self._expect(";")
+
+    def _defines(self, word: str, scope: str, nested: list[Message | None], depth: int) -> bool:
+        """Parse a statement that both files and messages allow. Return False if ``word`` begins no such statement."""
+        match word:
+            case "message":
+                made = Message(_join(scope, self._take("name")))
+                nested.append(made)
+                self._body(made, depth)
+            case "enum":
+                self._define(_join(scope, self._take("name")), None)
+                self._skip_block()
+            case "extend":  # an unknown field here; but a group in it is a type
+                self._type_name()
+                self._fields(Message(scope, nested=nested), depth, "")
+            case "option":
+                self._skip_statement()
+            case ";":
+                pass
+            case _:
+                return False
+        return True
+
+    def _body(self, message: Message, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            self._refuse(f"is nested more than {MAX_DEPTH} levels deep")
+        self._define(message.name, message)
+        self._expect("{")
+        while (word := self._take()) != "}":
+            if self._defines(word, message.name, message.nested, depth + 1):
+                continue
+            match word:
+                case "extensions" | "reserved":
+                    self._skip_statement()
+                case "oneof":
+                    self._fields(message, depth, self._take("name"))
+                case _:
+                    self._field(word, message, depth, "")
+
+    def _fields(self, message: Message, depth: int, oneof: str) -> None:
+        self._expect("{")
+        while (word := self._take()) != "}":
+            match word:
+                case "option":
+                    self._skip_statement()
+                case ";":
+                    pass
+                case _:
+                    self._field(word, message, depth, oneof)
+
+    def _field(self, word: str, message: Message, depth: int, oneof: str) -> None:
+        label = word if word in {"optional", "required", "repeated"} else ""
+        if label:
+            word = self._take()
+        is_group = word == "group"
+        if word == "map" and self._word == "<":
+            for mark in ("<", ","):
+                self._expect(mark)
+                self._type_name()
+            self._expect(">")
+            name, kind, type_name = self._take("name"), "map", ""
+            message.nested.append(None)
+        else:
+            self._at -= not is_group
+            type_name = self._type_name()
+            name = type_name.lower() if is_group else self._take("name")
+            single = type_name if type_name in SCALARS else "group" if is_group else "message"
+            kind = label if label == "repeated" else single
+        self._expect("=")
+        number = self._field_number()
+        if self._word == "[":
+            self._skip_block()
+        if is_group:
+            made = Message(_join(message.name, type_name), is_group=True)
+            message.nested.append(made)
+            self._body(made, depth + 1)
+        else:
+            self._expect(";")
+        presence = not self._proto3 or label == "optional" or bool(oneof)
+        self._later.append(lambda: self._add(message, name, Field(number, kind, presence, oneof), type_name))
+
+    def _add(self, message: Message, name: str, made: Field, type_name: str) -> None:
+        if not name or not 0 < made.number <= _MOST_NUMBER:
+            self._refuse(f"has a field without a name, or whose number is not 1 to {_MOST_NUMBER:,}")
+        if name in message.fields or (id(message), made.number) in self._numbers:
+            self._refuse(f"has two fields with the name or the number of {message.name}.{name}")
+        self._numbers.add((id(message), made.number))
+        if made.kind in {"map", "group"} or type_name in SCALARS:
+            message.fields[name] = made
+            return
+        found = self._find(type_name, message.name)
+        if made.kind != "repeated":
+            kind = "enum" if found is None else "message"
+            made = Field(made.number, kind, made.has_presence or found is not None, made.oneof, found)
+        message.fields[name] = made
+
+    def _find(self, name: str, scope: str) -> Message | None:
+        """Return the message with a name, or None if the name is that of an enum."""
+        while not name.startswith("."):
+            full = _join(scope, name)
+            if full in self.named:
+                return self.named[full]
+            if not scope:
+                break
+            scope = scope.rpartition(".")[0]
+        if name[1:] in self.named and name.startswith("."):
+            return self.named[name[1:]]
+        return self._refuse(f"uses a type that it does not define: {name[:64]} ({_IMPORTABLE})")
+
+    def _define(self, name: str, made: Message | None) -> None:
+        if name in self.named:
+            self._refuse(f"defines {name[:64]} twice")
+        if len(name) > _MOST_NAME_CHARS or name[-1:] in {"", "."}:
+            self._refuse(f"has a type without a name, or with more than {_MOST_NAME_CHARS:,} characters")
+        self.named[name] = made
+
+    @property
+    def _kind(self) -> str:
+        return self._tokens[self._at][0]
+
+    @property
+    def _word(self) -> str:
+        return self._tokens[self._at][1]
+
+    def _take(self, kind: str = "") -> str:
+        found, word, _ = self._tokens[self._at]
+        if found == "end" or (kind and found != kind):
+            self._refuse(f"is not .proto text: a {kind or 'word'} is missing")
+        self._at += 1
+        return word
+
+    def _expect(self, mark: str) -> None:
+        if self._word != mark:
+            self._refuse(f'is not .proto text: "{mark}" is missing')
+        self._at += 1
+
+    def _type_name(self) -> str:
+        name = "." if self._word == "." else ""
+        self._at += len(name)
+        name += self._take("name")
+        while self._word == ".":
+            self._at += 1
+            name += "." + self._take("name")
+        return name
+
+    def _field_number(self) -> int:
+        word = self._take("number")[:12]
+        with suppress(ValueError):
+            return int(word, 8 if word.isdigit() and word.startswith("0") else 0)
+        return 0  # refused with the field
+
+    def _skip_statement(self) -> None:
+        while self._word != ";":
+            if self._word in _CLOSING:
+                self._skip_block()
+            elif self._kind == "mark" and self._word in _CLOSING.values():
+                self._refuse("is not .proto text: brackets do not match")
+            else:
+                self._take()
+        self._at += 1
+
+    def _skip_block(self) -> None:
+        """Skip an opening bracket, its closing bracket, and everything between them."""
+        due: list[str] = []
+        while True:
+            word = self._word if self._kind == "mark" else ""
+            self._take()
+            if word in _CLOSING:
+                due.append(_CLOSING[word])
+            elif not due or (word in _CLOSING.values() and word != due.pop()):
+                self._at -= 1
+                self._refuse("is not .proto text: brackets do not match")
+            if not due:
+                return
+
+    def _refuse(self, text: str) -> NoReturn:
+        raise SchemaRefused(f"{text} (line {self._tokens[self._at][2]})")
+
+
+_Fields = dict[int, list[int | bytes]]
+
+
+def _fields(data: bytes) -> _Fields:
+    """Return the values in an encoded message by field number. Raises ValueError or LookupError if it is damaged."""
+    found: _Fields = {}
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        number = 0
+        for shift in range(0, 70, 7):
+            number |= (data[at] & 0x7F) << shift
+            at += 1
+            if data[at - 1] <= 0x7F:  # noqa: PLR2004 - the last byte of a number
+                return number
+        raise ValueError(at)
+
+    while at < len(data):
+        tag = varint()
+        value: int | bytes = varint() if tag & 7 in {0, 2} else 0
+        size = {0: 0, 1: 8, 2: value, 5: 4}[tag & 7]
+        if not isinstance(size, int) or size > len(data) - at:
+            raise ValueError(tag)
+        found.setdefault(tag >> 3, []).append(data[at : at + size] if tag & 7 == 2 else value)  # noqa: PLR2004 - bytes
+        at += size
+    return found
+
+
+def _each(found: _Fields, number: int) -> list[_Fields]:
+    return [_fields(each) for each in found.get(number, ()) if isinstance(each, bytes)]
+
+
+def _text(found: _Fields, number: int) -> str:
+    texts = [each for each in found.get(number, ()) if isinstance(each, bytes)]
+    return texts[-1].decode() if texts else ""
+
+
+def _number(found: _Fields, number: int) -> int:
+    numbers = [each for each in found.get(number, ()) if isinstance(each, int)]
+    return numbers[-1] if numbers else 0
+
+
+def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
+    at, line = 0, 1
+    while at < len(text):
+        found = _TOKEN.match(text, at)
+        if found is None:
+            raise SchemaRefused(f"is not .proto text (line {line})")
+        if found.lastgroup != "blank":
+            yield found.lastgroup or "", found[0], line
+        line += found[0].count("\n")
+        at = found.end()
+
+
+def _join(scope: str, name: str) -> str:
+    return f"{scope}.{name}" if scope else name

@@ -1,0 +1,468 @@
+"""Reads members of Protobuf values by path, exactly from one value (`ProtobufReader.read`), or as columns from a batch.
+
+A value is the encoding of one message of a known type. Both methods skip the fields that are not requested.
+`ProtobufReader.columns` advances through all values of a batch together, tag by tag. If any value might be damaged, the
+batch must be passed to `ProtobufReader.read`. Source: "Encoding" and "Field Presence" of protobuf.dev.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from dedup.core.avro import Leaf, Refused
+from dedup.core.event_time import FieldTime
+from dedup.core.exact_json import ABSENT, Absent, Number, Unreadable, with_foreign_format
+from dedup.core.proto_schema import MAX_DEPTH, SCALARS, TIMESTAMP, Field, Message, message_at, parse_proto
+from dedup.core.tracking_id import Path
+
+_LOW: Final = 0x7F
+"""Masks the bits of a byte that belong to a number. A byte above this value is followed by another byte."""
+_VARINT_BITS: Final = 64
+_VARINT_BYTES: Final = 10
+_VARINT, _FIXED64, _SIZED, _GROUP, _END, _FIXED32 = range(6)
+_WIDTHS: Final = {_FIXED64: 8, _FIXED32: 4}
+_MOST_TAG: Final = (1 << 32) - 1
+_OVER: Final = _MOST_TAG + 1
+"""Stands for the next tag of a message that has ended."""
+_ROWS_PER_STEP: Final = 16
+"""Minimum average number of values that each step must advance to read in columns. The first 64 steps are free."""
+_PADDING: Final = bytes(16)
+"""The bytes after the last value of a batch, which allow a truncated number to be read before it is refused."""
+_LEAST_S: Final = -62_135_596_800
+_MOST_S: Final = 253_402_300_799
+"""The first and last seconds that `google.protobuf.Timestamp` allows, which are those of the years 1 to 9999."""
+_SECOND_NS: Final = 10**9
+_MS_NS: Final = 1_000_000
+
+_Raws = npt.NDArray[np.uint64]
+_Longs = npt.NDArray[np.int64]
+
+
+def _zigzag(raw: Any) -> Any:  # noqa: ANN401 - arrays of two widths
+    return raw >> raw.dtype.type(1) ^ (~(raw & raw.dtype.type(1)) + raw.dtype.type(1))
+
+
+_NUMBERS: Final[Mapping[str, Callable[[_Raws], npt.NDArray[Any]]]] = {
+    **dict.fromkeys(("int32", "sfixed32", "enum"), lambda raws: raws.astype(np.uint32).view(np.int32)),
+    **dict.fromkeys(("int64", "sfixed64"), lambda raws: raws.view(np.int64)),
+    **dict.fromkeys(("uint64", "fixed64"), lambda raws: raws),
+    **dict.fromkeys(("uint32", "fixed32"), lambda raws: raws.astype(np.uint32)),
+    "sint32": lambda raws: _zigzag(raws.astype(np.uint32)).view(np.int32),
+    "sint64": lambda raws: _zigzag(raws).view(np.int64),
+    "bool": lambda raws: raws != 0,
+}
+"""Maps each type to the conversion of its wire numbers. 32-bit types drop the high bits, as in Protobuf's libraries."""
+_NO_ID: Final = frozenset({"float", "double", "message", "group", "map", "repeated", TIMESTAMP})
+
+
+def is_refused(type_name: str, time: FieldTime | None) -> bool:
+    """Tell whether values of a type are unusable as IDs or, with ``time``, as event times in the required unit."""
+    if time is None:
+        return type_name in _NO_ID
+    match time.unit:
+        case "timestamp":
+            return type_name != TIMESTAMP
+        case "rfc3339":
+            return type_name != "string"
+        case _:
+            return type_name not in _NUMBERS.keys() - {"bool", "enum"}
+
+
+def fields_at(message: Message, path: Path) -> list[Field]:
+    """Return the fields along a path, up to the first step that the message does not have."""
+    found: list[Field] = []
+    below: Message | None = message
+    for step in path:
+        each = None if below is None else below.fields.get(str(step)) if isinstance(step, str) else None
+        if each is None:
+            break
+        found.append(each)
+        below = each.message
+    return found
+
+
+def names_at(message: Message, path: Path) -> list[str]:
+    """Return the field names of the message at a path, or an empty list if there is no message."""
+    found = fields_at(message, path)
+    below = found[-1].message if found else message
+    return list(below.fields) if below is not None and len(found) == len(path) else []
+
+
+def type_at(message: Message, path: Path) -> str | None:
+    """Return the type at a path, or None if the message lacks it. A repeated field, a map, or a group ends the path."""
+    found = fields_at(message, path)
+    if found and found[-1].kind in {"repeated", "map", "group"}:
+        return found[-1].kind
+    return found[-1].type_name if len(found) == len(path) else None
+
+
+@dataclass(slots=True)
+class _Step:
+    """The effects of one field of a message on the slots."""
+
+    wire: int
+    """The wire type of the field's values, or -1 for a repeated field, a map, or a group."""
+    takes: list[int] = field(default_factory=list)
+    """The slots that receive the field's value."""
+    opens: list[int] = field(default_factory=list)
+    """The absent slots that become zero or empty when the field, a message, occurs."""
+    clears: list[int] = field(default_factory=list)
+    """The slots of other members of the field's oneof, which become absent."""
+    below: dict[int, _Step] = field(default_factory=dict)
+
+    @property
+    def is_wanted(self) -> bool:
+        return bool(self.takes or self.opens or self.below)
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """The values at one path, which use one slot, or two for a timestamp."""
+
+    slot: int
+    type_name: str
+    has_presence: bool
+    is_refused: bool
+
+    @property
+    def is_timestamp(self) -> bool:
+        return self.type_name == TIMESTAMP and not self.is_refused
+
+
+class ProtobufReader:
+    """Reads the members at given paths, and the event time, from values of one message type."""
+
+    columnar: Final = True
+
+    def __init__(self, message: Message, ids: Sequence[Path], time: FieldTime | None) -> None:
+        self.has_time: Final = time is not None
+        self.count: Final = len(ids) + self.has_time
+        self.steps: Final[dict[int, _Step]] = {}
+        self.texts: Final[list[bool]] = []
+        """For each slot, whether it holds bytes instead of a number."""
+        self._columns: Final[list[_Column | None]] = [self._place(message, path, None) for path in ids]
+        if time is not None:
+            self._columns.append(self._place(message, time.path, time))
+
+    def _place(self, message: Message, path: Path, time: FieldTime | None) -> _Column | None:
+        """Add the steps for a path, and return its column, or None if the message does not have the path."""
+        name, fields = type_at(message, path), fields_at(message, path)
+        if name is None:
+            return None
+        column = _Column(len(self.texts), name, fields[-1].has_presence, is_refused(name, time))
+        slots = [column.slot, column.slot + 1] if column.is_timestamp else [column.slot]
+        self.texts.extend(SCALARS.get(name) == _SIZED for _ in slots)
+        steps, step = self.steps, _Step(0)
+        for holder, each in zip([message, *(each.message for each in fields)], fields, strict=False):
+            others = holder.fields.values() if holder is not None and each.oneof else ()
+            for other in others:
+                if other.oneof == each.oneof and other.number != each.number:
+                    _step(steps, other).clears.extend(slots)
+            step = _step(steps, each)
+            steps = step.below
+        inner = fields[-1].message
+        if column.is_refused or inner is None:
+            step.takes.append(column.slot)
+        else:
+            step.opens.extend(slots)
+            for slot, each in zip(slots, inner.fields.values(), strict=True):  # value, or seconds and nanos
+                _step(steps, each).takes.append(slot)
+        return column
+
+    def read(self, value: bytes) -> list[Leaf]:
+        """Return the members at the paths, the time last. Raises Unreadable if the value is not one message."""
+        try:
+            cursor = _Cursor(self, value)
+            cursor.walk(self.steps, len(value))
+            return [ABSENT if each is None else self._leaf(each, cursor.found) for each in self._columns]
+        except _Damaged as damage:
+            text = f"the value is not a message of the schema: {damage}"
+        if value[:1] == b"{" and value[-1:] == b"}":
+            raise Unreadable("not_protobuf", f"{text}; it looks like JSON", format_name="json")
+        raise with_foreign_format(value, "not_protobuf", text)
+
+    def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
+        """Return one column per path, followed by the event times; return None if any value needs `read`."""
+        batch = _Batch(self, values)
+        try:
+            batch.walk_all(self.steps)
+            return [[ABSENT] * len(values) if each is None else self._leaves(each, batch) for each in self._columns]
+        except (_Odd, UnicodeDecodeError):
+            return None
+
+    def _leaf(self, column: _Column, found: Sequence[int | bytes | Absent]) -> Leaf:
+        raw = found[column.slot]
+        if raw is ABSENT:
+            return ABSENT
+        if column.is_refused:
+            return Refused(column.type_name)
+        if isinstance(raw, bytes):
+            if not raw and not column.has_presence:
+                return ABSENT
+            return raw if column.type_name == "bytes" else _text(raw)
+        raws = np.array([raw], np.uint64)
+        if column.type_name == TIMESTAMP:
+            times_ms = _times_ms(raws, np.array([found[column.slot + 1]], np.uint64))
+            if times_ms is None:
+                raise _Damaged("a timestamp is not in the years 1 to 9999, or its nanoseconds are not below a second")
+            return times_ms[0]
+        (leaf,) = _numbers(column, raws)
+        return leaf
+
+    def _leaves(self, column: _Column, batch: _Batch) -> list[Leaf]:
+        there = batch.there[column.slot]
+        if column.is_refused:
+            return [Refused(column.type_name) if each else ABSENT for each in there.tolist()]
+        leaves: Sequence[Any]
+        if self.texts[column.slot]:
+            starts, ends = batch.raws[column.slot].tolist(), batch.ends[column.slot].tolist()
+            leaves = [batch.joined[start:end] for start, end in zip(starts, ends, strict=True)]
+            if column.type_name == "string":
+                leaves = list(map(bytes.decode, leaves))
+            if not column.has_presence and min(map(len, leaves)) == 0:
+                leaves = [each or ABSENT for each in leaves]
+        elif column.type_name == TIMESTAMP:
+            times_ms = _times_ms(batch.raws[column.slot], batch.raws[column.slot + 1])
+            if times_ms is None:
+                raise _Odd
+            leaves = times_ms
+        else:
+            leaves = _numbers(column, batch.raws[column.slot])
+        if not there.all():
+            leaves = [each if known else ABSENT for each, known in zip(leaves, there.tolist(), strict=True)]
+        return list(leaves)
+
+
+@lru_cache(maxsize=256)
+def protobuf_reader(
+    schema: str, indexes: tuple[int, ...], ids: tuple[Path, ...], time: FieldTime | None
+) -> ProtobufReader:
+    """Return the reader for the values of a message type. Raises SchemaRefused if the schema is invalid or lacks it."""
+    return ProtobufReader(message_at(parse_proto(schema), indexes), ids, time)
+
+
+def _step(steps: dict[int, _Step], each: Field) -> _Step:
+    wire = -1 if each.kind in {"repeated", "map", "group"} else SCALARS.get(each.kind, _SIZED)
+    return steps.setdefault(each.number, _Step(wire))
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise Unreadable("not_utf8", f"a string of the value is not UTF-8 (byte {error.start} of the string)") from None
+
+
+def _numbers(column: _Column, raws: _Raws) -> list[Leaf]:
+    numbers = _NUMBERS[column.type_name](raws)
+    found: list[Any] = numbers.tolist()
+    if numbers.dtype == np.uint64 and int(numbers.max()) >> (_VARINT_BITS - 1):
+        found = [Number(str(each)) if each >> (_VARINT_BITS - 1) else each for each in found]
+    return found if column.has_presence or numbers.all() else [each or ABSENT for each in found]
+
+
+def _times_ms(seconds: _Raws, nanos: _Raws) -> list[int] | None:
+    """Convert timestamps to milliseconds, or return None if any timestamp is invalid."""
+    whole, rest = seconds.view(np.int64), nanos.astype(np.uint32).view(np.int32).astype(np.int64)
+    if whole.min() < _LEAST_S or whole.max() > _MOST_S or rest.min() < 0 or rest.max() >= _SECOND_NS:
+        return None
+    return cast("list[int]", (whole * 1000 + rest // _MS_NS).tolist())
+
+
+class _Damaged(Exception):
+    """A value is not a message of its type. The message says why, but does not reveal the payload."""
+
+
+class _Cursor:
+    """A position in one value. `walk` advances the position past a message."""
+
+    def __init__(self, reader: ProtobufReader, value: bytes) -> None:
+        self._value: Final = value
+        self._empty: Final = [b"" if text else 0 for text in reader.texts]
+        self.found: Final[list[int | bytes | Absent]] = [ABSENT] * len(reader.texts)
+        self._at = 0
+
+    def walk(self, steps: Mapping[int, _Step], end: int) -> None:
+        while self._at < end:
+            number, wire = self._tag(end)
+            if wire == _END:
+                raise _Damaged(f"a group ends that did not begin (before byte {self._at})")
+            step = steps.get(number)
+            if step is not None and step.is_wanted and step.wire not in {-1, wire}:
+                raise _Damaged(f"field {number} has another wire type than in the schema (before byte {self._at})")
+            raw = self._skip(number, wire, end, 0)
+            if step is not None and step.wire in {-1, wire}:
+                self._take(step, raw)
+
+    def _take(self, step: _Step, raw: int | bytes) -> None:
+        for slot in step.clears:
+            self.found[slot] = ABSENT
+        for slot in step.opens:
+            if self.found[slot] is ABSENT:
+                self.found[slot] = self._empty[slot]
+        for slot in step.takes:
+            self.found[slot] = raw
+        if step.below and isinstance(raw, bytes):
+            behind = self._at
+            self._at = behind - len(raw)
+            self.walk(step.below, behind)
+
+    def _tag(self, end: int) -> tuple[int, int]:
+        tag = self._varint(end)
+        if tag > _MOST_TAG or not tag >> 3:
+            raise _Damaged(f"a field has the number {tag >> 3} (before byte {self._at})")
+        if tag & 7 > _FIXED32:
+            raise _Damaged(f"a field has the wire type {tag & 7} (before byte {self._at})")
+        return tag >> 3, tag & 7
+
+    def _skip(self, number: int, wire: int, end: int, depth: int) -> int | bytes:
+        """Advance past the value of a field, and return it as a number or as bytes. A group is returned as no bytes."""
+        if wire == _VARINT:
+            return self._varint(end)
+        if wire in _WIDTHS:
+            return int.from_bytes(self._bytes(_WIDTHS[wire], end), "little")
+        if wire == _SIZED:
+            return self._bytes(self._varint(end), end)
+        if depth == MAX_DEPTH:
+            raise Unreadable("too_deep", f"the value is nested more than {MAX_DEPTH} levels deep")
+        while True:
+            inner, wire = self._tag(end)
+            if wire == _END and inner == number:
+                return b""
+            if wire == _END:
+                raise _Damaged(f"a group ends that did not begin (before byte {self._at})")
+            self._skip(inner, wire, end, depth + 1)
+
+    def _bytes(self, size: int, end: int) -> bytes:
+        if size > end - self._at:
+            raise _Damaged(f"it ends inside a field of {size} bytes (byte {self._at})")
+        taken = self._value[self._at : self._at + size]
+        self._at += size
+        return taken
+
+    def _varint(self, end: int) -> int:
+        raw = shift = 0
+        for byte in self._value[self._at : min(end, self._at + _VARINT_BYTES)]:
+            raw |= (byte & _LOW) << shift
+            shift += 7
+            if byte <= _LOW:
+                self._at += shift // 7
+                if raw.bit_length() > _VARINT_BITS:
+                    break
+                return raw
+        if shift < 7 * _VARINT_BYTES:
+            raise _Damaged(f"it ends inside a number (byte {self._at})")
+        raise _Damaged(f"a number has more than {_VARINT_BITS} bits (byte {self._at})")
+
+
+class _Odd(Exception):
+    """A batch cannot be read in columns, so its values must be passed to `ProtobufReader.read`."""
+
+
+class _Batch:
+    """The values of a batch. `walk` reads one message in each of the given rows."""
+
+    def __init__(self, reader: ProtobufReader, values: Sequence[bytes]) -> None:
+        self.joined: Final = b"".join([*values, _PADDING])
+        self._text: Final = np.frombuffer(self.joined, np.uint8)
+        self._sizes: Final = np.fromiter(map(len, values), np.int64, len(values))
+        self.raws: Final = [np.zeros(len(values), np.uint64) for _ in reader.texts]
+        """For each slot, the number in each row, or the position at which the row's bytes start."""
+        self.ends: Final = [np.zeros(len(values), np.int64) for _ in reader.texts]
+        self.there: Final = [np.zeros(len(values), np.bool_) for _ in reader.texts]
+        self._credit = 64 * _ROWS_PER_STEP
+
+    def walk_all(self, steps: Mapping[int, _Step]) -> None:
+        ends = np.cumsum(self._sizes)
+        self.walk(steps, np.arange(len(ends)), ends - self._sizes, ends)
+
+    def walk(self, steps: Mapping[int, _Step], rows: _Longs, at: _Longs, ends: _Longs) -> None:
+        """Read the messages from ``at`` to ``ends`` in the values ``rows``.
+
+        Each step advances the values whose next field has the lowest number. Serializers write fields in the order of
+        their numbers, so a value that lacks a field waits until the other values are past the field.
+        """
+        going = np.flatnonzero(at < ends)
+        rows, at, ends = rows[going], at[going], ends[going]
+        tags = np.zeros(len(rows), np.uint64)
+        due: slice | _Longs = slice(None)
+        while len(rows):
+            found, at[due] = self._varints(at[due], ends[due])
+            if (found > _MOST_TAG).any():
+                raise _Odd
+            tags[due] = found
+            tag = int(tags.min())
+            if tag == _OVER:
+                return
+            chosen = np.flatnonzero(tags == tag)
+            self._credit += len(chosen) - _ROWS_PER_STEP
+            if self._credit < 0:
+                raise _Odd
+            due = slice(None) if len(chosen) == len(rows) else chosen
+            at[due] = self._field(steps.get(tag >> 3), tag, rows[due], at[due], ends[due])
+            over = at[due] >= ends[due]
+            if over.any():
+                tags[chosen[over]] = _OVER
+                due = chosen[~over]
+
+    def _field(self, step: _Step | None, tag: int, rows: _Longs, at: _Longs, ends: _Longs) -> _Longs:
+        """Read one field in each row, and return the position at which the field ends."""
+        wire = tag & 7
+        if not tag >> 3 or wire not in {_VARINT, _FIXED64, _SIZED, _FIXED32}:
+            raise _Odd
+        raws, starts, behind = self._value(wire, at, ends)
+        if (behind > ends).any() or (step is not None and step.is_wanted and step.wire not in {-1, wire}):
+            raise _Odd
+        if step is not None and step.wire in {-1, wire}:
+            if step.takes and wire in _WIDTHS:
+                places = starts[:, np.newaxis] + np.arange(_WIDTHS[wire])
+                raws = self._text[places].view(f"<u{_WIDTHS[wire]}").ravel().astype(np.uint64)
+            self._take(step, rows, raws, behind)
+            if step.below:
+                self.walk(step.below, rows, starts, behind)
+        return behind
+
+    def _value(self, wire: int, at: _Longs, ends: _Longs) -> tuple[_Raws, _Longs, _Longs]:
+        """Return the number of each value (or the start of its bytes), the start of the value, and its end."""
+        if wire in _WIDTHS:
+            return at.view(np.uint64), at, at + _WIDTHS[wire]
+        raws, behind = self._varints(at, ends)
+        if wire == _VARINT:
+            return raws, at, behind
+        if int(raws.max()) > len(self.joined):
+            raise _Odd
+        return behind.view(np.uint64), behind, behind + raws.view(np.int64)
+
+    def _take(self, step: _Step, rows: _Longs, raws: _Raws, ends: _Longs) -> None:
+        for slot in step.clears:
+            self.there[slot][rows] = False
+        for slot in step.opens:
+            new = rows[~self.there[slot][rows]]
+            self.there[slot][new] = True
+            self.raws[slot][new] = self.ends[slot][new] = 0
+        for slot in step.takes:
+            self.there[slot][rows] = True
+            self.raws[slot][rows] = raws
+            self.ends[slot][rows] = ends
+
+    def _varints(self, at: _Longs, ends: _Longs) -> tuple[_Raws, _Longs]:
+        byte = self._text[at]
+        raw = (byte & _LOW).astype(np.uint64)
+        at = at + 1
+        going, shift = np.flatnonzero(byte > _LOW), 7
+        while len(going):
+            byte = self._text[at[going]]
+            if shift == _VARINT_BITS - 1 and byte.max() > 1:  # the 64th bit is the last one
+                raise _Odd
+            raw[going] |= (byte & _LOW).astype(np.uint64) << np.uint64(shift)
+            at[going] += 1
+            going, shift = going[byte > _LOW], shift + 7
+        if (at > ends).any():
+            raise _Odd
+        return raw, at

@@ -1,0 +1,143 @@
+"""Runs a real schema registry on this machine: Apicurio, whose API is also Confluent's, with schemas in memory."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tarfile
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Final, Self
+
+from dedup.embedded.child_process import ChildProcess
+from dedup.embedded.java import find_java
+from dedup.embedded.kafka_jars import Progress, cache_root, maven
+from dedup.embedded.kafka_node import HOST, free_ports
+from dedup.errors import RegistryUnavailable
+
+_NAME: Final = "apicurio-registry-app"
+_VERSION: Final = "2.5.11.Final"
+_SHA256: Final = "f894a17f650ec427de72cfb68edfc30f8020743269293e58372e22f67fd4fd15"
+_SIZE_BYTES: Final = 139_779_728
+_STARTS_WITHIN_S: Final = 120.0
+_LOOK_S: Final = 0.1
+
+
+class EmbeddedRegistry:
+    """A registry in its own process, which ends when this process ends for any reason.
+
+    The methods block and are not thread-safe. With ``port`` 0, a free port is chosen.
+    """
+
+    def __init__(self, *, port: int = 0, progress: Progress | None = None) -> None:
+        self._progress: Final = progress
+        self._directory: Final = Path(tempfile.mkdtemp(prefix="dedup-registry-"))
+        self.url: Final = f"http://{HOST}:{port or free_ports(1)[0]}/apis/ccompat/v7"
+        """The address for `schema_registry.url`."""
+        self.process: ChildProcess | None = None
+        """The Java process, to freeze it; None before start() and after stop()."""
+
+    @property
+    def log_file(self) -> Path:
+        """The registry's log file."""
+        return self._directory / "registry.log"
+
+    def start(self) -> Self:
+        """Start the registry, and wait until it responds (10 s, or longer if it must be downloaded).
+
+        Raises RegistryUnavailable if it cannot be downloaded or does not start, and SettingsError without Java.
+        """
+        java = find_java(os.environ)
+        jar = install_registry(cache_root(os.environ) / f"{_NAME}-{_VERSION}", self._progress)
+        port = self.url.split(":")[2].partition("/")[0]
+        options = ["-Xmx256m", f"-Dquarkus.http.port={port}", f"-Dquarkus.http.host={HOST}"]
+        self.process = ChildProcess([str(java), *options, "-jar", str(jar)], self.log_file)
+        deadline = time.monotonic() + _STARTS_WITHIN_S
+        while not self._answers():
+            self.check()
+            if time.monotonic() > deadline:
+                tail = self.process.log_tail
+                self.stop()
+                raise RegistryUnavailable(f"The embedded registry did not start within {_STARTS_WITHIN_S:g} s:\n{tail}")
+            time.sleep(_LOOK_S)
+        return self
+
+    def check(self) -> None:
+        """Raise RegistryUnavailable, with the last lines of its log, if the registry has exited."""
+        if self.process is None or not self.process.running:
+            tail = "" if self.process is None else self.process.log_tail
+            raise RegistryUnavailable(
+                f"The embedded registry ended unexpectedly. The end of its log:\n{tail}\n"
+                f"Fix what it names (a taken port, too little memory) and start again."
+            )
+
+    def stop(self) -> None:
+        """Stop the registry; its schemas and its log are gone."""
+        if self.process is not None:
+            self.process.stop()
+            self.process = None
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/subjects", timeout=5):  # noqa: S310 - our own process on loopback
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+def install_registry(directory: Path, progress: Progress | None = None) -> Path:
+    """Download the registry into ``directory``, unless it is already there, and return its jar.
+
+    If several processes call this function at once, one downloads and the others wait. Raises RegistryUnavailable if
+    the download fails or has the wrong SHA-256.
+    """
+    jar = directory / f"{_NAME}-{_VERSION}-runner.jar"
+    if jar.exists():
+        return jar
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with (directory.parent / f"{directory.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not jar.exists():
+                _install(directory, progress)
+    except (OSError, RuntimeError, tarfile.TarError) as error:  # errors of `requests` are also OSErrors
+        raise RegistryUnavailable(
+            f"Apicurio Registry {_VERSION} could not be fetched from Maven Central into {directory}: {error}. "
+            f"Check the network and the free disk space and try again, or use a running registry "
+            f"(`schema_registry.url` in the config file)."
+        ) from error
+    return jar
+
+
+def _install(directory: Path, progress: Progress | None) -> None:
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f"{directory.name}.part-") as temporary:
+        done_bytes = 0
+
+        def add(more_bytes: int) -> None:
+            nonlocal done_bytes
+            done_bytes = min(done_bytes + more_bytes, _SIZE_BYTES)
+            if progress is not None:
+                progress(done_bytes, _SIZE_BYTES)
+
+        context = maven(Path(temporary) / "repository", add)
+        version = context.project("io.apicurio", _NAME).at_version(_VERSION)
+        archive: Path = version.artifact(classifier="all", packaging="tar.gz").resolve()
+        with archive.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found != _SHA256:
+            raise RegistryUnavailable(
+                f"{_NAME} {_VERSION} from Maven Central has SHA-256 {found}, but dedup expects {_SHA256}. Nothing was "
+                f"kept. Try again; if it happens again, something between here and Maven Central alters files."
+            )
+        ready = Path(temporary) / "ready"
+        with tarfile.open(archive) as files:
+            files.extractall(ready, filter="data")
+        if directory.exists():
+            shutil.rmtree(directory)
+        ready.rename(directory)

@@ -1,0 +1,127 @@
+"""Sends the records that a topology's flow yields, instead of the forwarded records themselves."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+from dedup.core.extract import Fault
+from dedup.core.flow import Flow, FlowRecord, yielded
+from dedup.core.fold import Outcome, Rows
+from dedup.core.partitioner import partitions
+from dedup.errors import RecordFailed
+from dedup.kafka.record_batch import FeedBatch, Header, Line, RecordBatch, TopicPartition
+from dedup.worker.record_collector import FLOW, PART, SOURCE, VERDICT, Misfits, RecordCollector, Refusals, Route
+
+_Sent = tuple[int, str, bool, Line]
+"""A record to send: its source row, its topic, whether it goes to the output with its source's key, and its line."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlowCollector(RecordCollector):
+    """A `RecordCollector` that passes forwarded records through a flow."""
+
+    flow: Flow
+    targets: Mapping[str, Route]
+    """The topics to which the flow may send."""
+    stop: bool
+    """True if the worker stops when the flow fails."""
+    known: dict[tuple[int, str, int], list[FlowRecord] | Fault] = field(default_factory=dict)
+    """The flow's result for each offset, verdict, and timestamp of a batch, which may have to be folded again."""
+    spent_s: list[float] = field(default_factory=list)
+    """The time that the flow took in each fold of that batch."""
+
+    def publish(
+        self, batch: FeedBatch, rows: Rows, outcome: Outcome, refusals: Refusals, misfits: Misfits
+    ) -> list[RecordBatch]:
+        """See `RecordCollector.publish`."""
+        batches = RecordCollector.publish(self, batch, rows, outcome, refusals, misfits)
+        if not misfits:
+            outcome.flow_seconds = sum(self.spent_s)
+            self.known.clear()
+            self.spent_s.clear()
+        return batches
+
+    def _output(
+        self, batch: FeedBatch, rows: Rows, outcome: Outcome, route: Route, misfits: Misfits
+    ) -> list[tuple[TopicPartition, Iterable[Line]]]:
+        began_s = time.perf_counter()
+        outcome.filtered = 0
+        sent: list[_Sent] = []
+        made_of = self._made_of(batch, rows, outcome, route.topic)
+        for row, (record, made) in made_of.items():
+            if isinstance(made, Fault):
+                misfits[FLOW, batch.offsets[row]] = made.detail
+                continue
+            outcome.filtered += not made
+            offset, added = batch.offsets[row], self._added(rows, row, record.verdict)
+            for part, each in enumerate(made, start=1):
+                headers = [*each.headers, *added]
+                if len(made) > 1:
+                    headers.append((PART, f"{part}/{len(made)}".encode()))
+                in_place = each.topic == route.topic and each.key == record.key
+                sent.append((row, each.topic, in_place, (offset, each.timestamp_ms, each.key, each.value, headers)))
+        self.known.clear()
+        for row, (record, made) in made_of.items():
+            self.known[batch.offsets[row], record.verdict, record.timestamp_ms] = made
+        outgoing = self._by_partition(rows, route, sent)
+        self.spent_s.append(time.perf_counter() - began_s)
+        return outgoing
+
+    def _by_partition(
+        self, rows: Rows, output: Route, sent: list[_Sent]
+    ) -> list[tuple[TopicPartition, Iterable[Line]]]:
+        """Return the records by target partition, in order.
+
+        In a topology without a repartition topic, an output record with its source's key keeps its source partition.
+        Otherwise, the key or, if there is none, the tracking ID determines the partition.
+        """
+        own, ids = TopicPartition(output.topic, self.partition), rows.extracted.ids
+        keyed: defaultdict[str, list[bytes]] = defaultdict(list)
+        keep = self.routes.keep_partition
+        if keep and all(map(itemgetter(2), sent)):
+            return [(own, [line for *_, line in sent])] if sent else []
+        for row, topic, in_place, line in sent:
+            if not (in_place and keep):
+                keyed[topic].append(line[2] if line[2] is not None else ids[row] or b"")
+        chosen = {topic: iter(partitions(keys, self.targets[topic].partitions)) for topic, keys in keyed.items()}
+        by_target: defaultdict[TopicPartition, list[Line]] = defaultdict(list)
+        for _, topic, in_place, line in sent:
+            target = own if in_place and keep else TopicPartition(topic, next(chosen[topic]))
+            by_target[target].append(line)
+        return sorted(by_target.items(), key=itemgetter(0))
+
+    def _made_of(
+        self, batch: FeedBatch, rows: Rows, outcome: Outcome, topic: str
+    ) -> dict[int, tuple[FlowRecord, list[FlowRecord] | Fault]]:
+        """Map each forwarded row to its record and to the flow's result for that record.
+
+        Raises RecordFailed if the flow fails and the topology says `on_error: stop`.
+        """
+        verdicts = dict(outcome.exempt)
+        if self.routes.late_forward:
+            verdicts |= dict.fromkeys((row for row, _ in outcome.late), "late")
+        clamped = outcome.clamped if self.routes.time_is_record else {}
+        found: dict[int, tuple[FlowRecord, list[FlowRecord] | Fault]] = {}
+        for row in self.forwarded(outcome):
+            verdict, time_ms = verdicts.get(row, "unique"), clamped.get(row, batch.timestamps_ms[row])
+            headers = tuple(batch.headers[row])
+            record = FlowRecord(topic, batch.keys[row], batch.values[row], headers, time_ms, verdict)
+            made = self.known.get((batch.offsets[row], verdict, time_ms)) if self.known else None
+            if made is None:
+                made = yielded(self.flow, record, self.targets)
+            if isinstance(made, Fault) and self.stop:
+                place = rows.source(row).place(self.routes.source_topics)
+                raise RecordFailed(f"{place}: the flow failed: {made.detail}. The topology says `on_error: stop`.")
+            found[row] = record, made
+        return found
+
+    def _added(self, rows: Rows, row: int, verdict: str) -> list[Header]:
+        """Return the headers that are added to each record that the flow yields for a row."""
+        feed = rows.feeds[row] if len(rows.feeds) > 1 else rows.feeds[0]
+        text = f"{self.routes.source_topics[feed.topic]}/{feed.partition}/{rows.sources[row]}"
+        place: Header = (SOURCE, text.encode())
+        return [place] if verdict == "unique" else [(VERDICT, verdict.encode()), place]

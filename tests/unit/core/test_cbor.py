@@ -1,0 +1,191 @@
+"""CBOR values: golden vectors of every type as ID and as time, one verdict for each way to be damaged."""
+
+import json
+from pathlib import Path
+
+import cbor2
+import pytest
+
+from dedup.core import tracking_id as encoding
+from dedup.core.event_time import FieldTime
+from dedup.core.extract import Extractor, Recipe
+from dedup.core.extract_one import Fault, One, extract_one
+from dedup.core.tracking_id import FieldRule, FieldsRule, FirstOfRule, KeyRule, Part, PartsRule, TrackingId, parse_path
+
+VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "cbor.json").read_text())
+pack = cbor2.dumps
+
+
+def recipe(*paths, **options):
+    rule = FieldsRule(tuple(map(parse_path, paths))) if len(paths) > 1 else FieldRule(parse_path(paths[0]))
+    return Recipe(TrackingId(rule), fmt="cbor", **options)
+
+
+def everywhere(one, value):
+    """Return what is extracted of equal values: one by one, and in columns with other values around."""
+    slow = extract_one(one, b"k", value, [], 5)
+    found = Extractor(one)([b"k"] * 9, [value] * 9, [[]] * 9, [5] * 9)
+    fast = found.faults.get(8) or One(
+        found.ids[8], found.times_ms[8], found.fingerprints[8] if found.fingerprints else b""
+    )
+    assert fast == slow
+    return slow
+
+
+def test_the_vectors_are_of_this_encoding():
+    assert VECTORS["encoding_version"] == encoding.ENCODING_VERSION
+
+
+@pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda case: case["name"])
+@pytest.mark.parametrize("around", ["before", "behind"])
+def test_a_vector_as_id_and_as_time(case, around):
+    item, end = b"\x61f" + bytes.fromhex(case["value"]), b"\x63end\xf5"
+    value = b"\xa2" + (item + end if around == "behind" else end + item)
+    found = everywhere(recipe("f"), value)
+    assert (found.id.hex() if isinstance(found, One) else found.code) == case["id"]
+    found = everywhere(recipe("end", event_time=FieldTime(("f",), case["unit"])), value)
+    assert (found.time_ms if isinstance(found, One) else found.code) == case["time"]
+    if isinstance(found, Fault):
+        assert len(found.detail) < 200
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (b"", "it ends where an item must follow (byte 0)"),
+        (b"\xa1", "it ends where an item must follow (byte 1)"),
+        (b"\xa1\x62i", "it ends inside an item of 2 bytes (byte 2)"),
+        (b"\xa1\x62id", "it ends where an item must follow (byte 4)"),
+        (b"\xa1\x62id\x19\x01", "it ends inside an item of 2 bytes (byte 5)"),
+        (b"\xa1\x62id\x7b" + b"\xff" * 8, "it ends inside an item of 18446744073709551615 bytes (byte 13)"),
+        (b"\xa2\x62id\x01\x61x\x9b" + b"\xff" * 8, "it ends where an item must follow (byte 16)"),
+        (b"\xa2\x62id\x01\x61x\xbb\x80" + b"\0" * 7, "it ends where an item must follow (byte 16)"),
+        (b"\xbb" + b"\xff" * 8 + b"\x62id\x01", "it ends where an item must follow (byte 13)"),
+        (b"\xa2\x62id\x01\x61x\x5f\x42\0", "it ends inside an item of 2 bytes (byte 9)"),
+        (b"\xa2\x62id\x01\x61x\x5f\x41\0", "it ends where an item must follow (byte 10)"),
+        (b"\xa2\x62id\x01\x61x\x5f\x61a\xff", "a string of indefinite length has another item in it (before byte 9)"),
+        (b"\xa2\x62id\x01\x61x\xf8\x14", "a simple value has two bytes instead of one (before byte 9)"),
+        (b"\xa2\x62id\x01\x61x\xfc", "byte fc begins no item (byte 7)"),
+        (b"\xa2\x62id\x01\x61x\xff", "byte ff begins no item (byte 7)"),
+        (b"\xa2\x62id\x01\x61x\xc1", "it ends where an item must follow (byte 8)"),
+        (b"\xbf\x62id\x01", "it ends where an item must follow (byte 5)"),
+        (b"\xbf\x62id\x01\x61x\xff", "byte ff begins no item (byte 7)"),
+        (b"\xa2\x62id\x01\x61x\x9f\xbf\x01\xff\xff", "byte ff begins no item (byte 10)"),
+        (b"\xff", "byte ff begins no item (byte 0)"),
+        (b"\xa1\x62id\x01\0", "bytes follow its end (byte 5 of 6)"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("rule", ["id", "id.below", "other[3]", "key"])
+def test_a_damaged_value_is_a_dead_letter(value, said, rule):
+    one = Recipe(TrackingId(KeyRule()), fmt="cbor") if rule == "key" else recipe(rule)
+    found = everywhere(one, value)
+    assert (found.kind.value, found.code, found.format_name) == ("unreadable", "not_cbor", "")
+    if rule == "id":
+        assert found.detail == f"the value is not CBOR: {said}"
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [(b'{"id":"a"}', "json"), (b"\0\0\0\0\7" + pack({"id": 1}), "schema_registry"), (b"\x1f\x8b\x08", "gzip")],
+)
+def test_a_value_of_another_format_is_recognized(value, name):
+    found = everywhere(recipe("id"), value)
+    assert (found.code, found.format_name) == ("not_cbor", name)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"\xa2\x62id\x01\x62id\x01",
+        b"\xa2\x62id\x01\x78\x02id\x01",
+        b"\xa2\x7b\0\0\0\0\0\0\0\2id\x01\x62id\x02",
+        b"\xa2\x7f\x61i\x61d\xff\x01\x62id\x02",
+        b"\xbf\x62id\x80\x7f\x62id\xff\x02\xff",
+    ],
+)
+def test_a_repeated_name_on_the_path_is_refused(value):
+    assert everywhere(recipe("id"), value).code == "repeated_member"
+    assert everywhere(recipe("x"), value).code == "id_missing"
+
+
+def test_only_names_on_the_path_count():
+    many = b"\xa3\x61x\x01\x61x\x02\x62id\x01"
+    assert everywhere(recipe("id"), many).id == b"\4\1"
+    outer = b"\xa2\x61a\xa1\x62id\x01\x61a\xa1\x62no\x01"
+    assert everywhere(recipe("a.id"), outer).code == "repeated_member"
+    # A byte string is another key than a text with the same bytes, as are numbers and tagged texts.
+    assert everywhere(recipe("id"), b"\xa4\x42id\x01\x62id\x02\x01\x02\xd8\x20\x62id\x03").id == b"\4\2"
+    assert everywhere(recipe("id"), b"\xa1\x42id\x01").code == "id_missing"
+    assert everywhere(recipe("id"), b"\xa1\xa1\x62id\x01\x02").code == "id_missing"
+
+
+@pytest.mark.parametrize("path", ["a.id", "a[1]", "list.id", "list[7]", "none", "text.x", "tagged.id"])
+def test_a_path_that_leads_nowhere_is_missing(path):
+    value = pack({"a": {"b": 1}, "list": [1, {"id": 2}], "text": "x", "tagged": cbor2.CBORTag(259, {"id": 1})})
+    assert everywhere(recipe(path), value).code == "id_missing"
+
+
+def test_paths_lead_through_maps_and_arrays_and_one_another():
+    value = pack({"a": {"id": 7, "n": "x"}, "list": [1, {"id": 2}], "é": "u", "x" * 40: 9, "": 3})
+    assert everywhere(recipe("a.id", "a.n"), value).id == b"\x09\2\4\7\2\1x"
+    assert everywhere(recipe("list[1].id"), value).id == b"\4\2"
+    assert everywhere(recipe('["é"]'), value).id == b"\1u"
+    assert everywhere(recipe("x" * 40), value).id == b"\4\x09"
+    assert everywhere(recipe('[""]'), value).id == b"\4\3"
+    assert everywhere(recipe("a", "a.id"), value).code == "id_container"
+    assert everywhere(recipe("a.id", "a"), value).code == "id_container"
+    assert everywhere(recipe("a.id"), pack([1])).code == "id_missing"
+    assert everywhere(recipe("a.id", event_time=FieldTime(("a", "id"), "ms")), value).time_ms == 7
+    assert everywhere(recipe("list[1].id"), b"\xd9\xd9\xf7\xbf\x64list\x9f\x01\xbf\x62id\x02\xff\xff\xff").id == b"\4\2"
+
+
+@pytest.mark.parametrize("levels", [100, 2_000, 10_000])
+@pytest.mark.parametrize(
+    ("opened", "closed"),
+    [(b"\x81", b""), (b"\xa1\x61x", b""), (b"\x9f", b"\xff"), (b"\xbf\x61x", b"\xff"), (b"\xc1", b"")],
+)
+def test_no_depth_is_too_deep_for_what_is_passed_over(levels, opened, closed):
+    deep = opened * levels + b"\xf6" + closed * levels
+    assert everywhere(recipe("id"), b"\xa2\x61x" + deep + b"\x62id\x01").id == b"\4\1"
+    assert everywhere(recipe("id"), b"\xa2\x61x" + opened * levels + b"\x62id\x01").code == "not_cbor"
+    assert everywhere(recipe("x"), b"\xa2\x61x" + deep + b"\x62id\x01").kind.value == "missing_id"
+
+
+def test_a_bignum_is_bounded():
+    digits = everywhere(recipe("id"), b"\xa1\x62id\xc2\x59\x04\x00" + b"\xff" * 1_024)
+    assert digits.id[:1] == b"\0"
+    assert everywhere(recipe("id"), b"\xa1\x62id\xc2\x59\x04\x01" + b"\xff" * 1_025).code == "id_ill_typed"
+
+
+def test_parts_and_alternatives():
+    parts = PartsRule((Part(KeyRule()), Part(FieldRule(("a",)), True), Part(FieldRule(("b",)), True)))
+    found = everywhere(Recipe(TrackingId(parts), fmt="cbor"), pack({"a": None, "c": 1}))
+    assert found.id == b"\x09\2\2k\1\x0b\1\x0c"
+    rule = FirstOfRule((FieldRule(("a",)), FieldRule(("b",)), KeyRule()))
+    one = Recipe(TrackingId(rule, ("trim",)), fmt="cbor", fingerprint=True)
+    assert everywhere(one, pack({"a": " x"})).id == b"\x0d\0\1x"
+    assert everywhere(one, pack({"a": " ", "b": 1})).id == b"\x0d\1\4\1"
+    assert everywhere(one, pack({})).id == b"\x0d\2\2k"
+    assert everywhere(one, b"\xa2\x61a\x01\x61a\x01").code == "repeated_member"
+
+
+def test_payloads_are_compared_as_bytes():
+    one = recipe("id", fingerprint=True)
+    first, other = pack({"id": 1, "x": 2}), pack({"x": 2, "id": 1})
+    assert everywhere(one, first).id == everywhere(one, other).id
+    assert everywhere(one, first).fingerprint != everywhere(one, other).fingerprint
+
+
+@pytest.mark.parametrize(
+    "items",
+    [[1], [-1], [300], [1.5], ["abc"], ["x" * 40], [None, True], [1, 300], [1] * 30 + ["x", 300], [[1] * 20], [{}]],
+)
+@pytest.mark.parametrize("times", [1, 7, 8, 9, 200])
+def test_runs_of_items_are_passed_over(items, times):
+    """Beside the path, below it, and cut off anywhere."""
+    value = pack({"x": items * times, "y": dict.fromkeys(map(str, range(times)), items[0]), "id": 7})
+    assert everywhere(recipe("id"), value).id == b"\4\7"
+    assert extract_one(recipe(f"x[{len(items) * times}]", "id"), b"k", value, [], 5).code == "id_missing"
+    assert extract_one(recipe("x.id"), b"k", value, [], 5).code == "id_missing"
+    for end in range(0, len(value), 1 + len(value) // 50):
+        assert extract_one(recipe("id"), b"k", value[:end], [], 5).code == "not_cbor"

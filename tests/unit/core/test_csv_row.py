@@ -1,0 +1,150 @@
+"""CSV values: what is one row, what is a missing cell, and one verdict for each way to be no row."""
+
+import pytest
+
+from dedup.core.csv_row import CsvLayout
+from dedup.core.event_time import FieldTime
+from dedup.core.extract import Extractor, Recipe
+from dedup.core.extract_one import One, extract_one
+from dedup.core.tracking_id import FieldRule, FieldsRule, FirstOfRule, KeyRule, Part, PartsRule, TrackingId
+
+ROW = CsvLayout(("id", "at", "x"))
+
+
+def recipe(*names, layout=ROW, **options):
+    rule = FieldsRule(tuple((name,) for name in names)) if len(names) > 1 else FieldRule((names[0],))
+    return Recipe(TrackingId(rule), fmt="csv", schema=layout, **options)
+
+
+def everywhere(one, value):
+    """Return what is extracted of equal values: one by one, and in columns with other values around."""
+    slow = extract_one(one, b"k", value, [], 5)
+    found = Extractor(one)([b"k"] * 9, [value] * 9, [[]] * 9, [5] * 9)
+    fast = found.faults.get(8) or One(
+        found.ids[8], found.times_ms[8], found.fingerprints[8] if found.fingerprints else b""
+    )
+    assert fast == slow
+    return slow
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+@pytest.mark.parametrize(
+    ("row", "cells"),
+    [
+        (b"a,b,c", "abc"),
+        (b'"a","b","c"', "abc"),
+        (b'a,"b",c', "abc"),
+        (b'"a,""b""",b,c', ['a,"b"', "b", "c"]),
+        (b'"a\nb\r\n",b,c', ["a\nb\r\n", "b", "c"]),
+        (b'"""",b,c', ['"', "b", "c"]),
+        (b" a ,b,c", [" a ", "b", "c"]),
+        (b"7,-1.50,true", ["7", "-1.50", "true"]),
+        ("é,b,c".encode(), "ébc"),
+    ],
+)
+def test_all_cells_are_text(row, cells, end):
+    found = everywhere(recipe("id", "at", "x"), row + end)
+    parts = [b"\1" + cell.encode() for cell in cells]
+    assert found.id == b"\x09" + b"".join(bytes([len(part)]) + part for part in parts)
+
+
+def test_a_uuid_is_a_uuid():
+    value = b"0b1c2d3e-4f50-6172-8394-a5b6c7d8e9f0,,"
+    assert everywhere(recipe("id"), value).id.hex() == "030b1c2d3e4f5061728394a5b6c7d8e9f0"
+
+
+@pytest.mark.parametrize("row", [b",b,c", b'"",b,c', b",,", b",,\r\n"])
+def test_an_empty_cell_is_missing(row):
+    assert everywhere(recipe("id"), row).code == "id_missing"
+    assert everywhere(recipe("id", layout=CsvLayout(("id",))), b"").code == "id_missing"
+    assert everywhere(recipe("x", event_time=FieldTime(("id",), "ms")), b",b,c").code == "time_missing"
+    parts = PartsRule((Part(FieldRule(("id",)), True), Part(KeyRule())))
+    assert everywhere(Recipe(TrackingId(parts), fmt="csv", schema=ROW), row).id == b"\x09\1\x0c\2\2k"
+    rule = FirstOfRule((FieldRule(("id",)), KeyRule()))
+    assert everywhere(Recipe(TrackingId(rule), fmt="csv", schema=ROW), row).id == b"\x0d\1\2k"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (b"", "it has 1 cells, and `source.columns` has 3"),
+        (b"\n", "it has 1 cells, and `source.columns` has 3"),
+        (b"a,b", "it has 2 cells, and `source.columns` has 3"),
+        (b"a,b,c,", "it has 4 cells, and `source.columns` has 3"),
+        (b'"a","b"', "it has 2 cells, and `source.columns` has 3"),
+        (b"a,b,c\nd,e,f", "a line break that is not in quotes is inside of it"),
+        (b"a,b,c\n\n", "a line break that is not in quotes is inside of it"),
+        (b"a,b\r,c", "a line break that is not in quotes is inside of it"),
+        (b"a,b,c\r", "a line break that is not in quotes is inside of it"),
+        (b'a,b,"c', "a quote or a line break is in the wrong place (character 4 of 6)"),
+        (b'a,b,c"d"', "a quote or a line break is in the wrong place (character 5 of 8)"),
+        (b'a,b,"c"d', "a quote or a line break is in the wrong place (character 7 of 8)"),
+        (b'a,b,"c"\nd,e,f', "a quote or a line break is in the wrong place (character 7 of 13)"),
+        (b'a,b,"c" ', "a quote or a line break is in the wrong place (character 7 of 8)"),
+    ],
+)
+@pytest.mark.parametrize("rule", ["id", "key"])
+def test_a_value_that_is_not_one_row_is_a_dead_letter(value, said, rule):
+    one = recipe("id") if rule == "id" else Recipe(TrackingId(KeyRule()), fmt="csv", schema=ROW)
+    found = everywhere(one, value)
+    assert (found.kind.value, found.code, found.detail) == ("unreadable", "not_csv", f"the value is not CSV: {said}")
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "name"),
+    [
+        (b'{"id":"a"}', "not_csv", "json"),
+        (b"\xef\xbb\xbfa,b,c", "not_csv", "utf_8_bom"),
+        (b"\xff\xfea\0", "not_utf8", "utf_16"),
+        (b"a,\xff,c", "not_utf8", ""),
+    ],
+)
+def test_a_value_of_another_format_is_recognized(value, code, name):
+    found = everywhere(recipe("id"), value)
+    assert (found.code, found.format_name) == (code, name)
+
+
+@pytest.mark.parametrize(
+    ("cell", "unit", "time"),
+    [
+        ("2026-01-31T08:00:00Z", "rfc3339", 1769846400000),
+        ("1769846400000", "ms", 1769846400000),
+        ("-1", "s", -1000),
+        ("1.5", "s", 1500),
+        ("15e2", "ms", 1500),
+        ("1999", "us", 1),
+        ("9223372036854775807", "ms", 9223372036854775807),
+        ("9223372036854775808", "ms", "time_out_of_range"),
+        ("1" * 5_000, "ms", "time_out_of_range"),
+        ("1769846400000", "rfc3339", "time_unparsable"),
+        ("2026-01-31T08:00:00Z", "ms", "time_ill_typed"),
+        (" 1", "ms", "time_ill_typed"),
+        ("01", "ms", "time_ill_typed"),
+        ("NaN", "s", "time_ill_typed"),
+        ("\uff11", "s", "time_ill_typed"),
+        ("", "ms", "time_missing"),
+    ],
+)
+def test_a_time(cell, unit, time):
+    found = everywhere(recipe("id", event_time=FieldTime(("at",), unit)), f"a,{cell},c".encode())
+    assert (found.time_ms if isinstance(found, One) else found.code) == time
+
+
+@pytest.mark.parametrize(("delimiter", "between"), [("comma", ","), ("semicolon", ";"), ("tab", "\t"), ("pipe", "|")])
+def test_delimiters(delimiter, between):
+    layout = CsvLayout(("id", "x"), delimiter)
+    others = "".join({",", ";", "\t", "|"} - {between})
+    value = f'"{between}",{others}'.replace(",", between, 1) if between != "," else f'"{between}",{others}'
+    cells = layout.cells(value)
+    assert cells == [between, others]
+
+
+def test_a_cell_may_be_long():
+    value = b'"' + b'""' * 300_000 + b'",b,' + b"c" * 300_000
+    assert everywhere(recipe("x"), value).id[:1] == b"\0"
+
+
+def test_payloads_are_compared_as_bytes():
+    one = recipe("id", fingerprint=True)
+    assert everywhere(one, b"a,b,c").id == everywhere(one, b'"a",b,c').id
+    assert everywhere(one, b"a,b,c").fingerprint != everywhere(one, b'"a",b,c').fingerprint
