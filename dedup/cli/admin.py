@@ -501,7 +501,8 @@ def export_schemas(
         raise SettingsError([Problem(str(topology), text)])
     if settings.schema_registry.url is None:
         raise SettingsError([Problem("schema_registry.url", "is missing; write the address of the schema registry")])
-    registry = SchemaRegistry.of(settings.schema_registry)
+    # The configured directory may be the one to be written, which does not exist yet or lacks the newest versions.
+    registry = SchemaRegistry.of(settings.schema_registry.model_copy(update={"directory": None}))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         counts = {subject: registry.export(subject, directory) for subject in parsed.source.subjects}
