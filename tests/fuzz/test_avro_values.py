@@ -16,9 +16,9 @@ import pytest
 from dedup.core.avro import avro_reader
 from dedup.core.event_time import RecordTime
 from dedup.core.exact_json import ABSENT, Unreadable
-from dedup.core.extract import Extractor, Recipe
-from dedup.core.extract_one import Fault, One, extract_one
+from dedup.core.extract import Recipe
 from dedup.core.tracking_id import FieldRule, FieldsRule, TrackingId
+from tests.extraction import same_in_columns
 
 VALUES = int(os.environ.get("DEDUP_FUZZ", "100000")) // 4
 SEEDS = 10
@@ -223,13 +223,4 @@ def test_it_reads_what_fastavro_reads_and_columns_what_it_reads(seed):
 def in_columns(text, paths, values):
     """Each row of a batch is what `extract_one` says of it."""
     for rule in (FieldRule(paths[0]), FieldsRule(paths)):
-        recipe = Recipe(TrackingId(rule), RecordTime(), "avro", fingerprint=True, schema=text)
-        count = len(values)
-        found = Extractor(recipe)([None] * count, values, [()] * count, range(count))
-        for row, value in enumerate(values):
-            match extract_one(recipe, None, value, (), row):
-                case One(key, time_ms, fingerprint):
-                    assert (found.ids[row], found.times_ms[row], found.fingerprints[row]) == (key, time_ms, fingerprint)
-                    assert row not in found.faults
-                case Fault() as fault:
-                    assert found.faults[row] == fault, f"{text}: {value.hex()}"
+        same_in_columns(Recipe(TrackingId(rule), RecordTime(), "avro", fingerprint=True, schema=text), values)

@@ -15,11 +15,11 @@ from google.protobuf.message import DecodeError
 
 from dedup.core.event_time import FieldTime, RecordTime
 from dedup.core.exact_json import ABSENT, Number, Unreadable
-from dedup.core.extract import Extractor, Recipe
-from dedup.core.extract_one import Fault, One, extract_one
+from dedup.core.extract import Recipe
 from dedup.core.proto_schema import SCALARS, TIMESTAMP, WRAPPERS, parse_proto
 from dedup.core.protobuf import protobuf_reader
 from dedup.core.tracking_id import FieldRule, FieldsRule, TrackingId
+from tests.extraction import same_in_columns
 from tests.protoc import compiled
 
 VALUES = int(os.environ.get("DEDUP_FUZZ", "100000")) // 4
@@ -372,13 +372,4 @@ KINDS = dict.fromkeys(range(1, 19), "") | dict(
 def in_columns(text, paths, time, values):
     """Each row of a batch is what `extract_one` says of it."""
     for rule in (FieldRule(paths[0]), FieldsRule(paths)):
-        recipe = Recipe(TrackingId(rule), time, "protobuf", fingerprint=True, schema=text)
-        count = len(values)
-        found = Extractor(recipe)([None] * count, values, [()] * count, range(count))
-        for row, value in enumerate(values):
-            match extract_one(recipe, None, value, (), row):
-                case One(key, time_ms, fingerprint):
-                    assert (found.ids[row], found.times_ms[row], found.fingerprints[row]) == (key, time_ms, fingerprint)
-                    assert row not in found.faults
-                case Fault() as fault:
-                    assert found.faults[row] == fault, f"{text}: {value.hex()}"
+        same_in_columns(Recipe(TrackingId(rule), time, "protobuf", fingerprint=True, schema=text), values)

@@ -24,6 +24,7 @@ from dedup.core.tracking_id import (
     parse_path,
 )
 from dedup.errors import InvariantBroken
+from tests.extraction import everywhere
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "avro.json").read_text())
 LINE = {
@@ -45,17 +46,6 @@ def recipe(schema, path="f0", **options):
 
 def code_of(found):
     return found.code if isinstance(found, Fault) else found
-
-
-def everywhere(one, values):
-    """Return what is extracted of equal values: one by one, and in columns with other values around."""
-    slow = extract_one(one, None, values, [], 5)
-    found = Extractor(one)([None] * 9, [values] * 9, [[]] * 9, [5] * 9)
-    fast = found.faults.get(8) or One(
-        found.ids[8], found.times_ms[8], found.fingerprints[8] if found.fingerprints else b""
-    )
-    assert fast == slow
-    return slow
 
 
 def test_the_vectors_are_of_this_encoding():

@@ -4,9 +4,10 @@ import pytest
 
 from dedup.core.csv_row import CsvLayout
 from dedup.core.event_time import FieldTime
-from dedup.core.extract import Extractor, Recipe
-from dedup.core.extract_one import One, extract_one
+from dedup.core.extract import Recipe
+from dedup.core.extract_one import One
 from dedup.core.tracking_id import FieldRule, FieldsRule, FirstOfRule, KeyRule, Part, PartsRule, TrackingId
+from tests.extraction import everywhere
 
 ROW = CsvLayout(("id", "at", "x"))
 
@@ -14,17 +15,6 @@ ROW = CsvLayout(("id", "at", "x"))
 def recipe(*names, layout=ROW, **options):
     rule = FieldsRule(tuple((name,) for name in names)) if len(names) > 1 else FieldRule((names[0],))
     return Recipe(TrackingId(rule), fmt="csv", schema=layout, **options)
-
-
-def everywhere(one, value):
-    """Return what is extracted of equal values: one by one, and in columns with other values around."""
-    slow = extract_one(one, b"k", value, [], 5)
-    found = Extractor(one)([b"k"] * 9, [value] * 9, [[]] * 9, [5] * 9)
-    fast = found.faults.get(8) or One(
-        found.ids[8], found.times_ms[8], found.fingerprints[8] if found.fingerprints else b""
-    )
-    assert fast == slow
-    return slow
 
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])

@@ -11,6 +11,7 @@ from dedup.core.event_time import FieldTime
 from dedup.core.extract import Extractor, Recipe
 from dedup.core.extract_one import Fault, One, extract_one
 from dedup.core.tracking_id import FieldRule, FieldsRule, FirstOfRule, KeyRule, Part, PartsRule, TrackingId, parse_path
+from tests.extraction import everywhere
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "message_pack.json").read_text())
 pack = msgspec.msgpack.encode
@@ -19,17 +20,6 @@ pack = msgspec.msgpack.encode
 def recipe(*paths, **options):
     rule = FieldsRule(tuple(map(parse_path, paths))) if len(paths) > 1 else FieldRule(parse_path(paths[0]))
     return Recipe(TrackingId(rule), fmt="msgpack", **options)
-
-
-def everywhere(one, value):
-    """Return what is extracted of equal values: one by one, and in columns with other values around."""
-    slow = extract_one(one, b"k", value, [], 5)
-    found = Extractor(one)([b"k"] * 9, [value] * 9, [[]] * 9, [5] * 9)
-    fast = found.faults.get(8) or One(
-        found.ids[8], found.times_ms[8], found.fingerprints[8] if found.fingerprints else b""
-    )
-    assert fast == slow
-    return slow
 
 
 def test_the_vectors_are_of_this_encoding():

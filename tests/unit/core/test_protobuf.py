@@ -24,6 +24,7 @@ from dedup.core.tracking_id import (
     TrackingId,
     parse_path,
 )
+from tests.extraction import everywhere
 from tests.protoc import compiled
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "protobuf.json").read_text())
@@ -36,17 +37,6 @@ def schema_of(*fields):
 
 def recipe(schema, path="f", **options):
     return Recipe(TrackingId(FieldRule(parse_path(path))), fmt="protobuf", schema=schema, **options)
-
-
-def everywhere(one, value):
-    """Return what is extracted of equal values: one by one, and in columns with other values around."""
-    slow = extract_one(one, None, value, [], 5)
-    found = Extractor(one)([None] * 9, [value] * 9, [[]] * 9, [5] * 9)
-    fast = found.faults.get(8) or One(
-        found.ids[8], found.times_ms[8], found.fingerprints[8] if found.fingerprints else b""
-    )
-    assert fast == slow
-    return slow
 
 
 def test_the_vectors_are_of_this_encoding():
@@ -161,7 +151,7 @@ def test_parts_and_alternatives():
     schema = schema_of("string f = 1;", "int64 g = 2;")
     parts = PartsRule((Part(KeyRule(), True), Part(FieldRule(("f",))), Part(FieldRule(("g",)), True)))
     one = Recipe(TrackingId(parts), fmt="protobuf", schema=schema)
-    assert everywhere(one, b"\x0a\x01a").id == b"\x09\x01\x0b\x02\x01a\x01\x0c"
+    assert everywhere(one, b"\x0a\x01a", key=None).id == b"\x09\x01\x0b\x02\x01a\x01\x0c"
     one = Recipe(TrackingId(FirstOfRule((FieldRule(("g",)), FieldRule(("f",))))), fmt="protobuf", schema=schema)
     assert everywhere(one, b"\x0a\x01a").id == b"\x0d\x01\x01a"
     assert everywhere(one, b"\x0a\x01a\x10\x07").id == b"\x0d\x00\x04\x07"

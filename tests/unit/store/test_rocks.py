@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ import pytest
 from dedup.store import rocks
 from dedup.store.base import StoreIdentity
 from dedup.store.rocks import RocksMemory, RocksStore
+from tests.waiting import until
 
 STEPS = 10
 
@@ -106,8 +106,5 @@ def test_a_store_that_was_flushed_in_turn_has_all_its_ids(tmp_path, monkeypatch)
         every += ids
     assert store.get_each([0], every) == {0: dict.fromkeys(every, b"v")}
     # RocksDB flushes in a thread of its own.
-    deadline_s = time.monotonic() + 30
-    while not list((tmp_path / "0").glob("*.sst")):
-        assert time.monotonic() < deadline_s, "nothing was flushed"
-        time.sleep(0.01)
+    until(lambda: list((tmp_path / "0").glob("*.sst")), "a file of the flushed store")
     store.close()
