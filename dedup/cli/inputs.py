@@ -185,8 +185,7 @@ def embedded_registry(port: int) -> Iterator[EmbeddedRegistry]:
     from dedup.embedded.registry_node import EmbeddedRegistry
 
     with _download_bar("Apicurio Registry from Maven Central") as show:
-        registry = EmbeddedRegistry(port=port, progress=show)
-        registry.start()
+        registry = EmbeddedRegistry(port=port, progress=show).start()
     try:
         yield registry
     finally:

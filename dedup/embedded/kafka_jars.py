@@ -78,14 +78,12 @@ def install_jars(directory: Path, progress: Progress | None = None) -> Path:
     jar cannot be downloaded or has the wrong SHA-256.
     """
     jars = locked_jars()
-    if _complete(directory, jars):
-        return directory
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with (directory.parent / f"{directory.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _complete(directory, jars):
-                _install(directory, jars, progress)
+        install_once(
+            directory,
+            lambda: _complete(directory, jars),
+            lambda repository, ready: _fetch_all(repository, ready, jars, progress),
+        )
     except OSError as error:
         # The errors of the package `requests` are also OSErrors.
         raise BrokerUnavailable(
@@ -104,25 +102,47 @@ def _complete(directory: Path, jars: tuple[Jar, ...]) -> bool:
         return False
 
 
-def _install(directory: Path, jars: tuple[Jar, ...], progress: Progress | None) -> None:
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f"{directory.name}.part-") as temporary:
-        ready = Path(temporary) / "ready"
-        ready.mkdir()
-        done_bytes, total_bytes = 0, sum(jar.size_bytes for jar in jars)
+def install_once(directory: Path, is_complete: Callable[[], bool], fetch: Callable[[Path, Path], None]) -> None:
+    """Fill ``directory`` with downloads, unless it is complete. Its parent directory is created if it does not exist.
 
-        def add(more_bytes: int) -> None:
-            nonlocal done_bytes
-            done_bytes = min(done_bytes + more_bytes, total_bytes)
-            if progress is not None:
-                progress(done_bytes, total_bytes)
+    If several processes call this function at once, one downloads and the others wait. ``fetch`` gets a directory for
+    downloads and a new directory, which it fills and which replaces ``directory``. If ``fetch`` raises, its error is
+    raised and nothing is kept. Raises OSError if a directory cannot be written.
+    """
+    if is_complete():
+        return
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with (directory.parent / f"{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_complete():
+            return
+        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f"{directory.name}.part-") as temporary:
+            ready = Path(temporary) / "ready"
+            ready.mkdir()
+            fetch(Path(temporary) / "repository", ready)
+            if directory.exists():
+                shutil.rmtree(directory)
+            ready.rename(directory)
 
-        context = maven(Path(temporary) / "repository", add)
-        with ThreadPoolExecutor(_CONNECTIONS) as pool:
-            for path in pool.map(lambda jar: _fetch(context, jar), jars):
-                path.rename(ready / path.name)
-        if directory.exists():
-            shutil.rmtree(directory)
-        ready.rename(directory)
+
+def summed(progress: Progress | None, total_bytes: int) -> Callable[[int], None]:
+    """Return a function that takes the bytes of each step and calls ``progress`` with their sum so far."""
+    done_bytes = 0
+
+    def add(more_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes = min(done_bytes + more_bytes, total_bytes)
+        if progress is not None:
+            progress(done_bytes, total_bytes)
+
+    return add
+
+
+def _fetch_all(repository: Path, ready: Path, jars: tuple[Jar, ...], progress: Progress | None) -> None:
+    context = maven(repository, summed(progress, sum(jar.size_bytes for jar in jars)))
+    with ThreadPoolExecutor(_CONNECTIONS) as pool:
+        for path in pool.map(lambda jar: _fetch(context, jar), jars):
+            path.rename(ready / path.name)
 
 
 def _fetch(context: MavenContext, jar: Jar) -> Path:

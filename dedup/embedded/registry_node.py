@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -16,9 +15,9 @@ from typing import Final, Self
 
 from dedup.embedded.child_process import ChildProcess
 from dedup.embedded.java import find_java
-from dedup.embedded.kafka_jars import Progress, cache_root, maven
+from dedup.embedded.kafka_jars import Progress, cache_root, install_once, maven, summed
 from dedup.embedded.kafka_node import HOST, free_ports
-from dedup.errors import RegistryUnavailable
+from dedup.errors import InvariantBroken, RegistryUnavailable
 
 _NAME: Final = "apicurio-registry-app"
 _VERSION: Final = "2.5.11.Final"
@@ -31,12 +30,13 @@ _LOOK_S: Final = 0.1
 class EmbeddedRegistry:
     """A registry in its own process, which ends when this process ends for any reason.
 
-    The methods block and are not thread-safe. With ``port`` 0, a free port is chosen.
+    A ``with`` block starts and stops it. The methods block and are not thread-safe. With ``port`` 0, a free port is
+    chosen.
     """
 
     def __init__(self, *, port: int = 0, progress: Progress | None = None) -> None:
         self._progress: Final = progress
-        self._directory: Final = Path(tempfile.mkdtemp(prefix="dedup-registry-"))
+        self._directory: Path | None = None
         self.url: Final = f"http://{HOST}:{port or free_ports(1)[0]}/apis/ccompat/v7"
         """The address for `schema_registry.url`."""
         self.process: ChildProcess | None = None
@@ -45,27 +45,37 @@ class EmbeddedRegistry:
     @property
     def log_file(self) -> Path:
         """The registry's log file."""
+        if self._directory is None:
+            raise InvariantBroken("this embedded registry was never started")
         return self._directory / "registry.log"
 
     def start(self) -> Self:
         """Start the registry, and wait until it responds (10 s, or longer if it must be downloaded).
 
-        Raises RegistryUnavailable if it cannot be downloaded or does not start, and SettingsError without Java.
+        Raises RegistryUnavailable if it cannot be downloaded or does not start, and BrokerUnavailable without Java.
         """
         java = find_java(os.environ)
         jar = install_registry(cache_root(os.environ) / f"{_NAME}-{_VERSION}", self._progress)
         port = self.url.split(":")[2].partition("/")[0]
         options = ["-Xmx256m", f"-Dquarkus.http.port={port}", f"-Dquarkus.http.host={HOST}"]
-        self.process = ChildProcess([str(java), *options, "-jar", str(jar)], self.log_file)
+        self._directory = Path(tempfile.mkdtemp(prefix="dedup-registry-"))
+        try:
+            self.process = ChildProcess([str(java), *options, "-jar", str(jar)], self.log_file)
+            self._wait(self.process)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _wait(self, process: ChildProcess) -> None:
         deadline = time.monotonic() + _STARTS_WITHIN_S
         while not self._answers():
             self.check()
             if time.monotonic() > deadline:
-                tail = self.process.log_tail
-                self.stop()
-                raise RegistryUnavailable(f"The embedded registry did not start within {_STARTS_WITHIN_S:g} s:\n{tail}")
+                raise RegistryUnavailable(
+                    f"The embedded registry did not start within {_STARTS_WITHIN_S:g} s:\n{process.log_tail}"
+                )
             time.sleep(_LOOK_S)
-        return self
 
     def check(self) -> None:
         """Raise RegistryUnavailable, with the last lines of its log, if the registry has exited."""
@@ -81,7 +91,14 @@ class EmbeddedRegistry:
         if self.process is not None:
             self.process.stop()
             self.process = None
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def _answers(self) -> bool:
         try:
@@ -98,14 +115,8 @@ def install_registry(directory: Path, progress: Progress | None = None) -> Path:
     the download fails or has the wrong SHA-256.
     """
     jar = directory / f"{_NAME}-{_VERSION}-runner.jar"
-    if jar.exists():
-        return jar
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with (directory.parent / f"{directory.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not jar.exists():
-                _install(directory, progress)
+        install_once(directory, jar.exists, lambda repository, ready: _fetch(repository, ready, progress))
     except (OSError, RuntimeError, tarfile.TarError) as error:  # errors of `requests` are also OSErrors
         raise RegistryUnavailable(
             f"Apicurio Registry {_VERSION} could not be fetched from Maven Central into {directory}: {error}. "
@@ -115,29 +126,15 @@ def install_registry(directory: Path, progress: Progress | None = None) -> Path:
     return jar
 
 
-def _install(directory: Path, progress: Progress | None) -> None:
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f"{directory.name}.part-") as temporary:
-        done_bytes = 0
-
-        def add(more_bytes: int) -> None:
-            nonlocal done_bytes
-            done_bytes = min(done_bytes + more_bytes, _SIZE_BYTES)
-            if progress is not None:
-                progress(done_bytes, _SIZE_BYTES)
-
-        context = maven(Path(temporary) / "repository", add)
-        version = context.project("io.apicurio", _NAME).at_version(_VERSION)
-        archive: Path = version.artifact(classifier="all", packaging="tar.gz").resolve()
-        with archive.open("rb") as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
-        if found != _SHA256:
-            raise RegistryUnavailable(
-                f"{_NAME} {_VERSION} from Maven Central has SHA-256 {found}, but dedup expects {_SHA256}. Nothing was "
-                f"kept. Try again; if it happens again, something between here and Maven Central alters files."
-            )
-        ready = Path(temporary) / "ready"
-        with tarfile.open(archive) as files:
-            files.extractall(ready, filter="data")
-        if directory.exists():
-            shutil.rmtree(directory)
-        ready.rename(directory)
+def _fetch(repository: Path, ready: Path, progress: Progress | None) -> None:
+    version = maven(repository, summed(progress, _SIZE_BYTES)).project("io.apicurio", _NAME).at_version(_VERSION)
+    archive: Path = version.artifact(classifier="all", packaging="tar.gz").resolve()
+    with archive.open("rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
+    if found != _SHA256:
+        raise RegistryUnavailable(
+            f"{_NAME} {_VERSION} from Maven Central has SHA-256 {found}, but dedup expects {_SHA256}. Nothing was "
+            f"kept. Try again; if it happens again, something between here and Maven Central alters files."
+        )
+    with tarfile.open(archive) as files:
+        files.extractall(ready, filter="data")

@@ -7,8 +7,7 @@ import io
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import fastavro
 
@@ -33,16 +32,6 @@ SECOND = {
         message Note { string text = 1; }
         message Order { Note note = 4; int32 n = 2; string id = 1; }""",
 }
-
-
-@contextmanager
-def running() -> Iterator[EmbeddedRegistry]:
-    """Yield a registry, which a test may freeze."""
-    started = EmbeddedRegistry()
-    try:
-        yield started.start()
-    finally:
-        started.stop()
 
 
 def serialized(registry: EmbeddedRegistry, schema: str, topic: str, numbers: Iterable[int]) -> list[bytes]:

@@ -15,7 +15,7 @@ import pytest
 from confluent_kafka.serialization import MessageField, SerializationContext
 
 from dedup.embedded.registry_node import EmbeddedRegistry
-from tests.integration.apicurio import FIRST, SECOND, running
+from tests.integration.apicurio import FIRST, SECOND
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until
 from tests.integration.test_admin import dedup
@@ -45,7 +45,7 @@ JSON_SCHEMA = [
 
 @pytest.fixture(scope="module")
 def registry() -> Iterator[EmbeddedRegistry]:
-    with running() as started:
+    with EmbeddedRegistry() as started:
         yield started
 
 

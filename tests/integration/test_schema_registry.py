@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from dedup.embedded.registry_node import EmbeddedRegistry
-from tests.integration.apicurio import FIRST, SECOND, running, serialized
+from tests.integration.apicurio import FIRST, SECOND, serialized
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import WITHIN_S, Job, Worker, until
 from tests.integration.test_admin import DEDUP, dedup, pages
@@ -29,7 +29,7 @@ BOTH = [(fmt, hops) for fmt in FIRST for hops in ("direct", "repartitioned")]
 
 @pytest.fixture(scope="module")
 def registry() -> Iterator[EmbeddedRegistry]:
-    with running() as started:
+    with EmbeddedRegistry() as started:
         yield started
 
 

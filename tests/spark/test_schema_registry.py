@@ -16,7 +16,7 @@ from dedup.spark.audit import audit
 from dedup.spark.dataframe import dedup as deduplicated
 from dedup.topology.parse import parse
 from dedup.verify.replay import WHY_SCHEMA
-from tests.integration.apicurio import FIRST, SECOND, running, serialized
+from tests.integration.apicurio import FIRST, SECOND, serialized
 from tests.integration.fleet import Job, until
 from tests.integration.test_admin import dedup
 from tests.integration.workload import BASE_MS, Event
@@ -28,7 +28,7 @@ MakeJob = Callable[..., Job]
 
 @pytest.fixture(scope="module")
 def registry() -> Iterator[EmbeddedRegistry]:
-    with running() as started:
+    with EmbeddedRegistry() as started:
         yield started
 
 
