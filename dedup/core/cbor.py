@@ -20,13 +20,13 @@ from dedup.core.exact_json import ABSENT, Number
 from dedup.core.member_reader import (
     MANY,
     MS_NS,
+    Cursor,
     Damaged,
-    MemberReader,
+    ItemReader,
     PathTree,
-    absent,
+    ended,
     integer,
-    not_of_format,
-    repeated_member,
+    no_item,
     runs_of,
     text_of,
 )
@@ -73,38 +73,8 @@ _Head = tuple[int, int, int]
 """The first bytes of an item: its major type, its additional information, and its argument (0 if indefinite)."""
 
 
-class CborReader(MemberReader):
-    """Reads members from CBOR values."""
-
-    def read(self, value: bytes) -> list[Leaf]:
-        """Return the members at the paths, the time last. Raises Unreadable if the value is not one item."""
-        cursor = _Cursor(value, absent(self.count))
-        try:
-            cursor.item(self.wanted)
-            if cursor.at < len(value):
-                raise Damaged(f"bytes follow its end (byte {cursor.at} of {len(value)})")
-        except Damaged as damage:
-            raise not_of_format(value, "not_cbor", "CBOR", damage) from None
-        if cursor.is_repeated:
-            raise repeated_member()
-        return self.leaves(cursor.found)
-
-
-@lru_cache(maxsize=256)
-def cbor_reader(ids: tuple[Path, ...], time: FieldTime | None) -> CborReader:
-    """Return the reader for the members at given paths."""
-    return CborReader(ids, time)
-
-
-class _Cursor:
-    """A position in one value. Each method advances the position past what it reads."""
-
-    def __init__(self, value: bytes, found: list[Leaf]) -> None:
-        self._value: Final = value
-        self.found: Final = found
-        self.at = 0
-        self.is_repeated = False
-        """Whether a map has two members with the same name on a path."""
+class _Cursor(Cursor):
+    """A position in one value."""
 
     def item(self, wanted: PathTree) -> None:
         """Read one item, and put what is wanted of it into `found`."""
@@ -191,7 +161,7 @@ class _Cursor:
                 continue
             # Each item takes at least one byte, so a greater number cannot be right.
             if due > size - self.at or self.at == size:
-                raise Damaged(_ended(size))
+                raise ended(size)
             known = _SIZES[self._value[self.at]]
             if known and due >= MANY:
                 run = _RUNS[known].match(self._value, self.at, self.at + due * known)
@@ -314,7 +284,7 @@ class _Cursor:
 
     def _head(self) -> _Head:
         if self.at >= len(self._value):
-            raise Damaged(_ended(self.at))
+            raise ended(self.at)
         first = self._value[self.at]
         self.at += 1
         major, info = first >> 5, first & 0x1F
@@ -326,7 +296,7 @@ class _Cursor:
                 raise Damaged(f"a simple value has two bytes instead of one (before byte {self.at})")
             return major, info, argument
         if info != _INDEFINITE or major not in {_BYTES, _TEXT, _ARRAY, _MAP}:
-            raise Damaged(f"byte {first:02x} begins no item (byte {self.at - 1})")
+            raise no_item(first, self.at - 1)
         return major, info, 0
 
     def _bytes(self, size: int) -> bytes:
@@ -349,5 +319,15 @@ def _instant_of(seconds: float) -> Instant | None:
     return Instant((2 * numerator * _SECOND_US + denominator) // (2 * denominator) * _US_NS)
 
 
-def _ended(at: int) -> str:
-    return f"it ends where an item must follow (byte {at})"
+class CborReader(ItemReader):
+    """Reads members from CBOR values."""
+
+    code = "not_cbor"
+    name = "CBOR"
+    cursor = _Cursor
+
+
+@lru_cache(maxsize=256)
+def cbor_reader(ids: tuple[Path, ...], time: FieldTime | None) -> CborReader:
+    """Return the reader for the members at given paths."""
+    return CborReader(ids, time)

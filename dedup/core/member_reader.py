@@ -9,7 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, assert_never
+from typing import ClassVar, Final, assert_never
 from uuid import UUID
 
 from dedup.core.avro import Instant, Leaf, Refused
@@ -81,6 +81,44 @@ class MemberReader(ABC):
         return leaves if self._time is None else [*leaves, time_leaf(found[ids], self._time.unit)]
 
 
+class Cursor(ABC):
+    """A position in one value. Each method advances the position past what it reads."""
+
+    def __init__(self, value: bytes, found: list[Leaf]) -> None:
+        self._value: Final = value
+        self.found: Final = found
+        self.at = 0
+        self.is_repeated = False
+        """Whether a map has two members with the same name on a path."""
+
+    @abstractmethod
+    def item(self, wanted: PathTree) -> None:
+        """Read one item, and put what is wanted of it into `found`. Raises Damaged if no item is there."""
+
+
+class ItemReader(MemberReader):
+    """Reads members from values of a binary format, in which a value is one item."""
+
+    code: ClassVar[str]
+    """The reason of a dead letter whose value does not have the format."""
+    name: ClassVar[str]
+    cursor: ClassVar[type[Cursor]]
+
+    def read(self, value: bytes) -> list[Leaf]:
+        """Return the members at the paths, the time last. Raises Unreadable if the value is not one item."""
+        cursor = self.cursor(value, [ABSENT] * self.count)
+        try:
+            cursor.item(self.wanted)
+            if cursor.at < len(value):
+                raise Damaged(f"bytes follow its end (byte {cursor.at} of {len(value)})")
+        except Damaged as damage:
+            raise not_of_format(value, self.code, self.name, damage) from None
+        if cursor.is_repeated:
+            text = "a member on the path of the tracking ID or the event time is repeated"
+            raise Unreadable("repeated_member", text)
+        return self.leaves(cursor.found)
+
+
 def runs_of(sizes: bytes) -> dict[int, re.Pattern[bytes]]:
     """Return, for each size of an item in bytes, a pattern of consecutive items of this size.
 
@@ -128,11 +166,6 @@ def text_of(raw: bytes) -> str:
         raise Unreadable("not_utf8", f"a string of the value is not UTF-8 (byte {error.start} of the string)") from None
 
 
-def repeated_member() -> Unreadable:
-    """Return the error of a value in which a member on a path is repeated."""
-    return Unreadable("repeated_member", "a member on the path of the tracking ID or the event time is repeated")
-
-
 def not_of_format(value: bytes, code: str, name: str, damage: Damaged) -> Unreadable:
     """Return the error of a value that does not have its format. ``name`` is the name of the format."""
     text = f"the value is not {name}: {damage}"
@@ -141,6 +174,11 @@ def not_of_format(value: bytes, code: str, name: str, damage: Damaged) -> Unread
     return with_foreign_format(value, code, text)
 
 
-def absent(count: int) -> list[Leaf]:
-    """Return the result for a value in which no path leads to anything."""
-    return [ABSENT] * count
+def no_item(first: int, at: int) -> Damaged:
+    """Return the error of a value in which no item begins with the byte at a position."""
+    return Damaged(f"byte {first:02x} begins no item (byte {at})")
+
+
+def ended(at: int) -> Damaged:
+    """Return the error of a value that ends where an item must follow."""
+    return Damaged(f"it ends where an item must follow (byte {at})")

@@ -25,13 +25,13 @@ from dedup.core.event_time import MAX_MS, MIN_MS, FieldTime, TimeUnit
 from dedup.core.exact_json import DECODE_REFUSALS
 from dedup.core.member_reader import (
     MANY,
+    Cursor,
     Damaged,
-    MemberReader,
+    ItemReader,
     PathTree,
-    absent,
+    ended,
     integer,
-    not_of_format,
-    repeated_member,
+    no_item,
     runs_of,
     text_of,
     time_leaf,
@@ -72,32 +72,6 @@ _MOST_FIXSTR: Final = 31
 
 _Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
 _TIME_TYPES: Final[dict[TimeUnit, Any]] = {"rfc3339": str, "timestamp": msgspec.msgpack.Ext}
-
-
-class MessagePackReader(MemberReader):
-    """Reads members from MessagePack values."""
-
-    def __init__(self, ids: Sequence[Path], time: FieldTime | None) -> None:
-        super().__init__(ids, time)
-        self._columns: Final = _compiled(ids, time)
-
-    def read(self, value: bytes) -> list[Leaf]:
-        """Return the members at the paths, the time last. Raises Unreadable if the value is not one item."""
-        cursor = _Cursor(value, absent(self.count))
-        try:
-            cursor.item(self.wanted)
-            if cursor.at < len(value):
-                raise Damaged(f"bytes follow its end (byte {cursor.at} of {len(value)})")
-        except Damaged as damage:
-            raise not_of_format(value, "not_msgpack", "MessagePack", damage) from None
-        if cursor.is_repeated:
-            raise repeated_member()
-        return self.leaves(cursor.found)
-
-    def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return one column per path, followed by the event times; return None if any value cannot be read."""
-        quick = None if self._columns is None else self._columns.decode(values)
-        return super().columns(values) if quick is None else quick
 
 
 class _Columns(NamedTuple):
@@ -179,21 +153,8 @@ def _attribute(tree: dict[str, Any], path: Path) -> str:
     return ".".join(steps)
 
 
-@lru_cache(maxsize=256)
-def message_pack_reader(ids: tuple[Path, ...], time: FieldTime | None) -> MessagePackReader:
-    """Return the reader for the members at given paths."""
-    return MessagePackReader(ids, time)
-
-
-class _Cursor:
-    """A position in one value. Each method advances the position past what it reads."""
-
-    def __init__(self, value: bytes, found: list[Leaf]) -> None:
-        self._value: Final = value
-        self.found: Final = found
-        self.at = 0
-        self.is_repeated = False
-        """Whether a map has two members with the same name on a path."""
+class _Cursor(Cursor):
+    """A position in one value."""
 
     def item(self, wanted: PathTree) -> None:
         """Read one item, and put what is wanted of it into `found`."""
@@ -262,7 +223,7 @@ class _Cursor:
         while left:
             # Each item takes at least one byte, so a greater number cannot be right.
             if left > size - self.at:
-                raise Damaged(f"it ends inside a map or an array (byte {size})" if left > 1 else _ended(size))
+                raise Damaged(f"it ends inside a map or an array (byte {size})") if left > 1 else ended(size)
             first = value[self.at]
             known = _SIZES[first]
             if known and left >= MANY:
@@ -290,7 +251,7 @@ class _Cursor:
         if first in _FIXED:
             return _FIXED[first]
         if first not in _SIZED:
-            raise _no_item(first, self.at - 1)
+            raise no_item(first, self.at - 1)
         return self._number(_SIZED[first]) + (first in _EXT)
 
     def _entries(self, first: int) -> tuple[int | None, bool]:
@@ -326,7 +287,7 @@ class _Cursor:
         if first in _EXT or first in _FIXEXT:
             size = _FIXEXT[first] if first in _FIXEXT else self._number(_EXT[first])
             return _extension(int.from_bytes(self._bytes(1), "big", signed=True), self._bytes(size))
-        raise _no_item(first, self.at - 1)
+        raise no_item(first, self.at - 1)
 
     def _first(self) -> int:
         return self._bytes(1)[0]
@@ -341,7 +302,8 @@ class _Cursor:
 
     def _pass(self, size: int) -> None:
         if size > len(self._value) - self.at:
-            raise Damaged(_ended(self.at) if size == 1 else f"it ends inside an item of {size} bytes (byte {self.at})")
+            inside = Damaged(f"it ends inside an item of {size} bytes (byte {self.at})")
+            raise ended(self.at) if size == 1 else inside
         self.at += size
 
 
@@ -362,9 +324,24 @@ def _extension(kind: int, content: bytes) -> Instant | Refused:
     return Refused("invalid timestamp") if nanoseconds >= _SECOND_NS else Instant(seconds * _SECOND_NS + nanoseconds)
 
 
-def _no_item(first: int, at: int) -> Damaged:
-    return Damaged(f"byte {first:02x} begins no item (byte {at})")
+class MessagePackReader(ItemReader):
+    """Reads members from MessagePack values."""
+
+    code = "not_msgpack"
+    name = "MessagePack"
+    cursor = _Cursor
+
+    def __init__(self, ids: Sequence[Path], time: FieldTime | None) -> None:
+        super().__init__(ids, time)
+        self._columns: Final = _compiled(ids, time)
+
+    def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
+        """Return one column per path, followed by the event times; return None if any value cannot be read."""
+        quick = None if self._columns is None else self._columns.decode(values)
+        return super().columns(values) if quick is None else quick
 
 
-def _ended(at: int) -> str:
-    return f"it ends where an item must follow (byte {at})"
+@lru_cache(maxsize=256)
+def message_pack_reader(ids: tuple[Path, ...], time: FieldTime | None) -> MessagePackReader:
+    """Return the reader for the members at given paths."""
+    return MessagePackReader(ids, time)
