@@ -25,19 +25,14 @@ from dedup.core.event_time import FieldTime, TimeUnit
 from dedup.core.exact_json import ABSENT, Absent, Number, Unreadable, with_foreign_format
 from dedup.core.framing import PREFIX_BYTES
 from dedup.core.tracking_id import Path
+from dedup.core.varint import PADDING, Damaged, NotInColumns, varint, varints
 
 MAX_DEPTH: Final = 200
 """Maximum nesting depth of schemas and values. A schema that contains itself does not limit the depth of values."""
 _MOST_SCHEMA_CHARS: Final = 1 << 20
 _MOST_DECIMAL_BYTES: Final = 1_024
-_VARINT_BITS: Final = 64
-_VARINT_BYTES: Final = 10
-_LOW: Final = 0x7F
-"""Masks the bits of a byte that belong to a number. A byte above this value is followed by another byte."""
 _ROWS_PER_STEP: Final = 16
 """Minimum average number of values per step (a union or an item) to read in columns. The first 64 steps are free."""
-_PADDING: Final = bytes(16)
-"""The bytes after the last value of a batch, which allow a truncated number to be read before it is refused."""
 
 # Avro's Java library, and therefore registries, accept letters of any language, and any string as a namespace.
 _NAME: Final = re.compile(r"[^\W\d]\w*")
@@ -343,14 +338,14 @@ class AvroReader:
         """Return the members at the paths, the time last. Raises Unreadable unless the value is exactly one record."""
         try:
             return self._read(value)
-        except _Damaged as damage:
+        except Damaged as damage:
             raise self._not_avro(value, f"the value is not a record of the schema: {damage}") from None
 
     def _read(self, value: bytes) -> list[Leaf]:
         cursor = _Cursor(self, value)
         cursor.walk(self._schema, self._want, 0)
         if cursor.at != len(value):
-            raise _Damaged(f"it continues after its record ends (byte {cursor.at} of {len(value)})")
+            raise Damaged(f"it continues after its record ends (byte {cursor.at} of {len(value)})")
         return cursor.found
 
     def _not_avro(self, value: bytes, text: str) -> Unreadable:
@@ -359,7 +354,7 @@ class AvroReader:
         if value[:1] == b"\0":  # a framing, or the first field of a damaged record
             try:
                 self._read(value[PREFIX_BYTES:])
-            except (_Damaged, Unreadable):
+            except (Damaged, Unreadable):
                 return Unreadable("not_avro", text)
         return with_foreign_format(value, "not_avro", text)
 
@@ -368,7 +363,7 @@ class AvroReader:
         batch = _Batch(self, values)
         try:
             batch.walk(self._schema, self._want, slice(None), 0)
-        except (_Odd, Unreadable, UnicodeDecodeError):
+        except (NotInColumns, Unreadable, UnicodeDecodeError):
             return None
         return batch.found if (batch.at == batch.ends).all() else None
 
@@ -427,10 +422,6 @@ def _decimal(raw: bytes, scale: int) -> Number:
     return Number(f"{int.from_bytes(raw, 'big', signed=True)}e-{scale}")
 
 
-class _Damaged(Exception):
-    """A value is not a record of its schema. The message says why, but does not reveal the payload."""
-
-
 class _Cursor:
     """A position in one value. `walk` advances the position past the encoding of a type."""
 
@@ -456,7 +447,7 @@ class _Cursor:
             case Union(branches):
                 branch = self._varint()
                 if not 0 <= branch < len(branches):
-                    raise _Damaged(f"a union has no branch {branch} (before byte {self.at})")
+                    raise Damaged(f"a union has no branch {branch} (before byte {self.at})")
                 self.walk(branches[branch], want, depth + 1)
             case Items(name=name):
                 self._refuse(want, name)
@@ -477,13 +468,13 @@ class _Cursor:
                 size, count = self._varint(), -count
                 due = self.at + size
             if count > len(self._value) - self.at:  # each item takes a byte
-                raise _Damaged(f"it ends inside a block of {count} items (byte {self.at})")
+                raise Damaged(f"it ends inside a block of {count} items (byte {self.at})")
             for at in range(position, position + count):
                 step: str | int = at if node.name == "array" else self._key(keys)
                 self.walk(node.item, want.below.get(step, _NOTHING), depth + 1)
             position += count
             if due is not None and due != self.at:
-                raise _Damaged(f"a block of items has another size than it says (byte {self.at})")
+                raise Damaged(f"a block of items has another size than it says (byte {self.at})")
 
     def _key(self, keys: dict[bytes, bool]) -> str | int:
         """Return a map item's key, or -1 if no path has it. ``keys`` maps each key on a path to True if it was read."""
@@ -502,12 +493,12 @@ class _Cursor:
             case "enum":
                 symbol = self._varint()
                 if not 0 <= symbol < len(node.symbols):
-                    raise _Damaged(f"an enum has no symbol {symbol} (before byte {self.at})")
+                    raise Damaged(f"an enum has no symbol {symbol} (before byte {self.at})")
                 return symbol
             case "boolean":
                 byte = self._take(1)[0]
                 if byte > 1:
-                    raise _Damaged(f"a boolean is neither 0 nor 1 (before byte {self.at})")
+                    raise Damaged(f"a boolean is neither 0 nor 1 (before byte {self.at})")
                 return byte
             case "bytes" | "string":
                 return self._take(self._varint())
@@ -515,31 +506,17 @@ class _Cursor:
                 return self._take(node.width)
 
     def _varint(self) -> int:
-        raw = shift = 0
-        for byte in self._value[self.at : self.at + _VARINT_BYTES]:
-            raw |= (byte & _LOW) << shift
-            shift += 7
-            if byte <= _LOW:
-                self.at += shift // 7
-                if raw.bit_length() > _VARINT_BITS:
-                    break
-                return raw >> 1 ^ -(raw & 1)
-        if shift < 7 * _VARINT_BYTES:
-            raise _Damaged(f"it ends inside a number (byte {self.at})")
-        raise _Damaged(f"a number has more than {_VARINT_BITS} bits (byte {self.at})")
+        raw, self.at = varint(self._value, self.at, len(self._value))
+        return raw >> 1 ^ -(raw & 1)
 
     def _take(self, size: int) -> bytes:
         if size < 0:
-            raise _Damaged(f"a length is negative (before byte {self.at})")
+            raise Damaged(f"a length is negative (before byte {self.at})")
         if size > len(self._value) - self.at:
-            raise _Damaged(f"it ends inside a field of {size} bytes (byte {self.at})")
+            raise Damaged(f"it ends inside a field of {size} bytes (byte {self.at})")
         taken = self._value[self.at : self.at + size]
         self.at += size
         return taken
-
-
-class _Odd(Exception):
-    """A batch cannot be read in columns, so its values must be passed to `AvroReader.read`."""
 
 
 _Longs = npt.NDArray[np.int64]
@@ -552,7 +529,7 @@ class _Batch:
 
     def __init__(self, reader: AvroReader, values: Sequence[bytes]) -> None:
         self._reader: Final = reader
-        self._joined: Final = b"".join([*values, _PADDING])
+        self._joined: Final = b"".join([*values, PADDING])
         self._text: Final = np.frombuffer(self._joined, np.uint8)
         lengths = np.fromiter(map(len, values), np.int64, len(values))
         self.ends: Final = np.cumsum(lengths)
@@ -562,7 +539,7 @@ class _Batch:
 
     def walk(self, node: Node, want: _Wanted, rows: _Rows, depth: int) -> None:
         if depth > MAX_DEPTH:
-            raise _Odd
+            raise NotInColumns
         match node:
             case Scalar():
                 self._scalar(node, want, rows)
@@ -593,7 +570,7 @@ class _Batch:
         self._pay(chosen)
         least, most = int(chosen.min()), int(chosen.max())
         if least < 0 or most >= len(branches):
-            raise _Odd
+            raise NotInColumns
         if least == most:
             self.walk(branches[least], want, rows, depth + 1)
             return
@@ -611,15 +588,15 @@ class _Batch:
             due = self._varints(sized) + self.at[sized]
             counts = np.abs(counts)
             if ((counts < 0) | (counts > self.ends[going] - self.at[going])).any():
-                raise _Odd
+                raise NotInColumns
             self._block(node, going, counts, depth)
             if (due != self.at[sized]).any():
-                raise _Odd
+                raise NotInColumns
 
     def _pay(self, values: _Longs) -> None:
         self._credit += len(values) - _ROWS_PER_STEP
         if self._credit < 0:
-            raise _Odd
+            raise NotInColumns
 
     def _block(self, node: Items, rows: _Longs, counts: _Longs, depth: int) -> None:
         item = node.item
@@ -640,13 +617,13 @@ class _Batch:
             case "int" | "long" | "enum":
                 numbers = self._varints(rows)
                 if node.kind == "enum" and (numbers.min() < 0 or numbers.max() >= len(node.symbols)):
-                    raise _Odd
+                    raise NotInColumns
                 self._put(want, rows, lambda time: _number_leaves(node, numbers, time))
             case "boolean":
                 flags = self._text[self.at[rows]]
                 self._advance(rows, 1)
                 if flags.max() > 1:
-                    raise _Odd
+                    raise NotInColumns
                 self._put(want, rows, lambda time: [leaf_of(node, flag, time) for flag in flags.tolist()])
             case _:
                 lengths: _Longs | int = node.width if node.width >= 0 else self._varints(rows)
@@ -658,28 +635,14 @@ class _Batch:
                     self._put(want, rows, lambda time: _part_leaves(node, parts, time))
 
     def _varints(self, rows: _Rows) -> _Longs:
-        at = self.at[rows]
-        byte = self._text[at]
-        raw = (byte & _LOW).astype(np.uint64)
-        at = at + 1
-        going, shift = np.flatnonzero(byte > _LOW), 7
-        while len(going):
-            byte = self._text[at[going]]
-            if shift == _VARINT_BITS - 1 and byte.max() > 1:  # the 64th bit is the last one
-                raise _Odd
-            raw[going] |= (byte & _LOW).astype(np.uint64) << np.uint64(shift)
-            at[going] += 1
-            going, shift = going[byte > _LOW], shift + 7
-        if (at > self.ends[rows]).any():
-            raise _Odd
-        self.at[rows] = at
+        raw, self.at[rows] = varints(self._text, self.at[rows], self.ends[rows])
         numbers: _Longs = (raw >> np.uint64(1)).astype(np.int64) ^ -(raw & np.uint64(1)).astype(np.int64)
         return numbers
 
     def _advance(self, rows: _Rows, lengths: _Longs | int) -> None:
         at = self.at[rows]
         if ((lengths < 0) | (lengths > self.ends[rows] - at)).any():
-            raise _Odd
+            raise NotInColumns
         self.at[rows] = at + lengths
 
 

@@ -21,7 +21,6 @@ from dedup.core.member_reader import (
     MANY,
     MS_NS,
     Cursor,
-    Damaged,
     ItemReader,
     PathTree,
     ended,
@@ -31,6 +30,7 @@ from dedup.core.member_reader import (
     text_of,
 )
 from dedup.core.tracking_id import Path
+from dedup.core.varint import Damaged
 
 _UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY, _MAP, _TAG, _SIMPLE = range(8)
 _SHORT: Final = 24

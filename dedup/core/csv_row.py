@@ -16,8 +16,9 @@ from typing import Final, Literal
 from dedup.core.avro import Leaf
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import ABSENT, Number, with_foreign_format
-from dedup.core.member_reader import Damaged, MemberReader, not_of_format
+from dedup.core.member_reader import MemberReader, not_of_format
 from dedup.core.tracking_id import Path
+from dedup.core.varint import Damaged
 
 Delimiter = Literal["comma", "semicolon", "tab", "pipe"]
 _CHARACTERS: Final[dict[Delimiter, str]] = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}

@@ -16,15 +16,12 @@ from dedup.core.avro import Instant, Leaf, Refused
 from dedup.core.event_time import FieldTime, TimeUnit
 from dedup.core.exact_json import ABSENT, Absent, NotJudged, Number, Unreadable, with_foreign_format
 from dedup.core.tracking_id import Path
+from dedup.core.varint import Damaged
 
 MS_NS: Final = 1_000_000
 MANY: Final = 8
 """From this number of items, it pays to look for a run of items of one size."""
 _INT64: Final = 1 << 63
-
-
-class Damaged(Exception):
-    """A value does not have its format. The message says why, but does not reveal the payload."""
 
 
 @dataclass(slots=True)

@@ -26,7 +26,6 @@ from dedup.core.exact_json import DECODE_REFUSALS
 from dedup.core.member_reader import (
     MANY,
     Cursor,
-    Damaged,
     ItemReader,
     PathTree,
     ended,
@@ -37,6 +36,7 @@ from dedup.core.member_reader import (
     time_leaf,
 )
 from dedup.core.tracking_id import Path
+from dedup.core.varint import Damaged
 
 _FIXMAP, _FIXARRAY, _FIXSTR, _NIL = 0x80, 0x90, 0xA0, 0xC0
 _NEGATIVE: Final = 0xE0

@@ -20,11 +20,9 @@ from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import ABSENT, Absent, Number, Unreadable, with_foreign_format
 from dedup.core.proto_schema import MAX_DEPTH, SCALARS, TIMESTAMP, Field, Message, message_at, parse_proto
 from dedup.core.tracking_id import Path
+from dedup.core.varint import PADDING, Damaged, NotInColumns, varint, varints
 
-_LOW: Final = 0x7F
-"""Masks the bits of a byte that belong to a number. A byte above this value is followed by another byte."""
 _VARINT_BITS: Final = 64
-_VARINT_BYTES: Final = 10
 _VARINT, _FIXED64, _SIZED, _GROUP, _END, _FIXED32 = range(6)
 _WIDTHS: Final = {_FIXED64: 8, _FIXED32: 4}
 _MOST_TAG: Final = (1 << 32) - 1
@@ -32,8 +30,6 @@ _OVER: Final = _MOST_TAG + 1
 """Stands for the next tag of a message that has ended."""
 _ROWS_PER_STEP: Final = 16
 """Minimum average number of values that each step must advance to read in columns. The first 64 steps are free."""
-_PADDING: Final = bytes(16)
-"""The bytes after the last value of a batch, which allow a truncated number to be read before it is refused."""
 _LEAST_S: Final = -62_135_596_800
 _MOST_S: Final = 253_402_300_799
 """The first and last seconds that `google.protobuf.Timestamp` allows, which are those of the years 1 to 9999."""
@@ -181,7 +177,7 @@ class ProtobufReader:
             cursor = _Cursor(self, value)
             cursor.walk(self.steps, len(value))
             return [ABSENT if each is None else self._leaf(each, cursor.found) for each in self._columns]
-        except _Damaged as damage:
+        except Damaged as damage:
             text = f"the value is not a message of the schema: {damage}"
         if value[:1] == b"{" and value[-1:] == b"}":
             raise Unreadable("not_protobuf", f"{text}; it looks like JSON", format_name="json")
@@ -193,7 +189,7 @@ class ProtobufReader:
         try:
             batch.walk_all(self.steps)
             return [[ABSENT] * len(values) if each is None else self._leaves(each, batch) for each in self._columns]
-        except (_Odd, UnicodeDecodeError):
+        except (NotInColumns, UnicodeDecodeError):
             return None
 
     def _leaf(self, column: _Column, found: Sequence[int | bytes | Absent]) -> Leaf:
@@ -210,7 +206,7 @@ class ProtobufReader:
         if column.type_name == TIMESTAMP:
             times_ms = _times_ms(raws, np.array([found[column.slot + 1]], np.uint64))
             if times_ms is None:
-                raise _Damaged("a timestamp is not in the years 1 to 9999, or its nanoseconds are not below a second")
+                raise Damaged("a timestamp is not in the years 1 to 9999, or its nanoseconds are not below a second")
             return times_ms[0]
         (leaf,) = _numbers(column, raws)
         return leaf
@@ -230,7 +226,7 @@ class ProtobufReader:
         elif column.type_name == TIMESTAMP:
             times_ms = _times_ms(batch.raws[column.slot], batch.raws[column.slot + 1])
             if times_ms is None:
-                raise _Odd
+                raise NotInColumns
             leaves = times_ms
         else:
             leaves = _numbers(column, batch.raws[column.slot])
@@ -275,10 +271,6 @@ def _times_ms(seconds: _Raws, nanos: _Raws) -> list[int] | None:
     return cast("list[int]", (whole * 1000 + rest // _MS_NS).tolist())
 
 
-class _Damaged(Exception):
-    """A value is not a message of its type. The message says why, but does not reveal the payload."""
-
-
 class _Cursor:
     """A position in one value. `walk` advances the position past a message."""
 
@@ -292,10 +284,10 @@ class _Cursor:
         while self._at < end:
             number, wire = self._tag(end)
             if wire == _END:
-                raise _Damaged(f"a group ends that did not begin (before byte {self._at})")
+                raise Damaged(f"a group ends that did not begin (before byte {self._at})")
             step = steps.get(number)
             if step is not None and step.is_wanted and step.wire not in {-1, wire}:
-                raise _Damaged(f"field {number} has another wire type than in the schema (before byte {self._at})")
+                raise Damaged(f"field {number} has another wire type than in the schema (before byte {self._at})")
             raw = self._skip(number, wire, end, 0)
             if step is not None and step.wire in {-1, wire}:
                 self._take(step, raw)
@@ -316,9 +308,9 @@ class _Cursor:
     def _tag(self, end: int) -> tuple[int, int]:
         tag = self._varint(end)
         if tag > _MOST_TAG or not tag >> 3:
-            raise _Damaged(f"a field has the number {tag >> 3} (before byte {self._at})")
+            raise Damaged(f"a field has the number {tag >> 3} (before byte {self._at})")
         if tag & 7 > _FIXED32:
-            raise _Damaged(f"a field has the wire type {tag & 7} (before byte {self._at})")
+            raise Damaged(f"a field has the wire type {tag & 7} (before byte {self._at})")
         return tag >> 3, tag & 7
 
     def _skip(self, number: int, wire: int, end: int, depth: int) -> int | bytes:
@@ -336,40 +328,26 @@ class _Cursor:
             if wire == _END and inner == number:
                 return b""
             if wire == _END:
-                raise _Damaged(f"a group ends that did not begin (before byte {self._at})")
+                raise Damaged(f"a group ends that did not begin (before byte {self._at})")
             self._skip(inner, wire, end, depth + 1)
 
     def _bytes(self, size: int, end: int) -> bytes:
         if size > end - self._at:
-            raise _Damaged(f"it ends inside a field of {size} bytes (byte {self._at})")
+            raise Damaged(f"it ends inside a field of {size} bytes (byte {self._at})")
         taken = self._value[self._at : self._at + size]
         self._at += size
         return taken
 
     def _varint(self, end: int) -> int:
-        raw = shift = 0
-        for byte in self._value[self._at : min(end, self._at + _VARINT_BYTES)]:
-            raw |= (byte & _LOW) << shift
-            shift += 7
-            if byte <= _LOW:
-                self._at += shift // 7
-                if raw.bit_length() > _VARINT_BITS:
-                    break
-                return raw
-        if shift < 7 * _VARINT_BYTES:
-            raise _Damaged(f"it ends inside a number (byte {self._at})")
-        raise _Damaged(f"a number has more than {_VARINT_BITS} bits (byte {self._at})")
-
-
-class _Odd(Exception):
-    """A batch cannot be read in columns, so its values must be passed to `ProtobufReader.read`."""
+        raw, self._at = varint(self._value, self._at, end)
+        return raw
 
 
 class _Batch:
     """The values of a batch. `walk` reads one message in each of the given rows."""
 
     def __init__(self, reader: ProtobufReader, values: Sequence[bytes]) -> None:
-        self.joined: Final = b"".join([*values, _PADDING])
+        self.joined: Final = b"".join([*values, PADDING])
         self._text: Final = np.frombuffer(self.joined, np.uint8)
         self._sizes: Final = np.fromiter(map(len, values), np.int64, len(values))
         self.raws: Final = [np.zeros(len(values), np.uint64) for _ in reader.texts]
@@ -393,9 +371,9 @@ class _Batch:
         tags = np.zeros(len(rows), np.uint64)
         due: slice | _Longs = slice(None)
         while len(rows):
-            found, at[due] = self._varints(at[due], ends[due])
+            found, at[due] = varints(self._text, at[due], ends[due])
             if (found > _MOST_TAG).any():
-                raise _Odd
+                raise NotInColumns
             tags[due] = found
             tag = int(tags.min())
             if tag == _OVER:
@@ -403,7 +381,7 @@ class _Batch:
             chosen = np.flatnonzero(tags == tag)
             self._credit += len(chosen) - _ROWS_PER_STEP
             if self._credit < 0:
-                raise _Odd
+                raise NotInColumns
             due = slice(None) if len(chosen) == len(rows) else chosen
             at[due] = self._field(steps.get(tag >> 3), tag, rows[due], at[due], ends[due])
             over = at[due] >= ends[due]
@@ -415,10 +393,10 @@ class _Batch:
         """Read one field in each row, and return the position at which the field ends."""
         wire = tag & 7
         if not tag >> 3 or wire not in {_VARINT, _FIXED64, _SIZED, _FIXED32}:
-            raise _Odd
+            raise NotInColumns
         raws, starts, behind = self._value(wire, at, ends)
         if (behind > ends).any() or (step is not None and step.is_wanted and step.wire not in {-1, wire}):
-            raise _Odd
+            raise NotInColumns
         if step is not None and step.wire in {-1, wire}:
             if step.takes and wire in _WIDTHS:
                 places = starts[:, np.newaxis] + np.arange(_WIDTHS[wire])
@@ -432,11 +410,11 @@ class _Batch:
         """Return the number of each value (or the start of its bytes), the start of the value, and its end."""
         if wire in _WIDTHS:
             return at.view(np.uint64), at, at + _WIDTHS[wire]
-        raws, behind = self._varints(at, ends)
+        raws, behind = varints(self._text, at, ends)
         if wire == _VARINT:
             return raws, at, behind
         if int(raws.max()) > len(self.joined):
-            raise _Odd
+            raise NotInColumns
         return behind.view(np.uint64), behind, behind + raws.view(np.int64)
 
     def _take(self, step: _Step, rows: _Longs, raws: _Raws, ends: _Longs) -> None:
@@ -450,19 +428,3 @@ class _Batch:
             self.there[slot][rows] = True
             self.raws[slot][rows] = raws
             self.ends[slot][rows] = ends
-
-    def _varints(self, at: _Longs, ends: _Longs) -> tuple[_Raws, _Longs]:
-        byte = self._text[at]
-        raw = (byte & _LOW).astype(np.uint64)
-        at = at + 1
-        going, shift = np.flatnonzero(byte > _LOW), 7
-        while len(going):
-            byte = self._text[at[going]]
-            if shift == _VARINT_BITS - 1 and byte.max() > 1:  # the 64th bit is the last one
-                raise _Odd
-            raw[going] |= (byte & _LOW).astype(np.uint64) << np.uint64(shift)
-            at[going] += 1
-            going, shift = going[byte > _LOW], shift + 7
-        if (at > ends).any():
-            raise _Odd
-        return raw, at

@@ -1,0 +1,69 @@
+"""Reads numbers of variable length, as Avro and Protobuf write them: from one value (exact), or from a batch (fast).
+
+Each byte contains seven bits of a number, the lowest bits first; a byte above 7f is followed by another byte. A number
+has at most 64 bits. Source: protobuf.dev/programming-guides/encoding, and the Avro specification, "Binary Encoding".
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+PADDING: Final = bytes(16)
+"""The bytes after the last value of a batch, which allow a truncated number to be read before it is refused."""
+_BITS: Final = 64
+_BYTES: Final = 10
+_LOW: Final = 0x7F
+
+_Longs = npt.NDArray[np.int64]
+
+
+class Damaged(Exception):
+    """A value does not have its format. The message says why, but does not reveal the payload."""
+
+
+class NotInColumns(Exception):
+    """A batch cannot be read in columns, so its values must be read one by one."""
+
+
+def varint(value: bytes, at: int, end: int) -> tuple[int, int]:
+    """Return the number at a position, without a sign, and the position after it.
+
+    Raises Damaged if the number does not end before ``end``, or if it has more than 64 bits.
+    """
+    raw = shift = 0
+    for byte in value[at : min(end, at + _BYTES)]:
+        raw |= (byte & _LOW) << shift
+        shift += 7
+        if byte <= _LOW:
+            at += shift // 7
+            if raw.bit_length() > _BITS:
+                break
+            return raw, at
+    if shift < 7 * _BYTES:
+        raise Damaged(f"it ends inside a number (byte {at})")
+    raise Damaged(f"a number has more than {_BITS} bits (byte {at})")
+
+
+def varints(text: npt.NDArray[np.uint8], at: _Longs, ends: _Longs) -> tuple[npt.NDArray[np.uint64], _Longs]:
+    """Return the number at each position of a batch's bytes, without a sign, and the positions after the numbers.
+
+    The bytes end with `PADDING`. Raises NotInColumns if a number does not end before its place in ``ends``, or if it
+    has more than 64 bits.
+    """
+    byte = text[at]
+    raw = (byte & _LOW).astype(np.uint64)
+    at = at + 1
+    going, shift = np.flatnonzero(byte > _LOW), 7
+    while len(going):
+        byte = text[at[going]]
+        if shift == _BITS - 1 and byte.max() > 1:  # the 64th bit is the last one
+            raise NotInColumns
+        raw[going] |= (byte & _LOW).astype(np.uint64) << np.uint64(shift)
+        at[going] += 1
+        going, shift = going[byte > _LOW], shift + 7
+    if (at > ends).any():
+        raise NotInColumns
+    return raw, at
