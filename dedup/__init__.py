@@ -2,8 +2,8 @@
 
 `run` does the same as the command `dedup run`, and `TopologyTestDriver` tests a topology file without a broker.
 `IdempotentWriter` and `IdempotentReader` are for applications that produce to a deduplicated topic or consume from it.
-A `Flow` holds a user's function, which runs in a topology's transactions. The errors are in `dedup.errors`. Everything
-else is imported when it is first accessed, which keeps `import dedup` fast.
+A `Flow` holds a user's function, which runs in a topology's transactions. `dedup.errors` contains the error classes.
+Most other names are imported when they are first accessed, which keeps `import dedup` fast.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _PLACES: Final[Mapping[str, str]] = {
     "Work": "connect.idempotent_reader",
     "load_settings": "settings",
 }
-"""The module of each name that is imported when it is first accessed."""
+"""Maps each name that is imported when it is first accessed to the module of the name."""
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401  # any of the public classes
@@ -70,7 +70,7 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401  # any of the public classes
 
 
 def load_topology(path: Path | str) -> Topology:
-    """Return the topology that a file describes. Raises `TopologyError`, which lists every problem in the file."""
+    """Return the topology that a file describes. Raises `TopologyError` with every problem if the file is invalid."""
     from dedup.topology.parse import parse
     from dedup.yaml_document import beside, text_of
 
@@ -88,11 +88,11 @@ def run(
     """Run a worker in this process, as `dedup run` does, until SIGTERM, SIGINT, or an error stops the worker.
 
     With ``exit_when_done``, the worker stops when its group has judged every record that the topics contained at the
-    start. ``onto_existing_output`` permits a new group to write to an output that contains records. ``on_tick`` is
-    called about 20 times a second, for example to display progress. Its argument, the worker's app, is not part of the
-    API. The program must configure logging itself.
+    start. ``onto_existing_output`` permits a new group to write to an output that contains records. The worker
+    calls ``on_tick`` about 20 times a second, for example to display progress. The argument of ``on_tick``, the
+    worker's app, is not part of the API. The calling program must configure logging.
 
-    Raises RuntimeError outside the main thread, because signals stop the worker. Otherwise raises the error that
+    Raises RuntimeError outside the main thread, because signals stop the worker. Otherwise, raises the error that
     stopped the worker: `StateIncompatible` if state or topics do not fit the topology, `BrokerUnavailable` if no broker
     answers, or `RecordFailed` at a record whose policy is `fail`. Committed results remain, and the next run continues
     after them.

@@ -1,6 +1,6 @@
 """Defines named crash points in the code, where a test can kill the process.
 
-The environment variable ``DEDUP_CRASH_AT=point:n`` kills the process when it reaches that point for the n-th time.
+With the environment variable ``DEDUP_CRASH_AT=point:n``, a process dies when it reaches that point for the n-th time.
 """
 
 from __future__ import annotations

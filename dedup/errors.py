@@ -119,12 +119,12 @@ class RecordRefused(DedupError):
     topic: str
     partition: int
     rows: tuple[int, ...]
-    """Feeding offsets of the refused records, or of all records of the batch if the broker names none.
+    """Feeding offsets of the refused records, or of all records of the batch if the broker names no record.
 
     An offset of -1 stands for a record that dedup itself created.
     """
     feeding: tuple[str, int] | None = None
-    """The feeding partition of these offsets (a group's tasks share a transaction), or None without a task."""
+    """The feeding partition of ``rows``, or None without a task. Several tasks may share a transaction."""
     reasons: Mapping[int, str] = field(default_factory=dict)
     """The broker's message about each refused record, if the broker names the records (KIP-467)."""
     too_large: bool = False

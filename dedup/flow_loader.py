@@ -1,4 +1,4 @@
-"""Imports the flow that a topology names."""
+"""Imports the flow that a topology names, and runs the flow on sample records."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from dedup.topology.model import FlowSpec, Topology
 
 
 def load_flow(spec: FlowSpec) -> Flow:
-    """Import and return the flow of a topology, which runs the user's code.
+    """Import and return a topology's flow. The import runs the user's code.
 
-    The module is beside the topology file, or installed. Raises TopologyError if the module cannot be imported, if
-    another module hides the one beside the file, or if the module has no such flow.
+    The flow's module is next to the topology file, or is installed. Raises TopologyError if the module cannot be
+    imported, if another module hides the module next to the file, or if the module has no such flow.
     """
     module_name, _, attribute = spec.name.partition(":")
     directory = str(Path(spec.directory).resolve())
     if directory not in sys.path:
-        sys.path.append(directory)  # last, so that no file beside a topology hides a module that dedup imports
+        sys.path.append(directory)  # Append, so that no file in the directory hides a module that dedup imports.
         invalidate_caches()
     try:
         module = import_module(module_name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # such as SystemExit, which would end the command as if all were right
+    except BaseException as error:  # A module that raises SystemExit must not end the command as if it had succeeded.
         text = f"then: {module_name} cannot be imported: {type(error).__name__}: {error}"
         raise TopologyError([Problem(spec.file, f"{text}; put it into {directory}, or install it")]) from error
     top = module_name.partition(".")[0]
@@ -78,7 +78,7 @@ def _run_apart(
     spec: FlowSpec, topics: Sequence[str], records: Sequence[FlowRecord], seed: str
 ) -> list[list[FlowRecord] | Fault]:
     before = os.environ.get("PYTHONHASHSEED")
-    os.environ["PYTHONHASHSEED"] = seed  # the new process inherits it
+    os.environ["PYTHONHASHSEED"] = seed  # The new process inherits this variable.
     try:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
             return process.submit(_run_all, spec, topics, records).result()

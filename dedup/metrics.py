@@ -12,11 +12,11 @@ from typing import Final, Literal
 Verdict = Literal["unique", "duplicate", "late", "dead_letter", "exempt", "repartitioned"]
 
 SPAN_MS: Final = 60_000
-"""The period that an alert covers."""
+"""The period that an alert covers, in milliseconds."""
 _LEAST_RECORDS: Final = 100
 _LEAST_SHARE: Final = 0.95
 _NOT_JUDGED: Final = frozenset({"repartitioned"})
-"""The labels of records that were not judged. Dedup tasks judge the repartitioned records later."""
+"""The verdict labels of records that have not been judged. Dedup tasks judge repartitioned records later."""
 _TASK_LABELS: Final = ("sub_topology", "topic", "partition")
 Place = tuple[str, str, int]
 """Identifies a task by its sub-topology, feeding topic, and partition."""
@@ -43,7 +43,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "dedup_other_formats_total",
         "counter",
-        "Dead letters whose first bytes suggest another format than the one that the topology reads.",
+        "Dead letters whose first bytes suggest a format other than the one that the topology reads.",
         (*_TASK_LABELS, "format"),
     ),
     Metric(
@@ -59,7 +59,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "dedup_transactions_total",
         "counter",
-        "Transactions with results of this partition, by result. Partitions that share a transaction all count it.",
+        "Transactions with results of this partition, by result. A transaction counts for each of its partitions.",
         (*_TASK_LABELS, "result"),
     ),
     Metric(
@@ -71,7 +71,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "dedup_end_to_end_seconds",
         "histogram",
         "Time from a record's timestamp to the commit of its verdict. If the timestamp is over a minute older than the "
-        "last time when the record was not readable yet, it is an event time, and the time counts from then.",
+        "last time when the record was not yet readable, it is an event time, and measurement starts at that time.",
     ),
     Metric("dedup_stream_time_seconds", "gauge", "Stream time; absent before the first judged record."),
     Metric("dedup_state_ids", "gauge", "Estimated number of IDs in the store."),
@@ -84,7 +84,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "dedup_lag_records",
         "gauge",
-        "Offsets of the feeding partition from the committed offset to the end, or 0 if they hold no records.",
+        "Offsets of the feeding partition from the committed offset to the end, or 0 if these offsets hold no records.",
     ),
     Metric("dedup_lag_seconds", "gauge", "Age of the last committed record while there is lag, or 0 without lag."),
     Metric("dedup_last_stable_offset_lag", "gauge", "Offsets of the feeding partition that an open transaction hides."),
@@ -93,7 +93,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "dedup_group_transactions_total",
         "counter",
-        "Transactions by result, each counted once, however many partitions it contains.",
+        "Transactions by result. Each transaction counts once, regardless of the number of its partitions.",
         ("result",),
     ),
     Metric("dedup_fenced_total", "counter", "Task groups that another owner has fenced outside a rebalance.", ()),
@@ -118,7 +118,7 @@ class Durations:
 
     bounds_s: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
-    """Number of durations in each bucket, not cumulative. The last bucket counts durations above all bounds."""
+    """The number of durations in each bucket, not cumulative. The last bucket counts durations above all bounds."""
     total_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ class Durations:
 
 @dataclass(slots=True)
 class Judged:
-    """The verdict counts of a set of records."""
+    """The number of records with each verdict in a set of records."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     dead_reasons: Counter[str] = field(default_factory=Counter)
@@ -149,7 +149,7 @@ class Judged:
     flow_seconds: float = 0.0
 
     def add_verdicts(self, judged: Judged) -> None:
-        """Add the verdicts on other records."""
+        """Add the counts of another set of records."""
         self.verdicts.update(judged.verdicts)
         self.dead_reasons.update(judged.dead_reasons)
         self.formats.update(judged.formats)
@@ -160,7 +160,7 @@ class Judged:
 
 @dataclass(slots=True)
 class TaskNumbers(Judged):
-    """The counters of one task, which change only between batches. The verdicts are those of committed transactions."""
+    """The counters of one task, which change only between batches. Verdict counts cover only committed transactions."""
 
     replayed: int = 0
     sampled: int = 0
@@ -190,7 +190,7 @@ class TaskNumbers(Judged):
 
     def reached(self, stream_time_ms: int) -> None:
         """Set the stream time, which is None until each feed has a judged record or is idle."""
-        # Before the first judged record, stream time is BEFORE_ALL_TIME; no event time is negative.
+        # Before the first judged record, stream time is BEFORE_ALL_TIME, which is negative. No event time is negative.
         self.stream_time_ms = None if stream_time_ms < 0 else stream_time_ms
 
     def settled(self, oldest_ms: int, newest_ms: int, records: int) -> None:
@@ -302,7 +302,7 @@ class DeadShare:
             judged += sum(count for verdict, count in each.verdicts.items() if verdict not in _NOT_JUDGED)
             reasons.update(each.dead_reasons)
         if self._looks and judged < self._looks[-1][1]:
-            return False  # during a rebalance, the counters of closed tasks are about to be added
+            return False  # During a rebalance, the counters of closed tasks are not yet included.
         if self._looks and now_ms < self._looks[-1][0]:
             self._looks.clear()
         self._looks.append((now_ms, judged, reasons))

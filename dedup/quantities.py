@@ -20,7 +20,7 @@ SIZE_PATTERN: Final = r"^[0-9]{1,19}(B|KiB|MiB|GiB|TiB)$"
 def parse_duration(text: str, *, short: bool = False) -> int:
     """Parse a duration such as ``15m``, and return milliseconds. Raises ValueError with a message for the user.
 
-    If a number of at most two digits has no unit, the message suggests seconds if ``short`` is true, otherwise hours.
+    For a number of at most two digits without a unit, the message suggests seconds if ``short`` is true, or else hours.
     """
     # Without a unit, 24 probably means hours, and 500 probably means milliseconds.
     few = ("s", "ms") if short else ("h", "m")
@@ -55,7 +55,10 @@ def _in_largest_unit(value: int, units: dict[str, int]) -> str:
 
 
 def instant(time_ms: int) -> str:
-    """Return a time as an RFC 3339 string in UTC, which contains milliseconds only if they are not 0."""
+    """Return a time as an RFC 3339 string in UTC, with milliseconds only if they are not 0.
+
+    A time before 1970 or after 9999 is returned as a number of milliseconds, such as ``-1 ms``.
+    """
     if not 0 <= time_ms <= _YEAR_9999_MS:
         return f"{time_ms} ms"
     moment = datetime.fromtimestamp(time_ms // 1000, UTC)

@@ -151,10 +151,10 @@ class RegistrySection(Keys):
     ca_file: str | None = None
     """File of CA certificates to trust (PEM). Default: the system's certificates."""
     directory: str | None = None
-    """Directory with schemas from `dedup schemas export`, which are used before the registry is asked. Without `url`,
-    only these schemas are known."""
+    """Directory with schemas from `dedup schemas export`, which dedup reads before it asks the registry. Without `url`,
+    dedup knows only these schemas."""
     schema_wait: Annotated[str, _between("0s", "10m"), _DURATION] = "30s"
-    """How long to wait until the registry knows a schema. After that, records with the schema become dead letters."""
+    """How long to wait for an unknown schema. After this time, records with the schema become dead letters."""
 
     @property
     def schema_wait_ms(self) -> int:
@@ -187,7 +187,7 @@ class TopicDefaults(Keys):
         "source topics, or unlimited if one of them is compacted.",
     )
     partitions: Annotated[int, within(1, 100_000)] | None = None
-    """Number of partitions of the repartition topic. Default: that of the source topic with the most partitions."""
+    """Number of partitions of the repartition topic. Default: the largest partition count of a source topic."""
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "snappy"
     """Compression of the records that a worker writes. lz4 uses a lot of the worker's CPU time."""
 
@@ -242,7 +242,7 @@ class Settings(Keys):
     session_timeout: Annotated[str, _between("1s", "30m"), _DURATION] = "10s"
     """Time after which the partitions of a worker that has stopped responding move to other workers."""
     worker_id: Annotated[str, _WORKER_ID_RULE] | None = None
-    """ID of the static group member. Default: an ID that is stored in state_dir."""
+    """ID of the worker as a static member of its group. Default: an ID that is stored in state_dir."""
     topics: TopicDefaults = TopicDefaults()
     """How dedup creates topics."""
     web: Web = Web()
@@ -290,10 +290,10 @@ def load_settings(
 ) -> Settings:
     """Return the settings in a config file, overridden by environment variables and then by ``overrides``.
 
-    If ``path`` is None, `config/local.yaml` is read if it exists. An override is a string such as
+    If ``path`` is None, the function reads `config/local.yaml`, if it exists. An override is a string such as
     ``commit_interval=50ms``. ``environ`` replaces the environment of the process.
 
-    Raises SettingsError, which lists every problem.
+    Raises SettingsError with every problem if a setting is invalid.
     """
     path = None if path is None else Path(path)
     environ = os.environ if environ is None else environ
@@ -496,7 +496,7 @@ def _unused(document: Document, keys: Sequence[str], protocol: str, needed: str)
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address is reachable only from this machine. An IPv6 address may be in brackets."""
+    """Return whether an address is reachable only from this machine. An IPv6 address may be in brackets."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Defines what a worker reports about itself besides metrics, as values that the web pages display."""
+"""Defines the data, besides metrics, that a worker reports about itself and that the web pages display."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dedup.metrics import TaskNumbers
 Kind = Literal["duplicate", "conflict", "late", "dead_letter"]
 """The kinds of records whose latest examples are kept for inspection."""
 STUCK_S: Final = 30.0
-"""A task is considered stuck if it has committed nothing for this long although records are waiting."""
+"""A task is considered stuck if it commits nothing for this many seconds although records are waiting."""
 _MOST_SHOWN_BYTES: Final = 4096
 
 
@@ -67,7 +67,7 @@ class SeenId:
     source: str
     """Position of the forwarded record in its source, as topic/partition/offset."""
     live: bool
-    """True until stream time has passed the retention of the sighting, which then no longer counts."""
+    """True until stream time has passed the sighting's retention, after which the sighting no longer counts."""
     went: str | None
     """The output topic, followed by the partition if it is known, or None for an observe-only topology."""
 
@@ -94,7 +94,7 @@ class LookedUp:
 
 @dataclass(frozen=True, slots=True)
 class ShownRecord:
-    """A source record that a user asked to see. The web pages show the payloads of no other records."""
+    """A source record that a user asked to see. The web pages show no payload of any other record."""
 
     place: str
     timestamp_ms: int

@@ -1,6 +1,6 @@
 """Parses YAML into plain values, and validates the values with errors that give the line and column of each problem.
 
-Repeated keys are reported. Tags, aliases, and merge keys are rejected, which rules out "billion laughs" attacks.
+The parser reports repeated keys, and rejects tags, aliases, and merge keys, which rules out "billion laughs" attacks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _WANTED: Final[Mapping[str, str]] = {
 
 _Model = TypeVar("_Model", bound=BaseModel)
 At = tuple[str | int, ...]
-"""The path to a value, as the keys and list positions that lead from the top-level value to it."""
+"""The path from the top-level value to another value, as a tuple of keys and list positions."""
 
 
 def text_of(path: Path, mistake: type[AuthorMistake] = TopologyError, remedy: str = "name a topology file") -> str:
@@ -125,7 +125,7 @@ class Document:
         return value
 
     def has(self, at: At) -> bool:
-        """Tell whether the document has a value at this path."""
+        """Return whether the document has a value at this path."""
         return at in self._values
 
     def put(self, at: At, value: Any, place: str) -> None:  # noqa: ANN401 - any plain value
@@ -203,7 +203,7 @@ class _Reading:
             if type(value) is int and at in self._texts:
                 value = event.value
             if value is None and key_place is not None:
-                # An empty value has no position of its own, so the problem is reported at its key.
+                # An empty value has no position of its own, so the problem is reported at the value's key.
                 place = key_place
                 text = f"{dotted(at)}: has no value; write one, or leave the key out"
                 self._document.problems.append(Problem(place, text))

@@ -1,6 +1,7 @@
-"""Computes the nine oracles of `dedup chaos`, which are conditions that must hold in every run, and the report.
+"""Computes the report of `dedup chaos` and its nine oracles, which are conditions that must hold in every run.
 
-The evidence is gathered from Kafka, the stores, and the workers' logs and exit codes, once all workers have stopped.
+Once all workers have stopped, `gather` collects the evidence from Kafka, the stores, and the workers' logs and exit
+codes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _HEIGHT: Final = 200
 
 @dataclass(slots=True)
 class Oracle:
-    """A condition that must hold in every run of `dedup chaos`, and whether the condition held."""
+    """A condition that must hold in every run of `dedup chaos`, with the result of checking the condition."""
 
     name: str
     meaning: str
@@ -54,13 +55,15 @@ class Oracle:
 
     @property
     def verdict(self) -> str:
-        """The word that reports use for the outcome: "held" or "BROKEN"."""
+        """Return the word that reports use for the outcome, which is "held" or "BROKEN"."""
         return "held" if self.held else "BROKEN"
 
 
 @dataclass(slots=True)
 class Evidence:
-    """The evidence for the oracles; None means that a value could not be determined, for the reason in `unknown`."""
+    """The evidence for the oracles; a value is None if it could not be determined, and `unknown` then gives the
+    reason.
+    """
 
     verified: Report | None = None
     seen: Sightings | None = None
@@ -79,7 +82,9 @@ class Evidence:
     """The producer epochs of each partition of the changelog."""
     unprovoked: list[str] = field(default_factory=list)
     away: int = 0
-    """How often a worker ended by itself: because the broker was down, unless `unprovoked` names another reason."""
+    """How often a worker ended by itself, either because the broker was down or for a reason that `unprovoked`
+    lists.
+    """
     unclean: list[str] = field(default_factory=list)
     starts: int = 0
     unknown: dict[str, str] = field(default_factory=dict)
@@ -151,7 +156,9 @@ def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: Ch
 
 
 def _or_why(found: Evidence, names: tuple[str, ...], look: Callable[[], T]) -> T | None:
-    """Return the result of ``look``. If it fails, return None, and note the error under each oracle in ``names``."""
+    """Return the result of ``look``. If ``look`` fails, return None, and note the error under each oracle in
+    ``names``.
+    """
     try:
         return look()
     except DedupError as error:
@@ -178,7 +185,7 @@ def _epochs(topology: Topology, settings: Settings) -> list[Epochs]:
 
 
 def _compare_stores(topology: Topology, settings: Settings, state_dirs: list[Path]) -> tuple[int, list[str]]:
-    """Compare stores with the changelog; return the number of stores, and a sentence for each store that differs.
+    """Compare stores with the changelog, and return the number of stores and a sentence for each store that differs.
 
     A store whose partition has moved to another worker is compared only up to the store's own position in the
     changelog.
@@ -240,23 +247,25 @@ class ChaosReport:
 
     @property
     def passed(self) -> bool:
-        """True if the verification was possible and every oracle held."""
+        """Return whether the verification was possible and every oracle held."""
         return self.verified is not None and bool(self.oracles) and not self.broken
 
     @property
     def broken(self) -> list[Oracle]:
-        """The oracles that did not hold."""
+        """Return the oracles that did not hold."""
         return [oracle for oracle in self.oracles if not oracle.held]
 
     @property
     def closing_line(self) -> str:
-        """The numbers of lost and duplicated records, and the names of the oracles that did not hold."""
+        """Return a line with the numbers of lost and duplicated records, and the names of the oracles that did not
+        hold.
+        """
         line = "nothing was verified" if self.verified is None else self.verified.closing_line()
         return line + (f"  BROKEN: {', '.join(oracle.name for oracle in self.broken)}" if self.broken else "")
 
     @property
     def counts(self) -> Counter[FaultType]:
-        """Maps each kind of fault to the number of faults that hit their targets."""
+        """Return the number of faults of each kind that hit their targets."""
         return Counter(fault.kind for fault in self.events.injected if fault.hit)
 
     def to_json(self) -> str:

@@ -1,4 +1,6 @@
-"""Executes a run of `dedup chaos`: injects faults into a fleet and its cluster, and measures progress every second."""
+"""Executes a run of `dedup chaos`, which injects faults into a fleet and its cluster, and measures progress every
+second.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
-# The faults of `dedup chaos` are drawn in advance from a seed, so that a run can be repeated.
+# The faults of `dedup chaos` are drawn in advance from a random seed, so that a run can be repeated.
 
 
 class FaultType(enum.StrEnum):
@@ -45,7 +47,7 @@ class FaultType(enum.StrEnum):
     """The color of the fault in reports."""
 
     def __new__(cls, name: str, target: Literal["worker", "broker", "cluster"], per_minute: float, colour: str) -> Self:
-        """Return the kind of fault that reports call ``name``."""
+        """Create the kind of fault that reports call ``name``."""
         kind = str.__new__(cls, name)
         kind._value_ = name
         kind.target, kind.per_minute, kind.colour = target, per_minute, colour
@@ -122,7 +124,7 @@ _CONFIG_CHANGES: Final[tuple[Mapping[str, str], ...]] = (
     {"compression.type": "zstd", "max.message.bytes": "8388620"},
     {"compression.type": "producer"},
 )
-"""Topic configs that do not change a record. LogAppendTime is not among them, because it changes timestamps."""
+"""Topic configs that do not change any record. LogAppendTime is not among them, because it changes timestamps."""
 
 
 class ChaosFleet(Processes):
@@ -154,7 +156,9 @@ class ChaosFleet(Processes):
         self.starts += len(names)
 
     def restart(self, number: int, *, killed: bool) -> bool:
-        """End a worker with SIGKILL or SIGTERM, and restart it immediately; return False if the worker is frozen."""
+        """End a worker with SIGKILL or SIGTERM, and restart the worker immediately; return False if the worker is
+        frozen.
+        """
         name = _name(number)
         if self.running[name].paused:
             return False
@@ -190,7 +194,8 @@ class ChaosFleet(Processes):
         self._end(_name(self.most - 1))
 
     def bring_back(self) -> Counter[int]:
-        """Restart workers that ended although no fault stopped them, and return their number by exit code.
+        """Restart workers that ended although no fault had stopped them, and return the number of such workers by exit
+        code.
 
         A worker may end by itself only if the broker is down; `unprovoked` lists workers that ended for other reasons.
         """
@@ -280,14 +285,18 @@ class ClusterFaults:
         return True
 
     def _change_output(self) -> bool:
-        """Change the compression or the maximum record size of the output topic."""
+        """Change the compression or the maximum record size of the output topic; return False if there is no output
+        topic.
+        """
         if self._topology.output is None:
             return False
         alter(self._settings, [self._topology.output.topic], next(self._changes))
         return True
 
     def shorten_retention(self) -> bool:
-        """Make the broker delete the oldest past records if all are judged; return whether they were deleted."""
+        """Make the broker delete the oldest records from `write_past` if all of them are judged; return whether the
+        broker deleted them.
+        """
         if not self._ages:
             return False
         age = self._ages[0]
@@ -352,12 +361,14 @@ class InjectedFault:
 
 @dataclass(slots=True)
 class ChaosEvents:
-    """The events of a run of `dedup chaos`, from which the report is created."""
+    """The events of a run of `dedup chaos`, on which the report is based."""
 
     injected: list[InjectedFault] = field(default_factory=list)
     ticks: list[Tick] = field(default_factory=list)
     restarts: Counter[int] = field(default_factory=Counter)
-    """Maps each exit code to the number of times that a worker ended with it without a fault and was restarted."""
+    """Maps each exit code to the number of times that a worker ended with this code without a fault and was
+    restarted.
+    """
     early: str | None = None
     """The reason why the run ended early, or None if it did not."""
 
@@ -376,7 +387,8 @@ class ChaosRun:
             self._at(fault.at_s, partial(self._inject, fault))
 
     def run(self, seconds: float) -> bool:
-        """Inject all faults, undo them, and wait for the workers; return whether all sent records were judged in time.
+        """Inject all faults, undo them, and wait until all sent records are judged; return False if the time limit
+        expires first.
 
         If an error ends the run early, `events` contains the error.
         """

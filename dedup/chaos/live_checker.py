@@ -1,4 +1,4 @@
-"""Observes a consumer group's progress and the records in the output while workers run."""
+"""Observes the progress of a consumer group and the records in the output topic while workers run."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _ANSWER_WITHIN_S: Final = 10.0
 _POLL_RECORDS: Final = 5_000
 _POLL_S: Final = 0.2
 _QUIET_S: Final = 5.0
-"""After this time without a message, a new consumer replaces the old one: librdkafka's consumer may stop permanently
-after several broker restarts, even if it is assigned its partitions again (confluentinc/librdkafka#5153; seen with
+"""After this time without a message, a new consumer replaces the old one. After several broker restarts, librdkafka's
+consumer may stop permanently, even if it is assigned its partitions again (confluentinc/librdkafka#5153; seen with
 2.16.1).
 """
 _ENDS_WITHIN_S: Final = 60.0
@@ -45,9 +45,9 @@ class GroupProgress:
 class Watch:
     """Observes a consumer group on a topic that begins at offset 0, without joining the group.
 
-    The group's offsets are read with a consumer, because the admin client crashes the process with SIGSEGV if the
-    coordinator responds that it is loading or has moved (librdkafka issue 5040; seen with 2.16.0). `KafkaReader` is not
-    used, because in one run it received no more responses after a broker restart.
+    A consumer reads the group's offsets, because librdkafka's admin client crashes the process with SIGSEGV if the
+    coordinator is loading or has moved (librdkafka issue 5040; seen with 2.16.0). `Watch` does not use `KafkaReader`,
+    which in one run received no more responses after a broker restart.
     """
 
     def __init__(self, settings: Settings, group: str, topic: str, partitions: int) -> None:
@@ -81,7 +81,9 @@ class Watch:
         return GroupProgress(sum(ends), sum(max(offset, 0) for offset in self._committed().values()))
 
     def beyond(self, offsets: Mapping[int, int]) -> bool:
-        """Return whether the group has committed each partition up to the given offset. May raise BrokerUnavailable."""
+        """Return whether the group has committed each partition up to the given offset. Raises BrokerUnavailable if the
+        broker does not respond.
+        """
         committed = self._committed()
         return all(committed.get(partition, -1) >= offset for partition, offset in offsets.items())
 
@@ -91,7 +93,7 @@ class Watch:
         return {place.partition: place.offset for place in known}
 
     def begins(self) -> dict[int, int]:
-        """Map each partition to its first offset. Raises BrokerUnavailable if the broker does not respond."""
+        """Return the first offset of each partition. Raises BrokerUnavailable if the broker does not respond."""
         with self._asking(f"where {self.topic} begins"):
             return {
                 place.partition: self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[0]
@@ -99,7 +101,9 @@ class Watch:
             }
 
     def members(self) -> frozenset[str]:
-        """Return the IDs of the group's members; a restarted process gets a new ID. May raise BrokerUnavailable."""
+        """Return the IDs of the group's members; a restarted process gets a new ID. Raises BrokerUnavailable if the
+        broker does not respond.
+        """
         with self._asking(f"who is in {self._group}"):
             group = self._admin.describe_consumer_groups([self._group], request_timeout=_ANSWER_WITHIN_S)[self._group]
             return frozenset(member.member_id for member in group.result().members)
@@ -114,16 +118,18 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Sightings:
-    """The records that the live checker has seen so far."""
+    """The numbers of records and of duplicates that the live checker has seen so far."""
 
     records: int
     duplicated: int
-    """Number of records whose ID had already been seen within the guard period, except records with `dedup-verdict`."""
+    """Number of records whose ID had already been seen within the guard period, except records with the header
+    `dedup-verdict`.
+    """
     samples: tuple[str, ...]
 
 
 class LiveChecker:
-    """Reads the committed records of the output in a thread, and counts IDs that recur within a guard period.
+    """Reads the committed records of the output topic in a thread, and counts IDs that recur within a guard period.
 
     Use the live checker as a context manager, and call `finish` before the context ends.
     """
@@ -164,18 +170,22 @@ class LiveChecker:
 
     @property
     def position(self) -> dict[int, int]:
-        """Maps each partition to the next offset to read."""
+        """Return the next offset to read in each partition."""
         return dict(self._next)
 
     @property
     def sightings(self) -> Sightings:
-        """The records that the thread has read so far. Raises the reading thread's error if that thread has failed."""
+        """Return the counts of the records that the thread has read so far. If the thread has failed, raise its
+        error.
+        """
         if self._failure is not None:
             raise self._failure
         return Sightings(self._records, self._duplicated, tuple(self._samples))
 
     def finish(self, ends: dict[int, int]) -> bool:
-        """Read up to the offsets in ``ends``; return whether these offsets were reached within a minute."""
+        """Read up to the offsets in ``ends``, and return whether the live checker reached these offsets within a
+        minute.
+        """
         self._targets = ends
         self._thread.join(_ENDS_WITHIN_S)
         return not self._thread.is_alive()

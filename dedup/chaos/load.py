@@ -1,4 +1,4 @@
-"""Generates load for a fleet under test: creates synthetic records for any topology, and sends them."""
+"""Creates synthetic records for any topology, and sends them to the source topics of a fleet under test."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ AT_LEAST_ONCE: Final[Mapping[str, Any]] = {
     "reconnect.backoff.ms": 10,
     "reconnect.backoff.max.ms": 100,
 }
-"""Options of a producer that retries soon after a lost response, which duplicates a record that was stored."""
+"""Options of a producer that retries soon after a lost response, and thus duplicates a record that was stored."""
 ANY_PARTITION: Final = -1
 """The partition number that lets the producer's partitioner choose the partition."""
 
@@ -153,7 +153,7 @@ class MadeRecords:
 def _identified(
     rule: Rule, document: dict[str, Any], text: str
 ) -> tuple[dict[str, Any], tuple[tuple[str, bytes], ...]]:
-    """Return a document and headers with the ID ``text``, which is also the record's key."""
+    """Return the document and headers that contain the ID ``text``, which is also the record's key."""
     match rule:
         case KeyRule() | ContentRule() | RawContentRule():
             return {**document, "made": text}, ()
@@ -191,9 +191,10 @@ def _with(here: Any, path: Path, value: object) -> Any:  # noqa: ANN401  # a JSO
 
 
 def make_topic(bootstrap: str, name: str, partitions: int, *, by_arrival: bool = False) -> None:
-    """Create a topic with one replica and unlimited retention; if ``by_arrival``, the broker sets the timestamps.
+    """Create a topic with one replica and unlimited retention; if ``by_arrival`` is true, the broker sets the
+    timestamps.
 
-    Raises BrokerUnavailable if the creation fails.
+    Raises BrokerUnavailable if the broker does not create the topic.
     """
     config = {"retention.ms": "-1", "message.timestamp.type": "LogAppendTime" if by_arrival else "CreateTime"}
     topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config=config)
@@ -205,7 +206,9 @@ def make_topic(bootstrap: str, name: str, partitions: int, *, by_arrival: bool =
 
 
 class Sender:
-    """Sends records at a steady rate in a thread, each record at least once. Use a sender as a context manager."""
+    """Sends records at a steady rate in a thread, and sends each record at least once. Use a sender as a context
+    manager.
+    """
 
     def __init__(
         self, records: Iterable[Made], settings: Settings, *, per_s: int, options: Mapping[str, Any] | None = None
@@ -243,7 +246,7 @@ class Sender:
 
     @property
     def running(self) -> bool:
-        """Whether the sender still has records to send."""
+        """Return whether the sender still has records to send."""
         return self._thread.is_alive()
 
     def stop(self) -> int:
@@ -255,7 +258,9 @@ class Sender:
         return self.finish()
 
     def finish(self) -> int:
-        """Wait until all records have been sent and have arrived; return their number. May raise BrokerUnavailable."""
+        """Wait until all records have been sent and have arrived, and return their number. Raises BrokerUnavailable if
+        some records do not arrive in time.
+        """
         self._thread.join(_STOPS_WITHIN_S)
         if self._failure is not None:
             raise self._failure
@@ -283,7 +288,7 @@ class Sender:
             self._failure = failure
 
     def _wait_until(self, due_s: float) -> bool:
-        """Process confirmations until ``due_s``; return False if the sender has been stopped."""
+        """Process confirmations of sent records until ``due_s``; return False if the sender has been stopped."""
         while time.monotonic() < due_s and not self._ended.is_set():
             self._poll(0)
             self._ended.wait(_TICK_S)
@@ -307,7 +312,7 @@ class Sender:
 
     def _send(self, number: int, made: Made) -> None:
         while True:
-            # The queue is full because the broker is down, which is temporary.
+            # The queue is full only while the broker is down, so the loop tries again.
             with contextlib.suppress(BufferError):
                 self._producer.produce(
                     made.topic,
@@ -347,7 +352,7 @@ def write_past(
     """Write records with several past event times to the source topics, so that retention can delete them during a run.
 
     Records with different event times are in different log segments. The event times are so far apart that deleted
-    records do not affect the verdicts on later records. Returns an `Age` for each event time, oldest first. Raises
+    records do not affect the verdicts on later records. Return an `Age` for each event time, oldest first. Raises
     BrokerUnavailable if the records cannot be written.
     """
     window = topology.window
@@ -372,7 +377,9 @@ def write_past(
 
 
 def alter(settings: Settings, topics: list[str], configs: Mapping[str, str]) -> None:
-    """Set these configs on the topics. Raises BrokerUnavailable if the broker is down or refuses the change."""
+    """Set the given ``configs`` on all ``topics``. Raises BrokerUnavailable if the broker is down or refuses the
+    change.
+    """
     entries = [ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in configs.items()]
     resources = [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries) for topic in topics]
     try:

@@ -50,15 +50,19 @@ _STATE_OF_CHECKPOINTS: Final = ".checkpoint"
 _SHOWN: Final = ("position", "ids", "size_bytes")
 UrlOption = Annotated[
     list[str] | None,
-    typer.Option("--url", help="URL of a worker's web pages. Default: web.host and web.port. Repeatable."),
+    typer.Option("--url", help="URL of a worker's web pages. Default: the URL from web.host and web.port. Repeatable."),
 ]
 
 
 def apply(
     topology: TopologyArgument,
     *,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be created.")] = False,
-    acls: Annotated[bool, typer.Option("--acls", help="Only print the permissions that a worker needs.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be created, but create nothing.")
+    ] = False,
+    acls: Annotated[
+        bool, typer.Option("--acls", help="Print the permissions that a worker needs, but create nothing.")
+    ] = False,
     principal: Annotated[
         str, typer.Option(help="Principal to which the commands printed by --acls grant permissions.")
     ] = "User:dedup",
@@ -85,7 +89,7 @@ def apply(
         _print_acls(parsed, settings, principal, as_json=as_json)
         return
 
-    # The sink is resolved before topics are created, because a topology without a sink is an error.
+    # Resolve the sink before creating topics, so that a topology without a sink fails before anything is created.
     spec = resolved_sink(parsed, topology) if table else None
 
     async def work(wire: KafkaWire, admin: Admin) -> TopicPlan:
@@ -112,7 +116,7 @@ def _print_acls(topology: Topology, settings: Settings, principal: str, *, as_js
         rows.append({**row, "why": each.why})
         name = f"{each.name}{'*' if each.prefixed else ''}"
         table.append(f"{resource:<17} {name:<40} {', '.join(each.operations):<38} {each.why}".rstrip())
-        # An administrator runs this command, not `dedup`.
+        # `dedup` only prints this command, for an administrator to run.
         parts = ["kafka-acls", "--bootstrap-server", ",".join(settings.brokers)]
         parts += ["--add", "--allow-principal", principal]
         parts += [part for operation in each.operations for part in ("--operation", operation)]
@@ -143,10 +147,10 @@ def status(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Show a fleet's lag, rates, and tasks, what is wrong, and how to fix it.
+    """Show a fleet's lag, rates, and tasks, and each problem with its remedy.
 
-    The first line contains the lag, the age of the oldest record in it, and the rates of the last second. A narrow
-    terminal shows fewer columns; --json prints all of them.
+    The first line contains the lag, the age of the oldest record that is not yet judged, and the current rates. A
+    narrow terminal shows fewer columns; --json prints all of them.
 
     Example: dedup status topologies/orders.yaml --watch
     """
@@ -182,7 +186,7 @@ def reset(
     local: Annotated[
         bool,
         typer.Option(
-            "--local", help="Delete only the local state on this machine. Use this after a reset on another machine."
+            "--local", help="Delete only this machine's local state. Use this option after a reset on another machine."
         ),
     ] = False,
     config: ConfigOption = None,
@@ -246,7 +250,7 @@ def layout(
     topology: TopologyArgument,
     *,
     change: Annotated[
-        bool, typer.Option("--apply", help="Change the layout to the topology's transactions.partitions.")
+        bool, typer.Option("--apply", help="Change the layout to the one that transactions.partitions specifies.")
     ] = False,
     as_json: JsonOption = False,
     config: ConfigOption = None,
@@ -346,10 +350,10 @@ def lookup(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Ask a worker when and in which record an ID was seen, and until what time further records with it are duplicates.
+    """Show when and in which record workers saw an ID, and until what event time records with the ID are duplicates.
 
-    Write a composite ID as a JSON array of its parts. The worker asks the other workers about partitions that it does
-    not own.
+    Write a composite ID as a JSON array of its parts. Each worker that the command asks also asks the other workers
+    about the partitions that they own.
 
     Example: dedup lookup topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
     """
@@ -370,7 +374,7 @@ def checkpoint(
     state_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory to keep the state in; never use a worker's state_dir. Default: state_dir/.checkpoint."
+            help="Directory for this command's state; do not use a worker's state_dir. Default: state_dir/.checkpoint."
         ),
     ] = None,
     partitions: Annotated[
@@ -380,7 +384,7 @@ def checkpoint(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Write the state of a topology's tasks to a directory or an object store, one checkpoint per partition.
+    """Write the state of a topology's tasks to a directory or an object store, with one checkpoint per partition.
 
     The command reads the state from the changelog, so it does not need or affect any worker. The command keeps the
     state in --state-dir, so the next run reads only new changelog records. Run the command periodically, but never run
@@ -402,7 +406,7 @@ def checkpoint(
     if url is None:
         raise SettingsError([Problem("--to", "is missing; name a directory or URL, or set state.checkpoint")])
     storage = CheckpointStorage(url)
-    # Only the changelog is read: a checkpoint made from an older checkpoint would inherit its errors.
+    # Read only the changelog, because a checkpoint made from an older checkpoint would inherit any errors in it.
     here = settings.model_copy(
         update={"state_dir": state_dir or settings.state_dir / _STATE_OF_CHECKPOINTS, "state": StateSection()}
     )
@@ -483,11 +487,12 @@ def export_schemas(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Write all versions of a topology's schemas to a directory, one file for each schema ID.
+    """Write all versions of a topology's schemas to a directory, with one file per schema ID.
 
-    With `schema_registry.directory`, every command reads these schemas before it asks the registry, so it also works
-    after a schema was deleted, or where the registry cannot be reached. The schemas are those of `source.subject`, or
-    of the subject TOPIC-value of each source topic. Files of an earlier export stay.
+    If `schema_registry.directory` names this directory, every command reads these schemas before it asks the registry.
+    Commands then also work after a schema is deleted, or where the registry cannot be reached. The exported schemas are
+    those of the subject `source.subject` or, by default, of the subject TOPIC-value of each source topic. The command
+    keeps the files of earlier exports.
 
     Example: dedup schemas export topologies/orders.yaml schemas/
 
@@ -501,7 +506,7 @@ def export_schemas(
         raise SettingsError([Problem(str(topology), text)])
     if settings.schema_registry.url is None:
         raise SettingsError([Problem("schema_registry.url", "is missing; write the address of the schema registry")])
-    # The configured directory may be the one to be written, which does not exist yet or lacks the newest versions.
+    # Ignore the configured directory, which may be the directory to write and may be missing or lack new versions.
     registry = SchemaRegistry.of(settings.schema_registry.model_copy(update={"directory": None}))
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from dedup.cli.inputs import JsonOption, embedded_kafka, embedded_registry, kept
 
 def broker(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port for clients; 0 means any free port.")] = 9092,
-    data_dir: Annotated[Path | None, typer.Option(help="Data directory. Default: a temporary one.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Data directory. Default: a temporary directory.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Set a broker property: key=value. Repeatable.")
     ] = None,
@@ -25,13 +25,14 @@ def broker(
         int, typer.Option(min=0, max=65535, help="Port of the schema registry; 0 means any free port.")
     ] = 8081,
 ) -> None:
-    """Run an embedded Kafka until Ctrl-C.
+    """Run an embedded Kafka broker until you press Ctrl-C.
 
     The command runs Apache Kafka 4.1.1 as a single node on 127.0.0.1. The first run downloads Kafka's jars (45 MB) from
     Maven Central into the user's cache. Without --data-dir, Kafka's data is deleted when the command ends.
 
-    With --registry, the command also runs Apicurio Registry 2.5.11 on 127.0.0.1 (a download of 140 MB), and prints its
-    address for `schema_registry.url`. The registry keeps its schemas in memory, so they are gone when the command ends.
+    With --registry, the command also runs Apicurio Registry 2.5.11 on 127.0.0.1 (a download of 140 MB), and prints the
+    registry's address, to which you set `schema_registry.url`. The registry keeps its schemas in memory, so they are
+    lost when the command ends.
 
     Examples: dedup broker --port 9092 --data-dir state/kafka
 
@@ -41,11 +42,11 @@ def broker(
     with ExitStack() as running:
         kafka = running.enter_context(embedded_kafka(data_dir, port=port, properties=properties))
         schemas = running.enter_context(embedded_registry(registry_port)) if registry else None
-        # SIGTERM, like Ctrl-C, lets the node shut down cleanly.
+        # Like Ctrl-C, SIGTERM lets the node shut down cleanly.
         stop_requested = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop_requested.set())
-        # The first line of stdout is the bootstrap address, and the second one the registry's, for programs to read.
+        # Programs read the bootstrap address from the first line of stdout, and the registry's URL from the second.
         typer.echo(kafka.bootstrap)
         if schemas is not None:
             typer.echo(schemas.url)

@@ -1,4 +1,4 @@
-"""Implements `dedup chaos`, which injects faults into a fleet under load and verifies that the result is exact."""
+"""Implements `dedup chaos`, which injects faults into a fleet under load and verifies the result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ChaosOptions:
     seed: int
     harder: float
     partitions: int
-    """Partition count of the source topics in the embedded Kafka."""
+    """The number of partitions of each source topic in the embedded Kafka."""
     directory: Path
     """The directory for the run's logs and state."""
     console: Console
@@ -61,14 +61,14 @@ class ChaosOptions:
 def chaos(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
     config: Annotated[
-        Path | None, typer.Option(help="Config file of a test environment. Default: an embedded Kafka.")
+        Path | None, typer.Option(help="Config file of a test environment. Default: use an embedded Kafka.")
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.2, help="Duration of fault injection.")] = 2.0,
+    minutes: Annotated[float, typer.Option(min=0.2, help="Duration of the fault injection in minutes.")] = 2.0,
     workers: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 2,
     per_s: Annotated[int, typer.Option(min=1, help="Records sent per second.")] = 2_000,
-    seed: Annotated[int, typer.Option(help="Seed of the fault schedule; the same seed gives the same faults.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the fault schedule; the same seed repeats the same faults.")] = 1,
     harder: Annotated[
-        float, typer.Option(min=0.1, max=20, help="Fault-rate factor; above 1, more kinds if Kafka is embedded.")
+        float, typer.Option(min=0.1, max=20, help="Fault-rate factor; above 1, more fault types if Kafka is embedded.")
     ] = 1.0,
     partitions: Annotated[
         int | None,
@@ -82,9 +82,10 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     """Inject faults into a fleet under load, then verify that nothing was lost or duplicated.
 
     The command kills, freezes, stops, and adds workers while a read_committed consumer watches the output. Without
-    --config, the command uses an embedded Kafka, and also kills the broker and cuts connections. There, if --harder is
-    above 1, it also restarts the broker cleanly, changes the compression and the maximum record size of the output,
-    shortens the source's retention so that judged records are deleted, and tries to delete the consumer group.
+    --config, the command uses an embedded Kafka, and also kills the broker and cuts connections. If --harder is above 1
+    and Kafka is embedded, the command also restarts the broker cleanly, changes the compression and the maximum record
+    size of the output, shortens the source's retention so that judged records are deleted, and tries to delete the
+    consumer group.
 
     With --config, the command uses your test environment and injects faults only into the workers that it starts
     itself. The command writes generated records to the topology's source topics, which must exist and be empty. The
@@ -167,7 +168,7 @@ def _on_test_cluster(options: ChaosOptions, config: Path) -> ChaosReport:
 
 
 def _faults(options: ChaosOptions, settings: Settings, *, embedded: bool) -> tuple[list[ScheduledFault], list[Age]]:
-    """Draw the faults. If one of them shortens the retention, write old records for the brokers to delete."""
+    """Draw the faults at random. If a fault shortens the retention, also write old records for brokers to delete."""
     from dedup.chaos.fault_run import FaultType, draw, rates
     from dedup.chaos.load import write_past
 
@@ -175,7 +176,7 @@ def _faults(options: ChaosOptions, settings: Settings, *, embedded: bool) -> tup
     per_minute = rates(harder=options.harder, embedded=embedded)
     faults = draw(seed=seed, seconds=options.minutes * 60, workers=options.workers, per_minute=per_minute)
     if options.topology.by_arrival:
-        # The broker sets every record's timestamp, so no record can be older than the others.
+        # The broker sets every record's timestamp, so `write_past` cannot write records that are older than the others.
         faults = [fault for fault in faults if fault.kind is not FaultType.RETENTION]
     if not any(fault.kind is FaultType.RETENTION for fault in faults):
         return faults, []
@@ -247,7 +248,7 @@ def _run(
 
 
 def print_report(found: ChaosReport, page: Path, console: Console) -> None:
-    """Print what held, the number of faults, and the closing line."""
+    """Print the result of each check, the number of faults of each kind, and the closing line."""
     table = Table("", "what must hold", "figure", "", title=f"{found.topology}: {found.seconds / 60:.1f} minutes")
     for each in found.oracles:
         table.add_row(each.name, each.meaning, each.figure, each.verdict)

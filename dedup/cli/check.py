@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 
 _STDIN: Final = Path("-")
 LOOK_S: Final = 0.3
-"""Polling interval of `dedup check --watch`; a person does not notice a delay this short."""
+"""The polling interval of `dedup check --watch` in seconds, which is too short for a person to notice."""
 
 
 def check(
     topologies: Annotated[list[Path], typer.Argument(metavar="TOPOLOGY...", help="Topology and ingest files.")],
     broker: Annotated[
-        bool, typer.Option("--broker", help="Also compare the cluster's topics with those that are needed.")
+        bool, typer.Option("--broker", help="Also compare the cluster's topics with those that each topology needs.")
     ] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Check after each save until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Check again after each save until Ctrl-C.")] = False,
     *,
     allow_code: Annotated[bool, typer.Option("--allow-code", help="Import the flow that `then` names.")] = False,
     samples: Annotated[
@@ -68,14 +68,15 @@ def check(
     """Check topology and ingest files, print each error with its position, and warn about likely mistakes.
 
     The exit code is 2 if a file has an error, and 0 if there are only warnings. If several files are given, the command
-    also checks the chain that they form from source to table, and reports each stage that is not exactly-once. It is an
-    error if two topologies write to the same topic, unless they send only dead letters to it. With --broker, the
-    command also compares the cluster's topics with those that each topology needs, and the topology's members with the
-    newest schema of each source topic in the schema registry (`source.subject`, or TOPIC-value).
+    also checks the chain that they form from source to table, and reports each stage that is not exactly-once. Two
+    topologies that write to the same topic are an error, unless they send only dead letters to that topic. With
+    --broker, the command also compares the cluster's topics with those that each topology needs. If the
+    source's values name their schemas, --broker also compares the members that a topology names with the newest schema
+    of each source topic in the schema registry (`source.subject`, or TOPIC-value).
 
-    The command runs no code that a topology names. With --allow-code, it imports the flow; with --samples, it also runs
-    the flow on each line of a file, twice and in two processes, and reports failures and different results. A sample
-    has no key and no headers.
+    Without --allow-code, the command runs no code that a topology names. With --allow-code, the command imports the
+    flow. With --samples, the command also runs the flow on each line of a file in each of two processes, and reports
+    failures and different results. A sample has no key and no headers.
 
     Examples: dedup check topologies/*.yaml
 
@@ -105,7 +106,7 @@ def check(
 def at_each_save(paths: Sequence[Path]) -> Iterator[None]:
     """Yield immediately, and again each time one of the files is written, replaced, created, or removed.
 
-    Files are polled, because editors replace files and network shares send no file-system events.
+    The function polls the files, because editors replace files and network shares send no file-system events.
     """
     seen: list[tuple[int, int, int] | None] | None = None
     while True:
@@ -254,7 +255,8 @@ def describe(
 
 def schema(
     of: Annotated[
-        Literal["topology", "config", "ingest"], typer.Argument(metavar="topology|config|ingest", help="Kind of file.")
+        Literal["topology", "config", "ingest"],
+        typer.Argument(metavar="topology|config|ingest", help="Kind of file that the schema describes."),
     ] = "topology",
 ) -> None:
     """Print the JSON Schema of topology, config, or ingest files, for use in editors.
@@ -276,11 +278,11 @@ def try_records(
         typer.Argument(
             metavar="FILE",
             show_default=False,
-            help="File with one JSON value per line. If FILE is omitted or -, standard input is read.",
+            help="File with one JSON value per line. If FILE is omitted or -, the command reads standard input.",
         ),
     ] = _STDIN,
     envelope: Annotated[
-        bool, typer.Option("--envelope", help="Read each line as a whole record, not only a value.")
+        bool, typer.Option("--envelope", help="Read each line as a whole record, not only as a value.")
     ] = False,
     start: Annotated[
         str, typer.Option("--time", help="Timestamp of the first line (RFC 3339); each following line is 1 s later.")
@@ -294,7 +296,7 @@ def try_records(
 ) -> None:
     """Judge records from a file without a broker, and print each verdict with its reason.
 
-    FILE contains one JSON value per line. The lines are judged in order, as if they were the records of one partition.
+    FILE contains one JSON value per line. The command judges the lines in order, as the records of one partition.
     With --envelope, each line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}. For
     arbitrary bytes, which binary formats such as Avro need, write "value_base64" instead of "value". With
     `source.format: json_schema`, `dedup try` adds the framing to each JSON value; with `source.format: csv`, each line
@@ -335,11 +337,13 @@ def size(
     duplicates: Annotated[float, typer.Option(min=0, max=1, help="Share of records whose ID was seen before.")] = 0,
     kind: Annotated[str, typer.Option("--id", metavar="KIND", help=f"Kind of ID: {KINDS}.")] = "uuid",
     guard: Annotated[
-        str | None, typer.Option(metavar="DURATION", help="Guard period. Default: the topology's.")
+        str | None, typer.Option(metavar="DURATION", help="Guard period. Default: the topology's guard period.")
     ] = None,
     grace: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="Grace period. Default: the value of --guard, or else the topology's."),
+        typer.Option(
+            metavar="DURATION", help="Grace period. Default: --guard or, without it, the topology's grace period."
+        ),
     ] = None,
     partitions: Annotated[int, typer.Option(min=1, help="Number of partitions that dedup tasks read.")] = 1,
     as_json: JsonOption = False,
@@ -385,7 +389,7 @@ def _size_in_words(data: dict[str, Any], window: Window) -> list[str]:
 
 def _window(topology: Topology | None, guard: str | None, grace: str | None) -> Window:
     if guard is not None:
-        # As in a topology file, grace is the guard period by default.
+        # As in a topology file, the grace defaults to the guard period.
         guard_ms = grace_ms = _duration("--guard", guard)
     elif topology is not None:
         guard_ms, grace_ms = topology.window.guard_ms, topology.window.grace_ms

@@ -31,10 +31,10 @@ def ingest(
         bool, typer.Option("--exit-when-done", help="Stop when the whole source has been sent.")
     ] = False,
 ) -> None:
-    """Send the lines of files or the rows of a table to a topic, each exactly once, even across crashes.
+    """Send each line of files or each row of a table to a topic exactly once, even across crashes.
 
     Each Kafka transaction contains records and the position reached in the source. If a second process starts with the
-    same ingest file, it takes over, and the first process stops with the error TaskMigrated.
+    same ingest file, the second process takes over, and the first process stops with the error TaskMigrated.
 
     Examples: dedup ingest topologies/files-to-topic.yaml
 
@@ -80,8 +80,8 @@ def sink(
     """Write a topic to a database table, with one row per tracking ID.
 
     Each database transaction contains rows and the offsets reached in the topic. Reading the topic a second time does
-    not change the table. If a second process reads the same partitions of the topic, it takes over, and the first
-    process stops with the error TaskMigrated.
+    not change the table. If a second process reads the same partitions of the topic, the second process takes
+    over, and the first process stops with the error TaskMigrated.
 
     Examples: dedup sink topologies/topic-to-database.yaml
 
@@ -120,9 +120,10 @@ def _numbers(text: str) -> set[int]:
 
 
 def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
-    """Return the sink, with references such as ${env:NAME} in its URL resolved.
+    """Return the topology's sink, with references such as ${env:NAME} in the sink's URL resolved.
 
-    Raises TopologyError if there is no sink, and the errors of `refuse_unusable`.
+    Raises TopologyError if the topology has no sink, SettingsError if the URL is invalid or a reference has no value,
+    and PackageMissing if the database's driver is not installed.
     """
     from dedup.connect.open_database import refuse_unusable
     from dedup.connect.sink_connector import spec_of

@@ -48,7 +48,7 @@ _WORKERS_STALL_AFTER_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The number of flights, and the speed at which the demo sends them."""
+    """How many flights the demo sends, how fast it sends them, and how often it cuts the producer's connection."""
 
     flights: int
     events_per_second: int
@@ -61,7 +61,7 @@ FAST: Final = Size(flights=40_000, events_per_second=10_000, cut_every_events=2_
 
 @dataclass(slots=True)
 class Run:
-    """One run of the demo. Kafka and the workers must already be running. Each instance can run only once."""
+    """One run of the demo. Kafka and the workers must already be running. Use each instance only once."""
 
     topology: Topology
     settings: Settings
@@ -74,7 +74,7 @@ class Run:
     ids: set[bytes] = field(default_factory=set)
     cuts: int = 0
     before: frozenset[str] | None = None
-    """The group's members just before the worker was killed, or None if it has not been killed yet."""
+    """The group's members just before the worker was killed, or None while no worker has been killed."""
     back: bool = False
 
     def to_the_end(self) -> int:
@@ -84,7 +84,7 @@ class Run:
         BrokerUnavailable if flights cannot be sent.
         """
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        # Without a terminal, the bars would be empty lines.
+        # Without a terminal, the progress bars would appear as empty lines.
         live = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
         through_proxy = self.settings.model_copy(update={"brokers": (self.kafka.proxied.bootstrap,)})
         per_s = self.size.events_per_second
@@ -116,7 +116,7 @@ class Run:
                     f"{self.cuts} times, so {in_topic - sent:,} were sent twice"
                 )
                 reported = True
-            # A coordinator may be loading or moving, most likely in the first second; a later poll succeeds.
+            # A group coordinator may be loading or moving, most likely in the first second, but a later poll succeeds.
             self.kafka.check()
             with contextlib.suppress(BrokerUnavailable):
                 progress = self.watch.look()
@@ -176,7 +176,10 @@ def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int
 
 
 def print_books(found: Report, distinct: int, page: Path | None, console: Console) -> None:
-    """Print the report, and write it to ``page``. Raises VerificationFailed unless each flight was forwarded once."""
+    """Print the report, and write it to ``page``, if given.
+
+    Raises VerificationFailed unless each flight was forwarded once.
+    """
     if page is not None:
         write_report(page, to_html(found), found.to_json())
     forwarded = sum(books.unique for books in found.books)
@@ -200,14 +203,14 @@ COUNT: Final = "SELECT count(*) FROM flights"
 _LINES_PER_S: Final = 6_000
 _BLOCK_LINES: Final = 500
 _WRITTEN_TWICE: Final = 0.2
-"""Share of the blocks of lines that are written twice."""
+"""The share of blocks of lines that the demo writes twice."""
 _CHAIN_RESTART_AFTER_S: Final = 0.5
 _CHAIN_STALLS_AFTER_S: Final = 120.0
 _CHAIN_POLL_EVERY_S: Final = 0.1
 
 
 def demo_chain(limit: int, directory: Path, console: Console) -> None:
-    """Run the chain until the table contains all flights, and check that it contains each flight once.
+    """Run the chain until the table contains all flights, and check that the table contains each flight only once.
 
     Raises VerificationFailed if a flight is missing or duplicated, and InvariantBroken if a process ended unexpectedly.
     """
@@ -270,7 +273,7 @@ class _Chain(Processes):
             time.sleep(_CHAIN_POLL_EVERY_S)
 
     def _connectors_started(self) -> bool:
-        """Tell whether `dedup ingest` and `dedup sink` are far enough into startup to handle SIGTERM."""
+        """Return whether `dedup ingest` and `dedup sink` are far enough into startup to handle SIGTERM."""
         return all(" taken; " in self.running[name].log for name in ("dedup ingest", "dedup sink"))
 
     def count(self) -> int:
@@ -288,7 +291,7 @@ class _FileWriter:
         self._path: Final = path
         self.limit: Final = limit
         self._rows: Final = (json.loads(flight.value) for flight in flights(limit))
-        self._dice: Final = random.Random(6)  # noqa: S311  # no secret
+        self._dice: Final = random.Random(6)  # noqa: S311  # these numbers protect no secret
         self._began_s: Final = time.monotonic()
         self.lines = 0
         self.distinct = 0

@@ -1,4 +1,4 @@
-"""Implements `dedup doctor`, which finds what prevents a topology from running on a cluster, layer by layer.
+"""Implements `dedup doctor`, which checks a cluster layer by layer for what prevents a topology from running.
 
 A layer, such as DNS or TLS, is checked only if the layer below it works, so that each problem is reported only once.
 """
@@ -53,12 +53,12 @@ def doctor(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Find what prevents a topology from running, from DNS to ACLs, topics, and the schema registry.
+    """Find what prevents a topology from running, at each layer from DNS to ACLs, topics, and the schema registry.
 
     The command prints each problem with a remedy, changes nothing, and does not affect any worker. Without TOPOLOGY,
-    the command checks only the cluster and, if the config file names it, the schema registry. The exit code is 5 for a
-    problem with the brokers or the registry, 3 for a problem with the topics, and 0 if there are no problems or only
-    warnings.
+    the command checks only the cluster and, if the config file names a schema registry, that registry. The exit code is
+    5 for a problem with the brokers or the registry, 3 for a problem with the topics, and 0 if there are no problems or
+    only warnings.
 
     Examples: dedup doctor topologies/orders.yaml --config config/production.yaml
 
@@ -66,7 +66,7 @@ def doctor(
     """
     parsed = None if topology is None else read_topology(topology)
     settings = read_settings(config, overrides)
-    # This check comes first, because a needed but missing registry is a mistake in the config file.
+    # Check the registry first, because a config file that does not name a needed registry is a mistake.
     registry, wrong = _registry(parsed, settings)
     found, looked_at, transactions = asyncio.run(_examined(parsed, settings))
     found += wrong
@@ -87,7 +87,8 @@ def in_words(
 ) -> Iterator[str]:
     """Yield a line for each layer, and two lines for each problem: the problem and its remedy.
 
-    ``transactions`` is the cluster's transaction version, and ``registry`` is the kind of schema registry, if known.
+    ``transactions`` is the cluster's transaction version, and ``registry`` is the kind of schema registry. Each
+    argument is None if it is unknown.
     """
     more: dict[Layer, str] = {}
     if transactions is not None:
@@ -107,7 +108,9 @@ def in_words(
 
 
 def _registry(topology: Topology | None, settings: Settings) -> tuple[str | None, list[Symptom]]:
-    """Return the kind of schema registry or, if it does not work, a symptom; neither if none is configured or needed.
+    """Return the kind of schema registry, or a symptom if the registry does not work.
+
+    Return None and no symptom if no registry is configured or needed.
 
     Raises SettingsError if the topology needs a registry and the settings name none.
     """
@@ -188,7 +191,7 @@ async def _denied(rights: Rights, topology: Topology, settings: Settings) -> Asy
             case Resource.GROUP:
                 allowed = await rights.on_group(each.name)
             case Resource.TRANSACTIONAL_ID:
-                # No task has a transactional ID with this suffix, so no task is fenced.
+                # No task has a transactional ID with this suffix, so the request fences no task.
                 timeout_ms = settings.transaction_timeout_ms
                 code = await rights.try_transactional_id(f"{each.name}doctor", timeout_ms)
                 if code == TIMEOUT_TOO_LONG:

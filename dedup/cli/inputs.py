@@ -1,4 +1,4 @@
-"""Defines what several commands share: arguments, options, tables, and functions for files and reports."""
+"""Defines the arguments, options, tables, and functions for files and reports that several commands share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TopologyArgument = Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="Topo
 OptionalTopology = Annotated[Path | None, typer.Argument(metavar="[TOPOLOGY]", help="Topology file.")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Config file. Default: config/local.yaml.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a config key: key=value. Repeatable.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 A_TIME: Final = "2024-01-01T00:00:00Z"
 _GAP: Final = 2
@@ -45,12 +45,15 @@ _CUT: Final = "…"
 
 
 def read_topology(path: Path) -> Topology:
-    """Parse a topology file. Raises TopologyError, which lists every problem in the file."""
+    """Parse a topology file. Raises TopologyError with every problem if the file is invalid."""
     return dedup.load_topology(path)
 
 
 def read_settings(config: Path | None, overrides: list[str] | None = None) -> Settings:
-    """Return the settings in a config file, overridden by the environment and by `--set`. May raise SettingsError."""
+    """Return the settings of a config file, overridden by environment variables and by `--set`.
+
+    Raises SettingsError with every problem if a setting is invalid.
+    """
     return dedup.load_settings(config, overrides or [])
 
 
@@ -65,7 +68,7 @@ def read_both(topology: Path, config: Path | None, overrides: list[str] | None) 
 
 
 def read_ingest(path: Path) -> Ingest:
-    """Parse an ingest file. Raises TopologyError, which lists every problem in the file."""
+    """Parse an ingest file. Raises TopologyError with every problem if the file is invalid."""
     from dedup.topology.ingest_file import parse_ingest
     from dedup.yaml_document import text_of
 
@@ -73,7 +76,7 @@ def read_ingest(path: Path) -> Ingest:
 
 
 def refuse_no_page(page: Path | None) -> None:
-    """Create the directory of a report, if one is wanted. Raises SettingsError if the report cannot be written."""
+    """Create the directory of a report, if ``page`` names one. Raises SettingsError if the report cannot be written."""
     if page is None:
         return
     if page.suffix == ".json":
@@ -152,7 +155,7 @@ def reading_bar(console: Console, *, disable: bool = False) -> Iterator[OnProgre
 
 @contextlib.contextmanager
 def kept_after_errors(prefix: str, console: Console) -> Iterator[Path]:
-    """Yield a temporary directory, which is deleted at the end, but kept with its logs after an error or Ctrl-C."""
+    """Yield a temporary directory, and delete it at the end unless an error or Ctrl-C ends the ``with`` block."""
     directory = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield directory
@@ -166,7 +169,7 @@ def kept_after_errors(prefix: str, console: Console) -> Iterator[Path]:
 def embedded_kafka(
     data_dir: Path | None, *, port: int = 0, proxied: bool = False, properties: Mapping[str, str] | None = None
 ) -> Iterator[EmbeddedKafka]:
-    """Run an embedded Kafka during the ``with`` block. Shows a progress bar while Kafka is being downloaded."""
+    """Run an embedded Kafka during the ``with`` block. Shows a progress bar during a download."""
     from dedup.embedded.kafka_node import EmbeddedKafka
 
     with _download_bar("Kafka 4.1.1 from Maven Central") as show:
@@ -181,7 +184,7 @@ def embedded_kafka(
 
 @contextlib.contextmanager
 def embedded_registry(port: int) -> Iterator[EmbeddedRegistry]:
-    """Run an embedded schema registry during the ``with`` block. Shows a progress bar while it is being downloaded."""
+    """Run an embedded schema registry during the ``with`` block. Shows a progress bar during a download."""
     from dedup.embedded.registry_node import EmbeddedRegistry
 
     with _download_bar("Apicurio Registry from Maven Central") as show:
@@ -207,7 +210,7 @@ def _download_bar(name: str) -> Iterator[Callable[[int, int], None]]:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of text or numbers. The columns of a table are in order of importance."""
+    """A table column of text or numbers. A table lists its columns in order of importance."""
 
     name: str
     cells: Sequence[str]
@@ -220,9 +223,9 @@ class Column:
 
 
 def fitted(columns: Sequence[Column], width: int) -> Table:
-    """Return a table of as many columns as fit ``width``, in order, and at least the first one.
+    """Return a table with as many of the first columns as fit into ``width`` terminal columns.
 
-    Columns at the end are left out, and no cell is cut. The first column, which names the row, is always shown.
+    The table leaves out all other columns, and cuts no cell. The first column, which names the row, is always shown.
     """
     shown, used = [columns[0]], columns[0].width
     for column in columns[1:]:
@@ -240,7 +243,7 @@ def fitted(columns: Sequence[Column], width: int) -> Table:
 
 
 def shortened(name: str, others: Collection[str]) -> str:
-    """Return a name, without its middle if it is long, unless the result would equal another shortened name."""
+    """Return a name, with the middle of a long name cut out unless another name would then look the same."""
     if _cut(name) == name or any(_cut(other) == _cut(name) for other in others if other != name):
         return name
     return _cut(name)

@@ -60,8 +60,8 @@ COMMANDS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
     },
 }
 """Maps each panel of `dedup --help` to its commands, and each command to its function in `dedup.cli` and its purpose
-(at most 64 characters, to fit on a terminal line). The function's docstring is the command's own help. A function
-imports most modules only when it runs, which keeps `--help` fast.
+(at most 64 characters, to fit on a terminal line). The docstring of a command's function is the command's help text.
+Each function imports most modules only when it runs, which keeps `--help` fast.
 """
 
 _EXIT_CODES: Final = (
@@ -70,18 +70,18 @@ _EXIT_CODES: Final = (
 )
 
 _ONLY_WITH_JAVA: Final = frozenset({"jgo", "jgo.maven"})
-"""Packages that the Dockerfile leaves out."""
+"""The packages that the Dockerfile does not install."""
 
 _OF_SPARK: Final = frozenset({"pandas", "py4j", "pyarrow", "pyspark"})
 
 
 class _Command(TyperCommand):
-    def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401  # typer's own class of context
+    def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401  # the type is Typer's own context class
         return _flags_without_type(super().get_params(ctx))
 
 
 class _Group(TyperGroup):
-    def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401  # typer's own class of context
+    def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401  # the type is Typer's own context class
         return _flags_without_type(super().get_params(ctx))
 
 
@@ -94,7 +94,7 @@ def _flags_without_type(parameters: list[Any]) -> list[Any]:
 
 
 def create_app() -> typer.Typer:
-    """Return the application with all its commands."""
+    """Return the Typer application with all commands."""
     app = typer.Typer(
         name="dedup",
         help="Exactly-once deduplication for Kafka topics.",
@@ -125,17 +125,17 @@ def create_app() -> typer.Typer:
 
 
 def _paragraphs(docstring: str) -> str:
-    """Join the lines of each paragraph of a docstring, because the terminal wraps help at its own width."""
+    """Join the lines of each paragraph of a docstring, because Typer wraps each paragraph to the terminal's width."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in docstring.split("\n\n"))
 
 
 def main() -> None:
     """Run the command line, and exit with the exit code that `dedup --help` lists for the outcome."""
-    # This handler applies until a command sets its own. In a container, this process has PID 1, and the kernel drops a
-    # SIGTERM to PID 1 if there is no handler.
+    # This SIGTERM handler applies until a command sets its own handler. In a container, this process has PID 1, and the
+    # kernel drops a SIGTERM to PID 1 if the process has no handler.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     quiet_logging()
-    # Imported objects stay in memory, and examining them repeatedly would take a sixth of a worker's startup time.
+    # Imported objects stay in memory, so repeated garbage collections would waste a sixth of a worker's startup time.
     gc.set_threshold(_GC_THRESHOLD)
     try:
         create_app()()

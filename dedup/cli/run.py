@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dedup.worker.transport import DedupApp
 
 EVERY_S: Final = 0.5
-"""Interval at which the progress line is updated."""
+"""The interval, in seconds, at which the progress line is updated."""
 
 
 def run(
@@ -34,15 +34,15 @@ def run(
         bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at startup.")
     ] = False,
     onto_existing_output: Annotated[
-        bool, typer.Option("--onto-existing-output", help="Let a new group write to an output that has records.")
+        bool, typer.Option("--onto-existing-output", help="Let a new group write to an output topic that has records.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress line, only the log.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show only the log, without a progress line.")] = False,
 ) -> None:
     """Deduplicate a topology's topics with one or more worker processes until a signal arrives.
 
     Workers refuse to start in a new consumer group if the output already contains records, because a renamed topology,
-    or a second topology with the same output, would forward the same records again. With --onto-existing-output, they
-    start anyway. Kafka retains this permission for seven days, so later starts do not need the option.
+    or a second topology with the same output, would forward the same records again. With --onto-existing-output,
+    workers start anyway. Kafka stores this permission for seven days, so later starts do not need the option again.
 
     Examples: dedup run topologies/orders.yaml
 
@@ -56,7 +56,7 @@ def run(
     from dedup.worker.supervisor import FleetPlan, supervise
     from dedup.worker.worker import kept_worker_id
 
-    # A needed but missing registry is reported before anything is created.
+    # If the settings lack a needed schema registry, `read_both` reports this before anything is created.
     parsed, settings = read_both(topology, config, overrides)
     set_up_logging(settings)
     if workers > 1:
@@ -94,7 +94,7 @@ class VerdictProgress:
             self._live.stop()
 
     def show(self, doing: str, per_s: float, *above: RenderableType) -> None:
-        """Show the current activity, its rate, and the number of records with each verdict."""
+        """Show the current activity, the records per second, and the number of records with each verdict."""
         if self._enabled:
             line = f"{doing}  {self.verdicts.total():,} judged  {per_s:,.0f}/s  {self._split()}"
             self._live.update(Group(*above, Text(line)), refresh=True)
@@ -108,7 +108,7 @@ class VerdictProgress:
 
 
 class RunProgress(VerdictProgress):
-    """Shows a worker's progress since it started, across rebalances."""
+    """Shows a worker's progress since its start, including tasks that later moved to other workers."""
 
     def __init__(self, *, enabled: bool) -> None:
         super().__init__(enabled=enabled)
@@ -117,7 +117,7 @@ class RunProgress(VerdictProgress):
         self._of_tasks: dict[int, Counter[str]] = {}
 
     def tick(self, app: DedupApp) -> None:
-        """Update the progress line, at most once per `EVERY_S`."""
+        """Update the progress line, at most once every `EVERY_S` seconds."""
         for task in app.tasks.running.values():
             self._of_tasks[id(task.numbers)] = task.numbers.verdicts
         now_s = time.monotonic()
@@ -132,7 +132,7 @@ class RunProgress(VerdictProgress):
         self.show(f"{len(numbers)} tasks", per_s, *restore_bar(numbers))
 
     def closing_line(self) -> None:
-        """See the base class."""
+        """Print how many records this worker judged, by verdict."""
         self._add_up()
         super().closing_line()
 
@@ -141,7 +141,7 @@ class RunProgress(VerdictProgress):
 
 
 def restore_bar(numbers: Sequence[TaskNumbers]) -> list[RenderableType]:
-    """Return one progress bar for all running restores, or an empty list if no restore is running."""
+    """Return a text and a progress bar for all running restores, or an empty list if no restore is running."""
     restoring = [each for each in numbers if each.restore_remaining > 0]
     if not restoring:
         return []

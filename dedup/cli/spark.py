@@ -57,7 +57,9 @@ _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 _PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
 
 
-_Master = Annotated[str | None, typer.Option(help="Spark master. Default: that of spark-submit, or else this machine.")]
+_Master = Annotated[
+    str | None, typer.Option(help="Spark master. Default: the one set by spark-submit, or this machine.")
+]
 _Conf = Annotated[list[str] | None, typer.Option("--conf", help="Spark setting: key=value. Repeatable.")]
 _RowsAreEvents = Annotated[
     bool,
@@ -77,7 +79,7 @@ _Quiet = Annotated[bool, typer.Option("--quiet", help="Do not show progress.")]
 _ExitWhenDone = Annotated[
     bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at startup.")
 ]
-_Now = Annotated[str | None, typer.Option(help="Time to use as the current time; later event times are in the future.")]
+_Now = Annotated[str | None, typer.Option(help="Time to use as the current time; later event times are future times.")]
 
 InputFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 _HistoryFormat = Annotated[InputFormat, typer.Option("--format", help="Format of --history.")]
@@ -93,7 +95,7 @@ def open_session(
 
 
 def _read(path: Path, config: Path | None, overrides: list[str] | None) -> Topology:
-    """Return a topology, which asks the settings' schema registry if values name their schemas.
+    """Return a topology, which looks up schemas in the configured registry if its values name their schemas.
 
     Raises SettingsError if the topology needs a registry and the settings name none, or if the topology has a flow.
     """
@@ -112,7 +114,7 @@ def _read_both(path: Path, config: Path | None, overrides: list[str] | None) -> 
 
 
 def _fit_for(topology: Topology, fmt: InputFormat | None, *, rows_are_events: bool = False) -> Topology:
-    """Return the topology. Raises SettingsError if files of this format cannot contain the values that it reads."""
+    """Return ``topology``. Raises SettingsError if files in this format cannot contain the values that it reads."""
     option = "--rows-are-events" if rows_are_events else f"--format {fmt}"
     if topology.by_arrival and (rows_are_events or fmt in {"json", "json-records"}):
         text = "has no column `timestampType`, which `event_time: arrival` needs; read Parquet files or a table with it"
@@ -136,7 +138,7 @@ def _fit_for(topology: Topology, fmt: InputFormat | None, *, rows_are_events: bo
 def _packages(conf: list[str] | None, fmt: InputFormat | None, *places: str | None, **wanted: bool) -> list[Package]:
     """Return the packages in ``wanted``, and those that the input format and the paths in ``places`` need."""
     wanted["delta"] = wanted.get("delta", False) or fmt in {"delta", "table"}
-    # Only the settings of the session show whether a catalog is an Iceberg catalog.
+    # Only the Spark session's settings show whether a catalog is an Iceberg catalog.
     wanted["iceberg"] = wanted.get("iceberg", False) or (
         fmt == "table" and any("=org.apache.iceberg." in each for each in conf or ())
     )
@@ -154,7 +156,7 @@ def _job(
     *,
     quiet: bool,
 ) -> Iterator[SparkSession]:
-    """Yield a Spark session that shows its stages on a terminal unless ``quiet``, and stop the session at the end."""
+    """Yield a Spark session that shows its stages on a terminal unless ``quiet`` is set, and stop it at the end."""
     from dedup.spark.session import described, translated_errors
 
     bars = f"spark.ui.showConsoleProgress={str(not quiet and sys.stderr.isatty()).lower()}"
@@ -188,7 +190,9 @@ def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
 def run(
     topology: TopologyArgument,
     *,
-    checkpoint: Annotated[str, typer.Option(help="Directory for Spark's checkpoint; each topology needs its own.")],
+    checkpoint: Annotated[
+        str, typer.Option(help="Directory for Spark's checkpoint; each topology needs its own directory.")
+    ],
     config: ConfigOption = None,
     overrides: SetOption = None,
     master: _Master = None,
@@ -197,7 +201,7 @@ def run(
     most_offsets: Annotated[int, typer.Option(min=1, help="Maximum number of offsets per micro-batch.")] = 1_000_000,
     commit_rows: Annotated[int, typer.Option(min=1, help="Approximate number of records per transaction.")] = 100_000,
     onto_existing_output: Annotated[
-        bool, typer.Option("--onto-existing-output", help="Let a new group write to an output that has records.")
+        bool, typer.Option("--onto-existing-output", help="Let a new group write to an output topic that has records.")
     ] = False,
     delta: _Delta = None,
     iceberg: _Iceberg = None,
@@ -263,7 +267,7 @@ class _StreamProgress(VerdictProgress):
         self._batches = 0
 
     def add(self, report: BatchReport) -> None:
-        """Count a micro-batch."""
+        """Count the records of a micro-batch, and update the progress line."""
         self._batches += 1
         verdicts = report.verdicts
         self.verdicts.update({name: verdicts[name] for name in _VERDICTS})
@@ -280,11 +284,11 @@ def backfill_command(
     ] = None,
     fmt: Annotated[
         InputFormat,
-        typer.Option("--format", help="Format of --input: json is one event per line, table is the name of a table."),
+        typer.Option("--format", help="Format of --input; json means one event per line, and table is a table name."),
     ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
     out_format: Annotated[Literal["parquet", "delta"], typer.Option(help="Format of the verdicts.")] = "parquet",
-    run: Annotated[str, typer.Option(help="Name of the run; a complete run is not repeated.")] = "backfill",
+    run: Annotated[str, typer.Option(help="Name of the run; the command does not repeat a complete run.")] = "backfill",
     start: Annotated[
         str, typer.Option(help="Where to start in topics: whole (offset 0), earliest (oldest record), or a timestamp.")
     ] = "whole",
@@ -363,7 +367,7 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
     """Judge the records added to an input since the last run, and append their verdicts to a Delta table exactly once.
 
     Each run reads the new files (or the new versions of a Delta table) and the sightings that the previous run stored
-    under --out. If a run is killed, run the command again to finish it.
+    under --out. If a run is killed, run the command again to finish that run.
 
     Examples: dedup spark incremental topologies/orders.yaml --input bronze/orders/ --out silver/orders
 
@@ -415,7 +419,7 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     as_json: JsonOption = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Judge historical records, and write their sightings to the changelog for a new fleet to continue from.
+    """Judge historical records, and write their sightings to the changelog, from which a new fleet continues.
 
     The fleet must not be running, its group must have no offsets, and its changelog must be new. If the command is
     killed, run it again to finish the seed.
@@ -539,7 +543,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     as_json: JsonOption = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Write the newest record of each tracking ID to a table, with one row per ID. The command is safe to repeat.
+    """Write the newest record of each tracking ID to a table, with one row per ID. You can safely repeat the command.
 
     Examples: dedup spark upsert topologies/orders.yaml --delta /tables/orders --schema 'id STRING, amount DOUBLE'
 

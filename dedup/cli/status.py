@@ -1,4 +1,4 @@
-"""Queries brokers and workers for what `dedup status` and `dedup lookup` show."""
+"""Queries brokers and workers for the data that `dedup status` and `dedup lookup` show."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 WATCH_S: Final = 2.0
 _PIPED_COLUMNS: Final = 1_000
 RATE_S: Final = 1.0
-"""The time between the two observations from which `dedup status` without --watch computes rates."""
+"""The time, in seconds, between the two observations from which `dedup status` without --watch computes rates."""
 PATIENCE_S: Final = 5.0
-"""Timeout of a request to a worker."""
+"""The timeout of a request to a worker, in seconds."""
 _FROM_WORKER: Final = (
     "state",
     "restore_remaining",
@@ -105,14 +105,14 @@ async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str,
 
 
 async def idle_now(topology: Topology, wire: KafkaWire, admin: Admin) -> list[str]:
-    """Return the result of `idle_workers` for the workers that are in the group now."""
+    """Return the result of `idle_workers` for the current members of the consumer group."""
     members = await Group(wire, topology.name).members()
     have = await admin.topics(topic_names(topology))
     return _idle(topology, have, members, (await read_layout(wire, topology)).partitions)
 
 
 def _idle(topology: Topology, have: Mapping[str, Topic], members: list[GroupMember], size: int) -> list[str]:
-    # A standby is assigned as a partition of the changelog, but its worker may judge nothing.
+    # Changelog partitions do not count: they represent standbys, and a worker that has only standbys judges nothing.
     read = {*topology.source.topics, *topology.feeding_topics}
     held = {each.worker_id: sum(place.topic in read for place in each.partitions) for each in members}
     counts = (have[topic].partitions for topic in topology.feeding_topics if topic in have)
@@ -120,13 +120,14 @@ def _idle(topology: Topology, have: Mapping[str, Topic], members: list[GroupMemb
 
 
 def idle_workers(held: Mapping[str, int], size: int, partitions: int) -> list[str]:
-    """Return a sentence if only some workers have partitions; ``held`` is the number of partitions of each worker.
+    """Return one sentence if only some workers have partitions, and no sentence otherwise.
 
-    ``size`` partitions share a transaction, and the topic being judged has ``partitions`` partitions.
+    ``held`` maps each worker to its number of partitions. ``size`` partitions share a transaction, and the feeding
+    topic has ``partitions`` partitions.
     """
     idle = sorted(worker for worker, count in held.items() if not count)
     if not idle or len(idle) == len(held):
-        return []  # With no assignment at all, the group is rebalancing.
+        return []  # If no worker has a partition, the group is rebalancing.
     who = f"{len(idle)} of {len(held)} workers have no partition ({', '.join(idle)})"
     wanted = max(1, partitions // len(held))
     if wanted < size:
@@ -145,7 +146,7 @@ async def _progress(topology: Topology, wire: KafkaWire, feeding: TopicPartition
         with contextlib.suppress(NoAnswer):
             found = await wire.fetch(feeding, position, max_bytes=1, wait_ms=0)
             oldest_ms = next(iter(found.timestamps_ms), None)
-            # Transaction markers and aborted records are not lag, because no task sees them.
+            # Transaction markers and aborted records do not count as lag, because no task sees them.
             if committed is not None and not found.offsets and found.next_offset >= found.high_watermark:
                 lag = 0
     return {"committed": committed, "end": bounds.end, "lag": lag, "oldest_ms": oldest_ms}
@@ -162,7 +163,7 @@ def default_urls(settings: Settings) -> list[str]:
 
 
 def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
-    """Return a worker's page as JSON. Raises NotReached if no worker responds, and SettingsError for a bad request."""
+    """Return the JSON of a worker's page. Raises NotReached if no worker responds, and SettingsError for a bad ID."""
     if not url.startswith(("http://", "https://")):
         raise SettingsError([Problem("--url", f'"{url}" is not the address of a worker; write http://127.0.0.1:6066')])
     headers = {} if settings.web.token is None else {"Authorization": f"Bearer {settings.web.token.get_secret_value()}"}
@@ -206,7 +207,10 @@ def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> list[di
 
 
 def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: Settings) -> dict[str, Any]:
-    """Ask each worker in ``urls`` about a tracking ID, and merge the answers. May raise NotReached."""
+    """Ask each worker in ``urls`` about a tracking ID, and merge the answers.
+
+    Raises NotReached if ``urls`` is empty, or if one of these URLs does not belong to a worker of the topology.
+    """
     if not urls:
         raise NotReached("web.port is 0 or web is off, so no worker's address is known. Name one with --url.")
     together: dict[str, Any] = {"topology": topology.name, "id": tracking_id}
@@ -254,7 +258,7 @@ def in_words(found: dict[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the brokers and the workers reported at one moment."""
+    """The reports of the brokers and the workers at one moment."""
 
     surveyed: dict[str, Any]
     pages: Sequence[dict[str, Any]]
@@ -264,7 +268,7 @@ class Look:
 def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
     """Combine what the brokers and the workers report into the JSON of `dedup status`.
 
-    If ``before`` is given, the result contains the rates since then.
+    If ``before`` is given, the result contains the rates since that earlier look.
     """
     surveyed, pages = now.surveyed, now.pages
     said = {
@@ -295,7 +299,7 @@ def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
 
 
 def _per_s(now: Look, before: Look | None, name: str) -> float | None:
-    """Return the growth of the tasks' offsets ``name`` per second; recreated topics do not count."""
+    """Return the total growth of the tasks' offsets ``name`` in offsets per second. Recreated topics do not count."""
     if before is None or now.at_ms <= before.at_ms:
         return None
     past = {(task["task"], task["topic"], task["partition"]): task[name] for task in before.surveyed["tasks"]}
@@ -324,7 +328,7 @@ def _wrong(seen: dict[str, Any]) -> Iterator[str]:
             f"{len(silent)} of {len(seen['members'])} workers do not answer ({', '.join(silent)}), so their tasks' "
             f"states are unknown: name their pages with --url, or see their logs"
         )
-    # Neither a long commit interval nor a record after a quiet time is a fault, so both ages must exceed the limit.
+    # Neither a long commit interval nor a record after a quiet time is a fault, so both times must exceed the limit.
     waited_s = max((task["seconds_since_commit"] or 0 for task in seen["tasks"] if task["lag"]), default=0)
     waited_s = min(waited_s, (seen["oldest_age_ms"] or 0) / 1000)
     if waited_s > STUCK_S and not lost and seen["committed_per_s"] == 0:
@@ -349,7 +353,7 @@ def showing(*, watch: bool, as_json: bool) -> Iterator[Callable[[dict[str, Any]]
     if as_json:
         yield lambda seen: typer.echo(json.dumps(seen, indent=None if watch else 2))
     elif watch and console.is_terminal:
-        # `screen` is the terminal's alternate screen: the previous contents come back at the end.
+        # With `screen`, Rich uses the terminal's alternate screen, so the previous contents come back at the end.
         with Live(console=console, screen=True, auto_refresh=False) as live:
             yield lambda seen: live.update(table(seen, console.width), refresh=True)
     else:
@@ -357,7 +361,7 @@ def showing(*, watch: bool, as_json: bool) -> Iterator[Callable[[dict[str, Any]]
 
 
 def table(seen: dict[str, Any], width: int) -> RenderableType:
-    """Return the status for a terminal of ``width`` columns. Every row names its partition, whatever the width."""
+    """Return the status for a terminal of ``width`` columns. Every row names its partition at any width."""
     kinds = {task["task"] for task in seen["tasks"]}
     columns = [
         Column("partition", [_place(task, seen["tasks"]) for task in seen["tasks"]], is_text=True),

@@ -68,7 +68,7 @@ class _Envelope(msgspec.Struct):
     """The bytes of the value, which msgspec decodes from base64."""
 
     def record(self, source: SourceSpec) -> tuple[bytes | None, bytes | None, tuple[tuple[str, bytes], ...]]:
-        """Return key, value, and headers. Raises ValueError for two values, or for text if the source is binary."""
+        """Return key, value, and headers. Raises ValueError if there are two values, or text for a binary source."""
         key = None if self.key is None else self.key.encode()
         headers = tuple((header, content.encode()) for header, content in self.headers.items())
         value = bytes(self.value)
@@ -93,8 +93,10 @@ def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int,
 
     Line n has the timestamp ``start_ms`` plus n-1 seconds, unless ``envelope`` is set and the line contains a
     timestamp. The value of a record does not need to be JSON. Values get the framing of the ``source``, unless they are
-    given in base64. Raises AuthorMistake if ``envelope`` is set and a line is not an envelope, or if ``envelope`` is
-    not set and the source has a binary format, which no line of text can hold.
+    given in base64.
+
+    Raises AuthorMistake if ``envelope`` is set and a line is not an envelope. Also raises AuthorMistake if ``envelope``
+    is not set and the source has a binary format, which a line of text cannot hold.
     """
     if source.is_binary and not envelope:
         why = f"is needed, because the topology reads {source.format}; "
@@ -138,7 +140,7 @@ class RecordJudge:
         self._remember(rows, outcome)
         return self._judgment(entry.line, outcome)
 
-    def _look_up(self, keys: Sequence[bytes], least_ms: int) -> Mapping[bytes, Sightings]:  # noqa: ARG002 - the signature `fold` calls
+    def _look_up(self, keys: Sequence[bytes], least_ms: int) -> Mapping[bytes, Sightings]:  # noqa: ARG002 - `fold` needs this signature
         return {key: tuple(chain.from_iterable(self._known[key].values())) for key in keys if key in self._known}
 
     def _remember(self, rows: Rows, outcome: Outcome) -> None:
@@ -155,7 +157,7 @@ class RecordJudge:
     def _judgment(self, line: int, outcome: Outcome) -> Judgment:
         time_ms = outcome.judged_times_ms[0]
         time = instant(time_ms)
-        # Without running the flow, it is unknown where the flow sends a record.
+        # `dedup try` does not run the flow, so it cannot know where the flow would send a record.
         output = self._topology.output.topic if self._topology.output and self._topology.then is None else None
         if outcome.dead:
             _row, dead = outcome.dead[0]

@@ -55,7 +55,7 @@ class RowsRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table that rows are written to."""
+    """A table to which dedup writes rows."""
 
     name: str
     columns: tuple[tuple[str, str], ...]
@@ -151,7 +151,7 @@ class DatabaseConnection(ABC):
 
 @contextmanager
 def transaction(connection: DatabaseConnection) -> Iterator[None]:
-    """Run the ``with`` block as a transaction, which is committed at its end, or rolled back after an exception."""
+    """Run the ``with`` block in a transaction, and commit it at the end, or roll it back after an exception."""
     connection.begin()
     try:
         yield
@@ -170,7 +170,7 @@ def make_staging(connection: DatabaseConnection, table: Table) -> None:
 
 
 def make(connection: DatabaseConnection, table: str, statement: str) -> None:
-    """Create the table if it does not exist. If it exists, no permission to create tables is needed."""
+    """Create the table if it does not exist. For an existing table, no permission to create tables is needed."""
     if connection.has(table):
         return
     try:
@@ -216,7 +216,7 @@ class FencedOffsets:
                 raise self._overtaken(partition)
 
     def happened(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> bool:
-        """Tell whether a commit without a response took effect. Raises TaskMigrated if this process is fenced."""
+        """Return whether a commit without a response took effect. Raises TaskMigrated if this process is fenced."""
         for partition, end in ends.items():
             rows = connection.query(_READ.format(connection.mark), (self.reader, self.topic, partition))
             if rows == [(self._epochs[partition], self.positions[partition])]:

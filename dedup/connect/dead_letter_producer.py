@@ -90,7 +90,7 @@ class DeadLetterProducer:
             self._partitions[number] = state
 
     async def _in_topic(self, state: _Partition, offsets: range) -> set[int]:
-        """Return those of the source ``offsets`` whose records have dead letters in the topic."""
+        """Return the source offsets in the range ``offsets`` whose records have dead letters in the topic."""
         found: set[int] = set()
         if not offsets:
             return found
@@ -106,7 +106,10 @@ class DeadLetterProducer:
         return found
 
     async def send(self, rejected: Sequence[RejectedRecord]) -> int:
-        """Send the dead letters that are not yet in the topic; return their number. Raises TaskMigrated if fenced."""
+        """Send the dead letters that are not yet in the topic, and return their number.
+
+        Raises TaskMigrated if another process has taken over a partition.
+        """
         unsent: defaultdict[int, list[RejectedRecord]] = defaultdict(list)
         for record in rejected:
             if record.offset not in self._partitions[record.source.partition].sent:
@@ -123,7 +126,7 @@ class DeadLetterProducer:
 
     async def _send(self, state: _Partition, records: Sequence[RejectedRecord]) -> None:
         offsets = {record.offset for record in records}
-        # Never move the offset back: an earlier owner may have sent dead letters of later records.
+        # Never move the offset back, because an earlier owner may have sent dead letters of later records.
         end = max(state.sent_to, max(offsets) + 1)
         while not offsets <= state.sent:
             try:
@@ -141,8 +144,8 @@ class DeadLetterProducer:
     async def _sent_before(self, state: _Partition, offsets: range) -> set[int]:
         while True:
             try:
-                # Opening the session cannot fence a successor: a successor must first update the database row, which
-                # this process has locked.
+                # Opening the session cannot fence a successor, because a successor must first update the database row,
+                # which this process has locked.
                 await state.session.open()
                 return await self._in_topic(state, offsets)
             except (BrokerUnavailable, CommitUnknown) as again:

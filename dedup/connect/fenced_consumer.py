@@ -31,7 +31,7 @@ class TopicReader:
         self._wire: Final = wire
         self._fetcher: Final = FeedFetcher(wire, check, wait_ms=WAIT_MS, gather_ms=gather_ms)
         self._next: Final[dict[TopicPartition, int]] = {}
-        """Maps each partition to the offset after the last record that `poll` returned. The fetcher may be ahead."""
+        """Maps each partition to the offset after the last record that `poll` returned. The fetcher may read ahead."""
         self._ends: Final[dict[TopicPartition, int]] = {}
 
     async def begin(self, source: TopicPartition, position: int) -> None:
@@ -47,7 +47,7 @@ class TopicReader:
         return all(self._next[source] >= end for source, end in self._ends.items())
 
     async def poll(self) -> list[Answer]:
-        """Return the next fetch responses that contain records, or an empty list if none arrive for a while.
+        """Return the next fetch responses that contain records, or an empty list if none arrive in time.
 
         Raises StateIncompatible if the topic was deleted, was recreated, or no longer contains the next offset.
         """
@@ -63,8 +63,8 @@ class TopicReader:
 class FencedConsumer:
     """Consumes partitions of a topic, and stores their offsets in a database.
 
-    ``prepare`` is called with each new database connection and the reader's offsets. Once ``stopped`` returns True, no
-    method waits for a database or a broker that does not respond.
+    The consumer calls ``prepare`` with each new database connection and the reader's offsets. Once ``stopped`` returns
+    True, no method waits for a database or a broker that does not respond.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class FencedConsumer:
                 if self._stopped():
                     return None
         unanswered: list[T] = []
-        """Results of attempts whose commits may have gone unanswered."""
+        """The results of attempts whose commits may have received no response."""
 
         def attempt(connection: DatabaseConnection) -> T:
             if unanswered and self.offsets.happened(connection, ends):

@@ -66,13 +66,13 @@ class _FilePosition(msgspec.Struct, frozen=True):
         return self.position <= committed.position and self.deleted <= committed.deleted
 
     def changed(self, descriptor: int) -> bool:
-        """Tell from the file's size and first bytes whether the file was truncated or replaced since it was read."""
+        """Return whether the file's size or first bytes show that it was truncated or replaced since it was read."""
         if os.fstat(descriptor).st_size < self.position:
             return True
         return bool(self.head_bytes) and _head_digest(descriptor, self.head_bytes) != self.head
 
     def untouched(self, status: os.stat_result) -> bool:
-        """Tell from a file's size and modification time whether it is unchanged since it was read to its end."""
+        """Return whether a file's size and modification time are the same as when the file was read to its end."""
         return (status.st_size, status.st_mtime_ns) == (self.position, self.modified_ns)
 
 
@@ -85,8 +85,7 @@ class _OpenFile:
         self.lines: Final = _LineReader(descriptor, known.position, most_bytes)
         self.rows: Final = spec.columns and _CsvRows(known.path, descriptor, spec.columns, most_bytes)
         self.gone = gone
-        """True if the file was deleted or its name no longer matches the pattern. The file is then closed at its end.
-        """
+        """True if the file was deleted or its name no longer matches the pattern, so that it is closed at its end."""
         self.warned = False
 
 
@@ -110,7 +109,7 @@ class Files:
         """Inodes of all files in the directory."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """See `RecordSource`. Open files stay open, because a deleted file could not be opened again."""
+        """Continue from the committed positions. Open files stay open, because deleted files cannot be opened again."""
         self._known, self._turn, self._renamed = {}, [], []
         for opened, _ in self._ended.values():
             if self._open.setdefault(opened.known.inode, opened) is not opened:
@@ -134,7 +133,7 @@ class Files:
         return opened
 
     def poll(self) -> SourceRecords | None:
-        """See `RecordSource`. Each call returns a chunk of one file, and the next call continues with another file."""
+        """Return a chunk of one file, or None if no file has new lines. The next call continues with another file."""
         if not self._turn:
             self._scan()
             self._turn = list(self._open)
@@ -145,12 +144,12 @@ class Files:
             found = self._read(self._open[inode])
             if found is not None:
                 if inode in self._open:
-                    self._turn.append(inode)  # The file may contain more, but other files come first.
+                    self._turn.append(inode)  # The file may contain more lines, but other files are read first.
                 return found
         return None
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """See `RecordSource`."""
+        """Close each file that was read to its end and whose end is now committed."""
         for part, value in positions.items():
             self._committed[part] = msgspec.json.decode(value, type=_FilePosition)
             opened, end = self._ended.get(part, (None, None))
@@ -159,7 +158,7 @@ class Files:
                 del self._ended[part]
 
     def waiting(self) -> list[str]:
-        """See `RecordSource`."""
+        """Return a sentence for each file whose last line has no line feed yet."""
         return [
             f"{each.known.path}: {each.lines.rest_bytes} bytes after the last line feed are not a complete line yet"
             for each in self._open.values()
@@ -167,7 +166,7 @@ class Files:
         ]
 
     def close(self) -> None:
-        """See `RecordSource`."""
+        """Close all files."""
         for each in (*self._open.values(), *(opened for opened, _ in self._ended.values())):
             os.close(each.descriptor)
         self._open, self._ended, self._turn = {}, {}, []
@@ -187,7 +186,7 @@ class Files:
             elif opened is not None:
                 continue
             else:
-                # The file may have been renamed with unread lines while ingest was not running.
+                # The file may have been renamed with unread lines while `dedup ingest` was not running.
                 known = self._known.get(inode)
                 if known is None or known.deleted:
                     continue
@@ -240,7 +239,7 @@ class Files:
             return
         known = self._known.get(inode)
         if known and not self._matches(path) and known.changed(descriptor):
-            os.close(descriptor)  # A file that is not read reuses the inode.
+            os.close(descriptor)  # A file that does not match the pattern reuses the inode.
             return
         try:
             self._keep_open(descriptor, self._position_of(descriptor, str(path), inode))
@@ -315,7 +314,7 @@ class Files:
         return self._close_file(opened) if opened.gone else None
 
     def _close_file(self, opened: _OpenFile) -> SourceRecords | None:
-        """Close a file that was read to its end, unless its end is uncommitted and may therefore have to be reread."""
+        """Close a file that was read to its end, unless its end is uncommitted and may have to be read again."""
         known = opened.known
         if opened.lines.rest_bytes:
             if not opened.warned:
@@ -397,7 +396,7 @@ def _head_digest(descriptor: int, length_bytes: int) -> str:
 
 
 class _LineReader:
-    """Reads the lines of one open file. A line too long for a record becomes a dead letter with the line's digest."""
+    """Reads the lines of one open file. A line that is too long for a record becomes a dead letter with its digest."""
 
     def __init__(self, descriptor: int, position: int, most_bytes: int) -> None:
         self._descriptor: Final = descriptor
@@ -405,14 +404,17 @@ class _LineReader:
         self.position = position
         """The offset of the first line that has not been returned yet."""
         self.rest_bytes = 0
-        """The number of bytes already read of the line at ``position``."""
+        """The number of bytes of the line at ``position`` that have already been read."""
         self._rest = b""
-        """The bytes already read of the line at ``position``; empty if the line is too long to keep."""
+        """The bytes of the line at ``position`` that have been read; empty if the line is too long to keep."""
         self._digest: Any = None
-        """The digest of the bytes already read of the line at ``position``, if the line is too long to keep."""
+        """The digest of the bytes of the line at ``position`` that have been read, if the line is too long to keep."""
 
     def read(self, *, take_last_line: bool) -> _Lines | None:
-        """Return the next lines, or None. With ``take_last_line``, the last line needs no line feed."""
+        """Return the next lines, or None.
+
+        With ``take_last_line``, the last line of the file needs no line feed.
+        """
         while data := os.pread(self._descriptor, CHUNK_BYTES, self.position + self.rest_bytes):
             whole, feed, rest = data.rpartition(b"\n")
             if feed:
@@ -433,7 +435,7 @@ class _LineReader:
             self._rest += data
 
     def _lines(self, lines: list[bytes], *, feed_bytes: int = 1) -> _Lines:
-        """Return the lines; the first one is the rest of the line whose beginning was read earlier."""
+        """Return the lines, of which the first one continues the line whose beginning was read earlier."""
         lengths = list(map(len, lines))
         lengths[0] += self.rest_bytes
         lines[0] = self._rest + lines[0]
@@ -465,7 +467,7 @@ class _CsvRows:
         self._first = 0
 
     def ready(self) -> bool:
-        """Tell whether the header line is complete. Raises AuthorMistake if the header names unexpected columns."""
+        """Return whether the header line is complete. Raises AuthorMistake if the header names unexpected columns."""
         if self._names is not None:
             return True
         head = os.pread(self._descriptor, self._most_bytes, 0)

@@ -45,7 +45,10 @@ class Work:
         self._connection: Final = connection
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
-        """Run a statement with placeholders ``?`` (SQLite) or ``%s`` (PostgreSQL). Returns the affected row count."""
+        """Run a statement, and return the number of affected rows.
+
+        The placeholder for a parameter is ``?`` for SQLite and ``%s`` for PostgreSQL.
+        """
         return self._connection.execute(sql, parameters)
 
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
@@ -74,7 +77,7 @@ class IdempotentReader:
         self._interrupted = False
 
     async def __aenter__(self) -> Self:
-        """Connect, and fence other processes with the same reader name: their next transaction raises TaskMigrated.
+        """Connect, and fence other processes with the same reader name, whose next transaction raises TaskMigrated.
 
         Raises StateIncompatible if the topic does not exist or was recreated, and DatabaseUnavailable or
         BrokerUnavailable if the database or the brokers do not respond in time.
@@ -104,8 +107,8 @@ class IdempotentReader:
         exception, the transaction is rolled back, and `run` raises the exception. The reader calls ``handle`` again for
         events whose transaction was not committed, so ``handle`` must have no side effect outside the database.
 
-        Raises InvariantBroken if an earlier call was interrupted by an exception or a cancellation; open a new reader
-        instead. Raises StateIncompatible if the topic was deleted or recreated, or has new partitions that the reader
+        Raises InvariantBroken if an exception or a cancellation interrupted an earlier call; in this case, open a new
+        reader. Raises StateIncompatible if the topic was deleted or recreated, or has new partitions that the reader
         does not read. Raises TaskMigrated if another process has opened a reader with the same name.
         """
         consumer = self._consumer
@@ -123,7 +126,7 @@ class IdempotentReader:
                 events = await consumer.in_thread(partial(self._events, answer.source, answer.columns))
                 work = partial(self._handled, events, handle)
                 fresh = await consumer.once(work, {answer.source.partition: answer.next_offset})
-                if fresh is None:  # the consumer was closed
+                if fresh is None:  # The consumer was closed.
                     return handled
                 handled += fresh
         self._interrupted = False

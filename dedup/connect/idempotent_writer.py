@@ -53,16 +53,16 @@ class Transaction:
         self.lines[target].append((-1, now_ms if timestamp_ms is None else timestamp_ms, key, value, all_headers))
 
     def keep(self, name: str, position: str) -> None:
-        """Store a position in the application's input with the transaction; `IdempotentWriter.kept` then returns it."""
+        """Store a position in the application's input with the transaction, for `IdempotentWriter.kept` to return."""
         self.positions[name] = position.encode()
 
 
 class IdempotentWriter:
-    """A transactional producer whose name outlives a restart of the application. Use it with ``async with``.
+    """A transactional producer whose name outlives a restart of the application. Use the writer with ``async with``.
 
     If another process opens a writer with the same name, this writer's next transaction raises TaskMigrated. If the
-    response to a commit is lost, the writer finds out whether the transaction was committed, and repeats the
-    transaction if it was not.
+    response to a commit is lost, the writer finds out whether the transaction was committed, and repeats an
+    uncommitted transaction.
     """
 
     def __init__(self, name: str, *, topics: Sequence[str], settings: Settings) -> None:
@@ -102,7 +102,7 @@ class IdempotentWriter:
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
-        """At the end of the ``with`` block, commit its records exactly once, or none of them after an exception.
+        """Commit the records of the ``with`` block exactly once at its end. After an exception, commit no record.
 
         Raises TaskMigrated if another process has opened a writer with the same name.
         """
@@ -112,7 +112,7 @@ class IdempotentWriter:
             await self._started().commit(made.lines, made.positions)
 
     def kept(self, name: str) -> str | None:
-        """Return the position that `Transaction.keep` last committed under ``name``, or None if there is none."""
+        """Return the position that `Transaction.keep` last committed under ``name``, or None without a position."""
         found = self._started().positions.get(name)
         return None if found is None else found.decode()
 

@@ -1,6 +1,7 @@
 """Opens the SQLite or PostgreSQL database that a URL names, and repeats work that a lost connection interrupted.
 
-This module contains the connection to SQLite, which needs no package. `postgres` is imported only when needed.
+This module contains the connection to SQLite, which needs no extra package. The module `postgres` is imported
+only if a URL needs it.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ def refuse_unusable(url: str) -> None:
 
 
 def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
-    """Return a new connection. Raises the errors of `refuse_unusable`, and DatabaseAway if there is no response."""
+    """Return a new connection. Raises the errors of `refuse_unusable`, and DatabaseAway if no database responds."""
     refuse_unusable(url)
     if url.startswith(SQLITE):
         return SqliteConnection(url, read_only=read_only)
-    from dedup.connect.postgres import PostgresConnection  # noqa: PLC0415  # only where its driver is installed
+    from dedup.connect.postgres import PostgresConnection  # noqa: PLC0415  # the driver may not be installed
 
     return PostgresConnection(url)
 
@@ -86,28 +87,28 @@ class SqliteConnection(DatabaseConnection):
         return self._connection.execute(sql, parameters)
 
     def has(self, table: str) -> bool:
-        """See `DatabaseConnection`."""
+        """Return whether the table exists."""
         return bool(self.query("SELECT 1 FROM pragma_table_info(?) LIMIT 1", (table.rpartition(".")[2],)))
 
     def columns(self, sql: str) -> list[str]:
-        """See `DatabaseConnection`."""
+        """Return the column names of a query without reading its rows."""
         # SQLite renames the second of two columns with the same name to "name:1".
         return [_NUMBERED.sub("", name) for name in super().columns(sql)]
 
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
-        """See `DatabaseConnection`."""
+        """Replace the contents of the staging table with the rows."""
         marks = ", ".join("?" for _ in table.columns)
         with self._explained():
             self._connection.execute(f"DELETE FROM {STAGED}")  # noqa: S608  # our own name
             self._connection.executemany(f"INSERT INTO {STAGED} VALUES ({marks})", rows)  # noqa: S608  # our own name
 
     def rollback(self) -> None:
-        """See `DatabaseConnection`."""
+        """Roll back the open transaction, if there is one."""
         if self._connection.in_transaction:
             self.execute("ROLLBACK")
 
     def close(self) -> None:
-        """See `DatabaseConnection`."""
+        """Close the connection."""
         self._connection.close()
 
     @contextmanager
@@ -129,7 +130,7 @@ class SqliteConnection(DatabaseConnection):
 class RetryingDatabase:
     """Keeps at most one connection to a database, and replaces a connection that is lost.
 
-    The methods block. Each new connection is passed to ``prepare`` first.
+    All methods block. Each new connection is first passed to ``prepare``.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class RetryingDatabase:
     def insist(self, work: Callable[[DatabaseConnection], T], *, within_s: float = math.inf) -> T:
         """Run ``work``, repeatedly if necessary, until the database responds, and return the result.
 
-        Raises DatabaseUnavailable after ``within_s`` without a response, or as soon as ``stopped`` returns True.
+        Raises DatabaseUnavailable if there is no response for ``within_s`` seconds, or if ``stopped`` returns True.
         """
         deadline_s = time.monotonic() + within_s
         pause_s = FIRST_PAUSE_S

@@ -1,4 +1,4 @@
-"""Implements a connection to PostgreSQL with psycopg 3. Rows are copied into a temporary table with COPY."""
+"""Implements a connection to PostgreSQL with psycopg 3. COPY writes the rows to a temporary table."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class PostgresConnection(DatabaseConnection):
         return self._cursor.execute(sql.encode(), parameters or None)
 
     def has(self, table: str) -> bool:
-        """See `DatabaseConnection`."""
+        """Return whether the table exists."""
         return self.query("SELECT to_regclass(%s) IS NOT NULL", (table,)) == [(True,)]
 
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
-        """See `DatabaseConnection`."""
+        """Replace the contents of the staging table with the rows."""
         with self._explained():
             self._cursor.execute(f"TRUNCATE {STAGED}".encode())
             with self._cursor.copy(f"COPY {STAGED} ({table.listed}) FROM STDIN".encode()) as copy:
@@ -73,12 +73,12 @@ class PostgresConnection(DatabaseConnection):
                     write(row)
 
     def rollback(self) -> None:
-        """See `DatabaseConnection`."""
+        """Roll back the open transaction unless the connection is closed."""
         if not self._connection.closed:
             self.execute("ROLLBACK")
 
     def close(self) -> None:
-        """See `DatabaseConnection`."""
+        """Close the connection."""
         self._connection.close()
 
     @contextmanager

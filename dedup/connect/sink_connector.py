@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dedup.settings import Settings
 
 MOST_ROWS: Final = 20_000
-"""Maximum number of records in a transaction."""
+"""The maximum number of records in a transaction."""
 GATHER_MS: Final = 50
 log: Final = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ async def run_sink(
 
 
 async def _topics(wire: KafkaWire, spec: SinkSpec, settings: Settings) -> tuple[Topic, Topic]:
-    """Return the topic to read and the dead-letter topic; create the latter if it is missing."""
+    """Return the topic to read, and the dead-letter topic, which is created if it is missing."""
     async with Admin(wire.connection) as admin:
         topic = (await admin.topics([spec.topic])).get(spec.topic)
         if topic is None:
@@ -178,7 +178,7 @@ class _Run:
             rejected = made.bad + refused
             if not rejected:
                 return written, 0
-            # Dead letters are sent before the commit. If they were sent after it, a crash in between would lose them.
+            # Send dead letters before the commit, because a crash between the commit and a later send would lose them.
             return written, asyncio.run_coroutine_threadsafe(self.dead_letters.send(rejected), loop).result()
 
         outcome = await self.consumer.once(work, current.ends)

@@ -30,9 +30,9 @@ class SourceRecords:
     prefix: str
     values: list[bytes]
     places: Sequence[int | str]
-    """The place of each record, without the prefix: unique in the source, and the same each time the source is read."""
+    """The place of each record, without the prefix. Each place is unique in the source and never changes."""
     position: bytes
-    """The position in the part after these records, which is passed to `restore` if all of them are committed."""
+    """The position in the part after these records, which is passed to `restore` if all records are committed."""
     after: Callable[[int], bytes]
     """Maps a row to the position that applies if only the records and dead records up to this row are committed."""
     dead: list[DeadRecord] = field(default_factory=list)
@@ -51,7 +51,7 @@ class RecordSource(Protocol):
         """
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """Release what was kept for rereading the records before ``positions``, which are now committed."""
+        """Release resources that were kept for rereading records before ``positions``, which are now committed."""
 
     def waiting(self) -> list[str]:
         """Return a sentence for each part of the source whose last data cannot be read yet."""

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 Lines = defaultdict[TopicPartition, list[Line]]
 HEADERS_BYTES: Final = 512
-"""Space in a record for everything except its value: key, headers, and other fields."""
+"""The space, in bytes, for everything in a record except its value: key, headers, and other fields."""
 RECORDS_AT_ONCE: Final = 40_000
-"""Maximum number of records in one transaction."""
+"""The maximum number of records in one transaction."""
 MOST_RECORDS: Final = 500_000
 MOST_BYTES: Final = 256 << 20
-"""Limits for the records between two markers, because they are kept in memory."""
+"""The limits for the records between two markers, which are kept in memory."""
 LOOK_AGAIN_S: Final = 0.2
 NO_RETENTION_LIMIT: Final = "-1"
 log: Final = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class _Transaction:
 
 
 OpenSource = Callable[[Ingest, int, Callable[[], bool]], RecordSource]
-"""Opens the source, given the maximum size of a record's value and a function that says when to stop."""
+"""Opens the source, given the maximum size of a record's value in bytes and a function that says when to stop."""
 
 
 def open_source(ingest: Ingest, most_bytes: int, stopped: Callable[[], bool], *, url: str = "") -> RecordSource:
@@ -154,7 +154,10 @@ class _Run:
     stop: asyncio.Event
     done: Ingested = field(default_factory=Ingested)
     single: bool = False
-    """True after the broker refused a record. Batches then contain one record, which identifies the refused one."""
+    """True after a broker refused a record.
+
+    Each record batch then contains only one record, so that the broker's response identifies the refused record.
+    """
 
     async def until_over(self, *, exit_when_done: bool) -> Ingested:
         self.source.restore(self.outbox.positions)
@@ -247,13 +250,13 @@ class TransactionBoundary:
         self._ready: Final[deque[SourceRecords]] = deque()
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """See `RecordSource`."""
+        """Discard incomplete transactions, and continue from the committed positions."""
         self._pending.clear()
         self._ready.clear()
         self._source.restore(positions)
 
     def poll(self) -> SourceRecords | None:
-        """See `RecordSource`. Raises StateIncompatible if too many records arrive without a marker."""
+        """Return the next whole transaction, or None. Raises StateIncompatible if too many records have no marker."""
         while not self._ready:
             found = self._source.poll()
             if found is None:
@@ -262,11 +265,11 @@ class TransactionBoundary:
         return self._ready.popleft()
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """See `RecordSource`."""
+        """Tell the wrapped source which positions are now committed."""
         self._source.committed(positions)
 
     def waiting(self) -> list[str]:
-        """See `RecordSource`."""
+        """Return a sentence for each part of the source that still waits for data or for a marker."""
         return self._source.waiting() + [
             f"{len(pending.values)} records after {pending.places[0]} of {part} wait for their marker"
             for part, pending in self._pending.items()
@@ -274,7 +277,7 @@ class TransactionBoundary:
         ]
 
     def close(self) -> None:
-        """See `RecordSource`."""
+        """Close the wrapped source."""
         self._source.close()
 
     def _take(self, found: SourceRecords) -> None:
@@ -290,7 +293,7 @@ class TransactionBoundary:
             pending.values += found.values[first:end]
             pending.places += found.places[first:end]
             pending.size_bytes += sum(map(len, found.values[first:end]))
-            # A dead record between a marker and the next row belongs after the marker.
+            # A dead record between a marker and the next row belongs to the transaction after the marker.
             last = len(found.values) if end is None else end - 1
             pending.dead += [each for each in found.dead if first <= each.row <= last]
             if end is not None:

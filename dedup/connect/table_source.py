@@ -64,7 +64,7 @@ class NumberedRows:
             raise
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """See `RecordSource`. Raises StateIncompatible if the key `unique` of the ingest file was added or removed."""
+        """Continue from the committed position. Raises StateIncompatible if the key `unique` was added or removed."""
         committed = positions.get(PART)
         self._at = None if committed is None else tuple(msgspec.json.decode(committed, type=list[int]))
         if self._at is not None and len(self._at) != len(self._order):
@@ -76,20 +76,20 @@ class NumberedRows:
         self._bound = None
 
     def poll(self) -> SourceRecords | None:
-        """See `RecordSource`. Waits while the database is unavailable."""
+        """Return the next rows, or None if there are no new rows. Waits while the database is unavailable."""
         with suppress(DatabaseUnavailable):  # The source was stopped.
             return self._database.insist(self._next)
         return None
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """See `RecordSource`."""
+        """Do nothing, because no resources are kept for rereading rows."""
 
     def waiting(self) -> list[str]:
-        """See `RecordSource`."""
+        """Return an empty list, because every visible row can be read."""
         return []
 
     def close(self) -> None:
-        """See `RecordSource`."""
+        """Close the database connection."""
         self._database.close()
 
     def _next(self, connection: DatabaseConnection) -> SourceRecords | None:
@@ -113,8 +113,8 @@ class NumberedRows:
 
     def _after(self, connection: DatabaseConnection) -> tuple[str, tuple[int, ...]]:
         if self._at is None:
-            # If there are parameters, psycopg requires every "%" in a query to be doubled, so a parameter is always
-            # passed.
+            # If a query has parameters, psycopg requires every "%" to be doubled, so this method always returns a
+            # parameter.
             return f"{connection.mark} = 1", (1,)
         marks = ", ".join(connection.mark for _ in self._order)
         return f"({self._listed}) > ({marks})", self._at
@@ -240,7 +240,7 @@ def _as_json(names: Sequence[str], row: Sequence[Any]) -> bytes:
     return orjson.dumps(found)
 
 
-# These functions yield the reasons why rows cannot be read by number; the first reason is reported.
+# Each of the following functions yields the reasons why rows cannot be read by number.
 
 
 def _misfits(columns: _Columns, keys: Sequence[Sequence[str]], order: Sequence[str]) -> Iterator[str]:
@@ -330,7 +330,7 @@ def _postgres_shape(connection: DatabaseConnection, table: str) -> tuple[_Column
 
 
 def _sqlite_shape(connection: DatabaseConnection, table: str) -> tuple[_Columns, list[list[str]], str | None]:
-    """Return a table's columns, those of each unique index, and the column whose numbers SQLite may reuse, if any."""
+    """Return a table's columns, the columns of each unique index, and any column whose numbers SQLite may reuse."""
     found = connection.query('SELECT name, upper(type), "notnull", pk FROM pragma_table_info(?)', (table,))
     primary = [(name, kind) for name, kind, _, position in found if position]
     # An INTEGER PRIMARY KEY is SQLite's row number, so it is never null.

@@ -35,7 +35,7 @@ WAIT_MS: Final = 100
 PAUSE_S: Final = 0.5
 TOPIC_CONFIGS: Final[Mapping[str, str]] = {
     "cleanup.policy": "compact",
-    # Only closed segments are compacted, and the whole topic is read at every start.
+    # Kafka compacts only closed segments, and every start reads the whole topic, so segments are small.
     "segment.bytes": "10485760",
     "retention.ms": "-1",
 }
@@ -102,7 +102,10 @@ class TransactionalOutbox:
         self._session: Final = Session(wire, transactional_id, None, timeout_ms=settings.transaction_timeout_ms)
 
     async def open(self) -> None:
-        """Fence earlier owners, abort their transactions, and read the positions. May raise BrokerUnavailable."""
+        """Fence earlier owners, abort their transactions, and read the positions.
+
+        Raises BrokerUnavailable if no broker responds in time.
+        """
         try:
             await self._session.open()
             await self._read()
@@ -158,14 +161,14 @@ class TransactionalOutbox:
                 return
 
     async def _happened(self, unknown: CommitUnknown) -> bool:
-        """Tell whether a commit without a response took effect. Retries until a broker responds."""
+        """Return whether a commit without a response took effect. Retries until a broker responds."""
         log.warning("%s", unknown, extra=AWAY)
         return (await self._begin_epoch()).transaction == self._number
 
     async def _begin_epoch(self) -> _Owner:
         while True:
             try:
-                # A fenced writer must stop and not fence its successor, so the owner is read before the new epoch, too.
+                # A fenced writer must stop without fencing its successor, so read the owner before the new epoch, too.
                 await self._refuse_if_overtaken(stable=True)
                 await self._session.open()
                 return await self._refuse_if_overtaken()
@@ -212,7 +215,7 @@ class TransactionalOutbox:
             read_to = fetched.next_offset
             if stable and read_to >= fetched.last_stable_offset:
                 break
-        # The positions are replaced at once: a reader of `positions` must not see older positions in the meantime.
+        # Replace all positions at once, so that a reader of `positions` never sees older positions.
         self._owner, self._read_to = owner, read_to
         self.positions.clear()
         self.positions.update(positions)

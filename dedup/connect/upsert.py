@@ -47,7 +47,7 @@ class SinkRows:
 
     rows: list[Row] = field(default_factory=list)
     records: list[tuple[TopicPartition, Columns, int]] = field(default_factory=list)
-    """For each row, the source partition, the batch, and the index in the batch of its record."""
+    """The source partition, the batch, and the index in the batch of each row's record."""
     bad: list[RejectedRecord] = field(default_factory=list)
     """Records that cannot become rows."""
 
@@ -87,7 +87,7 @@ class RowMaker:
         try:
             if self._framing is not None:
                 value = payload_of(self._framing, value, headers)
-            # Decoding numbers exactly takes time, and only columns of type json need it.
+            # Decoding numbers exactly takes time, and only columns of type json need exact numbers.
             record = decode(value) if self._exact else orjson.loads(value)
         except (ValueError, Unreadable) as error:
             return f"its value cannot be read: {error}"
@@ -117,7 +117,7 @@ def look_up(record: Any, path: Path) -> Any:  # noqa: ANN401 - any JSON value
 def _only(
     accepts: Callable[[Any], bool], what: str, convert: Callable[[Any], Any] = lambda value: value
 ) -> Callable[[Any], Any]:
-    """Return a function that converts the values that ``accepts`` accepts, and raises TypeError for others."""
+    """Return a function that converts the values that ``accepts`` accepts, and raises TypeError for all others."""
 
     def converted(found: Any) -> Any:  # noqa: ANN401 - any JSON value
         value = _plain(found)
@@ -212,7 +212,7 @@ def write_rows(connection: DatabaseConnection, table: Table, rows: Sequence[Row]
     while left:
         refused = _write(connection, table, rows, _one_a_key(rows, left, width), written)
         written.refused |= refused
-        # If the newest row of a key is refused, the row before it is written.
+        # If the newest row of a key is refused, the next older row of the key is written.
         keys = {rows[number][:width] for number in refused}
         left = [number for number in left if rows[number][:width] in keys and number not in refused]
     written.unchanged = len(rows) - written.inserted - written.updated - len(written.refused)

@@ -1,9 +1,9 @@
-"""Reads members of Avro values by path, exactly from one value (`AvroReader.read`), or as columns from a batch.
+"""Reads members of Avro values by path, from one value (`AvroReader.read`) or as columns from a batch of values.
 
-A value is the binary encoding of one record with a known writer schema. Both methods return only the requested members,
-but follow the schema through the whole value, because the value must end where its record ends. `AvroReader.columns`
-advances through all values of a batch together, field by field. If any value might be damaged, the batch must be passed
-to `AvroReader.read`. Source: "Binary Encoding" and "Logical Types" of the Avro specification 1.12.0.
+A value is the binary encoding of one record with a known writer schema. `read` and `columns` return only the requested
+members, but decode the whole value to check that it ends where its record ends. `AvroReader.columns` advances through
+all values of a batch together, field by field. If any value might be damaged, the caller must pass each value of the
+batch to `AvroReader.read`. Source: "Binary Encoding" and "Logical Types" of the Avro specification 1.12.0.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from dedup.core.tracking_id import Path
 from dedup.core.varint import PADDING, Damaged, NotInColumns, varint, varints
 
 MAX_DEPTH: Final = 200
-"""Maximum nesting depth of schemas and values. A schema that contains itself does not limit the depth of values."""
+"""The maximum nesting depth of schemas and values. Without it, a recursive schema would allow values of any depth."""
 _MOST_SCHEMA_CHARS: Final = 1 << 20
 _MOST_DECIMAL_BYTES: Final = 1_024
 _ROWS_PER_STEP: Final = 16
-"""Minimum average number of values per step (a union or an item) to read in columns. The first 64 steps are free."""
+"""After 64 free steps, `columns` gives up if a step (a union or an item) reads fewer values than this on average."""
 
-# Avro's Java library, and therefore registries, accept letters of any language, and any string as a namespace.
+# Avro's Java library, which registries use, accepts letters of any language in names, and any string as a namespace.
 _NAME: Final = re.compile(r"[^\W\d]\w*")
 _FULL_NAME: Final = re.compile(r"([^\0-\x20\x7f-\x9f\ud800-\udfff]{1,1000}\.)?[^\W\d]\w{0,1000}")
 _WIDTHS: Final = {
@@ -49,14 +49,14 @@ _LOGICAL: Final = {
     "fixed": {"decimal", "duration", "uuid"},
     "string": {"uuid"},
 }
-"""The logical types of each type. Unknown and invalid logical types are ignored, as the specification requires."""
+"""Maps each type to its logical types. As the specification requires, unknown and invalid logical types are ignored."""
 _SIZE_OF: Final = {"uuid": 16, "duration": 12}
 _TIMESTAMPS: Final[Mapping[str, tuple[TimeUnit | None, int]]] = {
     "timestamp-millis": ("ms", 1_000_000),
     "timestamp-micros": ("us", 1_000),
     "timestamp-nanos": (None, 1),
 }
-"""Maps each type of instants to the word for its unit in topology files (or None), and to the unit in nanoseconds."""
+"""Maps each timestamp type to the name of its unit in topology files (or None) and the unit's length in nanoseconds."""
 _NO_ID: Final = frozenset(
     {"null", "float", "double", "date", "time-millis", "time-micros", "duration", "big-decimal"}
     | {f"local-timestamp-{unit}" for unit in _UNITS}
@@ -64,12 +64,15 @@ _NO_ID: Final = frozenset(
 
 
 class SchemaRefused(ValueError):
-    """A schema is invalid, or its values are not records. The message completes a sentence about the schema."""
+    """Raised if a schema is invalid or does not describe records.
+
+    The message begins with a verb, so that an error text can put the message after the name of the schema.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A type whose values contain no other values."""
+    """A type whose values contain no other values, such as int or string."""
 
     kind: str
     logical: str = ""
@@ -81,18 +84,18 @@ class Scalar:
 
     @property
     def name(self) -> str:
-        """The name of the logical type or, if there is none, of the type."""
+        """The name of the logical type if there is one, and otherwise the name of the type."""
         return self.logical or self.kind
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record type. Its fields are added after it is created, because a record may contain itself."""
+    """A record type. The parser adds the fields to an existing object, because a record type may contain itself."""
 
     name: str
     fields: dict[str, Node] = field(default_factory=dict, compare=False, repr=False)
     void: set[str] = field(default_factory=set, compare=False, repr=False)
-    """Fields that take no bytes. They are visited only on request, because a small schema can describe very many."""
+    """Fields that take no bytes. Readers visit only the requested ones, because a small schema can have very many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +104,12 @@ class Items:
 
     item: Node
     name: str
-    """Either array or map."""
+    """The kind of the type, which is "array" or "map"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Union:
-    """A union of types. In a value, the position of the chosen type precedes the value of this type."""
+    """A union of types. An encoded value begins with the position of the chosen type in the union."""
 
     branches: tuple[Node, ...]
 
@@ -116,29 +119,30 @@ Node = Scalar | Record | Items | Union
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """A moment, in nanoseconds since 1970 UTC."""
+    """An instant, in nanoseconds since 1970-01-01T00:00:00Z."""
 
     nanoseconds: int
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Stands for a value whose type is not allowed at its path, such as a double as an ID."""
+    """Stands for a value whose type is not allowed at its path, for example a double that would be an ID."""
 
     type_name: str
 
 
 Leaf = None | bool | int | str | bytes | Number | UUID | Instant | Refused | Absent
-"""The value at a path. A decimal is a `Number` with an exponent."""
+"""The value at a path. A decimal is represented as a `Number` with an exponent."""
 
 
 @lru_cache(maxsize=256)
 def parse_schema(text: str) -> Record:
-    """Return the record type that an Avro schema describes. Raises SchemaRefused if the schema describes none."""
+    """Return the record type that a schema describes. Raises SchemaRefused if the schema does not describe a record."""
     if len(text) > _MOST_SCHEMA_CHARS:
         raise SchemaRefused(f"has {len(text):,} characters, more than {_MOST_SCHEMA_CHARS:,}")
     try:
-        # Only a default, which nobody reads, may be longer. Python refuses to convert thousands of digits.
+        # Only a default value, which is never used, can have more than 20 digits. Python's int() would reject
+        # a number with thousands of digits.
         return _SchemaParser().record(json.loads(text, parse_int=lambda digits: int(digits[:20])))
     except json.JSONDecodeError as error:
         raise SchemaRefused(f"is not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
@@ -259,7 +263,7 @@ def _logical(kind: str, schema: Mapping[str, Any], size: int) -> tuple[str, int]
 
 
 def nodes_at(node: Node, path: Path) -> list[Node]:
-    """Return the types that values at a path can have, or no types if the schema does not have the path."""
+    """Return the types that values at a path can have, or an empty list if the schema does not have the path."""
     if isinstance(node, Union):
         return [found for branch in node.branches for found in nodes_at(branch, path)]
     if not path:
@@ -273,7 +277,7 @@ def nodes_at(node: Node, path: Path) -> list[Node]:
 
 
 def type_name(node: Node) -> str:
-    """Return the name of a type, which is its logical type if it has one, and otherwise its kind, such as record."""
+    """Return the logical type of a type if it has one, and otherwise the type's kind, such as record."""
     match node:
         case Scalar() | Items():
             return node.name
@@ -302,7 +306,7 @@ class _Wanted:
     """The members to read at one place in the schema."""
 
     slots: tuple[int, ...] = ()
-    """The positions in the result of the paths that end here."""
+    """The positions in the result for the paths that end at this place."""
     below: Mapping[str | int, _Wanted] = field(default_factory=dict)
 
 
@@ -331,11 +335,14 @@ class AvroReader:
         paths = [*ids, *([time.path] if time is not None else [])]
         self._time_slot: Final = len(ids) if time is not None else -1
         self._want: Final = _wanted(enumerate(paths))
-        # An item's position differs between the values of a batch, and so do the keys of maps.
+        # A path through an array or a map leads to different positions in the values of a batch.
         self.columnar: Final = not any(_through_items(schema, path) for path in paths)
 
     def read(self, value: bytes) -> list[Leaf]:
-        """Return the members at the paths, the time last. Raises Unreadable unless the value is exactly one record."""
+        """Return the members at the paths, followed by the event time.
+
+        Raises Unreadable unless the value is exactly one record.
+        """
         try:
             return self._read(value)
         except Damaged as damage:
@@ -351,7 +358,7 @@ class AvroReader:
     def _not_avro(self, value: bytes, text: str) -> Unreadable:
         if value[:1] == b"{" and value[-1:] == b"}":
             return Unreadable("not_avro", f"{text}; it looks like JSON", format_name="json")
-        if value[:1] == b"\0":  # a framing, or the first field of a damaged record
+        if value[:1] == b"\0":  # byte 0 begins a framing, or the first field of a damaged record
             try:
                 self._read(value[PREFIX_BYTES:])
             except (Damaged, Unreadable):
@@ -359,7 +366,7 @@ class AvroReader:
         return with_foreign_format(value, "not_avro", text)
 
     def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return a column for each path, with the event times last, or None if any value needs `read`."""
+        """Return a column for each path, with the event times last, or None if any value must be passed to `read`."""
         batch = _Batch(self, values)
         try:
             batch.walk(self._schema, self._want, slice(None), 0)
@@ -368,7 +375,7 @@ class AvroReader:
         return batch.found if (batch.at == batch.ends).all() else None
 
     def time_of(self, slot: int) -> FieldTime | None:
-        """Return the rule for the event time if the slot is for the event time, or None if it is for part of the ID."""
+        """Return the rule for the event time if the slot belongs to the event time, or None if it belongs to the ID."""
         return self._time if slot == self._time_slot else None
 
 
@@ -378,12 +385,12 @@ def _through_items(node: Node, path: Path) -> bool:
 
 @lru_cache(maxsize=256)
 def avro_reader(schema: str, ids: tuple[Path, ...], time: FieldTime | None) -> AvroReader:
-    """Return the reader for the values of a schema. Raises SchemaRefused if the schema is not valid."""
+    """Return the reader for values that a given schema describes. Raises SchemaRefused if the schema is not valid."""
     return AvroReader(parse_schema(schema), ids, time)
 
 
-def leaf_of(node: Scalar, raw: Any, time: FieldTime | None) -> Leaf:  # noqa: ANN401 - int, bytes, or None, by the type
-    """Convert raw content to an ID or, with ``time``, an event time. Raises Unreadable if the content is malformed."""
+def leaf_of(node: Scalar, raw: Any, time: FieldTime | None) -> Leaf:  # noqa: ANN401 - int, bytes, or None
+    """Convert raw content to an ID or, with ``time``, to an event time. Raises Unreadable for malformed content."""
     if node.kind == "null":
         return None
     if is_refused(node, time):
@@ -423,7 +430,7 @@ def _decimal(raw: bytes, scale: int) -> Number:
 
 
 class _Cursor:
-    """A position in one value. `walk` advances the position past the encoding of a type."""
+    """A position in one Avro value. `walk` advances the position past one encoded value of a given type."""
 
     def __init__(self, reader: AvroReader, value: bytes) -> None:
         self._reader: Final = reader
@@ -467,7 +474,7 @@ class _Cursor:
             if count < 0:
                 size, count = self._varint(), -count
                 due = self.at + size
-            if count > len(self._value) - self.at:  # each item takes a byte
+            if count > len(self._value) - self.at:  # each item takes at least one byte
                 raise Damaged(f"it ends inside a block of {count} items (byte {self.at})")
             for at in range(position, position + count):
                 step: str | int = at if node.name == "array" else self._key(keys)
@@ -477,7 +484,7 @@ class _Cursor:
                 raise Damaged(f"a block of items has another size than it says (byte {self.at})")
 
     def _key(self, keys: dict[bytes, bool]) -> str | int:
-        """Return a map item's key, or -1 if no path has it. ``keys`` maps each key on a path to True if it was read."""
+        """Return a map item's key, or -1 for a key that is on no path. ``keys`` says which keys on paths were read."""
         key = self._take(self._varint())
         if key not in keys:
             return -1
@@ -525,7 +532,7 @@ _Rows = slice | _Longs
 
 
 class _Batch:
-    """A position in each value of a batch. `walk` advances the positions in given rows past the encoding of a type."""
+    """A position in each Avro value of a batch. `walk` advances the positions in given rows past one encoded value."""
 
     def __init__(self, reader: AvroReader, values: Sequence[bytes]) -> None:
         self._reader: Final = reader

@@ -1,8 +1,8 @@
-"""Reads members of CBOR values by path, exactly from one value (`CborReader.read`), or as columns from a batch.
+"""Reads members of CBOR values by path, from one value (`CborReader.read`) or as columns from a batch of values.
 
-A value is one item, usually a map, and must end where the item ends. A path names the text keys of maps and positions
-in arrays; other keys are passed over. The reader neither recurses into what it passes over nor allocates memory for
-announced lengths, so neither needs a limit. Source: RFC 8949, and the registry of CBOR tags at IANA.
+A value is one item, usually a map, and must end where the item ends. A path consists of text keys of maps and positions
+in arrays, and the reader skips all other items. The reader does not recurse into skipped items and does not allocate
+memory for announced lengths, so it limits neither depth nor length. Source: RFC 8949, and IANA's registry of CBOR tags.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from dedup.core.varint import Damaged
 
 _UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY, _MAP, _TAG, _SIMPLE = range(8)
 _SHORT: Final = 24
-"""Arguments below this number are in the first byte of an item."""
+"""An argument below this number is part of an item's first byte."""
 _INDEFINITE: Final = 31
 _BREAK: Final = b"\xff"
 _WIDTHS: Final = {24: 1, 25: 2, 26: 4, 27: 8}
-"""For each additional information in the first byte of an item, the number of bytes of its argument."""
+"""Maps the additional information in an item's first byte to the number of bytes of the item's argument."""
 _FLOATS: Final = {25: ">e", 26: ">f", 27: ">d"}
 
 
 def _size_of(first: int) -> int:
-    """Return the length of an item that begins with a given byte, or 0 if the byte does not say the length."""
+    """Return the length of an item that begins with a given byte, or 0 if the byte does not determine the length."""
     major, info = first >> 5, first & 0x1F
     if major in {_BYTES, _TEXT}:
         return 1 + info if info < _SHORT else 0
@@ -55,7 +55,7 @@ def _size_of(first: int) -> int:
 _SIZES: Final = bytes(map(_size_of, range(256)))
 _RUNS: Final = runs_of(_SIZES)
 _SIMPLES: Final[dict[int, Leaf]] = {20: False, 21: True, 22: None, 23: ABSENT}
-"""The simple values with a meaning: false, true, null, and undefined, which stands for a member that is not there."""
+"""Maps the supported simple values to leaves. The value undefined, like a missing member, becomes ABSENT."""
 _LEAST_LONG_SIMPLE: Final = 32
 
 _TIME_TEXT, _TIME_NUMBER, _BIGNUM, _NEGATIVE_BIGNUM, _DECIMAL, _UUID, _SELF_DESCRIBED = 0, 1, 2, 3, 4, 37, 55_799
@@ -67,19 +67,19 @@ _US_NS: Final = 1_000
 
 _ELEMENTS, _KEYS, _VALUES = -1, -2, -3
 _NEXT: Final = {_ELEMENTS: _ELEMENTS, _KEYS: _VALUES, _VALUES: _KEYS}
-"""For what follows in an array or a map of indefinite length (an element, a key, or a value), what follows then."""
+"""Maps each kind of item in an array or a map of indefinite length to the kind of item that follows it."""
 
 _Head = tuple[int, int, int]
-"""The first bytes of an item: its major type, its additional information, and its argument (0 if indefinite)."""
+"""The decoded head of an item: its major type, its additional information, and its argument (0 if indefinite)."""
 
 
 class _Cursor(Cursor):
-    """A position in one value."""
+    """A position in one CBOR value."""
 
     def item(self, wanted: PathTree) -> None:
-        """Read one item, and put what is wanted of it into `found`."""
+        """Read one item, and store the requested values in `found`."""
         start, head = self.at, self._head()
-        while head[0] == _TAG and head[2] == _SELF_DESCRIBED:  # it says only that the item is CBOR
+        while head[0] == _TAG and head[2] == _SELF_DESCRIBED:  # this tag says only that the item is CBOR
             start, head = self.at, self._head()
         if (head[0] == _ARRAY and wanted.elements) or (head[0] == _MAP and wanted.members):
             leaf: Leaf = Refused("map" if head[0] == _MAP else "array")
@@ -114,7 +114,7 @@ class _Cursor(Cursor):
             self.item(wanted)
 
     def _each(self, head: _Head) -> Iterator[int]:
-        """Yield the position of each element or member of an array or a map, which the caller reads in between."""
+        """Yield the position of each array element or map member. The caller must read each item before continuing."""
         _, info, count = head
         if info != _INDEFINITE:
             yield from range(count)
@@ -125,7 +125,7 @@ class _Cursor(Cursor):
             position += 1
 
     def _is_over(self) -> bool:
-        """Read the end of an item of indefinite length, and return whether it was there."""
+        """Return whether an item of indefinite length ends at this position, and if so, skip the end marker."""
         over = self._value[self.at : self.at + 1] == _BREAK
         self.at += over
         return over
@@ -145,21 +145,21 @@ class _Cursor(Cursor):
         return None
 
     def _skip(self) -> None:
-        """Pass over one item, with all that it contains."""
+        """Skip one item and everything that it contains."""
         size = len(self._value)
         if self.at < size:
             end = self.at + _SIZES[self._value[self.at]]
             if self.at < end <= size:
                 self.at = end
                 return
-        # What must follow: a number of items or, in an item of indefinite length, one of `_NEXT`.
+        # Each entry says what must follow: a number of items or, in an item of indefinite length, one key of `_NEXT`.
         open_items = [1]
         while open_items:
             due = open_items[-1]
             if due == 0:
                 open_items.pop()
                 continue
-            # Each item takes at least one byte, so a greater number cannot be right.
+            # Each item takes at least one byte, so the value cannot contain more items than bytes.
             if due > size - self.at or self.at == size:
                 raise ended(size)
             known = _SIZES[self._value[self.at]]
@@ -176,7 +176,7 @@ class _Cursor(Cursor):
             self._open(open_items, self._head())
 
     def _open(self, open_items: list[int], head: _Head) -> None:
-        """Pass over a text or bytes, or add what follows in an array, a map, or a tag."""
+        """Skip a text or byte string, or add the items that an array, a map, or a tag contains to ``open_items``."""
         major, info, argument = head
         if major in {_BYTES, _TEXT}:
             for _ in self._chunks(head):
@@ -216,7 +216,7 @@ class _Cursor(Cursor):
         return _SIMPLES.get(argument, Refused("simple value"))
 
     def _tagged(self, tag: int) -> Leaf:
-        """Return the leaf that a tag and its content stand for, or the refusal of a tag without a meaning here."""
+        """Return the value that a tag and its content represent, or `Refused` for a tag that the reader cannot use."""
         start = self.at
         leaf = self._meaning(tag, self._head())
         if leaf is not None:
@@ -252,7 +252,7 @@ class _Cursor(Cursor):
         return int.from_bytes(raw) if tag == _BIGNUM else -1 - int.from_bytes(raw)
 
     def _decimal(self, head: _Head) -> Number | None:
-        """Return the number that the content of a decimal fraction stands for: an exponent and a mantissa."""
+        """Return the number that a decimal fraction's exponent and mantissa represent, or None if they are invalid."""
         _, info, count = head
         if info != _INDEFINITE and count != 2:  # noqa: PLR2004 - RFC 8949, section 3.4.4
             return None
@@ -271,7 +271,7 @@ class _Cursor(Cursor):
         return Number(f"{mantissa}e{_whole(first)}")
 
     def _chunks(self, head: _Head) -> Iterator[bytes]:
-        """Yield the content of a text or of bytes, which is in several pieces if its length is indefinite."""
+        """Yield the content of a text or byte string, in several chunks if the string has an indefinite length."""
         major, info, size = head
         if info != _INDEFINITE:
             yield self._bytes(size)
@@ -314,7 +314,7 @@ def _whole(head: _Head) -> int:
 def _instant_of(seconds: float) -> Instant | None:
     if not math.isfinite(seconds):
         return None
-    # The nearest microsecond: the double that is nearest to 1700000000.123 is less than that.
+    # The result is rounded to microseconds, because the double nearest to 1700000000.123 is less than this number.
     numerator, denominator = seconds.as_integer_ratio()
     return Instant((2 * numerator * _SECOND_US + denominator) // (2 * denominator) * _US_NS)
 
@@ -329,5 +329,5 @@ class CborReader(ItemReader):
 
 @lru_cache(maxsize=256)
 def cbor_reader(ids: tuple[Path, ...], time: FieldTime | None) -> CborReader:
-    """Return the reader for the members at given paths."""
+    """Return the CBOR reader for the members at the given paths."""
     return CborReader(ids, time)

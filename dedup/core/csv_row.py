@@ -1,7 +1,7 @@
 """Reads columns of CSV values. A value is one row, as RFC 4180 defines it, and the topology names its columns.
 
-All cells are text, and an empty cell is absent. A line break may follow the row. The stdlib's csv module is not used,
-because it accepts quotes inside of cells without quotes, and limits the length of cells for the whole process.
+All cells are text, and an empty cell counts as absent. A line break may follow the row. The standard library's csv
+module is not used, because it accepts quotes inside unquoted cells and limits the length of cells process-wide.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _CHARACTERS: Final[dict[Delimiter, str]] = {"comma": ",", "semicolon": ";", "tab
 _BYTE_ORDER_MARK: Final = "\ufeff"
 _NUMBER: Final = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _SHORT_DIGITS: Final = 18
-"""Integers of at most this many characters fit 64 bits."""
+"""An integer of at most this many characters fits into 64 bits."""
 
 
 @dataclass(frozen=True)
 class CsvLayout:
-    """The names of the columns of each row, in their order, and the character between cells."""
+    """The names of the columns, in the order of the cells in each row, and the character between cells."""
 
     columns: tuple[str, ...]
     delimiter: Delimiter = "comma"
@@ -82,7 +82,7 @@ class CsvReader(MemberReader):
         self._is_numeric: Final = time is not None and time.unit != "rfc3339"
 
     def read(self, value: bytes) -> list[Leaf]:
-        """Return the cells in the columns, the time last. Raises Unreadable if the value is not one row."""
+        """Return the requested cells, followed by the event time. Raises Unreadable if the value is not one row."""
         try:
             text = value.decode()
         except UnicodeDecodeError as error:
@@ -99,11 +99,11 @@ class CsvReader(MemberReader):
         return self.leaves(found)
 
     def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return one column per path, followed by the event times; return None if any value cannot be read."""
+        """Return one column per path, followed by the event times, or None if any value cannot be read."""
         return self._plain(values) or super().columns(values)
 
     def _plain(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return the columns of rows without quotes, carriage returns, and line breaks at their end, or else None."""
+        """Return the columns if every row is simple enough to be split at each delimiter, and otherwise None."""
         joined = b"\n".join(values)
         if b'"' in joined or b"\r" in joined or joined.startswith(_BYTE_ORDER_MARK.encode()):
             return None
@@ -125,12 +125,12 @@ class CsvReader(MemberReader):
 
 @lru_cache(maxsize=256)
 def csv_reader(layout: CsvLayout, ids: tuple[Path, ...], time: FieldTime | None) -> CsvReader:
-    """Return the reader for given columns, which the layout must have."""
+    """Return the reader for the given columns, all of which the layout must contain."""
     return CsvReader(layout, ids, time)
 
 
 def _number(cell: Leaf) -> Leaf:
-    """Return the number that a cell is, in JSON's notation, or else the cell."""
+    """Return the number that a cell contains in JSON notation, or the cell itself if it is not such a number."""
     if not isinstance(cell, str) or not _NUMBER.fullmatch(cell):
         return cell
     number = Number(cell)

@@ -15,7 +15,7 @@ from dedup.core.exact_json import ABSENT, NotJudged, Number, Unreadable
 from dedup.core.tracking_id import Path, format_path
 
 TimeUnit = Literal["rfc3339", "s", "ms", "us", "timestamp"]
-"""The format or unit of a time. With ``timestamp``, the type of the value, or its schema, determines the unit."""
+"""The format or unit of a time. With ``timestamp``, the type of the value or its schema determines the unit."""
 _Integers = npt.NDArray[np.int64]
 _Count = TypeVar("_Count", int, _Integers)
 
@@ -23,11 +23,11 @@ MIN_MS: Final = -(1 << 63)
 MAX_MS: Final = (1 << 63) - 1
 
 _POWER: Final = {"s": 3, "ms": 0, "us": -3}
-"""For each unit, the exponent of the power of ten that converts a number to milliseconds."""
+"""Maps each unit to the exponent of the power of ten that converts a number of this unit to milliseconds."""
 
 _MONTH_DAYS: Final = np.array([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31])
 _FRACTION_AT: Final = 19
-"""Index of the decimal point in an RFC 3339 string with fractions of a second."""
+"""The index of the decimal point in an RFC 3339 string with fractions of a second."""
 
 _RFC3339: Final = re.compile(
     r"(\d{4})-(\d\d)-(\d\d)[Tt](\d\d):(\d\d):(\d\d)(?:\.(\d+))?(?:[Zz]|([+-])(\d\d):(\d\d))", re.ASCII
@@ -35,7 +35,7 @@ _RFC3339: Final = re.compile(
 
 
 class BadTime(NotJudged):
-    """The record has no usable event time."""
+    """Raised if a record has no usable event time."""
 
     kind = "bad_time"
 
@@ -62,9 +62,9 @@ EventTime = RecordTime | FieldTime
 
 
 def create_time_fault(topic: str, what: str) -> str:
-    """Return the message that ``what`` has a timestamp from its producer although the event time is `arrival`.
+    """Return the error message for records that have the producer's timestamp although `event_time` is `arrival`.
 
-    ``what`` describes one or all records of the source topic. The message also says what the user can do.
+    ``what`` describes one or all records of the source topic. The message also tells the user how to proceed.
     """
     return (
         f"{what} has the time that its producer wrote (CreateTime), but `event_time: arrival` needs the time at which "
@@ -80,7 +80,8 @@ def create_time_fault(topic: str, what: str) -> str:
 def time_ms_of(found: object, time: FieldTime) -> int:
     """Convert a field's value to an event time. Raises BadTime if the value is missing or cannot be converted.
 
-    A number is a `Number` or an int. With the unit ``timestamp``, the value is already in milliseconds.
+    If the value is a number, ``found`` is a `Number` or an int. With the unit ``timestamp``, ``found`` is already in
+    milliseconds.
     """
     place = format_path(time.path)
     if found is ABSENT:
@@ -122,7 +123,7 @@ def rfc3339_ms(text: str) -> int | None:
     """Convert an RFC 3339 string to milliseconds since 1970 UTC, or return None if the string is not valid.
 
     The string must have ``T`` between date and time, an offset from UTC, and a date that exists. A leap second is
-    accepted only at 23:59:60 UTC, and counts as the first second of the next minute. Digits beyond milliseconds are
+    accepted only at 23:59:60 UTC, and counts as the first second of the next minute. Fractions of a millisecond are
     dropped.
     """
     match = _RFC3339.fullmatch(text)
@@ -147,8 +148,8 @@ def rfc3339_ms(text: str) -> int | None:
 def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
     """Convert many strings of the same layout at once, or return None if `rfc3339_ms` must convert them one by one.
 
-    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)`` with a capital T and Z. All strings have the same length, and
-    none is in a leap second.
+    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)`` with a capital T and Z. All strings must have the same length,
+    and none may name a leap second.
     """
     lines = ("\n".join(texts) + "\n").encode("utf-8", "surrogatepass")
     utc = texts[0].endswith("Z")
@@ -194,7 +195,7 @@ def _layout_holds(lines: bytes, count: int, zone: int, *, utc: bool) -> bool:
         return False
     if not utc and lines[zone::width].translate(None, b"+-"):
         return False
-    # A separator in any other place is removed, too, so too few digits remain.
+    # `translate` also removes any separator in a wrong place, and then too few digits remain.
     digits = lines.translate(None, b"-T:.Z+\n")
     return digits.isdigit() and len(digits) == (width - len(marks) - (not utc)) * count
 
@@ -229,14 +230,14 @@ def _number_ms(number: Number, power: int) -> int | None:
     if exponent >= 0:
         size, rest = int(digits) * 10**exponent, False
     else:
-        # The digits have no trailing zeros, so the digits that are cut off are not all zeros.
+        # The digits have no trailing zeros, so at least one of the digits that are cut off is not zero.
         size, rest = int(digits[: max(0, whole_digits)] or "0"), True
     time_ms = -size - rest if sign else size
     return time_ms if MIN_MS <= time_ms <= MAX_MS else None
 
 
 def times_ms_of(column: list[Any], unit: TimeUnit) -> list[int] | None:
-    """Convert a column of decoded JSON values to milliseconds, or return None if a row needs `time_ms_of`."""
+    """Convert a column of decoded JSON values to milliseconds, or return None if any row requires `time_ms_of`."""
     match unit:
         case "ms" | "timestamp":
             return column
@@ -256,7 +257,7 @@ def times_ms_of(column: list[Any], unit: TimeUnit) -> list[int] | None:
 
 
 def typed_times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
-    """Convert a column of leaves to milliseconds, or return None if a row needs `time_ms_of`."""
+    """Convert a column of typed values to milliseconds, or return None if any row requires `time_ms_of`."""
     if set(map(type, column)) != {str if unit == "rfc3339" else int}:
         return None
     most = MAX_MS // 1000

@@ -1,6 +1,6 @@
-"""Decodes JSON values one by one and exactly (RFC 8259), finds values by path, and computes canonical JSON.
+"""Decodes single JSON values exactly (RFC 8259), finds values by path, and computes canonical JSON.
 
-The column extractor (extract.py) is faster, but leaves a row to this module whenever the results could differ.
+The column extractor (extract.py) is faster, but it passes a row to this module whenever the two results could differ.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import msgspec
 from dedup.core.tracking_id import Path, format_path
 
 MAX_DEPTH: Final = 512
-"""Maximum nesting depth of containers. More deeply nested values are refused before any recursion."""
+"""The maximum nesting depth of containers. `decode` refuses more deeply nested values before it recurses."""
 
 SHORT_BYTES: Final = 2 * MAX_DEPTH
 """A value of at most this many bytes cannot be nested deeper than MAX_DEPTH, because each level has two brackets."""
 DECODE_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """The exceptions that msgspec's decoder raises for values that it does not accept."""
 _EXPONENT_DIGITS: Final = 18
-"""Maximum number of digits in an exponent if the number's value is needed. RFC 8259, section 6, allows such limits."""
+"""The maximum number of digits in the exponent of a number to be evaluated. RFC 8259, section 6, allows such limits."""
 
 _BRACKETS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 _BLANK: Final = " \t\n\r"
 _FRAME_BYTES: Final = 5
-"""Length of the Schema Registry framing, which consists of a zero byte and the schema ID in big-endian order."""
+"""The length of Schema Registry framing, which consists of a zero byte and the schema ID in big-endian order."""
 _OPENINGS: Final = b'{["'
 """The usual first bytes of JSON values in records."""
 
@@ -38,13 +38,13 @@ _OPENINGS: Final = b'{["'
 @dataclass(frozen=True, slots=True)
 class _Foreign:
     name: str
-    """A stable name in snake_case, which is also a metric label, so there must be only a few such names."""
+    """A stable name in snake_case. Because the name is also a metric label, there must be only a few such names."""
     words: str
-    """The end of a sentence that starts with "it begins with": the first bytes of the value and their meaning."""
+    """The first bytes of the value and their meaning, as the end of a sentence that starts with "it begins with"."""
 
 
 _MAGIC: Final[tuple[tuple[bytes, _Foreign], ...]] = (
-    # The order matters, because UTF-32 begins like UTF-16.
+    # The order matters, because one byte order mark of UTF-32 begins like one of UTF-16.
     (b"\x00\x00\xfe\xff", _Foreign("utf_32", "bytes 0000feff: the byte order mark of UTF-32")),
     (b"\xff\xfe\x00\x00", _Foreign("utf_32", "bytes fffe0000: the byte order mark of UTF-32")),
     (b"\xff\xfe", _Foreign("utf_16", "bytes fffe: the byte order mark of UTF-16")),
@@ -82,7 +82,10 @@ def foreign_format(value: bytes) -> _Foreign | None:
 
 
 class NotJudged(Exception):
-    """A record cannot be judged. The error has a stable code, and a sentence that does not reveal the payload."""
+    """Raised if a record cannot be judged.
+
+    The error has a stable code and a message that does not reveal the payload.
+    """
 
     kind: ClassVar[str]
     """The value of `FaultKind` for records with this error."""
@@ -96,7 +99,7 @@ class NotJudged(Exception):
 
 
 class Unreadable(NotJudged):
-    """The value of a record cannot be read."""
+    """Raised if the value of a record cannot be read."""
 
     kind = "unreadable"
 
@@ -186,7 +189,7 @@ def decode(value: bytes) -> JsonValue:
 
 
 def with_foreign_format(value: bytes, code: str, detail: str) -> Unreadable:
-    """Return an error that also names the format that the value seems to have, if its first bytes suggest one."""
+    """Return an error that also names the value's likely format if the first bytes suggest one."""
     found = foreign_format(value)
     if found is None:
         return Unreadable(code, detail)
@@ -230,7 +233,7 @@ def canonical_json(value: JsonValue, exclude: Excluded) -> bytes:
     """Return a value as canonical JSON, which does not depend on the original's white space, escapes, or member order.
 
     Members are sorted by name at every level, there is no white space, and strings are escaped only where JSON requires
-    it. Integers stay as written (``-0`` becomes ``0``), and other numbers have the form of `Number.decimal_text`.
+    it. Integers stay as written (but ``-0`` becomes ``0``), and other numbers have the form of `Number.decimal_text`.
     Excluded members and elements are left out. Raises Unreadable if a member name is repeated in any object, or if a
     string cannot be encoded as UTF-8.
     """
@@ -308,7 +311,7 @@ def content_of(value: bytes, exclude: tuple[Path, ...]) -> bytes:
 
 
 def may_be_deep(value: bytes) -> bool:
-    """Return False only if the value is certainly not nested more than `MAX_DEPTH` levels deep."""
+    """Return True unless the value certainly has at most `MAX_DEPTH` nesting levels."""
     return len(value) > SHORT_BYTES and value.count(b"{") + value.count(b"[") > MAX_DEPTH
 
 
@@ -345,7 +348,7 @@ def _leave_out(content: object, without: Excluded) -> None:
 
 
 def _as_written(text: str) -> msgspec.Raw:
-    # Raw is encoded unchanged. (A Number is a dataclass and would be encoded as an object.)
+    # msgspec encodes a Raw unchanged, but would encode a Number, which is a dataclass, as an object.
     return msgspec.Raw(Number(text).decimal_text().encode())
 
 

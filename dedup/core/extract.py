@@ -3,12 +3,12 @@
 The fast path is used only if `extract_one` (the slow path) would certainly give the same result. If a check fails, the
 batch is split in half, and a batch of at most four rows takes the slow path. The checks for JSON fields are:
 
-* One call of msgspec decodes all values, joined by line feeds. Every value must begin with ``{`` and end with ``}``.
+* One msgspec call decodes all values, joined by line feeds. Every value must begin with ``{`` and end with ``}``.
   The sequence ``}`` LF ``{`` can occur only between two values, so if the decoder returns as many structs as there are
   rows, each struct belongs to exactly one row.
 * msgspec accepts invalid UTF-8 in members that it skips, so the joined bytes must be valid UTF-8.
 * msgspec keeps the last of several members with the same name, so each name on a path may occur only once per row.
-  A value takes the slow path if escapes in it could spell a member name.
+  A value takes the slow path if its escape sequences could spell a member name.
 * A value that is long enough to be nested too deeply may have at most `MAX_DEPTH` opening brackets.
 * An ID must be a string or a 64-bit integer.
 """
@@ -77,11 +77,11 @@ __all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_ex
 
 _WORD_BYTES: Final = 4
 _MARGIN_BYTES: Final = 2
-"""At least this many bytes follow a member name: a colon and a closing brace."""
+"""The minimum number of bytes that follow a member name, which are a colon and a closing brace."""
 
 _UUID_CHARS: Final = 36
 _ROW: Final = _UUID_CHARS + 1
-"""Length of a UUID and the line feed after it."""
+"""The length of a UUID and the line feed after it."""
 _HYPHENS: Final = (8, 13, 18, 23)
 
 _Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
@@ -94,7 +94,7 @@ _TIME_TYPES: Final[dict[TimeUnit, tuple[Any, ...]]] = {
     "rfc3339": (str,),
     "timestamp": (),
 }
-"""For each unit, the types that the decoder tries for a time; for seconds, it tries whole numbers before fractions."""
+"""Maps each unit to the types that the decoder tries for a time. For seconds, it tries whole numbers first."""
 
 
 class _Name(NamedTuple):
@@ -127,10 +127,10 @@ def _occur_in_places(joined: bytes, names: tuple[_Name, ...], count: int) -> boo
     """
     text = np.frombuffer(joined, np.uint8)
     quotes = text == ord('"')
-    # The parity of the number of quotes so far is 1 from the first quote of a string, and 0 from its last quote.
+    # The parity of the number of quotes so far becomes 1 at a string's opening quote, and 0 at its closing quote.
     inside = np.cumsum(quotes, dtype=np.uint8) & 1
     outside = inside == 0
-    # `[` and `{` differ in one bit, and so do `]` and `}`.
+    # Setting this bit turns `[` into `{` and `]` into `}`, so that both kinds of brackets count.
     folded = text | 0x20
     steps = ((folded == ord("{")) & outside).view(np.int8) - ((folded == ord("}")) & outside).view(np.int8)
     depths = np.cumsum(steps, dtype=np.int32)
@@ -155,7 +155,7 @@ def _members_at(text: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], quot
 
 @dataclass(frozen=True, slots=True)
 class JsonColumns:
-    """Decodes the members that contain IDs and event times, for a whole batch at once."""
+    """Decodes the members that contain IDs and event times from a whole batch of values at once."""
 
     decoders: tuple[msgspec.json.Decoder[Any], ...]
     ids: tuple[Callable[[Any], Any], ...]
@@ -166,7 +166,7 @@ class JsonColumns:
     """Escape sequences that no value may contain, because a member name could be spelled with them."""
 
     def decode(self, values: Sequence[bytes | None]) -> tuple[list[list[str | int]], list[int] | None] | None:
-        """Return a column for each ID path and the column of times, or None if any row needs `extract_one`."""
+        """Return a column for each ID path and the column of times, or None if any row requires `extract_one`."""
         joined = _joined(values)
         if joined is None:
             return None
@@ -175,7 +175,7 @@ class JsonColumns:
                 joined.decode()
             except UnicodeDecodeError:
                 return None
-        # Searching for one byte is 50 times as fast as searching for two.
+        # Searching for one byte is 50 times as fast as searching for a sequence of two bytes.
         if b"\\" in joined and any(escape in joined for escape in self.escapes):
             return None
         rows = self._rows(joined)
@@ -224,7 +224,7 @@ def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns 
         time=None if time is None else attrgetter(tree.attribute(time.path)),
         unit="ms" if time is None else time.unit,
         names=tuple(_Name(f'"{name}"'.encode(), tuple(depths)) for name, depths in names.items()),
-        # The beginnings of the escapes that could spell a character of these names.
+        # These are the beginnings of the escape sequences that could spell a character of these names.
         escapes=tuple(b"\\u00%d" % high for high in range(2, 8)) if "".join(names).isascii() else (b"\\u",),
     )
 
@@ -272,7 +272,7 @@ class _Node:
 
 
 def _joined(values: Sequence[bytes | None]) -> bytes | None:
-    """Return the values joined by line feeds, or None if one might not be an object or might be nested too deeply."""
+    """Return the values joined by line feeds, or None if any value might not be an object or be nested too deeply."""
     try:
         joined = b"\n".join(values)  # type: ignore[arg-type]
     except TypeError:  # a null value
@@ -306,7 +306,7 @@ class Extracted:
     faults: dict[int, Fault]
 
     def as_alternative(self, index: int, lacking: Collection[int]) -> Extracted:
-        """Return the batch with the IDs of one of several alternatives, without the faults of the rows ``lacking``."""
+        """Return the batch with IDs encoded for alternative ``index``, without the faults of the rows ``lacking``."""
         begin = encoding.encode_alternative(index, b"")
         keys = _kept([begin + (key or b"") for key in self.ids]) if self.ids else []
         ids = [None if key is None else made for key, made in zip(self.ids, keys, strict=True)]
@@ -393,13 +393,13 @@ class Extractor:
         return self._halved(batch)
 
     def _first_of(self, batch: _Batch) -> Extracted:
-        """Apply each alternative to the rows for which the earlier alternatives have no value."""
+        """Apply each alternative to the rows for which all earlier alternatives have found no value."""
         left: Sequence[int] = range(len(batch.values))
         pieces: list[tuple[Sequence[int], Extracted]] = []
         first_tombstones: dict[int, Fault] = {}
         for index, alternative in enumerate(self._alternatives):
             part = batch if len(left) == len(batch.values) else batch.only(left)
-            # The last alternative gets all rows that are left, and so detects the values that are not in their format.
+            # The last alternative gets all remaining rows, and so detects values that do not have the expected format.
             last = alternative is self._alternatives[-1]
             places, found = (range(len(left)), alternative(*part)) if last else alternative.of_likely(part)
             rows = [left[at] for at in places]
@@ -426,7 +426,7 @@ class Extractor:
         )
 
     def _halved(self, batch: _Batch) -> Extracted:
-        """Extract each half separately, so that one unusual record slows down only a few rows."""
+        """Extract each half of the batch separately, so that one unusual record slows down only a few rows."""
         keys, values, headers, times = batch
         half = len(values) // 2
         first = self(keys[:half], values[:half], headers[:half], times[:half])
@@ -444,15 +444,15 @@ class Extractor:
         return self._apart(batch, null)
 
     def _apart(self, batch: _Batch, parts: Sequence[Sequence[int]]) -> Extracted:
-        """Extract each part of the rows separately."""
-        # All values of a part are null, or none is.
+        """Extract each of the given groups of rows separately."""
+        # In each part, either all values are null or none is.
         takes = [self._one_by_one if rows and batch.values[rows[0]] is None else self._extract for rows in parts]
         return self._merged(
             len(batch.values), [(rows, take(batch.only(rows))) for take, rows in zip(takes, parts, strict=True)]
         )
 
     def _merged(self, count: int, pieces: Iterable[tuple[Sequence[int], Extracted]]) -> Extracted:
-        """Return one batch of rows that were extracted in pieces. If pieces share a row, the last piece counts."""
+        """Return one batch of rows that were extracted in pieces. If pieces overlap, the last piece counts."""
         ids: list[bytes | None] = [None] * count
         times_ms = [0] * count
         fingerprints = [b""] * count
@@ -467,7 +467,7 @@ class Extractor:
         return Extracted(ids, times_ms, fingerprints if self.recipe.fingerprint else None, faults)
 
     def of_likely(self, batch: _Batch) -> tuple[Sequence[int], Extracted]:
-        """Return the rows that may have an ID by this rule (all rows if columns suffice) and their extracted values."""
+        """Return the rows that may have an ID (all rows if the fast path succeeds), and their extracted values."""
         found = self._in_columns(batch) if self._columnar and batch.values else None
         if found is not None:
             return range(len(batch.values)), found
@@ -565,7 +565,7 @@ class Extractor:
                 with suppress(Unreadable):
                     return [state_key(CONTENT + content_of(each, exclude)) for each in payloads if each is not None]
                 return None
-            case FirstOfRule():  # its alternatives have extractors of their own
+            case FirstOfRule():  # each alternative has its own extractor
                 return None
             case never:
                 assert_never(never)
@@ -603,7 +603,7 @@ def _only(headers: Headers, name: str) -> bytes | None:
 
 
 # The following functions compute the state keys of whole columns of IDs in C, with the same result as tracking_id.py.
-# Each returns None if any row needs the slow path.
+# Each function returns None if any row needs the slow path.
 
 
 def scalar_keys(column: list[str] | list[int] | list[str | int]) -> list[bytes] | None:
@@ -680,13 +680,13 @@ def _uuid_keys(lines: bytes, count: int) -> list[bytes] | None:
     if any(lines[at::_ROW] != hyphens for at in _HYPHENS):
         return None
     digits = lines.translate(None, b"-\n")
-    if len(digits) != 32 * count:  # a line has more hyphens or line feeds
+    if len(digits) != 32 * count:  # a line has additional hyphens or line feeds
         return None
     try:
         packed = unhexlify(digits)
     except NotHexadecimal:
         return None
-    if hexlify(packed) != digits:  # capitals or white space
+    if hexlify(packed) != digits:  # a line has capital letters or white space
         return None
     keys = np.empty((count, 17), np.uint8)
     keys[:, 0] = encoding.UUID[0]

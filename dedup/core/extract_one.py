@@ -1,4 +1,4 @@
-"""Extracts the tracking ID, event time, and fingerprint of one record in a slow and obvious way.
+"""Extracts the tracking ID, event time, and fingerprint of one record in a slow but obvious way.
 
 Tests check that the column extractor (extract.py) agrees with this module on every record.
 """
@@ -60,17 +60,17 @@ Format = Literal["json", "json_schema", "avro", "protobuf", "msgpack", "cbor", "
 TYPED: Final = frozenset[Format]({"avro", "protobuf"})
 """The formats whose values can be read only with their schema."""
 MEMBERWISE: Final = TYPED | frozenset[Format]({"msgpack", "cbor", "csv"})
-"""The formats of whose values only single members are read, so that payloads are compared as bytes."""
+"""The formats whose values are never decoded as a whole, so that payloads are compared as bytes."""
 Headers = Sequence[tuple[str, bytes | None]]
 
 Schema = str | SchemaBook | CsvLayout
-"""A schema, the schemas of a registry, or the columns of CSV."""
+"""A schema, the schemas of a registry, or the columns of CSV values."""
 Reader = AvroReader | ProtobufReader | MemberReader
 
 _FRACTION: Final = re.compile(r"\.(\d+)")
 _FINGERPRINT_BYTES: Final = 8
 SCHEMA_UNKNOWN: Final = "schema_unknown"
-"""The code of the fault of a record whose schema the registry did not know when the record was judged."""
+"""The fault code for a record whose schema the registry did not know when the record was judged."""
 _LACKING: Final = {"id_missing": encoding.ABSENT, "id_null": encoding.NULL, "id_empty": encoding.TEXT}
 """Maps the fault code of a part without a value to the canonical bytes that stand for the part."""
 _CONTAINERS: Final = ("record", "array", "map", "message")
@@ -114,12 +114,12 @@ class One:
     """The state key, at most 33 bytes."""
     time_ms: int
     fingerprint: bytes
-    """Fingerprint of eight bytes, or no bytes if fingerprints were not requested."""
+    """The fingerprint of eight bytes, or no bytes if fingerprints were not requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Says how to find the ID and the event time in a record, and which format the record's value has."""
+    """Defines how to find the ID and the event time in a record, and which format the record's value has."""
 
     tracking_id: TrackingId
     event_time: EventTime = field(default_factory=RecordTime)
@@ -127,13 +127,13 @@ class Recipe:
     fingerprint: bool = False
     fingerprint_exclude: tuple[Path, ...] = ()
     schema_id: SchemaIdPlace = "auto"
-    """Where the schema ID of a value is, if the format has schema IDs."""
+    """The place of a value's schema ID, if the format has schema IDs."""
     schema: Schema = ""
     """For Avro and Protobuf, the schema of all values, or the schemas that the framings of the values refer to."""
 
     @property
     def indexed(self) -> bool:
-        """Whether message indexes follow the schema ID."""
+        """True if message indexes follow the schema ID."""
         return self.fmt == "protobuf"
 
     def alternatives(self) -> list[Recipe]:
@@ -159,14 +159,14 @@ def may_identify(recipe: Recipe, key: bytes | None, value: bytes | None, headers
         case HeaderRule(name):
             return any(header == name for header, _ in headers)
         case FieldRule((str(name), *_)) if value is not None and recipe.fmt in {"json", "json_schema"}:
-            # The last name of the path might be absent although an earlier name is repeated, which is a fault.
+            # Only the first name of the path is searched for, because a repeated first name is a fault on its own.
             return b"\\" in value or name.encode() in value
         case _:
             return True
 
 
 class _MissingId(NotJudged):
-    """The record has no ID."""
+    """Raised if a record has no ID."""
 
     kind = "missing_id"
 
@@ -176,8 +176,9 @@ def extract_one(
 ) -> One | Fault:
     """Return the ID, time, and fingerprint of a record, or its first fault.
 
-    The order of faults is TOMBSTONE, UNREADABLE, MISSING_ID, BAD_TIME. A null value is a TOMBSTONE if the ID or the
-    event time comes from the value. If the ID comes from the key or a header, MISSING_ID is reported before TOMBSTONE.
+    Of several faults, the first of TOMBSTONE, UNREADABLE, MISSING_ID, and BAD_TIME is returned. A null value is a
+    TOMBSTONE if the ID or the event time comes from the value. If the ID comes from the key or a header, MISSING_ID
+    precedes TOMBSTONE.
     A value that is not in the expected format is UNREADABLE even if only the key or a header is needed.
     """
     if isinstance(recipe.tracking_id.rule, FirstOfRule):
@@ -239,9 +240,10 @@ def reader_for(recipe: Recipe, ref: SchemaRef) -> Reader:
 
 
 def member_types(fmt: Format, schema: str, path: Path, time: FieldTime | None, *, first: bool) -> dict[str, bool]:
-    """Map each type (except null) of members at a path to whether it is unusable as an ID or, with ``time``, as a time.
+    """Map each possible type (except null) of the member at a path to True if the type is unusable, or else to False.
 
-    If ``first`` is true, all values are the first message of a Protobuf schema. Raises SchemaRefused.
+    A type must be usable for an ID or, with ``time``, for an event time. If ``first`` is true, all values have the
+    first message type of a Protobuf schema. Raises SchemaRefused if the schema is invalid.
     """
     if fmt == "protobuf":
         names = {protobuf.type_at(each, path) for each in _messages(schema, first=first)}
@@ -251,7 +253,7 @@ def member_types(fmt: Format, schema: str, path: Path, time: FieldTime | None, *
 
 
 def member_names(fmt: Format, schema: str, path: Path, *, first: bool) -> list[str]:
-    """Return the names of the members that share a parent with a path, in a schema that `member_types` accepts."""
+    """Return the names of all members next to the member at a path, in a schema that `member_types` accepts."""
     if fmt == "protobuf":
         return [name for each in _messages(schema, first=first) for name in protobuf.names_at(each, path[:-1])]
     holders = avro.nodes_at(avro.parse_schema(schema), path[:-1])
@@ -265,7 +267,10 @@ def _messages(schema: str, *, first: bool) -> list[Message]:
 def of_leaves(
     recipe: Recipe, key: bytes | None, value: bytes, headers: Headers, timestamp_ms: int, leaves: Sequence[Leaf]
 ) -> One | Fault:
-    """Return the result of `extract_one`, given the members of the ID, followed by the event time if it is a field."""
+    """Return the result of `extract_one` for a record whose members have already been read.
+
+    ``leaves`` contains the members that form the ID and then, if the event time is a field, the event time.
+    """
     time = recipe.event_time
     try:
         canonical = _canonical_id(recipe.tracking_id, key, value, headers, ABSENT, leaves)
@@ -283,7 +288,7 @@ def of_leaves(
 
 
 def fault_of(refused: NotJudged) -> Fault:
-    """Return the fault of a record that cannot be judged."""
+    """Return the fault that describes why a record cannot be judged."""
     return Fault(FaultKind(refused.kind), refused.code, refused.detail, refused.format_name)
 
 
@@ -304,7 +309,7 @@ def _canonical_id(
     content: JsonValue | Absent,
     members: Iterable[JsonValue | Leaf],
 ) -> bytes:
-    """Return the canonical bytes of an ID, given the members at the paths of the rule in the same order."""
+    """Return the canonical bytes of an ID, given the members at the rule's paths in the order of the paths."""
     match tracking_id.rule:
         case KeyRule():
             return _of_bytes(key, tracking_id, "the record's key")
@@ -371,9 +376,9 @@ def encode_scalar(value: str | int | bytes, *, instants: bool) -> bytes:
 
 
 def _instant_of(text: str) -> bytes | None:
-    """Return the canonical bytes of the moment that an RFC 3339 time names, or None for any other string.
+    """Return the canonical bytes of the instant that an RFC 3339 time names, or None for any other string.
 
-    A time in a leap second names a moment of the next second, as `rfc3339_ms` says.
+    As in `rfc3339_ms`, a time in a leap second counts as a time in the next second.
     """
     time_ms = rfc3339_ms(text)
     if time_ms is None:
@@ -394,7 +399,7 @@ def normalize_bytes(value: bytes, normalize: Callable[[str], str]) -> bytes:
 def _of_fields(paths: Sequence[Path], tracking_id: TrackingId, members: Iterable[JsonValue | Leaf]) -> list[bytes]:
     parts: list[bytes] = []
     missing: _MissingId | None = None
-    for path, found in zip(paths, members, strict=False):  # the event time may follow
+    for path, found in zip(paths, members, strict=False):  # an event time may follow the members
         try:
             parts.append(_of_field(found, tracking_id, format_path(path)))
         except _MissingId as first:
@@ -497,7 +502,7 @@ def _of_text(text: str, tracking_id: TrackingId, place: str) -> bytes:
 
 
 def _fingerprint(recipe: Recipe, payload: bytes, content: JsonValue | Absent) -> bytes:
-    """Return the fingerprint of a payload's canonical JSON, or of its raw bytes if it has no canonical JSON."""
+    """Return the fingerprint of a payload's canonical JSON, or of the raw bytes if there is no canonical JSON."""
     if not recipe.fingerprint:
         return b""
     if not isinstance(content, Absent):

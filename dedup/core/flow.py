@@ -1,4 +1,4 @@
-"""Defines `Flow`, which runs a user's code after the verdict, and the records that a flow receives and yields."""
+"""Defines `Flow` and `FlowRecord`, with which a user's code processes records after their verdict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FlowValue = bytes | str | Mapping[str, Any] | list[Any] | None
 
 
 class FlowRecord(NamedTuple):
-    """A record that a topology forwards, as its flow receives it and yields it."""
+    """A record that a topology forwards, in the form in which a flow receives and yields records."""
 
     topic: str
     """The topic to which the record is sent, which is the output unless `to` names another topic."""
@@ -30,13 +30,13 @@ class FlowRecord(NamedTuple):
     timestamp_ms: int
     """The timestamp in ms, which every record that the flow yields keeps."""
     verdict: str = "unique"
-    """unique, or the reason why the record is forwarded outside the guarantee, as in the header dedup-verdict:
-    missing_id, tombstone, conflict, or late.
+    """The verdict unique, or the reason why the record is forwarded without the uniqueness guarantee: missing_id,
+    tombstone, conflict, or late. The header dedup-verdict contains the same word.
     """
 
     @property
     def json(self) -> Any:  # noqa: ANN401  # any JSON value
-        """The value, decoded as JSON."""
+        """The record's value, decoded as JSON."""
         return json.loads(self.value or b"null")
 
     def header(self, name: str) -> bytes | None:
@@ -70,8 +70,8 @@ FlowFunction = Callable[[FlowRecord], Iterable[FlowRecord]]
 class Flow:
     """Holds a user's function, which runs in the task's transaction for each record that a topology forwards.
 
-    The key `then` of a topology names the `Flow`. The records that the function yields must depend only on the input
-    record, not on a clock, on randomness, or on other records.
+    The key `then` in the topology file names the `Flow`. The records that the function yields must depend only on the
+    input record, not on a clock, on randomness, or on other records.
     """
 
     def __init__(self) -> None:
@@ -80,8 +80,8 @@ class Flow:
     def on_unique(self, function: FlowFunction) -> FlowFunction:
         """Register the decorated function, which yields the records to send for each forwarded record.
 
-        The function is usually a generator. Raises TypeError for an async function, and ValueError for a second
-        function.
+        The function is usually a generator. Raises TypeError for an async function, and ValueError if the flow already
+        has a function.
         """
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError("a flow's function cannot be async: nothing may wait between a verdict and its records")
@@ -94,7 +94,7 @@ class Flow:
 def yielded(flow: Flow, record: FlowRecord, topics: Collection[str]) -> list[FlowRecord] | Fault:
     """Return the records that a flow yields, or a fault if the flow fails or yields a record that cannot be sent.
 
-    ``topics`` are the topics to which the flow may send.
+    ``topics`` contains the topics to which the flow may send records.
     """
     found: list[FlowRecord] = []
     wrong: str | None = None
@@ -110,7 +110,7 @@ def yielded(flow: Flow, record: FlowRecord, topics: Collection[str]) -> list[Flo
                 return _fault(f"the flow yields more than {MOST_YIELDED} records")
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # noqa: BLE001  # whatever the user's code raises, also SystemExit: a dead letter
+    except BaseException as error:  # noqa: BLE001  # any exception in user code makes a dead letter, even SystemExit
         return _fault(_described(error))
     return found if wrong is None else _fault(wrong)
 
@@ -118,17 +118,17 @@ def yielded(flow: Flow, record: FlowRecord, topics: Collection[str]) -> list[Flo
 def _described(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}".removesuffix(": ")
-    except Exception:  # noqa: BLE001  # the error's own text fails
+    except Exception:  # noqa: BLE001  # the error's own __str__ fails
         return type(error).__name__
 
 
 def differ(made: object, again: object) -> bool:
-    """Tell whether two runs of a flow differ. Two faults never differ, because their texts may contain addresses."""
+    """Tell whether two flow results differ. Two faults count as equal, because their texts may contain addresses."""
     return made != again and not (isinstance(made, Fault) and isinstance(again, Fault))
 
 
 def encoded(value: FlowValue) -> bytes | None:
-    """Encode a value as bytes, and an object or array as JSON. Raises TypeError or ValueError if this is impossible."""
+    """Encode a value as bytes, using JSON for an object or array. Raises TypeError or ValueError if encoding fails."""
     if isinstance(value, Mapping | list):
         return json.dumps(value, allow_nan=False).encode()
     return _bytes(value)
@@ -143,7 +143,7 @@ def _bytes(content: bytes | str | None) -> bytes | None:
 
 
 def _checked(each: object, record: FlowRecord, topics: Collection[str]) -> FlowRecord | str:
-    """Return a copy of a yielded record that later mutations do not affect, or the reason why it cannot be sent."""
+    """Return a copy of a yielded record that later mutations do not affect, or the reason why the record is invalid."""
     if not isinstance(each, FlowRecord):
         return f"the flow yields a {type(each).__name__}; yield the record, or record.to(...)"
     if type(each.topic) is not str or each.topic not in topics:

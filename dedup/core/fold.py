@@ -1,6 +1,6 @@
 """Judges a batch of records by the deduplication rule, and returns their verdicts and new sightings.
 
-`judged_at_once` judges most batches with dict lookups in C, and the other batches are judged record by record. Property
+`judged_at_once` judges most batches with dict lookups in C. All other batches are judged record by record. Property
 tests check that `reference_model`, a slow implementation of the same rule, gives the same verdicts.
 """
 
@@ -19,7 +19,7 @@ from dedup.errors import RecordFailed
 
 Sightings = tuple[Sighting, ...]
 Lookup = Callable[[Sequence[bytes], int], Mapping[bytes, Sightings]]
-"""Returns the sightings of each given ID that was seen before; the integer is the batch's smallest event time."""
+"""Returns the sightings of each given ID that was seen before. The integer is the batch's smallest event time."""
 
 
 class OnMissing(enum.Enum):
@@ -95,7 +95,7 @@ _BEFORE_ALL: Final = StreamTime.before(())
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of `fold`: the rows (positions of records in the batch) with each verdict, and the new sightings."""
+    """The result of `fold`: the rows (positions in the batch) of each verdict, and the new sightings."""
 
     unique: list[int] = field(default_factory=list)
     exempt: dict[int, str] = field(default_factory=dict)
@@ -118,12 +118,12 @@ class Outcome:
     judged_times_ms: list[int] = field(default_factory=list)
     """The event time that was used to judge each row."""
     filtered: int = 0
-    """Number of forwarded rows for which the flow yielded no record. The flow runs after the fold."""
+    """The number of forwarded rows for which the flow yielded no record. The flow runs after the fold."""
     flow_seconds: float = 0.0
-    """Seconds that the flow ran."""
+    """The running time of the flow, in seconds."""
 
     def all_duplicates(self, rows: Rows) -> list[tuple[int, Sighting]]:
-        """Return the duplicates that are not conflicts, in log order, each with the sighting that it repeats."""
+        """Return all duplicates except conflicts, in log order, each with the sighting that the duplicate repeats."""
         inside = [(row, sighting_of(rows, self.judged_times_ms, first)) for row, first in self.repeats]
         return sorted(self.duplicates + inside) if inside else self.duplicates
 
@@ -162,8 +162,8 @@ def judged_at_once(
     if least_ms < stream_time_ms - window.grace_ms or greatest_ms - least_ms >= window.guard_ms:
         return None
     # A single sighting between these bounds makes every record with its ID a duplicate. The sighting is never too old
-    # to count: no record is further behind stream time than the grace period, and no sighting is as far behind a record
-    # as the guard period.
+    # to count, because no record is further behind stream time than the grace, and no sighting is as far behind a
+    # record as the guard period.
     before_ms, after_ms = least_ms + window.guard_ms, greatest_ms - window.guard_ms
     for sightings in known.values():
         if len(sightings) > 1 or sightings[0].first_ms >= before_ms or sightings[0].last_ms <= after_ms:
@@ -184,7 +184,7 @@ def judged_at_once(
 
 
 def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceiling_ms: int) -> Outcome:
-    """Judge a batch in log order, so that the sightings of earlier records count for later records.
+    """Judge a batch in log order, so that the sightings of earlier records affect later records.
 
     ``ceiling_ms`` is the greatest event time that is accepted. Raises RecordFailed if the policy for a record is
     `fail`.
@@ -194,7 +194,7 @@ def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceilin
     ids = rows.extracted.ids
     wanted = ids if not skipped else [key for row, key in enumerate(ids) if row not in skipped]
     judged = times_ms if not skipped else [t for row, t in enumerate(times_ms) if row not in skipped]
-    known = lookup(wanted, min(judged)) if wanted else {}  # type: ignore[arg-type]  # no None is left
+    known = lookup(wanted, min(judged)) if wanted else {}  # type: ignore[arg-type]  # no None remains
     if wanted and not skipped and _one_feed(rows, before) and _is_plain(rules):
         after = before.after_one_feed_at_once(max(judged))
         at_once = judged_at_once(ids, times_ms, known, rules.window, after.value_ms)  # type: ignore[arg-type]  # as above
@@ -210,7 +210,7 @@ def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceilin
 
 
 def _one_feed(rows: Rows, before: StreamTime) -> bool:
-    """Return whether stream time depends on a single feed, and all records come from it."""
+    """Return whether stream time depends on a single feed and all records come from this feed."""
     return len(before.feeds) == 1 and before.feeds.keys() >= set(rows.feeds)
 
 
@@ -219,7 +219,7 @@ def _is_plain(rules: Rules) -> bool:
 
 
 def screen(rows: Rows, rules: Rules, *, ceiling_ms: int) -> tuple[Outcome, set[int]]:
-    """Return an outcome that contains only the records that cannot be judged, and the rows to skip in `judge`.
+    """Return an outcome with only the records that cannot be judged, and the rows that `judge` must skip.
 
     Raises RecordFailed if the policy for a record is `fail`.
     """
@@ -308,7 +308,7 @@ class _Judging:
         self._outcome: Final = outcome
         self._known: Final = known
         self._fresh: Final[dict[bytes, int]] = {}
-        """Maps each ID whose only sighting is from this batch to its row. Few such IDs ever need a `Sighting`."""
+        """Maps each ID whose only sighting is from this batch to its row. Few such IDs need a `Sighting` object."""
 
     def run(self, stream_times: list[int], skipped: set[int]) -> None:
         known, fresh = self._known, self._fresh
@@ -365,7 +365,7 @@ class _Judging:
                 longer = self._window.extended(of, time_ms) if self._window.extend else of
                 if longer != of:
                     rest = tuple(longer if seen == of else seen for seen in known)
-                    # A shorter interval that remains in an older segment adds nothing to the longer one.
+                    # The shorter interval may stay in an older segment, because the longer interval contains it.
                     self._remember(key, rest, self._window.segment_of(longer.last_ms))
             case Late():
                 self._outcome.late.append((row, verdict))

@@ -1,9 +1,9 @@
-"""Separates the payload of a value from its framing, in which a schema registry's serializers identify the schema.
+"""Separates a value's payload from its framing, in which the serializers of a schema registry identify the schema.
 
 A schema ID is either before the payload (byte 0, then four bytes) or in the header `HEADER` (byte 0 and four bytes, or
-byte 1 and the 16 bytes of a GUID), in which case the value is the payload. With Protobuf, message indexes follow the
-schema ID (``indexed``). Source: `dual_schema_id_deserializer` and `SchemaId` in confluent_kafka/schema_registry of
-confluent-kafka-python 2.16.1.
+byte 1 and the 16 bytes of a GUID). If the header contains the schema ID, the whole value is the payload. With Protobuf,
+message indexes follow the schema ID (``indexed``). Source: `dual_schema_id_deserializer` and `SchemaId` in
+confluent_kafka/schema_registry of confluent-kafka-python 2.16.1.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dedup.core.exact_json import Unreadable, with_foreign_format
 from dedup.errors import InvariantBroken
 
 SchemaIdPlace = Literal["auto", "header", "prefix"]
-"""Where the schema ID of a value is. With auto, it is in the header if the record has one, otherwise in the prefix."""
+"""The place of a schema ID. With auto, the ID is in the header if the record has one, and otherwise in the prefix."""
 
 HEADER: Final = "__value_schema_id"
 PREFIX_BYTES: Final = 5
 _ID_BYTES: Final = {b"\0": PREFIX_BYTES, b"\1": 17}
-"""The lengths of schema IDs, by their first byte. A GUID (byte 1) is only in headers."""
+"""Maps the first byte of a schema ID to the ID's length. A GUID (byte 1) occurs only in headers."""
 
 _ONE: Final = b"\0\0\0\0\1"
 _Headers = Sequence[tuple[str, bytes | None]]
@@ -42,7 +42,7 @@ FRAMING_FAULTS: Final = frozenset(
         "wrong_magic_byte",
     }
 )
-"""The reasons in dead letters of values that name no schema, because their framing is missing or damaged."""
+"""The dead-letter reasons for values whose framing is missing or damaged, and therefore names no schema."""
 _MOST_INDEXES: Final = 100
 _MOST_INDEX: Final = 1 << 20
 _INDEX_BYTES: Final = 4
@@ -54,12 +54,12 @@ _MORE: Final = 0x80
 SchemaRef = bytes
 """A schema ID as encoded in the framing: byte 0 and four bytes, or byte 1 and the 16 bytes of a GUID.
 
-With Protobuf, message indexes may follow.
+With Protobuf, message indexes may follow the ID.
 """
 
 
 def schema_of(ref: SchemaRef) -> SchemaRef:
-    """Return a schema's ID without message indexes."""
+    """Return the schema ID in a reference, without any message indexes."""
     return ref[: _ID_BYTES.get(ref[:1])]
 
 
@@ -69,13 +69,16 @@ def indexes_of(ref: SchemaRef) -> tuple[int, ...]:
 
 
 def named(ref: SchemaRef) -> str:
-    """Return a schema's ID or GUID in the notation of registries and their users."""
+    """Return a schema's ID in decimal digits, or its GUID in the usual notation."""
     number = schema_of(ref)[1:]
     return str(UUID(bytes=number)) if ref[:1] == b"\1" else str(int.from_bytes(number, "big"))
 
 
 def ref_named(name: str) -> SchemaRef:
-    """Return the schema ID that `named` writes as ``name``. Raises ValueError, or OverflowError for a great number."""
+    """Return the schema ID that `named` writes as ``name``.
+
+    Raises ValueError if ``name`` is not valid, or OverflowError if the ID does not fit into 32 bits.
+    """
     if name.isdecimal() and name.isascii():
         return b"\0" + int(name).to_bytes(PREFIX_BYTES - 1, "big")
     return b"\1" + UUID(name).bytes
@@ -92,7 +95,7 @@ class SchemaBook(dict[SchemaRef, str | None]):
         self._ask: Final = ask
 
     def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
-        # The process that reads the pickle asks for itself, because a schema that was unknown may be known there.
+        # The process that loads the pickle asks again, because an unknown schema may be known by then.
         return type(self), (self._ask,)
 
     def __missing__(self, ref: SchemaRef) -> str | None:
@@ -110,7 +113,7 @@ def payload_of(place: SchemaIdPlace, value: bytes, headers: _Headers, *, indexed
 def split(place: SchemaIdPlace, value: bytes, headers: _Headers, *, indexed: bool = False) -> tuple[SchemaRef, bytes]:
     """Return the schema ID and the payload of a value. Raises Unreadable if the framing is missing or damaged.
 
-    If ``indexed``, message indexes follow the schema ID.
+    If ``indexed`` is true, message indexes follow the schema ID.
     """
     ids = [content for name, content in headers if name == HEADER] if place != "prefix" else []
     if len(ids) > 1:
@@ -131,7 +134,7 @@ def split(place: SchemaIdPlace, value: bytes, headers: _Headers, *, indexed: boo
 
 
 def _indexes(text: bytes, at: int) -> tuple[tuple[int, ...], int]:
-    """Return the message indexes at a position, and the position after them. Raises Unreadable if they are damaged."""
+    """Return the message indexes at a position, and the next position. Raises Unreadable for damaged indexes."""
     count, at = _zigzag(text, at, _MOST_INDEXES)
     found: list[int] = []
     for _ in range(count):
@@ -172,7 +175,7 @@ def refs_of(
 
 
 def rows_by_ref(refs: Sequence[SchemaRef | None]) -> list[list[int]]:
-    """Return one list of rows per schema ID. A batch may have as many schema IDs as rows."""
+    """Return one list of rows per schema ID. A batch may contain as many schema IDs as rows."""
     rows: defaultdict[SchemaRef | None, list[int]] = defaultdict(list)
     for row, ref in enumerate(refs):
         rows[ref].append(row)
@@ -215,7 +218,7 @@ def _head(place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequenc
 def framed(place: SchemaIdPlace | None, payload: bytes) -> tuple[bytes, tuple[tuple[str, bytes], ...]]:
     """Return the value and the added headers that a serializer sends for a payload whose schema has the ID 1.
 
-    If ``place`` is None, values have no framing.
+    If ``place`` is None, the value has no framing.
     """
     if place is None:
         return payload, ()

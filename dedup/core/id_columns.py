@@ -18,10 +18,10 @@ _REMEMBERED: Final = 1 << 16
 
 
 class PartMemo(dict[str | int | bytes, bytes]):
-    """Caches, for one part of composite IDs, the canonical bytes of each value, preceded by their length.
+    """Caches the length-prefixed canonical bytes of each value of one part of composite IDs.
 
     Only strings, integers, and bytes may be looked up, because Python would find True and 1.0 under the key 1. Looking
-    up empty strings or bytes raises _EmptyPart.
+    up an empty string or empty bytes raises _EmptyPart.
     """
 
     __slots__ = ("_encode", "_normalize")
@@ -46,7 +46,7 @@ class PartMemo(dict[str | int | bytes, bytes]):
 
 
 class _EmptyPart(Exception):
-    """A part of a composite ID is empty."""
+    """Raised if a part of a composite ID is empty."""
 
 
 def composite_ids(columns: Sequence[Sequence[str | int | bytes]], memos: Sequence[PartMemo]) -> list[bytes] | None:
@@ -69,7 +69,7 @@ def instant_ids(column: Sequence[str | int | bytes]) -> list[bytes] | None:
 
 
 def _are_instants(texts: list[str]) -> bool:
-    """Tell whether all texts are times of one layout that are already in the form of an instant's canonical bytes."""
+    """Tell whether all texts are times of one layout, in exactly the form that an instant's canonical bytes have."""
     if not texts[0].endswith("Z") or ("." in texts[0] and any(text[-2:] == "0Z" for text in texts)):
         return False
     times_ms = rfc3339_column_ms(texts)

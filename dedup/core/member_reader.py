@@ -1,6 +1,6 @@
-"""Defines what the readers of formats without a schema share: which members of a value are read, and as what.
+"""Contains the code that the readers of formats without a schema share.
 
-The values of these formats say the types of their members. A reader passes over all members that no path names.
+In these formats, each value states the types of its own members. A reader skips all members that no path names.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dedup.core.varint import Damaged
 
 MS_NS: Final = 1_000_000
 MANY: Final = 8
-"""From this number of items, it pays to look for a run of items of one size."""
+"""The minimum number of items for which searching for a run of equally long items is worthwhile."""
 _INT64: Final = 1 << 63
 
 
 @dataclass(slots=True)
 class PathTree:
-    """What is read of one item of a value: the item itself, members of it, or elements of it."""
+    """The requested parts of an item, which are the item itself, some of its members, or some of its elements."""
 
     slots: list[int] = field(default_factory=list)
     """The positions of the item in the result."""
@@ -36,7 +36,7 @@ class PathTree:
     """The elements to read if the item is an array, by their positions."""
 
     def at(self, path: Path) -> PathTree:
-        """Return what is read at a path below the item, and add it if there is nothing yet."""
+        """Return the node at a path below this item, and create the node if it does not exist."""
         here = self
         for step in path:
             if isinstance(step, int):
@@ -61,10 +61,13 @@ class MemberReader(ABC):
 
     @abstractmethod
     def read(self, value: bytes) -> list[Leaf]:
-        """Return the members at the paths, the time last. Raises Unreadable if the value does not have the format."""
+        """Return the members at the paths, followed by the event time.
+
+        Raises Unreadable if the value does not have the format.
+        """
 
     def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return one column per path, followed by the event times; return None if any value cannot be read."""
+        """Return one column per path, followed by the event times, or None if any value cannot be read."""
         try:
             rows = list(map(self.read, values))
         except NotJudged:
@@ -72,14 +75,14 @@ class MemberReader(ABC):
         return [list(column) for column in zip(*rows, strict=True)]
 
     def leaves(self, found: list[Leaf]) -> list[Leaf]:
-        """Replace the items that cannot be an ID or, in the last place, cannot be an event time of the unit."""
+        """Return the values, with `Refused` instead of each value whose type is not allowed for an ID or event time."""
         ids = len(found) - self.has_time
         leaves: list[Leaf] = [Refused("timestamp") if isinstance(leaf, Instant) else leaf for leaf in found[:ids]]
         return leaves if self._time is None else [*leaves, time_leaf(found[ids], self._time.unit)]
 
 
 class Cursor(ABC):
-    """A position in one value. Each method advances the position past what it reads."""
+    """A position in one encoded value. Each method advances the position past the bytes that it reads."""
 
     def __init__(self, value: bytes, found: list[Leaf]) -> None:
         self._value: Final = value
@@ -90,19 +93,19 @@ class Cursor(ABC):
 
     @abstractmethod
     def item(self, wanted: PathTree) -> None:
-        """Read one item, and put what is wanted of it into `found`. Raises Damaged if no item is there."""
+        """Read one item, and store the requested values in `found`. Raises Damaged if the item is not valid."""
 
 
 class ItemReader(MemberReader):
     """Reads members from values of a binary format, in which a value is one item."""
 
     code: ClassVar[str]
-    """The reason of a dead letter whose value does not have the format."""
+    """The dead-letter reason for a value that does not have the format."""
     name: ClassVar[str]
     cursor: ClassVar[type[Cursor]]
 
     def read(self, value: bytes) -> list[Leaf]:
-        """Return the members at the paths, the time last. Raises Unreadable if the value is not one item."""
+        """Return the members at the paths, then the event time. Raises Unreadable if the value is not one item."""
         cursor = self.cursor(value, [ABSENT] * self.count)
         try:
             cursor.item(self.wanted)
@@ -117,20 +120,20 @@ class ItemReader(MemberReader):
 
 
 def runs_of(sizes: bytes) -> dict[int, re.Pattern[bytes]]:
-    """Return, for each size of an item in bytes, a pattern of consecutive items of this size.
+    """Map each item size in bytes to a pattern that matches consecutive items of this size.
 
-    ``sizes`` contains, for each first byte of an item, the item's size, or 0 if the first byte does not say it. Passing
-    over a run in C is a hundred times as fast as passing over each of its items.
+    ``sizes`` contains, for each first byte of an item, the item's size, or 0 if the first byte does not determine the
+    size. Skipping a run of items in C is a hundred times as fast as skipping the items one by one.
     """
     firsts: dict[int, bytes] = {}
     for first, size in enumerate(sizes):
         firsts[size] = firsts.get(size, b"") + b"\\x%02x" % first
-    # Possessive, because the number of items in a run has no limit, and a run never has to be given back.
+    # The quantifier is possessive, because a run can have any number of items and the match never has to backtrack.
     return {size: re.compile(b"(?s)(?:[%s].{%d})++" % (firsts[size], size - 1)) for size in firsts if size}
 
 
 def time_leaf(found: Leaf, unit: TimeUnit) -> Leaf:
-    """Return an item as the event time in the given unit, or the refusal of an item of another type."""
+    """Return a value as an event time in the given unit, or `Refused` for a value of another type."""
     if found is None or isinstance(found, Absent | Refused):
         return found
     match unit:
@@ -151,12 +154,12 @@ def _type_name(found: Leaf) -> str:
 
 
 def integer(number: int) -> int | Number:
-    """Return an integer as it is represented among leaves: 64-bit integers as int, longer ones by their digits."""
+    """Return an integer as an int if it fits into 64 bits, and otherwise as a `Number`."""
     return number if -_INT64 <= number < _INT64 else Number(str(number))
 
 
 def text_of(raw: bytes) -> str:
-    """Return a string of a value. Raises Unreadable if the string is not UTF-8."""
+    """Decode a string that a value contains. Raises Unreadable if the string is not UTF-8."""
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
@@ -164,7 +167,7 @@ def text_of(raw: bytes) -> str:
 
 
 def not_of_format(value: bytes, code: str, name: str, damage: Damaged) -> Unreadable:
-    """Return the error of a value that does not have its format. ``name`` is the name of the format."""
+    """Return the error for a value that does not have the expected format. ``name`` is the name of the format."""
     text = f"the value is not {name}: {damage}"
     if value[:1] == b"{" and value[-1:] == b"}":
         return Unreadable(code, f"{text}; it looks like JSON", format_name="json")
@@ -172,10 +175,10 @@ def not_of_format(value: bytes, code: str, name: str, damage: Damaged) -> Unread
 
 
 def no_item(first: int, at: int) -> Damaged:
-    """Return the error of a value in which no item begins with the byte at a position."""
+    """Return the error for a value in which the byte ``first`` at a position cannot begin an item."""
     return Damaged(f"byte {first:02x} begins no item (byte {at})")
 
 
 def ended(at: int) -> Damaged:
-    """Return the error of a value that ends where an item must follow."""
+    """Return the error for a value that ends where an item must follow."""
     return Damaged(f"it ends where an item must follow (byte {at})")

@@ -1,12 +1,12 @@
-"""Reads members of MessagePack values by path, exactly from one value (`read`), or as columns from a batch (`columns`).
+"""Reads members of MessagePack values by path, from one value (`read`) or as columns from a batch (`columns`).
 
-A value is one item, usually a map, and must end where the item ends. A path names the text keys of maps and positions
-in arrays; other keys are passed over. The reader neither recurses into what it passes over nor allocates memory for
-announced lengths, so neither needs a limit.
+A value is one item, usually a map, and must end where the item ends. A path consists of text keys of maps and positions
+in arrays, and the reader skips all other items. The reader does not recurse into skipped items and does not allocate
+memory for announced lengths, so it limits neither depth nor length.
 
-msgspec reads columns, and leaves a value to `MessagePackReader.read` if the results might differ: msgspec keeps the
-last of several members with the same name, so each name must occur only once in the bytes of a value, in the shortest
-encoding. Source: github.com/msgpack/msgpack/blob/master/spec.md.
+`columns` decodes values with msgspec, and uses `MessagePackReader.read` if the results might differ. Because msgspec
+keeps the last of several members with the same name, each name must occur only once in the bytes of a value, in its
+shortest encoding. Source: github.com/msgpack/msgpack/blob/master/spec.md.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _FLOAT: Final = {0xCA: 4, 0xCB: 8}
 _UNSIGNED: Final = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
 _SIGNED: Final = {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 _FIXED: Final = {**_FLOAT, **_UNSIGNED, **_SIGNED, **{first: size + 1 for first, size in _FIXEXT.items()}}
-"""For each first byte of an item without an announced length, the number of bytes after it."""
+"""Maps the first byte of each kind of item with a fixed length to the number of bytes that follow this byte."""
 _SIZED: Final = {**_BIN, **_STR, **_EXT}
-"""For each first byte of an item with an announced length, the number of bytes in which the length is written."""
+"""Maps the first byte of each kind of item with an announced length to the number of bytes that encode the length."""
 
 _SINGLES: Final = {*range(_FIXMAP), _NIL, _FALSE, _TRUE, *range(_NEGATIVE, 0x100)}
 _SIZES: Final = bytes(
@@ -62,7 +62,7 @@ _SIZES: Final = bytes(
     else 0
     for first in range(256)
 )
-"""For each first byte of an item, the length of the item, or 0 if the first byte does not say it."""
+"""For each first byte of an item, the length of the item, or 0 if the first byte does not determine the length."""
 _RUNS: Final = runs_of(_SIZES)
 
 _TIMESTAMP: Final = -1
@@ -75,18 +75,18 @@ _TIME_TYPES: Final[dict[TimeUnit, Any]] = {"rfc3339": str, "timestamp": msgspec.
 
 
 class _Columns(NamedTuple):
-    """Decodes members of a whole batch with msgspec."""
+    """Decodes the requested members of a whole batch of values with msgspec."""
 
     decoder: msgspec.msgpack.Decoder[Any]
     members: tuple[Any, ...]
-    """A function for each path, which returns the member of a decoded value."""
+    """For each path, a function that returns the member at the path in a decoded value."""
     names: tuple[tuple[bytes, bytes, int], ...]
-    """For each name in the paths, its shortest encoding, the end of every longer encoding, and how often it occurs."""
+    """For each name in the paths, its shortest encoding, the end of every longer encoding, and its number of places."""
     has_timestamps: bool
     """Whether the last path leads to timestamps."""
 
     def decode(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return one column per path, or None if any value needs `MessagePackReader.read`."""
+        """Return one column per path, or None if any value must be read with `MessagePackReader.read`."""
         try:
             rows = list(map(self.decoder.decode, values))
         except DECODE_REFUSALS:
@@ -102,7 +102,7 @@ class _Columns(NamedTuple):
 
 
 def _compiled(ids: Sequence[Path], time: FieldTime | None) -> _Columns | None:
-    """Return the decoder for columns, or None if there are no paths, or if they lead through arrays or one another."""
+    """Return the decoder for columns, or None if there are no paths or msgspec cannot follow one of them."""
     paths = [*ids, *([] if time is None else [time.path])]
     if not paths:
         return None
@@ -154,10 +154,10 @@ def _attribute(tree: dict[str, Any], path: Path) -> str:
 
 
 class _Cursor(Cursor):
-    """A position in one value."""
+    """A position in one MessagePack value."""
 
     def item(self, wanted: PathTree) -> None:
-        """Read one item, and put what is wanted of it into `found`."""
+        """Read one item, and store the requested values in `found`."""
         if not (wanted.members or wanted.elements):
             if not wanted.slots:
                 self._skip()
@@ -217,11 +217,11 @@ class _Cursor(Cursor):
         return None
 
     def _skip(self) -> None:
-        """Pass over one item, with all that it contains."""
+        """Skip one item and everything that it contains."""
         left = 1
         value, size = self._value, len(self._value)
         while left:
-            # Each item takes at least one byte, so a greater number cannot be right.
+            # Each item takes at least one byte, so the value cannot contain more items than bytes.
             if left > size - self.at:
                 raise Damaged(f"it ends inside a map or an array (byte {size})") if left > 1 else ended(size)
             first = value[self.at]
@@ -247,7 +247,7 @@ class _Cursor(Cursor):
                 self._pass(self._size(first))
 
     def _size(self, first: int) -> int:
-        """Return the number of bytes that follow in an item that is neither a container nor a single byte."""
+        """Return the number of bytes that remain in an item that is neither a container nor a single byte."""
         if first in _FIXED:
             return _FIXED[first]
         if first not in _SIZED:
@@ -255,7 +255,7 @@ class _Cursor(Cursor):
         return self._number(_SIZED[first]) + (first in _EXT)
 
     def _entries(self, first: int) -> tuple[int | None, bool]:
-        """Return the number of entries of a map or an array, and whether it is a map. It is None for other items."""
+        """Return the number of entries of a map or an array (None for other items), and whether the item is a map."""
         if first & 0xF0 in {_FIXMAP, _FIXARRAY}:
             return first & 0x0F, first < _FIXARRAY
         if first in _MAP or first in _ARRAY:
@@ -308,7 +308,7 @@ class _Cursor(Cursor):
 
 
 def _extension(kind: int, content: bytes) -> Instant | Refused:
-    """Return the moment that an extension of the type timestamp stands for. Other extensions have no meaning here."""
+    """Return the instant that a timestamp extension represents, or `Refused` for any other or invalid extension."""
     if kind != _TIMESTAMP:
         return Refused("extension")
     match len(content):
@@ -336,12 +336,12 @@ class MessagePackReader(ItemReader):
         self._columns: Final = _compiled(ids, time)
 
     def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return one column per path, followed by the event times; return None if any value cannot be read."""
+        """Return one column per path, followed by the event times, or None if any value cannot be read."""
         quick = None if self._columns is None else self._columns.decode(values)
         return super().columns(values) if quick is None else quick
 
 
 @lru_cache(maxsize=256)
 def message_pack_reader(ids: tuple[Path, ...], time: FieldTime | None) -> MessagePackReader:
-    """Return the reader for the members at given paths."""
+    """Return the MessagePack reader for the members at the given paths."""
     return MessagePackReader(ids, time)

@@ -1,7 +1,8 @@
 """Parses a Protobuf schema from a file or a schema registry into the message types that the schema defines.
 
-The parser keeps only what determines the encoding of values: fields, their types, and their presence. Imported files
-are not read. The types in `_WELL_KNOWN` are known, and all other imported types are refused.
+The parser keeps only the properties that determine the encoding of values, which are the fields, their types, and their
+presence. Imported files are not read. The parser knows the types in `_WELL_KNOWN`, and refuses all other imported
+types.
 
 Source: the language specifications of proto2 and proto3. The tests compare the parser with that of protoc 33.
 """
@@ -19,7 +20,7 @@ from typing import Final, NoReturn
 from dedup.core.avro import SchemaRefused
 
 MAX_DEPTH: Final = 100
-"""Maximum nesting depth of message types in schemas, and of groups in values."""
+"""The maximum nesting depth of message types in schemas, and of groups in values."""
 _MOST_SCHEMA_CHARS: Final = 1 << 20
 _MOST_NAME_CHARS: Final = 500
 _MOST_NUMBER: Final = (1 << 29) - 1
@@ -56,7 +57,7 @@ _TOKEN: Final = re.compile(
     re.ASCII | re.DOTALL,
 )
 _BASE64: Final = re.compile(r"[A-Za-z0-9+/]{4,}={0,2}", re.ASCII)
-"""Matches an encoded descriptor. Confluent's Python serializer registers these, and some registries return them."""
+"""Matches a Base64 descriptor, which Confluent's Python serializer registers and some registries return."""
 _TYPES: Final = (
     *("", "double", "float", "int64", "uint64", "int32", "fixed64", "fixed32", "bool", "string", "group", "message"),
     *("bytes", "uint32", "enum", "sfixed32", "sfixed64", "sint32", "sint64"),
@@ -74,14 +75,14 @@ class Field:
     kind: str
     """A scalar type, or enum, message, group, map, or repeated."""
     has_presence: bool
-    """True if a value with the default of the type differs from no value."""
+    """True if a field that is set to its type's default value differs from a field that is not set."""
     oneof: str = ""
     message: Message | None = None
     """The message type of the field, or None if the field is not a single message."""
 
     @property
     def type_name(self) -> str:
-        """The name of the type or, for a wrapper, of the wrapped value's type."""
+        """The name of the field's type or, for a wrapper message, of the wrapped value's type."""
         if self.message is None or self.message.name not in {TIMESTAMP, *WRAPPERS}:
             return self.kind
         return TIMESTAMP if self.message.name == TIMESTAMP else self.message.fields["value"].kind
@@ -89,10 +90,10 @@ class Field:
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """A message type. Its fields are added after it is created, because a message may contain itself."""
+    """A message type. The parser adds the fields to an existing object, because a message may contain itself."""
 
     name: str
-    """The full name."""
+    """The full name, which includes the package."""
     fields: dict[str, Field] = field(default_factory=dict, repr=False)
     nested: list[Message | None] = field(default_factory=list, repr=False)
     """The message types that the message defines, with None for the type of a map's entries."""
@@ -119,7 +120,7 @@ def parse_proto(text: str) -> Message:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> Message | str:
-    """Return the result of `parse_proto` or the text of its error, so that errors are cached as well."""
+    """Return the result of `parse_proto`, or the text of its error, so that the cache also contains errors."""
     try:
         return _parse(text)
     except SchemaRefused as refused:
@@ -143,7 +144,7 @@ def _parse(text: str) -> Message:
 
 
 def message_at(file: Message, indexes: tuple[int, ...]) -> Message:
-    """Return the message that a value's message indexes name. Raises SchemaRefused if there is no such message."""
+    """Return the message that message indexes name. Raises SchemaRefused if the indexes name no message."""
     found: Message | None = file
     for index in indexes:
         found = None if found is None else found.nested_at(index)
@@ -162,7 +163,7 @@ def _well_known() -> dict[str, Message | None]:
 class _Parser:
     def __init__(self, text: str, named: dict[str, Message | None]) -> None:
         self.named: Final = named
-        """The types by their full names: a message, or None for an enum."""
+        """Maps the full name of each type to its message, or to None if the type is an enum."""
         self.top: Final[list[Message | None]] = []
         self._known: Final = frozenset(named)
         self._tokens: Final = [*_tokens(text.removeprefix("\ufeff")), ("end", "", text.count("\n") + 1)]
@@ -273,7 +274,7 @@ class _Parser:
             case "enum":
                 self._define(_join(scope, self._take("name")), None)
                 self._skip_block()
-            case "extend":  # an unknown field here; but a group in it is a type
+            case "extend":  # extension fields stay unknown, but a group among them is a type
                 self._type_name()
                 self._fields(Message(scope, nested=nested), depth, "")
             case "option":
@@ -358,7 +359,7 @@ class _Parser:
         message.fields[name] = made
 
     def _find(self, name: str, scope: str) -> Message | None:
-        """Return the message with a name, or None if the name is that of an enum."""
+        """Return the message with the given name, or None if the name belongs to an enum."""
         while not name.startswith("."):
             full = _join(scope, name)
             if full in self.named:
@@ -410,7 +411,7 @@ class _Parser:
         word = self._take("number")[:12]
         with suppress(ValueError):
             return int(word, 8 if word.isdigit() and word.startswith("0") else 0)
-        return 0  # refused with the field
+        return 0  # `_add` refuses a field with this number
 
     def _skip_statement(self) -> None:
         while self._word != ";":
@@ -444,7 +445,7 @@ _Fields = dict[int, list[int | bytes]]
 
 
 def _fields(data: bytes) -> _Fields:
-    """Return the values in an encoded message by field number. Raises ValueError or LookupError if it is damaged."""
+    """Return an encoded message's values by field number. Raises ValueError or LookupError for a damaged message."""
     found: _Fields = {}
     at = 0
 

@@ -1,8 +1,9 @@
-"""Reads members of Protobuf values by path, exactly from one value (`ProtobufReader.read`), or as columns from a batch.
+"""Reads members of Protobuf values by path, from one value (`ProtobufReader.read`) or as columns from a batch.
 
-A value is the encoding of one message of a known type. Both methods skip the fields that are not requested.
+A value is the encoding of one message of a known type. `read` and `columns` skip the fields that are not requested.
 `ProtobufReader.columns` advances through all values of a batch together, tag by tag. If any value might be damaged, the
-batch must be passed to `ProtobufReader.read`. Source: "Encoding" and "Field Presence" of protobuf.dev.
+caller must pass each value of the batch to `ProtobufReader.read`. Source: "Encoding" and "Field Presence" of
+protobuf.dev.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MOST_TAG: Final = (1 << 32) - 1
 _OVER: Final = _MOST_TAG + 1
 """Stands for the next tag of a message that has ended."""
 _ROWS_PER_STEP: Final = 16
-"""Minimum average number of values that each step must advance to read in columns. The first 64 steps are free."""
+"""After 64 free steps, `columns` gives up if a step advances fewer values than this on average."""
 _LEAST_S: Final = -62_135_596_800
 _MOST_S: Final = 253_402_300_799
 """The first and last seconds that `google.protobuf.Timestamp` allows, which are those of the years 1 to 9999."""
@@ -53,7 +54,7 @@ _NUMBERS: Final[Mapping[str, Callable[[_Raws], npt.NDArray[Any]]]] = {
     "sint64": lambda raws: _zigzag(raws).view(np.int64),
     "bool": lambda raws: raws != 0,
 }
-"""Maps each type to the conversion of its wire numbers. 32-bit types drop the high bits, as in Protobuf's libraries."""
+"""Maps each type to a function that decodes its numbers. As in Protobuf's libraries, 32-bit types drop high bits."""
 _NO_ID: Final = frozenset({"float", "double", "message", "group", "map", "repeated", TIMESTAMP})
 
 
@@ -91,7 +92,10 @@ def names_at(message: Message, path: Path) -> list[str]:
 
 
 def type_at(message: Message, path: Path) -> str | None:
-    """Return the type at a path, or None if the message lacks it. A repeated field, a map, or a group ends the path."""
+    """Return the type at a path, or None if the message lacks the path.
+
+    If a repeated field, a map, or a group is on the path, the result is this kind, and all further steps are ignored.
+    """
     found = fields_at(message, path)
     if found and found[-1].kind in {"repeated", "map", "group"}:
         return found[-1].kind
@@ -100,14 +104,14 @@ def type_at(message: Message, path: Path) -> str | None:
 
 @dataclass(slots=True)
 class _Step:
-    """The effects of one field of a message on the slots."""
+    """The effects that one field of a message has on the slots of the result."""
 
     wire: int
     """The wire type of the field's values, or -1 for a repeated field, a map, or a group."""
     takes: list[int] = field(default_factory=list)
     """The slots that receive the field's value."""
     opens: list[int] = field(default_factory=list)
-    """The absent slots that become zero or empty when the field, a message, occurs."""
+    """The slots that change from absent to zero or empty when the field, which is a message, occurs."""
     clears: list[int] = field(default_factory=list)
     """The slots of other members of the field's oneof, which become absent."""
     below: dict[int, _Step] = field(default_factory=dict)
@@ -141,13 +145,13 @@ class ProtobufReader:
         self.count: Final = len(ids) + self.has_time
         self.steps: Final[dict[int, _Step]] = {}
         self.texts: Final[list[bool]] = []
-        """For each slot, whether it holds bytes instead of a number."""
+        """Says for each slot whether it holds bytes instead of a number."""
         self._columns: Final[list[_Column | None]] = [self._place(message, path, None) for path in ids]
         if time is not None:
             self._columns.append(self._place(message, time.path, time))
 
     def _place(self, message: Message, path: Path, time: FieldTime | None) -> _Column | None:
-        """Add the steps for a path, and return its column, or None if the message does not have the path."""
+        """Add the steps for a path, and return the path's column, or None if the message does not have the path."""
         name, fields = type_at(message, path), fields_at(message, path)
         if name is None:
             return None
@@ -172,7 +176,7 @@ class ProtobufReader:
         return column
 
     def read(self, value: bytes) -> list[Leaf]:
-        """Return the members at the paths, the time last. Raises Unreadable if the value is not one message."""
+        """Return the members at the paths, then the event time. Raises Unreadable if the value is not one message."""
         try:
             cursor = _Cursor(self, value)
             cursor.walk(self.steps, len(value))
@@ -184,7 +188,7 @@ class ProtobufReader:
         raise with_foreign_format(value, "not_protobuf", text)
 
     def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return one column per path, followed by the event times; return None if any value needs `read`."""
+        """Return one column per path, followed by the event times, or None if any value must be passed to `read`."""
         batch = _Batch(self, values)
         try:
             batch.walk_all(self.steps)
@@ -239,7 +243,7 @@ class ProtobufReader:
 def protobuf_reader(
     schema: str, indexes: tuple[int, ...], ids: tuple[Path, ...], time: FieldTime | None
 ) -> ProtobufReader:
-    """Return the reader for the values of a message type. Raises SchemaRefused if the schema is invalid or lacks it."""
+    """Return the reader for one message type. Raises SchemaRefused if the schema is invalid or lacks the type."""
     return ProtobufReader(message_at(parse_proto(schema), indexes), ids, time)
 
 
@@ -272,7 +276,7 @@ def _times_ms(seconds: _Raws, nanos: _Raws) -> list[int] | None:
 
 
 class _Cursor:
-    """A position in one value. `walk` advances the position past a message."""
+    """A position in one Protobuf value. `walk` advances the position past a message."""
 
     def __init__(self, reader: ProtobufReader, value: bytes) -> None:
         self._value: Final = value
@@ -314,7 +318,7 @@ class _Cursor:
         return tag >> 3, tag & 7
 
     def _skip(self, number: int, wire: int, end: int, depth: int) -> int | bytes:
-        """Advance past the value of a field, and return it as a number or as bytes. A group is returned as no bytes."""
+        """Advance past a field's value, and return the value as a number or as bytes, which are empty for a group."""
         if wire == _VARINT:
             return self._varint(end)
         if wire in _WIDTHS:
@@ -344,7 +348,7 @@ class _Cursor:
 
 
 class _Batch:
-    """The values of a batch. `walk` reads one message in each of the given rows."""
+    """The Protobuf values of a batch. `walk` reads one message in each of the given rows."""
 
     def __init__(self, reader: ProtobufReader, values: Sequence[bytes]) -> None:
         self.joined: Final = b"".join([*values, PADDING])
@@ -361,7 +365,7 @@ class _Batch:
         self.walk(steps, np.arange(len(ends)), ends - self._sizes, ends)
 
     def walk(self, steps: Mapping[int, _Step], rows: _Longs, at: _Longs, ends: _Longs) -> None:
-        """Read the messages from ``at`` to ``ends`` in the values ``rows``.
+        """Read one message in each row of ``rows``, between the row's positions in ``at`` and ``ends``.
 
         Each step advances the values whose next field has the lowest number. Serializers write fields in the order of
         their numbers, so a value that lacks a field waits until the other values are past the field.
@@ -407,7 +411,7 @@ class _Batch:
         return behind
 
     def _value(self, wire: int, at: _Longs, ends: _Longs) -> tuple[_Raws, _Longs, _Longs]:
-        """Return the number of each value (or the start of its bytes), the start of the value, and its end."""
+        """Return the number of each value (or the position of its bytes), and the positions of its start and end."""
         if wire in _WIDTHS:
             return at.view(np.uint64), at, at + _WIDTHS[wire]
         raws, behind = varints(self._text, at, ends)

@@ -1,4 +1,4 @@
-"""Implements the deduplication rule in a slow and obvious way, as the reference for all other implementations.
+"""Implements the deduplication rule in a slow but obvious way, as the reference for all other implementations.
 
 Tests and ``dedup verify`` compare other implementations with this model. The model judges records one by one, never
 reads a clock, and shares only the types ``Source`` and ``Sighting`` with the fast implementations.
@@ -73,7 +73,7 @@ class ReferenceModel:
     """Judges the records of one task in log order, and keeps the task's sightings and stream time."""
 
     def __init__(self, rules: ModelRules, feeds: Iterable[Feed] = _ONE_FEED) -> None:
-        """``feeds`` are the source partitions when the task starts. Later ones are idle until their first record."""
+        """``feeds`` are the initial source partitions. A partition added later is idle until its first record."""
         self.rules: Final = rules
         self.stream_time_ms = BEFORE_ALL_TIME
         self.greatest: Final[dict[Feed, int]] = dict.fromkeys(feeds, BEFORE_ALL_TIME)
@@ -81,7 +81,7 @@ class ReferenceModel:
         self.sightings: Final[dict[bytes, list[Sighting]]] = {}
 
     def judge(self, record: ModelRecord) -> ModelVerdict:
-        """Return the verdict on the next record, and update the state."""
+        """Return the verdict on the next record, and update the model's sightings and stream time."""
         feed = (record.source.topic, record.source.partition)
         self.greatest.setdefault(feed, BEFORE_ALL_TIME)
         self.idle.setdefault(feed, True)
@@ -164,7 +164,7 @@ class ReferenceModel:
 
     @staticmethod
     def _nearest(sightings: list[Sighting], time_ms: int) -> Sighting:
-        """Return the nearest sighting or, of several equally near, the smallest, so that all engines agree."""
+        """Return the nearest sighting, or the smallest of several equally near ones, so that all engines agree."""
         best = sightings[0]
         best_distance_ms = -1
         for seen in sightings:

@@ -1,6 +1,6 @@
-"""Defines how the tracking ID is found in a record, encodes IDs as canonical bytes, and displays IDs.
+"""Defines the rules that find the tracking ID in a record, encodes IDs as canonical bytes, and displays IDs.
 
-Paths within a value are written ``a.b[0].c`` or ``a["b.c"]``.
+A path within a value is written in a form such as ``a.b[0].c`` or ``a["b.c"]``.
 
 Equal IDs have equal canonical bytes. The encoding never changes. Canonical bytes consist of a tag and a value:
 
@@ -17,9 +17,9 @@ Equal IDs have equal canonical bytes. The encoding never changes. Canonical byte
     0d alternative     the index of the alternative (1 byte), the state key of the ID that it gives
     0e instant         RFC 3339 text in UTC, its exact fraction of a second without trailing zeros
 
-The state key of an ID, under which its sightings are stored, consists of the canonical bytes if there are at most 32 of
-them. Otherwise, the state key is the byte ``00`` and the BLAKE2b-256 digest of the canonical bytes. No tag is ``00``,
-so nobody can suppress an event by choosing an ID whose canonical bytes equal the digest of the event's ID.
+The sightings of an ID are stored under the ID's state key, which consists of the canonical bytes if there are at most
+32 of them. The state key of longer canonical bytes is the byte ``00`` followed by their BLAKE2b-256 digest. No tag is
+``00``, so nobody can suppress an event by choosing an ID whose canonical bytes equal the digest of the event's ID.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Path = tuple[str | int, ...]
 """A path, which contains at least one member name or array position, outermost first."""
 
 ENCODING_VERSION: Final = 1
-"""The version of the encoding, which is part of the state fingerprint, so state with another version cannot be used."""
+"""The version of the encoding. The state fingerprint contains it, so a task cannot use state of another version."""
 
 Normalizing = Literal["trim", "lower", "nfc", "instant"]
 
@@ -60,13 +60,13 @@ INSTANT: Final = b"\x0e"
 DIGEST: Final = b"\x00"
 
 KEPT_BYTES: Final = 32
-"""The greatest length of canonical bytes that serve as the state key; longer ones are replaced by their digest."""
+"""The maximum length of canonical bytes that serve as the state key. A digest replaces longer canonical bytes."""
 
 _BLANKS: Final = (
     "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
     "\u2028\u2029\u202f\u205f\u3000"
 )
-"""The characters that `trim` removes. They are listed because a runtime's definition of white space may change."""
+"""The characters that `trim` removes. The list is fixed, because Python's definition of white space may change."""
 
 _NAME: Final = compile_pattern(r'[^.\[\]"\s]+')
 _INDEX: Final = compile_pattern(r"\[(0|[1-9][0-9]{0,8})\]")
@@ -213,12 +213,12 @@ Rule = Alternative | FirstOfRule
 
 
 def alternatives_of(rule: Rule) -> tuple[Alternative, ...]:
-    """Return the alternatives of a rule, which is its only alternative unless it is a `FirstOfRule`."""
+    """Return the alternatives of a `FirstOfRule`. For any other rule, return a tuple that contains only this rule."""
     return rule.alternatives if isinstance(rule, FirstOfRule) else (rule,)
 
 
 def member_paths(rule: Rule) -> tuple[Path, ...]:
-    """Return the paths of the members that form the ID, or no paths if the ID is not formed by single members."""
+    """Return the paths of the members that form the ID, or an empty tuple if no single members form it."""
     match rule:
         case FirstOfRule(alternatives):
             return tuple(dict.fromkeys(path for each in alternatives for path in member_paths(each)))
@@ -240,7 +240,7 @@ def needs_value(rule: Rule) -> bool:
 
 
 def has_key(rule: Rule) -> bool:
-    """Return whether records with equal IDs have equal keys, provided that IDs are not normalized."""
+    """Return whether records with equal IDs always have equal keys, provided that IDs are not normalized."""
     return all(
         isinstance(each, KeyRule) or (isinstance(each, PartsRule) and Part(KeyRule()) in each.parts)
         for each in alternatives_of(rule)
@@ -249,11 +249,11 @@ def has_key(rule: Rule) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TrackingId:
-    """The rule that finds the ID in a record, and the normalization of IDs before they are compared."""
+    """The rule that finds the ID in a record, and the normalization that is applied to IDs before comparison."""
 
     rule: Rule
     normalize: tuple[Normalizing, ...] = ()
-    """Normalization steps, which are applied in this order to strings in the value and to UTF-8 keys and headers.
+    """The normalization steps, which apply in this order to strings in the value and to keys and headers in UTF-8.
 
     `instant`, the last step, converts RFC 3339 strings to instants, and leaves other strings unchanged.
     """
@@ -295,15 +295,15 @@ def encode_integer_text(digits: str) -> bytes:
 
 
 def encode_instant(nanoseconds: int) -> bytes:
-    """Return the canonical bytes of a moment. Raises OverflowError if it is not in the years 1 to 9999."""
+    """Return the canonical bytes of an instant. Raises OverflowError outside the years 1 to 9999."""
     seconds, fraction = divmod(nanoseconds, 10**9)
     return encode_moment(seconds, f"{fraction:09}")
 
 
 def encode_moment(seconds: int, fraction: str) -> bytes:
-    """Return the canonical bytes of a moment, given whole seconds since 1970 UTC and the digits of the fraction.
+    """Return the canonical bytes of an instant, given whole seconds since 1970 UTC and the digits of the fraction.
 
-    Raises OverflowError if the moment is not in the years 1 to 9999.
+    Raises OverflowError if the instant is not in the years 1 to 9999.
     """
     digits = fraction.rstrip("0")
     text = (_EPOCH + timedelta(seconds=seconds)).isoformat() + (f".{digits}" if digits else "")
@@ -316,7 +316,7 @@ def encode_composite(parts: Sequence[bytes]) -> bytes:
 
 
 def encode_alternative(index: int, key: bytes) -> bytes:
-    """Return the canonical bytes of an ID that comes from an alternative. ``key`` is the state key of this ID."""
+    """Return the canonical bytes of an ID from the alternative ``index``, given the state key of this ID."""
     return ALTERNATIVE + bytes((index,)) + key
 
 
@@ -340,7 +340,7 @@ _STEPS: Final[Mapping[str, Callable[[str], str]]] = {
 
 @cache
 def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
-    """Return a function that applies the steps other than `instant` to a string, or None if there are none."""
+    """Return a function that applies all steps except `instant` to a string, or None if there are no such steps."""
     functions = [_STEPS[step] for step in steps if step != "instant"]
     if not functions:
         return None

@@ -1,6 +1,6 @@
-"""Reads numbers of variable length, as Avro and Protobuf write them: from one value (exact), or from a batch (fast).
+"""Reads the variable-length numbers of Avro and Protobuf, from one value (exact) or from a batch (fast).
 
-Each byte contains seven bits of a number, the lowest bits first; a byte above 7f is followed by another byte. A number
+Each byte contains seven bits of a number, lowest bits first. Another byte follows each byte above 7f. A number
 has at most 64 bits. Source: protobuf.dev/programming-guides/encoding, and the Avro specification, "Binary Encoding".
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 PADDING: Final = bytes(16)
-"""The bytes after the last value of a batch, which allow a truncated number to be read before it is refused."""
+"""The bytes that follow the last value of a batch, so that a truncated number can be read before it is refused."""
 _BITS: Final = 64
 _BYTES: Final = 10
 _LOW: Final = 0x7F
@@ -21,15 +21,15 @@ _Longs = npt.NDArray[np.int64]
 
 
 class Damaged(Exception):
-    """A value does not have its format. The message says why, but does not reveal the payload."""
+    """Raised if a value does not have its format. The message says why, but does not reveal the payload."""
 
 
 class NotInColumns(Exception):
-    """A batch cannot be read in columns, so its values must be read one by one."""
+    """Raised if a batch cannot be read in columns, so that its values must be read one by one."""
 
 
 def varint(value: bytes, at: int, end: int) -> tuple[int, int]:
-    """Return the number at a position, without a sign, and the position after it.
+    """Return the unsigned number at a position, and the position after the number.
 
     Raises Damaged if the number does not end before ``end``, or if it has more than 64 bits.
     """
@@ -48,10 +48,10 @@ def varint(value: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def varints(text: npt.NDArray[np.uint8], at: _Longs, ends: _Longs) -> tuple[npt.NDArray[np.uint64], _Longs]:
-    """Return the number at each position of a batch's bytes, without a sign, and the positions after the numbers.
+    """Return the unsigned number at each position in a batch's bytes, and the positions after the numbers.
 
-    The bytes end with `PADDING`. Raises NotInColumns if a number does not end before its place in ``ends``, or if it
-    has more than 64 bits.
+    The bytes end with `PADDING`. Raises NotInColumns if a number extends beyond its entry in ``ends``, or if it has
+    more than 64 bits.
     """
     byte = text[at]
     raw = (byte & _LOW).astype(np.uint64)

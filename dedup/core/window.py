@@ -7,9 +7,9 @@ its event time ``t``, and on the stream time ``s`` after the record has advanced
     else t < s - grace                                                           -> Late
     else                                                                         -> Unique
 
-A record exactly one guard period after a sighting is a new event. Retention is guard period plus grace, so every
-sighting that could make a record with ``t >= s - grace`` a duplicate is still stored. The bound on ``last`` makes the
-verdict independent of the moment at which old sightings are dropped.
+A record exactly one guard period after a sighting is a new event. The retention is the guard period plus the grace, so
+every sighting that could make a record with ``t >= s - grace`` a duplicate is still stored. The bound on ``last`` makes
+the verdict independent of the moment at which old sightings are dropped.
 
 The deduplication rule comes from KIP-655 (windowed distinct), but applies in both directions of time, as in the
 window-store recipe for Kafka Streams.
@@ -30,7 +30,7 @@ class Source(NamedTuple):
     """The position of a record in a source topic, before any repartitioning."""
 
     topic: int
-    """Position of the topic in ``source.topics``."""
+    """The position of the topic in ``source.topics``."""
     partition: int
     offset: int
 
@@ -51,7 +51,7 @@ class Sighting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unique:
-    """The verdict on the first record with its ID within the guard period; the record is forwarded."""
+    """The verdict on the first record with its ID within the guard period. A unique record is forwarded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Duplicate:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """The verdict on a record so far behind stream time that an earlier sighting of its ID may be gone."""
+    """The verdict on a record so far behind stream time that an earlier sighting of its ID may have been dropped."""
 
     behind_ms: int
 
@@ -82,7 +82,7 @@ class Window:
 
     @property
     def retention_ms(self) -> int:
-        """How long, in stream time, a sighting counts after its end."""
+        """The stream time during which a sighting still counts after its end: the guard period plus the grace."""
         return self.guard_ms + self.grace_ms
 
     @property
@@ -109,7 +109,7 @@ class Window:
             distance_ms = max(seen.first_ms - time_ms, time_ms - seen.last_ms, 0)
             if distance_ms >= self.guard_ms:
                 continue
-            # Of two sightings at the same distance, the smaller one is used, so that all engines return the same one.
+            # Of two sightings at the same distance, the smaller one counts, so that all engines agree.
             if nearest is None or (distance_ms, seen) < (nearest_ms, nearest):
                 nearest, nearest_ms = seen, distance_ms
         if nearest is not None:
@@ -119,7 +119,10 @@ class Window:
         return Unique()
 
     def extended(self, seen: Sighting, time_ms: int) -> Sighting:
-        """Return the sighting with its end moved forward by a duplicate at ``time_ms``, but not beyond the cap."""
+        """Return the sighting, extended to a duplicate at ``time_ms``, but at most to ``first_ms + extend_at_most_ms``.
+
+        A sighting that already ends later stays unchanged.
+        """
         last_ms = min(max(seen.last_ms, time_ms), max(seen.last_ms, seen.first_ms + self.extend_at_most_ms))
         return seen._replace(last_ms=last_ms)
 
@@ -128,14 +131,14 @@ class Window:
 # and stream time is then the smallest of the feeds' greatest event times, like a watermark. Otherwise, all records of
 # slower partitions would be late while a backlog is processed. A feed without a judged record keeps stream time at
 # BEFORE_ALL_TIME. A feed that is marked idle is ignored until its next record. A partition that was added to a source
-# topic is ignored until its first record, so it cannot hold up stream time where none of its records arrive.
+# topic is ignored until its first record, so it cannot hold back a task that gets none of its records.
 
 
 class Feed(NamedTuple):
     """A source partition whose records advance stream time."""
 
     topic: int
-    """Position of the topic in ``source.topics``."""
+    """The position of the topic in ``source.topics``."""
     partition: int
 
 
@@ -170,7 +173,7 @@ class StreamTime:
         return column[1:], self.after_one_feed_at_once(column[-1])
 
     def after_one_feed_at_once(self, greatest_ms: int) -> StreamTime:
-        """Return the stream time after a batch of a single feed, given the greatest event time judged in the batch."""
+        """Return the stream time after a batch of a single feed, given the greatest judged event time in the batch."""
         (feed,) = self.feeds
         value_ms = max(self.value_ms, greatest_ms)
         return StreamTime(value_ms, {feed: FeedProgress(value_ms)})

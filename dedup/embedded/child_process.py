@@ -19,7 +19,9 @@ _TAIL_LINES: Final = 15
 
 
 class ChildProcess:
-    """A program in its own session, so that Ctrl-C on the terminal does not reach the program. All methods block."""
+    """A program in its own session, so that Ctrl-C on the terminal does not reach the program. All methods of
+    `ChildProcess` block.
+    """
 
     def __init__(self, command: Sequence[str], log_file: Path, *, directory: Path | None = None) -> None:
         """Start the program in ``directory``, and append its output to ``log_file``."""
@@ -74,11 +76,11 @@ class ChildProcess:
         self.paused = False
 
     def kill(self) -> int:
-        """End the program with SIGKILL if it is still running, and return its exit code."""
+        """End the program with SIGKILL if it is still running, and return the exit code."""
         return self._end(b"k")
 
     def stop(self, within_s: float = _STOPS_WITHIN_S) -> int:
-        """End the program with SIGTERM, or with SIGKILL after ``within_s`` seconds, and return its exit code."""
+        """End the program with SIGTERM, or with SIGKILL after ``within_s`` seconds, and return the exit code."""
         return self._end(b"ct", within_s)
 
     def _order(self, order: bytes) -> None:
@@ -88,7 +90,7 @@ class ChildProcess:
         self._orders.flush()
 
     def _end(self, order: bytes, within_s: float = _STOPS_WITHIN_S) -> int:
-        # The program may exit at any moment, and then no process reads the command.
+        # If the program has just exited, no process reads the command.
         with contextlib.suppress(InvariantBroken, BrokenPipeError):
             self._order(order)
         try:
@@ -107,12 +109,12 @@ class Processes:
     def __init__(
         self, directory: Path, commands: Mapping[str, Sequence[str]], *, work_directory: Path | None = None
     ) -> None:
-        """Prepare the processes. ``commands`` maps each name, such as "worker 1", to a command line for `start`."""
+        """Prepare the processes. ``commands`` maps each name, such as "worker 1", to the command line to run."""
         self._directory: Final = directory
         self._commands: Final = commands
         self._work_directory: Final = work_directory
         self.running: Final[dict[str, ChildProcess]] = {}
-        """The processes that were started and not yet stopped or killed. A process may have ended by itself."""
+        """The processes that were started and not yet stopped or killed; some of them may have ended by themselves."""
 
     def __enter__(self) -> Self:
         return self
@@ -122,17 +124,17 @@ class Processes:
             process.kill()
 
     def start(self, *names: str) -> None:
-        """Start the named processes. Each process appends to the log of its earlier runs."""
+        """Start the named processes. Each process appends its output to the log of its earlier runs."""
         for name in names:
             command, log_file = self._commands[name], self.log_file(name)
             self.running[name] = ChildProcess(command, log_file, directory=self._work_directory)
 
     def kill(self, name: str) -> None:
-        """Kill a process with SIGKILL."""
+        """Kill the named process with SIGKILL."""
         self.running.pop(name).kill()
 
     def check(self) -> None:
-        """Raise InvariantBroken, with the last lines of its log, if a process has exited by itself."""
+        """Raise InvariantBroken, with the last lines of the process's log, if a process has exited by itself."""
         for name, process in self.running.items():
             if not process.running:
                 raise InvariantBroken(self.ended(name, f"by itself with exit code {process.exit_code}"))

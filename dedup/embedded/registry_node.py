@@ -1,4 +1,4 @@
-"""Runs a real schema registry on this machine: Apicurio, whose API is also Confluent's, with schemas in memory."""
+"""Runs a real schema registry on this machine: Apicurio Registry, with Confluent's API and with schemas in memory."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _LOOK_S: Final = 0.1
 class EmbeddedRegistry:
     """A registry in its own process, which ends when this process ends for any reason.
 
-    A ``with`` block starts and stops it. The methods block and are not thread-safe. With ``port`` 0, a free port is
-    chosen.
+    A ``with`` block starts and stops the registry. The methods block and are not thread-safe. If ``port`` is 0, a free
+    port is chosen.
     """
 
     def __init__(self, *, port: int = 0, progress: Progress | None = None) -> None:
@@ -40,7 +40,7 @@ class EmbeddedRegistry:
         self.url: Final = f"http://{HOST}:{port or free_ports(1)[0]}/apis/ccompat/v7"
         """The address for `schema_registry.url`."""
         self.process: ChildProcess | None = None
-        """The Java process, to freeze it; None before start() and after stop()."""
+        """The Java process, which callers may freeze; None before start() and after stop()."""
 
     @property
     def log_file(self) -> Path:
@@ -50,9 +50,10 @@ class EmbeddedRegistry:
         return self._directory / "registry.log"
 
     def start(self) -> Self:
-        """Start the registry, and wait until it responds (10 s, or longer if it must be downloaded).
+        """Start the registry, and wait until it responds (10 s, or longer if the registry must be downloaded).
 
-        Raises RegistryUnavailable if it cannot be downloaded or does not start, and BrokerUnavailable without Java.
+        Raises RegistryUnavailable if the registry cannot be downloaded or does not start, and BrokerUnavailable if
+        there is no Java.
         """
         java = find_java(os.environ)
         jar = install_registry(cache_root(os.environ) / f"{_NAME}-{_VERSION}", self._progress)
@@ -78,7 +79,7 @@ class EmbeddedRegistry:
             time.sleep(_LOOK_S)
 
     def check(self) -> None:
-        """Raise RegistryUnavailable, with the last lines of its log, if the registry has exited."""
+        """Raise RegistryUnavailable, with the last lines of the registry's log, if the registry has exited."""
         if self.process is None or not self.process.running:
             tail = "" if self.process is None else self.process.log_tail
             raise RegistryUnavailable(
@@ -87,7 +88,7 @@ class EmbeddedRegistry:
             )
 
     def stop(self) -> None:
-        """Stop the registry; its schemas and its log are gone."""
+        """Stop the registry, which deletes its schemas and its log."""
         if self.process is not None:
             self.process.stop()
             self.process = None
@@ -109,15 +110,15 @@ class EmbeddedRegistry:
 
 
 def install_registry(directory: Path, progress: Progress | None = None) -> Path:
-    """Download the registry into ``directory``, unless it is already there, and return its jar.
+    """Download the registry into ``directory``, unless it is already there, and return the registry's jar.
 
-    If several processes call this function at once, one downloads and the others wait. Raises RegistryUnavailable if
-    the download fails or has the wrong SHA-256.
+    If several processes call this function at once, one process downloads and the others wait. Raises
+    RegistryUnavailable if the download fails or the downloaded archive has the wrong SHA-256.
     """
     jar = directory / f"{_NAME}-{_VERSION}-runner.jar"
     try:
         install_once(directory, jar.exists, lambda repository, ready: _fetch(repository, ready, progress))
-    except (OSError, RuntimeError, tarfile.TarError) as error:  # errors of `requests` are also OSErrors
+    except (OSError, RuntimeError, tarfile.TarError) as error:  # exceptions of `requests` are also OSErrors
         raise RegistryUnavailable(
             f"Apicurio Registry {_VERSION} could not be fetched from Maven Central into {directory}: {error}. "
             f"Check the network and the free disk space and try again, or use a running registry "

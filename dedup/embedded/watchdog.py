@@ -1,6 +1,6 @@
 """Implements the watchdog, a process that runs a program and kills it when the watchdog's parent ends.
 
-The parent sends commands (see ORDERS) as bytes to the watchdog's stdin, which closes when the parent ends. On Linux,
+The parent writes commands (see ORDERS) as bytes to the watchdog's stdin, which closes when the parent ends. On Linux,
 the kernel also kills the program if the watchdog is killed. The watchdog starts in about 20 ms, because it runs with
 `python -I -S` and imports only the standard library.
 """
@@ -31,7 +31,7 @@ def main(command: list[str]) -> int:
     # This process has a single thread, so running code between fork and exec is safe.
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=_tie_to_parent())  # noqa: PLW1509
     try:
-        # This line tells the parent that the program runs, and which process ID it has.
+        # This line tells the parent that the program runs, and what the program's process ID is.
         os.write(1, f"{child.pid}\n".encode())
         while child.poll() is None:
             readable, _, _ = select.select([0, ended], [], [], _LOOK_EVERY_S)
@@ -39,8 +39,8 @@ def main(command: list[str]) -> int:
                 os.read(ended, 64)  # SIGCHLD also arrives when the program is stopped or continued
             order = os.read(0, 1) if 0 in readable else None
             if order == b"" or os.getppid() != parent:
-                # A forked copy of the parent may still hold the pipe open. In that case, only the parent process ID has
-                # changed.
+                # A forked copy of the parent may still hold the pipe open; only the parent process ID then shows that
+                # the parent has ended.
                 break
             if order is not None:
                 child.send_signal(ORDERS[order])
@@ -51,7 +51,7 @@ def main(command: list[str]) -> int:
 
 
 def _tie_to_parent() -> Callable[[], None] | None:
-    """Return a function that makes a new process end with its parent, or None if the kernel does not support it."""
+    """Return a function that makes a new process end with its parent, or None if the kernel cannot do this."""
     if sys.platform != "linux":
         return None
     import ctypes  # noqa: PLC0415  other systems may lack it

@@ -61,7 +61,7 @@ _NEEDED: Final[tuple[type[Any], ...]] = (
 
 
 class Rights:
-    """Reports the caller's rights, in an ``async with`` block. Every request may raise BrokerUnavailable."""
+    """Reports the caller's rights within an ``async with`` block. Every method may raise BrokerUnavailable."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
@@ -85,7 +85,7 @@ class Rights:
         return tuple(sorted(named))
 
     async def lacking(self) -> dict[str, list[str]]:
-        """Map each broker's address to the requests for which the broker supports no version that dedup sends."""
+        """Map each broker's address to the requests for which the broker supports none of dedup's versions."""
         found = {}
         for broker in self._client.cluster.brokers():
             try:
@@ -101,8 +101,8 @@ class Rights:
     async def on_topics(self, names: Iterable[str]) -> dict[str, frozenset[str] | None]:
         """Return the operations that the caller may perform on each topic, or None for a topic that does not exist.
 
-        If the caller may not describe a topic, the broker reports no operations for the topic, and only DescribeConfigs
-        is assumed to be allowed.
+        For a topic that the caller may not describe, the broker reports no operations, and the result contains only
+        DescribeConfigs.
         """
         request = metadata_request(sorted(set(names)), rights=True)
         answer = await self._ask(self._client.get_random_node(), request)

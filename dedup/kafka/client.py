@@ -76,11 +76,11 @@ _METADATA_LANE: Final = "metadata"
 _IMPLICIT: Final = 2
 """The first transaction version in which requests add partitions to a transaction implicitly (KIP-890)."""
 _METADATA_WITHIN_S: Final = 2.0
-"""Time limit for a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
+"""The time limit of a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
 _DIVERGING_EPOCH: Final = 0
 """The tag of the fetch response field that says where the broker's log diverges from the records already read."""
 _EPOCH_END: Final = Struct(">iq")
-"""The binary format of a diverging epoch: the leader epoch, and the offset at which the epoch ends in that log."""
+"""The binary format of a diverging epoch, which is a leader epoch and the offset where it ends in the broker's log."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -97,7 +97,7 @@ T = TypeVar("T")
 
 
 class _Prepared:
-    """Stands in for aiokafka's `Request` class, which would choose the version of a request itself."""
+    """Replaces aiokafka's `Request` class, which would choose the version of a request itself."""
 
     def __init__(self, request: Any) -> None:  # noqa: ANN401  # untyped protocol structures
         self._request: Final = request
@@ -112,7 +112,7 @@ class _Prepared:
 
 
 def sendable(request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-    """Wrap a `OneVersion` request, so that aiokafka does not choose a version; return any other request unchanged."""
+    """Return a `OneVersion` request in a wrapper that keeps its version, or any other request unchanged."""
     return _Prepared(request) if isinstance(request, OneVersion) else request
 
 
@@ -152,7 +152,7 @@ def _in_errors(answer: Any) -> Iterable[int]:  # noqa: ANN401  # untyped protoco
 
 
 class KafkaWire:
-    """A `Wire` that sends every request through one aiokafka client, which all sessions and readers share."""
+    """A `Wire` that sends every request through a single aiokafka client, which all sessions and readers share."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection: Final = connection
@@ -166,7 +166,8 @@ class KafkaWire:
     async def start(self) -> None:
         """Connect to the cluster. Raises BrokerUnavailable if no broker responds within the connection's `patience_ms`.
 
-        A permanent error, such as a wrong password or an untrusted certificate, raises BrokerUnavailable immediately.
+        After a permanent error, such as a wrong password or an untrusted certificate, `start` raises BrokerUnavailable
+        immediately.
         """
         client = AIOKafkaClient(**self.connection.client_options())
         deadline = asyncio.get_running_loop().time() + self.connection.patience_ms / 1000
@@ -200,7 +201,7 @@ class KafkaWire:
         self._topic_ids |= topic_ids
 
     async def pause(self, delay_ms: int) -> None:
-        """Wait ``delay_ms``."""
+        """Wait for ``delay_ms``."""
         await asyncio.sleep(delay_ms / 1000)
 
     async def init_producer_id(self, transactional_id: str, timeout_ms: int) -> tuple[int, ProducerIdentity]:
@@ -245,7 +246,7 @@ class KafkaWire:
         return self._produced(answers)
 
     async def _write_produce(self, node: int, request: Any) -> asyncio.Future[Any]:  # noqa: ANN401  # untyped protocol structures
-        """Write a request to the connection's buffer before returning, so that a caller's requests stay in order."""
+        """Write a request to the connection's buffer before returning, so that the caller's requests stay in order."""
         if not await self._client.ready(node, group=ConnectionGroup.DEFAULT):
             raise NoAnswer(f"broker {node} is not reachable")
         # The client's `send` would wait for the response before the next request can be sent.
@@ -346,7 +347,7 @@ class KafkaWire:
         return _topics_in((await self._ask_any(metadata_request(names, UnparsedMetadataRequest_v10))).body)
 
     async def _ask_any(self, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Send a request to a random broker. Raises NoAnswer if that broker does not respond quickly."""
+        """Send a request to a random broker. Raises NoAnswer if the broker does not respond quickly."""
         node = self._client.get_random_node()
         if node is None:
             raise NoAnswer("no broker is known")
@@ -395,7 +396,7 @@ class KafkaWire:
     async def fetch_raw(
         self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int, lane: str
     ) -> FetchedPartition:
-        """Fetch the same records as `fetch`, and raise the same errors, but do not decode the records."""
+        """Fetch the same records as `fetch`, and raise the same errors, but return the records undecoded."""
         node = await self.leader(source)
         pinned = self._topic_ids.get(source.topic)
         topic_id = pinned or self._seen_ids.get(source.topic)
@@ -433,7 +434,7 @@ class KafkaWire:
     ) -> tuple[int, list[FetchedPartition]]:
         """Fetch committed records from one broker, which fills its response in the order of ``wanted``.
 
-        Returns the response's top-level error code and its partitions. Raises NoAnswer if the broker does not respond.
+        Returns the top-level error code and the partitions of the response. Raises NoAnswer if there is no response.
         """
         rows: list[tuple[bytes, list[Any]]] = grouped(
             (bytes.fromhex(topic_id), (partition, NO_EPOCH, position, leader_epoch, -1, most, {}))
@@ -493,7 +494,7 @@ class KafkaWire:
         return (found[0] if found else 0), answer
 
     async def _coordinator(self, kind: int, key: str) -> int:
-        """Return the node ID of a coordinator; retry the lookup until it succeeds or the request timeout has passed."""
+        """Return the node ID of a coordinator. The lookup is retried until the request timeout has passed."""
         known = self._coordinators.get((kind, key))
         if known is not None:
             return known
@@ -536,6 +537,6 @@ class KafkaWire:
 
 
 def _close_if_silent(connection: Any, answer: asyncio.Future[Any]) -> None:  # noqa: ANN401  # untyped client
-    """Close the connection after a timeout; otherwise, every new epoch would reuse the unresponsive connection."""
+    """Close the connection after a timeout, so that no new epoch reuses the unresponsive connection."""
     if not answer.cancelled() and isinstance(answer.exception(), TimeoutError):
         connection.close(reason=CloseReason.CONNECTION_TIMEOUT)

@@ -34,7 +34,7 @@ class _Token(AbstractTokenProvider):  # type: ignore[misc]  # untyped base
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Describes how to reach a cluster: its brokers, credentials, and time limits."""
+    """Describes how to reach a cluster, which includes the brokers, the credentials, and the time limits."""
 
     brokers: tuple[str, ...]
     security: Security
@@ -45,11 +45,11 @@ class Connection:
 
     @classmethod
     def of(cls, settings: Settings, *, client_id: str = "dedup") -> Connection:
-        """Return the connection described by the settings."""
+        """Return the connection that the settings describe."""
         return cls(settings.brokers, settings.security, client_id)
 
     def security_options(self) -> dict[str, Any]:
-        """Return aiokafka's options for TLS and SASL; TLS is 1.2 or later and verifies host names."""
+        """Return aiokafka's options for TLS and SASL. TLS connections use TLS 1.2 or later and verify host names."""
         options: dict[str, Any] = {"security_protocol": self.security.protocol}
         if self.security.protocol in {"SSL", "SASL_SSL"}:
             options["ssl_context"] = self._tls()
@@ -90,7 +90,7 @@ _EXPIRED_CODES: Final = frozenset({9, 10})
 
 
 class Trouble(enum.Enum):
-    """The reason why a broker cannot be used. Each value is the text of a report, with placeholders for settings."""
+    """A reason why a broker cannot be used. The value is the text of a report, with placeholders for settings."""
 
     NAME = "the host name is not known here. Correct `brokers`, or the name server"
     UNREACHABLE = "nothing can be reached there. Start the broker, correct `brokers`, or open the firewall"
@@ -144,13 +144,16 @@ class Diagnosis:
 
 
 async def diagnose(connection: Connection) -> list[Diagnosis]:
-    """Return a diagnosis for each broker that cannot be used; the list is empty if all brokers can be used."""
+    """Return a diagnosis for each broker that cannot be used, or an empty list if all brokers can be used."""
     found = await asyncio.gather(*(_examined(connection, broker) for broker in connection.brokers))
     return [finding for finding in found if finding is not None]
 
 
 def most_telling(findings: Sequence[Diagnosis]) -> Diagnosis | None:
-    """Return the most important diagnosis: permanent problems take precedence over temporary ones."""
+    """Return the most important diagnosis, or None if there are no diagnoses.
+
+    A permanent problem is more important than a temporary problem.
+    """
     return min(findings, key=lambda finding: finding.passing, default=None)
 
 
@@ -198,7 +201,7 @@ async def _named(connection: Connection, host: str, port: int, error: BaseExcept
         case ConnectionRefusedError() | ConnectionAbortedError():
             return Trouble.UNREACHABLE, " (connection refused)"
         case _:
-            pass  # the error is not specific, so the probes below find the cause
+            pass  # the error is not specific, so the following probes find the cause
     if connection.security.protocol.endswith("SSL"):
         return await _of_tls(connection, host, port)
     if await _handshake(host, port, _trusting_all()) is None:
@@ -239,7 +242,7 @@ def _of_certificate(error: ssl.SSLCertVerificationError) -> Trouble:
 async def _opened(
     host: str, port: int, context: ssl.SSLContext | None = None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Connect to a listener for at most `PROBE_WITHIN_S`, over TLS if a context is given."""
+    """Connect to a listener for at most `PROBE_WITHIN_S` seconds, over TLS if a context is given."""
     async with asyncio.timeout(PROBE_WITHIN_S):
         reader, writer = await asyncio.open_connection(host, port, ssl=context)
         try:
@@ -257,7 +260,7 @@ async def _of_network(host: str, port: int) -> tuple[Trouble, str]:
 
 
 def _trusting_all() -> ssl.SSLContext:
-    """Return a TLS context for testing whether a listener uses TLS; the context accepts any certificate."""
+    """Return a TLS context that accepts any certificate, for testing whether a listener uses TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,6 +1,6 @@
 """Fetches the records of the partitions that feed a worker's tasks, and detects changes to their topics.
 
-For each broker, one fetch is in flight while the worker judges the records of the previous fetch. This module replaces
+One fetch per broker is in flight while the worker judges the records of the previous fetch. This module replaces
 aiokafka's fetcher, which creates an object for every record and thereby uses a quarter of the event loop's time.
 """
 
@@ -31,7 +31,7 @@ PAUSE_MS: Final = 100
 MOST_PAUSES: Final = 200
 """A check fails after this many attempts without a response (about 20 s), and the transaction is then abandoned."""
 _MOST_ABSENT: Final = 20
-"""A topic counts as deleted after it is missing from this many responses; a starting broker may not know it yet."""
+"""A topic counts as deleted once this many responses lack the topic. A starting broker may not know the topic yet."""
 _PARTITION_BYTES: Final = 1 << 20
 _REQUEST_BYTES: Final = 16 << 20
 _OUT_OF_RANGE: Final = 1
@@ -53,16 +53,16 @@ class TopicCheck:
     """Checks that topics have not been deleted, recreated, or given more partitions since the process started.
 
     A worker fetches by topic ID, so it never reads records of a recreated topic. If partitions are added to a topic,
-    producers may send an ID to a different partition than before, where the ID is unknown. Therefore, every task
-    confirms that the topics are unchanged, after the last fetch of a transaction and before its commit. Tasks that
-    commit at the same time share one metadata request. The check asks only one broker, so it may miss partitions that
-    have just been added.
+    producers may send an ID to a different partition than before, where the ID is unknown. After the last fetch of a
+    transaction and before the commit, every task confirms that the topics are unchanged. Tasks that commit at the same
+    time share one metadata request. The check asks only one broker, so it may miss partitions that have just been
+    added.
     """
 
     def __init__(
         self, wire: Wire, expected: Mapping[str, TopicNow], may_grow: Collection[str] = (), after_growth: str = _GROWN
     ) -> None:
-        """Allow only the topics in ``may_grow`` to grow; the error for any other topic ends with ``after_growth``."""
+        """Only topics in ``may_grow`` may get partitions. The error for any other topic ends with ``after_growth``."""
         self._wire: Final = wire
         self._expected: Final = dict(expected)
         self._may_grow: Final = frozenset(may_grow)
@@ -96,11 +96,11 @@ class TopicCheck:
 
     @property
     def topic_ids(self) -> dict[str, str]:
-        """Maps each topic name to the ID that the topic must have."""
+        """Maps the name of each topic to the ID that the topic must have."""
         return {name: topic.topic_id for name, topic in self._expected.items()}
 
     async def look(self) -> None:
-        """Raise StateIncompatible if a topic has changed; do nothing if no broker responds."""
+        """Raise StateIncompatible if a topic has changed, but do nothing if no broker responds."""
         await self._ask(most_silent=1)
 
     async def confirm(self) -> None:
@@ -187,7 +187,7 @@ class FeedEnd(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """Tracks how far a partition has been read since `FeedFetcher.begin`, which creates a new `Reading` each time."""
+    """Tracks how far a partition has been read since the call of `FeedFetcher.begin` that created the object."""
 
     position: int
     """The next offset to fetch."""
@@ -208,7 +208,7 @@ class Answer(NamedTuple):
 
     source: TopicPartition
     columns: Columns
-    """The committed records; there are none if the response contained only markers and aborted records."""
+    """The committed records, or no records if the response contained only markers and aborted records."""
     begun: int
     """The requested offset, which is where the previous response ended."""
     next_offset: int
@@ -283,7 +283,7 @@ class FeedFetcher:
         return None if reading is None else reading.position
 
     async def poll(self, wanted: Collection[TopicPartition]) -> list[Answer]:
-        """Fetch the wanted partitions, and return the records that have arrived, if any.
+        """Fetch the wanted partitions, and return any records that have arrived.
 
         Raises StateIncompatible if a log no longer contains the next offset to read, if a log was truncated and filled
         with other records, or if a topic was deleted or recreated.

@@ -54,7 +54,7 @@ _MAX_TIMESTAMP_AT: Final = 35
 
 
 class _Stored(NamedTuple):
-    """A batch in a log."""
+    """A record batch in a log."""
 
     raw: bytes
     base_offset: int
@@ -91,7 +91,7 @@ class _Log:
 
 @dataclass(slots=True)
 class _Coordinated:
-    """The coordinator's state of a transactional ID."""
+    """The state of one transactional ID at the transaction coordinator."""
 
     producer_id: int
     epoch: int = 0
@@ -99,7 +99,7 @@ class _Coordinated:
     places: set[TopicPartition] = field(default_factory=set)
     offsets: dict[tuple[str, TopicPartition], Position] = field(default_factory=dict)
     ended: tuple[int, bool] | None = None
-    """The epoch of the last transaction, and whether it was committed; None once a new transaction or epoch begins."""
+    """The last transaction's epoch and whether it was committed, or None after a new transaction or epoch began."""
 
     @property
     def identity(self) -> ProducerIdentity:
@@ -107,7 +107,7 @@ class _Coordinated:
 
 
 class MemoryWire:
-    """A cluster with a single client; see `Wire`. ``now_ms`` returns the time of the brokers' clock."""
+    """An in-memory cluster that implements `Wire` for a single client. ``now_ms`` returns the brokers' clock time."""
 
     def __init__(self, now_ms: Callable[[], int]) -> None:
         self._now_ms: Final = now_ms
@@ -119,7 +119,7 @@ class MemoryWire:
         self._appended = 0
 
     def create(self, topic: Topic) -> None:
-        """Create an empty topic, which replaces any topic of the same name."""
+        """Create an empty topic, and replace any existing topic of the same name."""
         self._topics[topic.name] = topic
         self._logs.update({place: _Log() for place in topic.places})
 
@@ -136,7 +136,7 @@ class MemoryWire:
     def read_in_order(self, topic: str, since: int) -> tuple[list[tuple[TopicPartition, Columns]], int]:
         """Return a topic's committed batches in the order in which they were written, and ``since`` for the next call.
 
-        In the first call, ``since`` is 0. No transaction may be open during a call.
+        In the first call, ``since`` must be 0. No transaction may be open during a call.
         """
         found = {
             each.order: (place, each.raw)

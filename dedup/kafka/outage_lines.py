@@ -1,7 +1,7 @@
-"""Limits the log lines about an unavailable broker: one when the outage begins, one a minute, and one when it ends.
+"""Limits the log lines about a broker's outage to one at the beginning, one per minute, and one at the end.
 
-Without this limit, aiokafka would log every failed attempt to reach a node, up to thousands per second, but never log
-a success. Every command sets up its logging with this module, which therefore imports only what is quick to load.
+Without this limit, aiokafka would log every failed attempt to reach a node, up to thousands per second, but would never
+log a success. Every command sets up logging with this module, which therefore imports only modules that load quickly.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ V = TypeVar("V")
 
 @dataclass(slots=True)
 class OutageLines:
-    """Decides which lines to log about successive outages. The caller passes all times, in seconds."""
+    """Decides which lines to log about successive outages. The caller passes all times in seconds."""
 
     _began_s: float | None = None
     _said_s: float = 0.0
@@ -60,10 +60,10 @@ class OutageLines:
         return self._began_s is not None
 
     def failed(self, logger: str, message: str, now_s: float) -> str | None:
-        """Record a failure, and return the line to log or None. The first failure of each logger is always logged."""
+        """Record a failure, and return the line to log, or None. Each logger's first failure in an outage is logged."""
         if self._began_s is None:
             if logger == _OF_CLIENT and now_s - self._over_s < OVER_AFTER_S:
-                return None  # a straggler of the outage that is over
+                return None  # a late message about an outage that is over
             self._began_s = self._said_s = now_s
             self._unsaid = 0
             self._latest.clear()
@@ -79,14 +79,14 @@ class OutageLines:
         return f"a broker has not answered for {now_s - self._began_s:.0f} s, {count:,} more failures: {latest}"
 
     def look(self, now_s: float) -> str | None:
-        """End the outage and return its last line if the last failure was `OVER_AFTER_S` ago; otherwise return None."""
+        """End the outage and return its last line, or return None if a failure occurred within `OVER_AFTER_S`."""
         if self._began_s is None or now_s - self._last_s < OVER_AFTER_S:
             return None
         away_s, self._began_s = self._last_s - self._began_s, None
         return f"the broker answers again, after {away_s:.0f} s and {self._unsaid:,} more failures"
 
     def over(self, now_s: float) -> None:
-        """End the outage without a line, because the log already says that nothing waits for a broker any longer."""
+        """End the outage without another line, because the log already says that nothing waits for a broker."""
         self._began_s, self._over_s = None, now_s
 
 
@@ -135,13 +135,13 @@ class OutageFilter(logging.Filter):
 
 @dataclass(slots=True)
 class Gathered(Generic[K, V]):
-    """Passes all pairs that are added within a second to one call of ``say``, which logs them in one line."""
+    """Collects the pairs that are added within one second, and passes them to ``say``, which logs them in one line."""
 
     say: Callable[[Mapping[K, V]], None]
     _found: dict[K, V] = field(init=False, default_factory=dict)
 
     def add(self, key: K, value: V) -> None:
-        """Add a value for a key. An event loop must be running."""
+        """Add a value for a key while an event loop is running."""
         if not self._found:
             _call_later(_GATHERED_FOR_S, self._flush)
         self._found[key] = value
@@ -152,8 +152,8 @@ class Gathered(Generic[K, V]):
 
 
 def _call_later(delay_s: float, call: Callable[[], None]) -> None:
-    """Call a function later if an event loop runs in this thread."""
-    import asyncio  # noqa: PLC0415  # not all commands need it
+    """Call a function after ``delay_s`` seconds if an event loop runs in this thread."""
+    import asyncio  # noqa: PLC0415  # not all commands need asyncio
 
     try:
         asyncio.get_running_loop().call_later(delay_s, call)
@@ -167,7 +167,7 @@ def quiet_logging() -> None:
 
 
 def text_format() -> logging.Formatter:
-    """Return the format of log lines that people read."""
+    """Return the formatter for log lines that people read."""
     return logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
 
 

@@ -40,13 +40,13 @@ class Epochs:
 
     batches: int
     count: int
-    """Number of different epochs that wrote the batches: one per owner or, with KIP-890, one per transaction."""
+    """The number of different epochs that wrote the batches: one per owner or, with KIP-890, one per transaction."""
     behind: tuple[int, ...]
     """Base offsets of batches that follow a batch with a newer epoch."""
 
 
 def in_order(batches: Iterable[WrittenBatch]) -> Epochs:
-    """Return the producer epochs of a partition's committed batches, which must be given in log order."""
+    """Return the producer epochs of a partition's committed batches, which the caller must pass in log order."""
     newest: dict[int, int] = {}
     current = -1
     owners: set[tuple[int, int]] = set()

@@ -1,7 +1,6 @@
 """Builds record batches in the broker's format (message format v2, KIP-98), and reads record batches as columns.
 
-Brokers accept header names that are not UTF-8, which aiokafka's decoder rejects, so `records_of` decodes batches that
-contain such a name.
+`records_of` decodes batches with header names that are not UTF-8, which brokers accept but aiokafka's decoder rejects.
 """
 
 from __future__ import annotations
@@ -67,22 +66,22 @@ class TopicPartition(NamedTuple):
 
 @dataclass(frozen=True)
 class Limit:
-    """The batch size limit and the compression of a topic, according to its configs."""
+    """The batch size limit and the compression of a topic, according to the topic's configs."""
 
     batch_bytes: int
     """Maximum size of a record batch, both as sent and as stored (`max.message.bytes`)."""
     stored: str = "producer"
-    """Compression of a stored batch (`compression.type`); `producer` means that a batch is stored as it was sent."""
+    """Compression of stored batches (`compression.type`), where `producer` means that a batch is stored as sent."""
 
     @classmethod
     def of(cls, configs: Mapping[str, str]) -> Limit | None:
-        """Return the limits of a topic with these configs, or None if `max.message.bytes` is not among them."""
+        """Return the limits of a topic with the given configs, or None if `max.message.bytes` is missing."""
         most = configs.get("max.message.bytes")
         return None if most is None else cls(int(most), configs.get("compression.type", "producer"))
 
     @cached_property
     def surely_fits_bytes(self) -> int:
-        """The largest uncompressed size at which a batch certainly fits, even if compression makes the batch larger."""
+        """The largest uncompressed size of a batch that fits the limit even if compression makes the batch larger."""
         return max(0, self.batch_bytes - self.batch_bytes // 128 - 128)
 
 
@@ -110,11 +109,11 @@ class RecordBatch:
 
     @property
     def count(self) -> int:
-        """The number of records."""
+        """The number of records in the batch."""
         return len(self.rows)
 
     def sealed(self, identity: ProducerIdentity, base_sequence: int) -> bytes:
-        """Return the batch as compressed bytes to send. The `RecordBatch` must not be used afterward."""
+        """Return the batch as compressed bytes to send. The `RecordBatch` must not be used after this call."""
         self.builder.set_producer_state(identity.producer_id, identity.epoch, base_sequence)
         return bytes(self.builder.build())
 
@@ -304,7 +303,7 @@ def records_of(raw: bytes, base_offset: int) -> tuple[list[Any], set[int]]:
     r"""Return the records of the batch that begins at ``base_offset``, as aiokafka's objects.
 
     ``raw`` contains all batches of a response. In a header name that is not UTF-8, each invalid byte becomes four
-    characters such as ``\xff``. Also returns the offsets of the records that have such a header name. Raises
+    characters such as ``\xff``. Also returns the offsets of all records with header names that are not UTF-8. Raises
     CorruptRecordException if the batch is missing or incomplete.
     """
     at = 0
@@ -437,7 +436,7 @@ def gather(rows: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
-    """The committed batches of a fetch response; aiokafka's code recognizes the aborted batches."""
+    """The committed batches of a fetch response. The base class from aiokafka recognizes aborted batches."""
 
     def __init__(self, source: TopicPartition, raw: bytes, aborted: Sequence[tuple[int, int]], position: int) -> None:
         crcs, isolation = True, READ_COMMITTED

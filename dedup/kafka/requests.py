@@ -81,7 +81,7 @@ _FEATURES: Final = _array(name=_TEXT, most=Int16, least=Int16)
 
 
 class OneVersion:
-    """The base class of requests that are sent in exactly one version; see `client.sendable`."""
+    """The base class of requests that `client.sendable` prepares for sending in exactly one version."""
 
     ANSWER: ClassVar[Schema]
     """The fields of the response."""
@@ -160,7 +160,7 @@ class CreateTopicsRequest_v4(OneVersion, RequestStruct):
 
 
 class DescribeGroupRightsRequest_v3(OneVersion, DescribeGroupsRequest_v3):
-    """Describes groups and the operations that the caller may perform on them (KIP-430)."""
+    """Describes groups, including the operations that the caller may perform on each group (KIP-430)."""
 
     RESPONSE_TYPE = DescribeGroupsResponse_v3  # aiokafka's own class names v2
 
@@ -216,8 +216,8 @@ class OffsetFetchRequest_v7(OneVersion, RequestStruct):
     """Requests a group's committed offsets.
 
     With `require_stable` (KIP-447), the response is an error while an open transaction may change an offset. Without
-    `require_stable`, the offsets may be outdated: a broker before Kafka 4 may respond to InitProducerId shortly before
-    it applies the offsets of the transaction that the request ended.
+    `require_stable`, the offsets may be outdated, because a broker before Kafka 4 may respond to InitProducerId shortly
+    before it applies the offsets of the transaction that this request ended.
     """
 
     FLEXIBLE_VERSION = True
@@ -319,7 +319,7 @@ class FetchedPartition(NamedTuple):
 
 
 class FetchRequest_v13(OneVersion, RequestStruct):
-    """Fetches by topic ID (KIP-516), and sends the leader epoch of the record before each fetch offset (KIP-320).
+    """Fetches records by topic ID (KIP-516), and sends the leader epoch of the record before each offset (KIP-320).
 
     The topic ID prevents a fetch from continuing in a recreated topic of the same name. The leader epoch prevents a
     fetch from continuing in a log that was truncated and filled again.

@@ -57,14 +57,14 @@ _LONGEST_PAUSE_S: Final = 5.0
 
 class _NoRedirect(HTTPRedirectHandler):
     def redirect_request(self, *_: object) -> None:
-        """Return None, so that a redirect raises HTTPError, because credentials must not go to another address."""
+        """Return None, so that a redirect raises HTTPError instead of sending credentials to another address."""
 
 
 class SchemaRegistry:
-    """A client that keeps the schemas it has found and may be used by several threads.
+    """A thread-safe client of a schema registry that caches the schemas that it has found.
 
-    It can be pickled, including its credentials, because Spark's executors also ask the registry. Each process keeps
-    one copy of a pickled client.
+    The client can be pickled, including its credentials, because Spark's executors also ask the registry. Each process
+    keeps only one copy of a pickled client.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class SchemaRegistry:
         ca_certificates: str | None = None,
         exported: Mapping[SchemaRef, str] = MappingProxyType({}),
     ) -> None:
-        """``ca_certificates`` is the text of a PEM file; without it, the system's certificates are trusted.
+        """``ca_certificates`` is the text of a PEM file, or None to trust the system's certificates.
 
-        The registry is not asked for the schemas ``exported``. If ``url`` is None, no other schema is known.
+        The client never asks the registry for schemas in ``exported``, which are the only schemas if ``url`` is None.
         """
         self.url: Final = url
         self._exported: Final = dict(exported)
@@ -95,7 +95,7 @@ class SchemaRegistry:
 
     @classmethod
     def of(cls, section: RegistrySection) -> Self:
-        """Return a client for the settings' registry.
+        """Return a client for the schema registry that the settings describe.
 
         Raises SettingsError if there is neither a URL nor a directory of schemas, or if a file cannot be read.
         """
@@ -120,11 +120,11 @@ class SchemaRegistry:
             raise SettingsError([Problem("schema_registry.ca_file", text)]) from error
 
     def schema(self, ref: SchemaRef, *, patience_s: float = 0.0, unknown_s: float = 0.0) -> str | None:
-        """Return the text of a schema, or None if neither the exported schemas nor the registry contain the ID.
+        """Return the text of a schema, or None if neither the exported schemas nor the registry contains the ID.
 
-        The text of a schema in another language is returned, too, and fails to parse. If the registry does not know the
-        ID, this process asks again for up to ``unknown_s`` seconds, for all IDs together. Raises RegistryUnavailable
-        if, for ``patience_s`` seconds, the registry gives no answer, or one that says neither.
+        The text may be written in another schema language, and then fails to parse. If the registry does not know the
+        ID, the client asks again, but waits for at most ``unknown_s`` seconds for all IDs together. Raises
+        RegistryUnavailable if the registry gives no usable answer for ``patience_s`` seconds.
         """
         if ref in self._found:
             return self._found[ref]
@@ -152,7 +152,7 @@ class SchemaRegistry:
         return found
 
     def unknown_since_s(self, ref: SchemaRef) -> float:
-        """Return when this process first learned that the registry does not know a schema, in monotonic time."""
+        """Return the monotonic time when this process first learned that a schema is unknown, or infinity if never."""
         return self._unknown_since_s.get(ref, math.inf)
 
     def _note_unknown(self, ref: SchemaRef) -> None:
@@ -161,13 +161,14 @@ class SchemaRegistry:
         self._unknown_since_s.setdefault(ref, time.monotonic())
 
     def latest(self, subject: str) -> str | None:
-        """Return the newest schema of a subject, or None if there is none. Raises the same errors as `schema`."""
+        """Return the newest schema of a subject, or None if there is no schema. Raises the same errors as `schema`."""
         return self._schema(f"/subjects/{quote(subject, safe='')}/versions/latest")
 
     def export(self, subject: str, directory: Path) -> int:
-        """Write all versions of a subject to files that `of` reads from `directory`, and return how many there are.
+        """Write all versions of a subject to files that `of` can read, and return the number of versions.
 
-        Returns 0 if the registry does not know the subject. Raises RegistryUnavailable, or OSError for a file.
+        Returns 0 if the registry does not know the subject. Raises RegistryUnavailable if the registry gives no usable
+        answer, or OSError if a file cannot be written.
         """
         place = f"{self.url}/subjects/{quote(subject, safe='')}/versions"
         versions = self._answer(place)
@@ -188,7 +189,7 @@ class SchemaRegistry:
         return len(versions)
 
     def kind(self) -> str:
-        """Return the registry's name and version, such as "apicurio-registry 2.5.11.Final", as far as they are known.
+        """Return the known parts of the registry's name and version, such as "apicurio-registry 2.5.11.Final".
 
         Raises RegistryUnavailable if the registry does not respond, supports neither Avro nor Protobuf, or does not
         offer Confluent's API at the configured address.
@@ -220,7 +221,7 @@ class SchemaRegistry:
         return text
 
     def _answer(self, url: str) -> object:
-        """Return a JSON response, or None for a registry's own 404. Raises RegistryUnavailable for all other errors."""
+        """Return a JSON response, or None for the registry's own 404. Raises RegistryUnavailable for other errors."""
         try:
             answer: object = json.loads(self._get(url))
         except HTTPError as error:
@@ -266,7 +267,7 @@ def _restored(
 
 
 def _exported_in(directory: Path) -> dict[SchemaRef, str]:
-    """Return the schemas in a directory by their IDs. Raises SettingsError for a file without one."""
+    """Map the ID of each schema in a directory to the schema. Raises SettingsError for any invalid file."""
     found: dict[SchemaRef, str] = {}
     problems: list[Problem] = []
     try:
@@ -292,9 +293,9 @@ class SchemaResolver:
     """Looks up schemas in a registry before the records that need these schemas are judged."""
 
     def __init__(self, registry: SchemaRegistry, *, wait_ms: int) -> None:
-        """A schema counts as unknown only after the registry has not known the schema for ``wait_ms``."""
+        """A schema counts as unknown only if the registry has not known the schema for ``wait_ms``."""
         self.book: Final = SchemaBook()
-        """The schemas found so far, or None for an unknown one, which is looked up again when a record needs it."""
+        """The schemas found so far, or None for an unknown schema, which is looked up again when a record needs it."""
         self.away: str | None = None
         """The reason why the last request to the registry failed, or None if it succeeded."""
         self._registry: Final = registry
@@ -304,18 +305,18 @@ class SchemaResolver:
 
     @property
     def awaited(self) -> list[SchemaRef]:
-        """The schemas that records wait for."""
+        """The schemas for which records are waiting."""
         return sorted(ref for ref in self._asking if ref not in self.book)
 
     @property
     def waiting(self) -> str | None:
-        """A sentence that says which schema records wait for and why, or None if no records wait."""
+        """A sentence that says for which schema records are waiting and why, or None if no records are waiting."""
         if not self.awaited:
             return None
         return f"records wait for schema {named(self.awaited[0])}: {self.away or 'the registry does not know it yet'}"
 
     def missing(self, refs: Iterable[SchemaRef | None]) -> bool:
-        """Start to look up the schemas that are not known, and return whether any of them must be awaited."""
+        """Start to look up all unknown schemas, and return whether records must wait for any of these schemas."""
         wanted = {schema_of(ref) for ref in set(refs) if ref is not None}
         unknown = {ref for ref in wanted if self.book.get(ref) is None}
         for ref in unknown - self._asking.keys():
@@ -323,7 +324,7 @@ class SchemaResolver:
         return not unknown <= self.book.keys()
 
     async def found(self, refs: Sequence[SchemaRef | None], *, within_s: float) -> None:
-        """Wait until none of these schemas must be awaited anymore.
+        """Wait until each of these schemas has been found or counts as unknown.
 
         Raises RegistryUnavailable if the registry gives no answer for ``within_s`` seconds.
         """
@@ -383,11 +384,12 @@ def _meaning(code: int) -> str:
 
 
 def asking(topology: Topology, settings: Settings, *, patience_s: float = 0.0) -> Topology:
-    """Return the topology, which asks the registry of the settings for each schema when it first needs the schema.
+    """Return the topology with a `SchemaBook` that asks the settings' schema registry for each schema on first use.
 
-    With ``patience_s``, the topology asks again for that long if the registry gives no answer, and for the settings'
-    `schema_wait` if it does not know a schema. Raises SettingsError if the topology needs a registry and the settings
-    name none.
+    If the registry gives no answer, the `SchemaBook` repeats the request for ``patience_s`` seconds. If ``patience_s``
+    is not 0, the `SchemaBook` also repeats requests for an unknown schema, for the settings' `schema_wait`. A topology
+    that needs no registry is returned unchanged. Raises SettingsError if a registry is needed but the settings name
+    none.
     """
     if not topology.source.names_schemas:
         return topology
@@ -399,8 +401,8 @@ def asking(topology: Topology, settings: Settings, *, patience_s: float = 0.0) -
 def registry_findings(topology: Topology, settings: Settings) -> list[Finding]:
     """Check a topology against the newest schemas of its source topics, and return the findings.
 
-    There are no findings if the values do not name their schemas. Raises SettingsError if the settings name no
-    registry, or RegistryUnavailable if the registry does not respond.
+    There are no findings if values do not name their schemas. Raises SettingsError if the settings name no registry,
+    or RegistryUnavailable if the registry does not respond.
     """
     findings: list[Finding] = []
     if topology.source.names_schemas:

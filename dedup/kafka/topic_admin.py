@@ -47,7 +47,7 @@ _MADE_BY_THE_BROKER: Final = re.compile(r"-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A topic in the cluster."""
+    """A topic that exists in the cluster."""
 
     name: str
     topic_id: str
@@ -66,13 +66,13 @@ class Topic:
 
     @property
     def limit(self) -> Limit | None:
-        """The topic's limits, or None if the principal may not read its configs."""
+        """The topic's limits, or None if the principal may not read the topic's configs."""
         return Limit.of(self.configs)
 
 
 @dataclass(frozen=True, slots=True)
 class WantedTopic:
-    """A topic that is to be created."""
+    """A topic that `Admin.create` should create."""
 
     name: str
     partitions: int
@@ -118,7 +118,7 @@ class Admin:
         return {name: Topic(name, *described, configs.get(name, {})) for name, described in found.items()}
 
     async def settled(self, names: Iterable[str]) -> dict[str, Topic]:
-        """Wait until the named topics exist, and return them. Raises BrokerUnavailable if a topic stays missing."""
+        """Wait until the named topics exist, and return them. Raises BrokerUnavailable if a topic is still missing."""
         wanted = set(names)
         deadline = asyncio.get_running_loop().time() + self._connection.patience_ms / 1000
         while True:
@@ -150,7 +150,7 @@ class Admin:
         return found
 
     async def create(self, topics: Sequence[WantedTopic]) -> list[str]:
-        """Create the missing topics and return their names. Raises BrokerUnavailable if the broker refuses a topic."""
+        """Create the missing topics, and return their names. Raises BrokerUnavailable if the broker rejects a topic."""
         if not topics:
             return []
         wanted: list[Any] = [
@@ -249,7 +249,7 @@ class Group:
             )
 
     async def delete(self) -> None:
-        """Delete the group and its offsets if the group exists. The group must have no members."""
+        """Delete the group and its offsets if the group exists. Raises BrokerUnavailable if the group has members."""
         if not await self.delete_unless_joined():
             raise self._refused("deleting", _NON_EMPTY)
 
@@ -276,7 +276,7 @@ class Group:
         )
 
     async def _insist(self, what: str, request: object, codes: Codes, fine: Collection[int] = ()) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Repeat a request until the coordinator is available. All requests of `Group` can be repeated safely."""
+        """Send a request, and repeat it until the coordinator is available. All requests of `Group` can be repeated."""
         deadline_s = asyncio.get_running_loop().time() + DEADLINE_MS / 1000
         while True:
             try:

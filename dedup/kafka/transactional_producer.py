@@ -1,22 +1,25 @@
-"""Implements transactional sessions: the records and offsets of a transaction become visible together or not at all.
+"""Implements transactional sessions, which make a transaction's records and offsets visible together or not at all.
 
 `open` sends InitProducerId, which makes the broker fence older epochs of the transactional ID and end a transaction
-that they left open (KIP-98). Then these requests are sent:
+that they left open (KIP-98). Then the session sends these requests:
 
     add(batches)        Produce, in the background
     prepare(offsets)    TxnOffsetCommit, and wait until every produce request has succeeded
     end()               EndTxn; `commit` is `prepare` and `end`
 
 With transactions of version 2 (KIP-890), Produce and TxnOffsetCommit also add the partitions and the group to the
-transaction, and EndTxn begins a new epoch. With version 1, AddPartitions is sent before a partition's first batch, and
-AddOffsets once per transaction.
+transaction, and EndTxn begins a new epoch. With transactions of version 1, AddPartitions is sent before a partition's
+first batch, and AddOffsets is sent once per transaction.
 
-These requests are repeated in the same epoch only after a *response* with error 14, 15, or 16 (coordinator loading, not
-available, or moved) or 51 (the previous transaction is still ending), and Produce only after 51, which says that the
-batch was not appended. Repeating a request after its response is safe, because the first copy is no longer in flight
-and both copies have the same effect. After a *missing response*, repeating a request is not safe, because a late EndTxn
-of version 1 could commit half of the next transaction. If a response is missing, the session raises `CommitUnknown`,
-and only a new InitProducerId reveals the outcome of the transaction.
+Within an epoch, the session repeats a request only after a *response* with certain errors. Errors 14, 15, and 16 mean
+that the coordinator is loading, is not available, or has moved. Error 51 means that the previous transaction is still
+ending. Produce is repeated only after error 51, which says that the batch was not appended. AddPartitions is also
+repeated after error 3, which says that the coordinator does not know the partition yet. Repeating a request after its
+response is safe, because the first copy is no longer in flight and both copies have the same effect.
+
+After a *missing response*, repeating a request is not safe, because a late EndTxn of version 1 could commit half of the
+next transaction. If a response is missing, the session raises `CommitUnknown`, and only a new InitProducerId reveals
+the outcome of the transaction.
 
 To abort a transaction, the session starts a new epoch, because InitProducerId ends the open transaction.
 """
@@ -65,14 +68,14 @@ COMPRESSION: Final = 76
 NOT_ATTEMPTED: Final = 55
 MOST_UNANSWERED: Final = 4
 DEADLINE_MS: Final = 20_000
-"""For how long a session repeats a request until it gives up."""
+"""The time for which a session repeats a request before it gives up."""
 PAUSE_MS: Final = 2
 LONGEST_PAUSE_MS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A batch of the open transaction, with the feeding partition of its records if a task sends it."""
+    """A batch of the open transaction, with the feeding partition of the records if a task sends the batch."""
 
     batch: RecordBatch
     feeding: TopicPartition | None
@@ -106,7 +109,7 @@ class Session:
         deadline_ms: int = DEADLINE_MS,
         batch_bytes: int = 0,
     ) -> None:
-        """Batches are sent once ``batch_bytes`` of them wait, and when they are awaited."""
+        """Queued batches are sent once their size reaches ``batch_bytes``, or when `settle` or `prepare` is called."""
         self.transactional_id: Final = transactional_id
         self._wire: Final = wire
         self._group: Final = group
@@ -150,7 +153,7 @@ class Session:
         return code
 
     def add(self, batches: Sequence[RecordBatch], feeding: TopicPartition | None = None) -> None:
-        """Add batches to the current transaction; `settle` and `prepare` raise any errors.
+        """Add batches to the current transaction. `settle` and `prepare` raise any errors in sending these batches.
 
         If a batch is refused, the error names ``feeding``, the partition to which the batch's row numbers refer.
         """
@@ -246,10 +249,10 @@ class Session:
                 raise self._failed(f"Produce to {batch.target.topic}/{batch.target.partition}", produced.error_code)
 
     async def _answers(self, flight: Unanswered) -> Mapping[TopicPartition, Produced]:
-        """Return the responses to a produce request; batches are sent again while the previous transaction is ending.
+        """Return the responses to a produce request. Batches are sent again while the previous transaction is ending.
 
-        Only a transaction's first batch for a partition can come too early, and `_send_queue` sends no other before it
-        is accepted.
+        Only a transaction's first batch for a partition can be sent too early, and `_send_queue` sends no other batch
+        before this first batch is accepted.
         """
         answers: dict[TopicPartition, Produced] = {}
         answer, waited_ms, pause_ms = flight.answer, 0, PAUSE_MS
@@ -278,7 +281,8 @@ class Session:
     async def settle(self) -> Mapping[TopicPartition, int]:
         """Wait until all batches are acknowledged, and return the offset after each partition's last written record.
 
-        After RecordRefused, TaskMigrated, CommitUnknown, or BrokerUnavailable, the transaction cannot be committed.
+        If `settle` raises RecordRefused, TaskMigrated, CommitUnknown, or BrokerUnavailable, the transaction cannot be
+        committed.
         """
         await self._sent()
         while self._unanswered:
@@ -332,7 +336,7 @@ class Session:
         return ends
 
     async def end(self) -> None:
-        """Commit what `prepare` has written. Raises TaskMigrated, CommitUnknown, or BrokerUnavailable."""
+        """Commit the transaction that `prepare` wrote. Raises TaskMigrated, CommitUnknown, or BrokerUnavailable."""
         crashpoints.reached("before_end")
         before = self._identity
 
@@ -347,13 +351,13 @@ class Session:
         self._forget_transaction()
 
     async def _appended_everywhere(self) -> None:
-        """Wait until every partition that was sent a batch has accepted one.
+        """Wait until every partition to which batches were sent has accepted at least one batch.
 
         Before a broker appends a transaction's first batch to a partition, the broker verifies with the transaction
         coordinator that the partition belongs to the transaction (KIP-890). A broker queues at most one verification
-        per transactional ID. The first batches of other partitions and TxnOffsetCommit also need a verification; if it
-        replaces the queued verification of a batch, the broker rejects that batch with NotEnoughReplicas
-        (`AddPartitionsToTxnManager` of Kafka 4.1).
+        per transactional ID. The first batches of other partitions and TxnOffsetCommit also need a verification. If a
+        new verification replaces the queued verification of a batch, the broker rejects this batch with
+        NotEnoughReplicas (`AddPartitionsToTxnManager` of Kafka 4.1).
         """
         while any(each.batch.target not in self._ends for flight in self._unanswered for each in flight.batches):
             await self._take_answer()
@@ -369,7 +373,7 @@ class Session:
         )
 
     async def drop(self) -> None:
-        """Forget the transaction locally; the broker aborts it at its timeout or when the next owner calls `open`."""
+        """Forget the open transaction, which the broker aborts at its timeout or when the next owner calls `open`."""
         work: list[asyncio.Future[Any]] = [flight.answer for flight in self._unanswered]
         if self._sender is not None:
             work.append(self._sender)
@@ -383,7 +387,7 @@ class Session:
     ) -> None:
         """Send a transactional request, and repeat the request after a response whose error code is in ``again``.
 
-        Without a response, only InitProducerId is repeated (``repeatable``), because it just starts a newer epoch.
+        Without a response, only InitProducerId is repeated (``repeatable``), because each copy starts a newer epoch.
         """
         waited_ms, pause_ms = 0, PAUSE_MS
         while True:

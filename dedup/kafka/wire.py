@@ -16,10 +16,10 @@ from dedup.kafka.record_batch import Header, Limit, ProducerIdentity, RecordBatc
 __all__ = ["Header", "Limit", "ProducerIdentity", "RecordBatch", "TopicPartition"]  # names of record_batch.py
 
 COORDINATOR_MOVED: Final = frozenset({14, 15, 16})
-"""Error codes for a coordinator that is loading, is unavailable, or has moved; the request must be repeated."""
+"""Error codes for a coordinator that is loading, is unavailable, or has moved. The client must repeat the request."""
 
 LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
-"""Error codes for a partition whose leader has moved or is unknown; the request must go to another broker."""
+"""Error codes for a partition whose leader has moved or is unknown. Another broker must get the request."""
 
 UNSTABLE_OFFSET: Final = 88
 """The error code for an offset that an open transaction is about to change."""
@@ -117,7 +117,10 @@ class Wire(Protocol):
     async def add_partitions(
         self, transactional_id: str, identity: ProducerIdentity, partitions: Sequence[TopicPartition]
     ) -> dict[TopicPartition, int]:
-        """Add partitions to the open transaction (not with an implicit identity), and return an error code for each."""
+        """Add partitions to the open transaction, and return an error code for each partition.
+
+        A session whose identity is implicit does not send this request.
+        """
 
     async def produce(
         self, transactional_id: str, identity: ProducerIdentity, batches: Sequence[tuple[TopicPartition, bytes]]
@@ -125,13 +128,16 @@ class Wire(Protocol):
         """Write one batch to each of several partitions. Every in-sync replica must acknowledge the batches.
 
         If the identity is implicit, the broker first adds the partitions to the transaction. Error 51 (the previous
-        transaction is still ending) means that the batch was not appended and must be sent again. The method returns an
+        transaction is still ending) means that the batch was not appended and must be sent again. `produce` returns an
         awaitable as soon as the request is sent, so that later requests can be sent in order without waiting for the
         response.
         """
 
     async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
-        """Add a group's offsets to the open transaction (not with an implicit identity), and return an error code."""
+        """Add a group's offsets to the open transaction, and return an error code.
+
+        A session whose identity is implicit does not send this request.
+        """
 
     async def commit_offsets(
         self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, Position]
@@ -144,7 +150,7 @@ class Wire(Protocol):
         """Commit or abort the transaction, and return an error code and the identity for the next transaction."""
 
     async def committed_offset(self, group: str, source: TopicPartition, *, stable: bool) -> CommittedOffset:
-        """Read the group's committed offset from its coordinator.
+        """Read a group's committed offset from the group's coordinator.
 
         If ``stable`` is set, the error code is `UNSTABLE_OFFSET` while an open transaction is about to change the
         offset (KIP-447).
@@ -160,7 +166,7 @@ class Wire(Protocol):
         """Return the first offset whose record has a timestamp of at least ``time_ms``, or None if there is none."""
 
     async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
-        """Return each topic's state, or an error code, according to one broker. Missing topics are not created."""
+        """Return each topic's state or an error code from one broker. The request does not create missing topics."""
 
     async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
         """Read committed records at or after an offset, waiting up to ``wait_ms`` for records to arrive."""

@@ -1,4 +1,4 @@
-"""Deduplication on Spark.
+"""Provides deduplication on Spark.
 
 `dedup` and `unique` deduplicate a DataFrame, and `read_run` reads the verdicts that a backfill published. `dedup.spark`
 imports each function only when it is first used, because an executor needs only part of the package.

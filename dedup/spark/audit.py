@@ -1,12 +1,13 @@
 """Implements `dedup spark audit`, which runs the checks of `dedup verify` on Spark and can also judge the historical
 records that seeded a fleet.
 
-The audit judges the source records with `batch_verdicts.judged`, computes which records the topics should contain, and
-compares their digests with those of the records that the topics do contain. A record that occurs less often than
-expected is lost, one that occurs more often is duplicated, and one that is not expected at all is a phantom. If the
-topics do not contain enough to prove a verdict, the audit counts the record as not provable, never as correct.
+The audit judges the source records with `batch_verdicts.judged` and computes which records the topics should contain.
+The audit then compares the digests of the expected records with the digests of the records in the topics. A record that
+occurs less often than expected is lost, one that occurs more often is duplicated, and one that is not expected at all
+is a phantom. If the topics do not contain enough records to prove a verdict, the audit counts the record as not
+provable, never as correct.
 
-A finding is a row with a kind, place, text, and number of records; its kind is `not_provable` or one of
+A finding is a row with a kind, a place, a text, and a number of records. The kind is `not_provable` or one of
 `verify.report.MEANINGS`.
 """
 
@@ -72,7 +73,7 @@ def audit(
     ``history`` contains the historical records that seeded the fleet, if they came from files. ``begins`` maps each
     source partition to the offset where the fleet began; it is required if the topology says `start: latest` and
     neither a seed nor `dedup reset` recorded the offset. Raises StateIncompatible if there is nothing to audit or if
-    retention deletes records during the audit, SettingsError if it is unknown where the fleet began, and
+    retention deletes records during the audit. Raises SettingsError if it is unknown where the fleet began, and
     BrokerUnavailable if no broker responds.
     """
     began_s = time.time()
@@ -104,7 +105,9 @@ def _compare(report: Report, cut: AuditCut) -> None:
 
 
 def _refuse_deleted_schemas(cut: AuditCut, rows: DataFrame) -> None:
-    """Raise StateIncompatible if the registry does not know the schema of a record that is not a dead letter for it."""
+    """Raise StateIncompatible if the registry does not know a record's schema and the record is not in the dead-letter
+    topic.
+    """
     if cut.topology.source.names_schemas and cut.complete(cut.topology.dead_letter):
         settled = f"verdict = 'dead_letter' AND reason = '{SCHEMA_UNKNOWN}' AND NOT (history OR pending OR doubtful)"
         for row in rows.where(f"{settled} AND coalesce(times_dead_letter, 0) = 0").select("source").take(1):
@@ -145,7 +148,9 @@ def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:
 
 
 def _count_ended(report: Report, cut: AuditCut, sides: Sides, pairs: DataFrame) -> None:
-    """Report each fully judged partition in which not every record ended as unique, duplicate, late, or dead letter."""
+    """Report each fully judged partition in which not every record ended as a unique, duplicate, or late record or as a
+    dead letter.
+    """
     topology, output = cut.topology, cut.topology.output
     if topology.direct and output is not None and cut.partitions[output.topic] and cut.complete(output.topic):
         committed = by_key(cut.committed[cut.log_topic], fn.col("partition"))
@@ -286,7 +291,7 @@ def _pairs(cut: AuditCut, rows: DataFrame) -> DataFrame:
     """Count how often each record's digest is expected in a topic, and how often it occurs there.
 
     The result has one row for each `topic`, `scope` (the part of the topic that may contain the digest), and `digest`.
-    `sure` counts records that must be in the topic, `may` counts records that may be in the topic, `times` counts
+    `sure` counts records that must be in the topic, and `may` counts records that may be in the topic. `times` counts
     records that are in the topic, and `originals` counts expected records whose verdict is unique, duplicate, or
     conflict. `task` and `at` locate an expected record, `late_at` locates a late record, and `partition` and `offset`
     locate a record that is in the topic.
@@ -334,7 +339,9 @@ def _found_in(topic: str, records: DataFrame, scope: Column, key: Column) -> Dat
 
 
 def _repartitioned(cut: AuditCut, rows: DataFrame) -> Iterator[DataFrame]:
-    """Yield the digests expected and those found in the repartition topic, each with the source record's position."""
+    """Yield the digests that are expected in the repartition topic and those that occur there, each with the position
+    of the source record.
+    """
     topic, zero, source = cut.topology.repartition_topic, fn.lit(0), fn.col("source").cast("binary")
     for name in cut.topology.source.topics:
         key = fn.concat(digest(fn.col("headers"), fn.col("timestamp_ms")), path().cast("binary"))
@@ -385,7 +392,9 @@ def _digest_claims(cut: AuditCut) -> Iterator[Column]:
 def _differences(
     topic: str, here: Column, lost: tuple[str, Column | str], *extra: tuple[str, Column | str]
 ) -> Iterator[Column]:
-    """Yield findings about a topic's missing records and, if ``extra`` is given, its repeated and unexpected ones."""
+    """Yield findings about a topic's missing records and, if ``extra`` is given, about its repeated and unexpected
+    records.
+    """
     is_it, missing, more = f"topic = '{topic}'", "sure - times", "times - sure - may"
     there = fn.coalesce(_place(topic, "partition", "offset"), here)
     yield _claim(f"{is_it} AND {missing} > 0", here, *lost, missing)
@@ -394,7 +403,7 @@ def _differences(
 
 
 def _order_findings(cut: AuditCut, pairs: DataFrame) -> DataFrame:
-    """Return findings about output records that are out of log order; only records that occur once are checked."""
+    """Return findings about output records that are out of log order; the check covers only records that occur once."""
     topic = "" if cut.topology.output is None else cut.topology.output.topic
     by_place = Window.partitionBy("task", "partition").orderBy("offset")
     placed = pairs.where(f"topic = '{topic}' AND sure = 1 AND times = 1")

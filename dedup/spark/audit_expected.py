@@ -29,7 +29,7 @@ from dedup.verify.report import Report
 _TAILS: Final = {"late": evidence.LATE_TAIL, "dead_letter": evidence.DEAD_TAIL}
 """Maps a verdict to the headers that a worker appends to records in the verdict's side topic."""
 _NO_CEILING_MS: Final = 1 << 48
-"""A limit that no event time exceeds: only the dead-letter topic shows which event times a worker rejected."""
+"""A limit that no event time exceeds, because only the dead-letter topic shows which event times a worker rejected."""
 _MOST_BROADCAST: Final = 100_000
 _PATH: Final = r"^(.*)/(\d+)/(\d+)$"
 _DIGITS: Final = 32
@@ -127,7 +127,9 @@ class AuditCut:
 
     @property
     def copies(self) -> dict[str, list[str]]:
-        """The existing topics for duplicates and conflicts, each with the verdicts on the records that it contains."""
+        """Return the existing topics for duplicates and conflicts, each with the verdicts on the records that it
+        contains.
+        """
         topology = self.topology
         both = ["duplicate"] if topology.conflicts is not None else ["duplicate", "conflict"]
         wanted = {topology.duplicates: both, topology.conflicts: ["conflict"]}
@@ -146,7 +148,9 @@ class AuditCut:
         return self.begins[topic] | self.committed[topic]
 
     def read(self, topic: str, begins: Mapping[int, int] | None = None) -> DataFrame:
-        """Return the committed records that the audit reads from a topic; ``begins`` may raise the first offsets."""
+        """Return the committed records that the audit reads from a topic; ``begins`` may contain higher first
+        offsets.
+        """
         if not self.bounds[topic]:
             return self.spark.createDataFrame([], RECORDS)
         lows = {at: max(low, (begins or {}).get(at, 0)) for at, low in self.lows(topic).items()}
@@ -211,12 +215,15 @@ def by_key(values: Mapping[int, int] | Mapping[str, int], key: Column) -> Column
 
 
 def path() -> Column:
-    """Return a column with ``topic/partition/offset``, as a worker writes it to headers."""
+    """Return a column with each record's position in the form ``topic/partition/offset``, which workers also use in
+    headers.
+    """
     return fn.concat_ws("/", *(fn.col(name).cast("string") for name in COORDINATES))
 
 
 def digest(headers: Column, timestamp_ms: Column) -> Column:
-    """Return a 128-bit digest of a record's key, value, headers, and timestamp, in which null differs from empty.
+    """Return a 128-bit digest of a record's key, value, headers, and timestamp; null and empty values have different
+    digests.
 
     The digest is part of a SHA-256 hash, because an attacker could hide a change from a fast checksum by constructing a
     collision.
@@ -296,7 +303,9 @@ def sides_of(cut: AuditCut) -> Sides:
 
 
 def forwarded_by_replay(topics: Sequence[str]) -> Column:
-    """Return a column that is true if the last two headers show that `dedup replay --late --forward` wrote a record."""
+    """Return a column that is true if the last two headers show that `dedup replay --late --forward` wrote the
+    record.
+    """
     last, before = (fn.try_element_at(fn.col("headers"), fn.lit(at)) for at in (-1, -2))
     place = fn.regexp_extract(last["value"].cast("string"), _PATH, 1).isin(*topics)
     marked = (before["key"] == evidence.VERDICT_HEADER) & (before["value"].cast("string") == "late")
@@ -306,14 +315,15 @@ def forwarded_by_replay(topics: Sequence[str]) -> Column:
 def expected(cut: AuditCut, sides: Sides) -> DataFrame:
     """Return every record of the log with its verdict, its expected digests, and its records in side topics.
 
-    Dead letters that only the broker, a worker's clock, or the schema registry can explain left no sighting and did not
-    advance stream time, so they are not judged with the other records. The columns are `source`, `verdict`, `reason`,
-    `time_ms`, `stream_ms`, `before_ms` (the stream time before the record), `task`, `at` (the offset in the log),
-    `pending` (the fleet might not have judged the record), `history` (the record is before the fleet's first offset),
-    `doubtful` (another verdict is possible), `fault` (why a record is a dead letter according to its content),
-    `forwards` (with this verdict, the record is in the output), digests of the record (`raw` as it was, `out` in the
-    output, `copy` among the duplicates), and the columns of `Sides.records`. A record in a side topic that names no
-    record of the log has a row whose `verdict` is null.
+    Only the broker, a worker's clock, or the schema registry can explain some dead letters. Such dead letters left no
+    sighting and did not advance stream time, so they are not judged with the other records. The columns include
+    `source`, `verdict`, `reason`, `time_ms`, `stream_ms`, `before_ms` (the stream time before the record), `task`, `at`
+    (the offset in the log), and the columns of `Sides.records`. `pending` is true if the fleet might not have judged
+    the record, `history` is true if the record is before the fleet's first offset, and `doubtful` is true if another
+    verdict is possible. `fault` is the reason why a record is a dead letter according to its content, and `forwards` is
+    true if a record with this verdict is in the output. `raw`, `out`, and `copy` are the digests that the record has in
+    the source, in the output, and among the duplicates. A record in a side topic that names no record of the log has a
+    row whose `verdict` is null.
     """
     topology, records, contiguous = cut.topology, cut.log, cut.contiguous
     if sides.refused_number:
@@ -368,11 +378,11 @@ def _digests(cut: AuditCut) -> list[Column]:
 
 
 def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFrame:
-    """Return the rows with the columns `before_ms` (null if it is not needed) and `doubtful`.
+    """Return the rows with the additional columns `before_ms` (null if it is not needed) and `doubtful`.
 
     If the beginning of a log was deleted, any ID may have a sighting in the deleted part. The event time of a deleted
     sighting is at most the stream time of the first remaining record that was not late, plus the grace. If an ID occurs
-    while a deleted sighting may still be unexpired, the audit doubts that occurrence and all later ones.
+    while a deleted sighting may still be unexpired, the audit doubts that occurrence and all later occurrences.
     """
     topology, window, no = cut.topology, cut.topology.window, fn.expr("false")
     clamped, unknown = topology.future is OnFuture.CLAMP, [task for task, known in cut.known.items() if not known]

@@ -82,7 +82,7 @@ def backfill(
     fmt: OutputFormat = "parquet",
     say: Callable[[str], None] = print,
 ) -> RunReport:
-    """Publish the verdict of every record of the history under ``path``, exactly once, and return the report.
+    """Publish the verdict on every record of the history under ``path`` exactly once, and return the report.
 
     ``history`` is the result of `files.read_files` or `kafka_source.read_kafka`, or a DataFrame of `columns.RECORDS` in
     which either all rows or no rows have offsets. The files have the columns of `batch_verdicts.judged`, and are
@@ -93,7 +93,7 @@ def backfill(
     Raises StateIncompatible if an earlier run with this name had another input or topology, if rows are repeated or
     belong to other topics, or if retention deleted records while they were read. Raises RecordFailed if the policy
     `fail` applied to a record. Raises SettingsError or TopologyError for damaged files, an unsuitable table, or an
-    invalid run name. All of these errors are raised before any verdict is published.
+    invalid run name. `backfill` raises all of these errors before it publishes any verdict.
     """
     if not _RUN.fullmatch(run):
         raise SettingsError([Problem(f"--run {run}", "is not a valid directory name; use letters, digits, - and _")])
@@ -139,11 +139,11 @@ class RunDirectory:
 
     @property
     def path(self) -> str:
-        """The path of the run's files after publication, in the form that ``--input`` accepts."""
+        """Return the path of the run's files after publication, in the form that ``--input`` accepts."""
         return str(self._root.path if self._fmt == "delta" else self._root.at(f"run={self._run}"))
 
     def begin(self, identity: str, now_ms: int) -> RunReport | int:
-        """Return the report of a published run; for any other run, return the clock time in ms that it must use.
+        """Return the report of a published run; for any other run, return the clock time in ms that the run must use.
 
         Raises StateIncompatible if a run with this name was begun with another input, topology, or order.
         """
@@ -205,7 +205,7 @@ class RunDirectory:
         self._write(path, {**asdict(made), "manifest": None if manifest is None else asdict(manifest)})
 
     def _moved(self, attempt: Any, target: Any) -> bool:  # noqa: ANN401 - Hadoop paths
-        # HADOOP-11452: if the target exists, rename does not fail, but moves the attempt into the target.
+        # If the target exists, rename does not fail, but moves the attempt into the target (HADOOP-11452).
         return self._files.rename(attempt, target) and not self._files.exists(self._root.at(attempt.getName(), target))
 
     def _publish_delta(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:

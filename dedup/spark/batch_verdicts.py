@@ -7,7 +7,7 @@ and judges them (`reduce_side`, `columnar_fold`). The order in which records are
 * In a direct topology, the records of each source partition are judged in the order of offsets, as in a worker.
 * The records of each partition of the repartition topic are judged in the order of offsets, as in a worker.
 * If a topology repartitions records but the input is its source topics, no log shows the order in which a fleet judged
-  the records. The records are judged in the order of the running maximum of event time in their source partition, and
+  the records. Such records are judged in the order of the running maximum of event time in their source partition, and
   then in the order of topic, partition, and offset.
 * Rows without offsets are judged in the order of event time, and rows with equal event times in the order of a digest
   of key, value, headers, and timestamp. No row without an offset is late.
@@ -76,7 +76,7 @@ class Shuffled:
 
     @property
     def judging(self) -> Judging:
-        """The stage in which the reduce tasks judge the records."""
+        """Return the stage in which the reduce tasks judge the records."""
         return Judging(self.packed, partial(reduce_rows, self.plan), self.schema)
 
 
@@ -93,7 +93,7 @@ def judged(
 
     ``df`` has the columns of `columns.RECORDS`, and may have others. If the topology has `event_time: arrival`, ``df``
     must come from `columns.as_records` with ``by_arrival``. `verdict` is unique, duplicate, conflict, late,
-    dead_letter, or exempt. Exempt records are forwarded by policy without being judged, with the reason missing_id or
+    dead_letter, or exempt. Exempt records are forwarded by policy without being judged; their reason is missing_id or
     tombstone. A conflict that the policy `on_conflict: forward` forwards has the verdict unique and the reason
     conflict.
 
@@ -199,7 +199,7 @@ class Counts:
 
     @property
     def lines(self) -> list[str]:
-        """The counts and causes as lines of text for the user."""
+        """Return the counts and causes as lines of text for the user."""
         shown = "  ".join(f"{name} {count:,}" for name, count in self.verdicts.items())
         lines = [f"judged {sum(self.verdicts.values()):,}: {shown or 'no record'}"]
         for verdict, causes in self.causes.items():
@@ -208,7 +208,7 @@ class Counts:
 
 
 def counts_of(verdicts: DataFrame) -> Counts:
-    """Count the records by verdict, and by cause for some verdicts; ``verdicts`` is read twice."""
+    """Count the records by verdict, and by cause for some verdicts; Spark reads ``verdicts`` twice."""
     rows = verdicts.groupBy("verdict").count().collect()
     counts = {row["verdict"]: row["count"] for row in sorted(rows, key=lambda row: str(row["verdict"]))}
     causes: dict[str, dict[str, int]] = {}
@@ -223,7 +223,9 @@ def counts_of(verdicts: DataFrame) -> Counts:
 
 
 def balanced(history: History, counts: Mapping[str, int]) -> int:
-    """Return the history's number of records. Raises InvariantBroken if the verdict counts have another sum."""
+    """Return the number of records in the history. Raises InvariantBroken if the sum of the verdict counts is
+    different.
+    """
     rows = history.records.count() if history.pieces is None else history.pieces.rows
     if rows != sum(counts.values()):
         raise InvariantBroken(
@@ -236,7 +238,7 @@ def balanced(history: History, counts: Mapping[str, int]) -> int:
 def mode_of(topology: Topology, history: History) -> Mode:
     """Return the mode, which determines the order in which the records of a history are judged.
 
-    Raises SettingsError if the topology needs append times, and the history does not guarantee them.
+    Raises SettingsError if the topology needs timestamps that the broker set, and the history does not guarantee them.
     """
     refuse_unchecked(topology, history)
     if not history.placed:
@@ -247,7 +249,9 @@ def mode_of(topology: Topology, history: History) -> Mode:
 
 
 def refuse_unchecked(topology: Topology, history: History) -> None:
-    """Raise SettingsError if the topology needs append times, and the history does not guarantee them."""
+    """Raise SettingsError if the topology needs timestamps that the broker set, and the history does not guarantee
+    them.
+    """
     if topology.by_arrival and not history.by_arrival and not history.feeds:
         text = "is arrival, so pass what `read_files` or `read_kafka` returns: a plain DataFrame does not show which "
         raise SettingsError([Problem("event_time", text + "timestamps are the broker's")])
@@ -305,9 +309,10 @@ def history_of(df: DataFrame, *, identified: bool) -> History:
 
 
 def _map_tasks(spark: SparkSession, size_bytes: int, reducers: int) -> int:
-    """Return the number of map tasks for which each map task has rows for every reduce task and no core is idle."""
+    """Return a number of map tasks such that each map task has rows for every reduce task and no core is idle."""
     cores = spark.sparkContext.defaultParallelism
-    # A multiple of the number of cores: each map task then reads a part of what one task of `files._log_order` read.
+    # The result is a multiple of the number of cores, so that each map task reads a part of the input of one task of
+    # `files._log_order`.
     return cores * max(1, size_bytes // (_LEAST_BYTES_EACH * reducers * cores))
 
 
@@ -327,7 +332,9 @@ def _shuffle_settings(spark: SparkSession) -> tuple[int, int]:
 
 
 def _targets(reducers: int) -> tuple[int, ...]:
-    """Return, for each of ``reducers`` shuffle partitions, the smallest integer that Spark's hash assigns to it."""
+    """Return, for each of ``reducers`` shuffle partitions, the smallest integer that Spark's hash assigns to the
+    partition.
+    """
     for tries in (64, 1024):
         places = _spark_hash(np.arange(reducers * tries, dtype=np.uint32)) % reducers
         reached, numbers = np.unique(places, return_index=True)

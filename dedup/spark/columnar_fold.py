@@ -1,7 +1,7 @@
 """Judges rows that are sorted by ID and, within each ID, in the order in which they must be judged.
 
-IDs that occur once, and IDs whose rows all repeat the first row or the only known sighting, are judged as whole columns
-with NumPy. The worker's code (`core.fold`) judges all other IDs.
+NumPy operations on whole columns judge each ID that occurs once, and each ID whose rows all repeat the first row or the
+only known sighting. The worker's code (`core.fold`) judges all other IDs.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class _Groups:
         return cls(starts, np.diff(np.append(starts, len(groups))), order, *ends)
 
     def sightings(self, wanted: Integers, known: KnownSightings) -> dict[int, Sightings]:
-        """Map each group with an index in ``wanted`` to its known sightings."""
+        """Map each group whose index is in ``wanted`` to the known sightings of the group."""
         borders = list(zip(self.known_from[wanted].tolist(), self.known_to[wanted].tolist(), strict=True))
         rows = [self.order[begin:end] for begin, end in borders]
         found = iter(known.at(np.concatenate(rows) if rows else self.order[:0]))
@@ -117,7 +117,7 @@ class _Groups:
 
 
 def judge_sorted(rows: SortedRows, rules: Rules, known: KnownSightings) -> Decided:
-    """Return the verdicts on all rows.
+    """Judge all rows, and return the verdicts.
 
     Raises RecordFailed if the policy `fail` applies to a record.
     """
@@ -158,7 +158,8 @@ def _decide_plain_groups(
     first = np.repeat(repeated, groups.lengths)
     first_ms = np.append(rows.times_ms, known.first_ms)[first]
     near = np.abs(rows.times_ms - first_ms) < window.guard_ms
-    # A group's first row is always within the guard period of itself. Other rows repeat it only if it is unique.
+    # A group's first row is always within the guard period of itself. Other rows repeat the first row only if it is
+    # unique.
     is_sighting = np.append(decided.verdicts == UNIQUE, np.ones(len(known.groups), np.bool_))[first]
     plain = near & (first_ms >= rows.stream_ms - window.retention_ms) & is_sighting
     easy = others & (sightings <= 1) & np.logical_and.reduceat(plain, groups.starts)

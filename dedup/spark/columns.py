@@ -89,8 +89,8 @@ def as_records(
 
     The column `value` (text or bytes) is required. The columns `key`, `headers`, and either `timestamp_ms` (integer) or
     `timestamp` are optional. The columns `topic`, `partition`, and `offset` must be either all present or all absent.
-    If ``by_arrival`` is true, the column `timestampType` is also required, and must be 1 in every row; a job that reads
-    another row fails. Raises TopologyError with a list of the columns that are missing or have an unsupported type;
+    If ``by_arrival`` is true, the column `timestampType` is also required, and a job fails if it reads a row in which
+    this column is not 1. Raises TopologyError with a list of the columns that are missing or have an unsupported type;
     ``place`` is the DataFrame's name in the error.
     """
     problems = [text for text in (_problem(df, name) for name in _TYPES if name != _KIND or by_arrival) if text]
@@ -192,7 +192,9 @@ def _is_odd(name: bytes) -> bool:
 
 
 def binary_column(column: pa.Array) -> list[bytes | None]:
-    """Return the entries of a column as bytes, with None for null; here, NumPy is five times as fast as `to_pylist`."""
+    """Return the entries of a column as bytes, with None for null; NumPy does this five times as fast as
+    `to_pylist`.
+    """
     found: list[bytes | None] = column.to_numpy(zero_copy_only=False).tolist()
     return found
 
@@ -233,7 +235,7 @@ def content_digests(records: pa.RecordBatch) -> npt.NDArray[np.uint64]:
 
 def _digest(key: bytes | None, value: bytes | None, headers: list[Header], time_ms: int | None) -> bytes:
     parts = [key, value, *(part for name, content in headers for part in (name.encode(), content))]
-    # The lengths are included, because otherwise, moving bytes from one part to the next would not change the digest.
+    # The lengths are included, because moving bytes from one part to the next would not change the digest otherwise.
     lengths = ",".join("-" if part is None else str(len(part)) for part in parts)
     return blake2b(b"".join([f"{time_ms};{lengths};".encode(), *filter(None, parts)]), digest_size=16).digest()
 
@@ -260,7 +262,8 @@ def identified(df: DataFrame, topology: Topology) -> DataFrame:
 
 
 def extract_batch(extractor: Extractor, batch: pa.RecordBatch) -> Extracted:
-    """Run the extractor on the Arrow columns `key`, `value`, `headers`, and `timestamp_ms`, and return its result.
+    """Run the extractor on the Arrow columns `key`, `value`, `headers`, and `timestamp_ms`, and return the extractor's
+    result.
 
     A row without a timestamp gets the timestamp -1, so it becomes a dead letter if the topology takes event time from
     the record's timestamp.

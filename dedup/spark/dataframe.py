@@ -26,8 +26,8 @@ from dedup.topology.parse import parse
 from dedup.yaml_document import beside, text_of
 
 Shape = Literal["columns", "kafka"]
-"""``columns``: each row is an event, and its columns are the event's members. ``kafka``: the column `value` contains
-the event, and the optional other columns have the names that Spark's Kafka source gives them.
+"""With ``columns``, each row is an event, and its columns are the event's members. With ``kafka``, the column `value`
+contains the event, and the optional other columns have the names that Spark's Kafka source gives them.
 """
 
 _ROW: Final = "dedup_row"
@@ -58,18 +58,19 @@ def dedup(
 ) -> DataFrame:
     """Return the rows of ``df`` with their verdicts; the columns of ``df`` keep their names, types, and values.
 
-    ``topology`` is a topology or the path of its file. The added columns are `dedup_verdict` (unique, duplicate,
+    ``topology`` is a topology or the path of a topology file. The added columns are `dedup_verdict` (unique, duplicate,
     conflict, late, dead_letter, or exempt), `dedup_reason`, `dedup_detail`, `dedup_id` (bytes), `dedup_time` (the event
-    time), `dedup_stream_time`, and, for a row that repeats a sighting, the time and position of that sighting in
-    `dedup_first_seen`, `dedup_first_topic`, `dedup_first_partition`, and `dedup_first_offset`. By default, ``order`` is
-    "offsets" if ``shape`` is "kafka" and ``df`` has topic, partition, and offset; otherwise, it is "event_time".
-    ``now_ms`` is the clock time in ms that decides which event times are in the future (by default, the time of the
-    call). ``settings`` say where the schema registry is; they are needed only if values name their schemas.
+    time), and `dedup_stream_time`. For a row that repeats a sighting, the columns `dedup_first_seen`,
+    `dedup_first_topic`, `dedup_first_partition`, and `dedup_first_offset` contain the time and position of that
+    sighting. The default ``order`` is "offsets" if ``shape`` is "kafka" and ``df`` has topic, partition, and offset;
+    otherwise, the default is "event_time". ``now_ms`` is the clock time in ms that decides which event times are in the
+    future (by default, the time of the call). ``settings`` contains the address of the schema registry, and is needed
+    only if values name their schemas.
 
-    Raises SettingsError for a streaming DataFrame, an unknown shape or order, a column name that occurs twice or that
-    `dedup` adds, and a topology or an order that needs columns that ``df`` lacks. Raises TopologyError for a column of
-    an unsupported type and for an invalid topology file. When the result is computed, the job raises the errors that
-    `backfill.backfill` lists.
+    Raises SettingsError for a streaming DataFrame, an unknown shape or order, and a column name that occurs twice or
+    that `dedup` adds. Also raises SettingsError if the topology or the order needs columns that ``df`` lacks. Raises
+    TopologyError for a column of an unsupported type and for an invalid topology file. When the result is computed, the
+    job raises the errors that `backfill.backfill` lists.
     """
     rules = _rules(topology, settings)
     placed = shape == "kafka" and all(name in df.columns for name in COORDINATES)
@@ -92,8 +93,8 @@ def unique(
 ) -> DataFrame:
     """Return the rows of ``df`` that a worker would forward to the output topic, with the columns of ``df``.
 
-    These are the first row of each tracking ID within the guard period, and the rows that a policy of the topology
-    forwards. `unique` has the same parameters and raises the same errors as `dedup`.
+    The result contains the first row of each tracking ID within the guard period, and the rows that a policy of the
+    topology forwards. `unique` has the same parameters and raises the same errors as `dedup`.
     """
     rules = _rules(topology, settings)
     forwarded = ["unique", "exempt", *(["late"] if isinstance(rules.late, LateForward) else [])]

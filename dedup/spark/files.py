@@ -60,7 +60,9 @@ _CAST: Final[Mapping[str, tuple[pa.DataType, ...]]] = {
 """The types that Arrow may cast to the types of `columns.RECORDS`."""
 _COUNTED: Final = dict.fromkeys(("first", "last", "placed", "rows"), pa.int64())
 _FOUND: Final = pa.schema({"topic": pa.string(), "partition": pa.int32(), **_COUNTED})
-"""Per topic and partition: the bounds of the offsets, the number of rows with an offset, and the total row count."""
+"""For each topic and partition, the bounds of the offsets, the number of rows with an offset, and the total row
+count.
+"""
 _BATCH_ROWS: Final = 8_192
 _FEW_COLUMNS_ROWS: Final = 131_072
 """Number of rows that a task reads at a time, with and without the column `value`."""
@@ -99,7 +101,7 @@ class InputSplits:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Records to judge, and what is known about their order."""
+    """Records to judge, with the known properties of their order."""
 
     records: DataFrame
     """Rows with the columns of `columns.RECORDS`, and with any columns that file paths contain."""
@@ -136,16 +138,16 @@ def read_files(
     by_arrival: bool = False,
     base: str | None = None,
 ) -> History:
-    """Return the records in files, directories, or tables.
+    """Return the records in files, directories, or tables as a `History`.
 
     A path may be the directory of a `backfill` run or a directory inside it, even if a manifest published the run
     (`manifest.files_of_runs`). A Delta or Iceberg table is read at its latest version at the time of the call, even if
     someone writes to the table later. If ``rows_are_events`` is true, each row of the table becomes an event (JSON
     without the null columns), and the table needs no column `value`. If ``paths`` are files, ``base`` is the directory
-    whose subdirectories become columns (`day=2026-01-31/`). If ``by_arrival`` is true, every row must show that its
-    timestamp is the broker's (`columns.as_records`). Raises SettingsError with a list of all files that are
-    damaged or whose schema differs from that of the first file, and TopologyError for columns that are missing or have
-    the wrong type.
+    whose subdirectories become columns (`day=2026-01-31/`). If ``by_arrival`` is true, every row must show that the
+    broker set the row's timestamp (`columns.as_records`). Raises SettingsError with a list of all files that are
+    damaged or whose schema differs from that of the first file. Raises TopologyError for columns that are missing or
+    have the wrong type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
@@ -259,7 +261,9 @@ def _version(spark: SparkSession, name: str, table_id: str, version: int, of_pat
 
 
 def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None) -> _Input:
-    """Return the files as a table. Raises SettingsError if a directory (``topic=a/``) is named like a record column."""
+    """Return the files as a table. Raises SettingsError if a directory (``topic=a/``) is named like a column of a
+    record.
+    """
     reader = spark.read.options(**LOSSLESS)
     if base is not None:
         reader = reader.option("basePath", base)
@@ -351,7 +355,9 @@ class _LogOrder:
 
 
 def _log_order(records: DataFrame, place: str, splits: InputSplits | None) -> _LogOrder:
-    """Read the coordinates of all rows. Raises SettingsError if only some rows have topic, partition, and offset."""
+    """Determine the order of all rows from their coordinates. Raises SettingsError if only some rows have topic,
+    partition, and offset.
+    """
     frame, look = records.select(*COORDINATES), _offset_runs
     if splits is not None:
         columns = splits.columns
@@ -374,7 +380,7 @@ def _log_order(records: DataFrame, place: str, splits: InputSplits | None) -> _L
 
 
 def partly_placed(place: str, placed: int, rows: int) -> SettingsError:
-    """Return the error for an input of which only some rows have offsets."""
+    """Return the error for an input in which only some rows have offsets."""
     text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"
     return SettingsError([Problem(place, text)])
 
@@ -386,7 +392,9 @@ def _united(parts: Sequence[pa.Table]) -> pa.Table:
 
 
 def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-    """Yield one JSON report: the rows of `_FOUND` and, if the input is in log order, the runs of ascending offsets."""
+    """Yield one JSON report with the rows of `_FOUND` and, if the input is in log order, the runs of ascending
+    offsets.
+    """
     runs = OffsetRuns()
     topics: list[str] = []
     found = _FOUND.empty_table()
@@ -412,7 +420,8 @@ def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
 
 def _json_row() -> Column:
     """Return a struct of a record's columns as text, parsed from a `json-records` line in the column `value`."""
-    # A line without `value` would become a tombstone, and a misspelled member would be ignored, so the job fails.
+    # A line without `value` would become a tombstone, and a misspelled member would be ignored, so the job fails if it
+    # reads such a line.
     members = F.json_object_keys("value")
     unknown = F.array_except(members, F.array(*map(F.lit, RECORDS.fieldNames())))
     others = ", ".join(name for name in RECORDS.fieldNames() if name != "value")
@@ -434,7 +443,9 @@ def as_events(table: DataFrame) -> Column:
 
 
 def _exact(column: Column, kind: DataType) -> Column:
-    """Return the column with times as text in Spark's JSON format, with more digits if milliseconds are not exact."""
+    """Return the column with times as text in Spark's JSON format, with more digits if milliseconds would not be
+    exact.
+    """
     match kind:
         case TimestampType():
             return F.concat(_time(column), F.date_format(column, "XXX"))
@@ -501,7 +512,9 @@ class _GroupPlace(NamedTuple):
 
 
 def _place_of(group: pq.RowGroupMetaData, name: tuple[str, int]) -> _GroupPlace | None:
-    """Return the place of a row group according to its statistics, or None if they do not determine a place."""
+    """Return the place of a row group according to its statistics, or None if the statistics do not determine a
+    place.
+    """
     columns = [group.column(at) for at in range(group.num_columns)]
     found = {column.path_in_schema: column.statistics for column in columns if column.path_in_schema in COORDINATES}
     known = [each for each in found.values() if each is not None and each.has_min_max and each.null_count == 0]
@@ -527,7 +540,7 @@ def _logs_of(places: Sequence[_GroupPlace | None]) -> tuple[LogSplits, ...]:
 
 
 def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `InputSplits.frame`."""
+    """Yield the rows of `InputSplits.frame` as dictionaries."""
     for batch in batches:
         yield from batch.to_pylist()
 

@@ -47,7 +47,9 @@ _STATE: Final = "_dedup"
 _MOST_LAYERS: Final = 16
 _FEW_SIGHTINGS: Final = 100_000
 _SIGHTING_BYTES: Final = 16
-"""A kept sighting counts as this many input bytes: it costs a reduce task about a quarter as much as a record."""
+"""A kept sighting counts as this many input bytes, because it costs a reduce task about a quarter as much as a
+record.
+"""
 _HARMLESS: Final = frozenset(
     {"OPTIMIZE", "REORG", "VACUUM START", "VACUUM END", "SET TBLPROPERTIES", "UNSET TBLPROPERTIES", "COMPUTE STATS"}
 )
@@ -63,7 +65,7 @@ class Attempt(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the attempt's files in the state directory."""
+        """Return the name of the attempt's files in the state directory."""
         return f"{self.run:08}-{self.attempt}"
 
 
@@ -125,15 +127,16 @@ def incremental(
 
     The table has the columns of `batch_verdicts.judged` and the column `run` (the number of the run), and is
     partitioned by verdict. ``now_ms`` is the clock time in ms that decides which event times are in the future (by
-    default, now). Rows with offsets are judged in log order; all runs together then give the verdicts of a single run
-    over all input. Rows without offsets are judged run by run, and in the order of event times within a run. From the
-    second run on, a row without an offset is late if it is behind stream time by more than the grace and no sighting of
-    its ID is kept.
+    default, now). Rows with offsets are judged in log order, so that all runs together give the same verdicts as a
+    single run over all input. Rows without offsets are judged run by run, and in the order of event times within a run.
+    From the second run on, a row without an offset is late if it is behind stream time by more than the grace and no
+    sighting of its ID is kept.
 
-    Raises StateIncompatible, without publishing a verdict, if someone else has changed the table, the table belongs to
-    another topology, another run has committed in the meantime, a file of the input was replaced, the type of an ID
-    column has changed, the input contains offsets that earlier runs have judged, or rows have offsets although the
-    topology repartitions records. `incremental` also raises the other errors that `backfill.backfill` lists.
+    Raises StateIncompatible, without publishing a verdict, if someone else has changed the table, if the table belongs
+    to another topology, or if another run has committed in the meantime. Also raises StateIncompatible if a file of the
+    input was replaced, if the type of an ID column has changed, or if the input contains offsets that earlier runs have
+    judged. Also raises StateIncompatible if rows have offsets although the topology repartitions records. `incremental`
+    also raises the other errors that `backfill.backfill` lists.
     """
     began_s = time.monotonic()
     with translated_errors():
@@ -260,7 +263,9 @@ class _Run:
         return rows
 
     def _leave(self, verdicts: Shuffled, known: Sequence[Layer]) -> tuple[list[Layer], dict[str, int], LogEnds]:
-        """Write the sightings, and return the new state's layers, the number of rows by verdict, and each log's end."""
+        """Write the sightings, and return the layers of the new state, the number of rows by verdict, and the end of
+        each log.
+        """
         older = [layer.rows for layer in known]
         whole = len(older) >= _MOST_LAYERS or sum(older[1:]) > max([_FEW_SIGHTINGS, *older[:1]])
         # Another run in the same session may have changed the session's number of shuffle partitions.
@@ -330,7 +335,7 @@ class OutputTable:
                 raise StateIncompatible(self._changed_text(commit))
             at = commit.version - 1 if restored is None else restored
         if self._newest < 0:
-            # If the first run was killed, it has left its state behind, and perhaps a part of the table.
+            # If the first run was killed, it may have left behind its state and a part of the table.
             names = self._names(self._root.path)
             begun = _STATE in names
             ours = {name for name in names if begun and (name in {_STATE, "_delta_log"} or name.startswith("verdict="))}
@@ -388,7 +393,9 @@ class OutputTable:
         return state
 
     def intent_after(self, last: Attempt, identity: str) -> Intent | None:
-        """Return the intent of a run killed after ``last``, or None if no run was killed or the topology changed."""
+        """Return the intent of a run that was killed after ``last``, or None if no run was killed or the topology has
+        changed.
+        """
         place = self._at(f"runs/{last.run + 1:08}.json")
         if not self._files.exists(place):
             return None
@@ -434,7 +441,7 @@ class OutputTable:
                 )
 
     def forget_before(self, run: int, layers: Sequence[Layer]) -> None:
-        """Delete the state files that neither ``run`` nor the run before it needs."""
+        """Delete the state files that neither ``run`` nor the previous run needs."""
         kept = {layer.path.rpartition("/")[2] for layer in layers}
         old = [f"state/{name}" for name in self._names(self._at("state")) if name not in kept and _run_in(name) <= run]
         old += [f"runs/{name}" for name in self._names(self._at("runs")) if _run_in(name) < run - 1]

@@ -1,6 +1,7 @@
-"""Finds the new part of an input: new files of a directory, new versions of a Delta table, or the rows of a DataFrame.
+"""Finds the new part of an input, which consists of new files in a directory, new versions of a Delta table, or the
+rows of a DataFrame.
 
-Before a run reads its input, the run *pins* the input: it stores a JSON description, so that another attempt reads the
+Before a run reads its input, the run *pins* the input by storing a JSON description, so that another attempt reads the
 same input. The *position*, which is also JSON, describes what all runs together have read, with one entry for each kind
 of input.
 """
@@ -48,7 +49,7 @@ class NewFiles:
 
     @property
     def place(self) -> str:
-        """The paths, separated by commas."""
+        """Return the paths, separated by commas."""
         return ", ".join(self.paths)
 
     def pin(self, position: Pinned) -> Pinned | None:
@@ -133,8 +134,8 @@ class NewVersions:
     def pin(self, position: Pinned) -> Pinned | None:
         """Return a description of the table versions that no run has read, or None if these versions appended no rows.
 
-        Raises StateIncompatible if a new version changed or deleted rows, if its commit is missing from the log, or if
-        the table was dropped and created again.
+        Raises StateIncompatible if a new version changed or deleted rows, if the commit of a new version is missing
+        from the log, or if the table was dropped and created again.
         """
         table, log = self._detail()["id"], self._log()
         newest = max(log.versions(), default=-1)
@@ -242,7 +243,7 @@ class NewRows:
 
     @property
     def spark(self) -> SparkSession:
-        """The session of the DataFrame."""
+        """Return the Spark session of the DataFrame."""
         return self.frame.sparkSession
 
     def pin(self, position: Pinned) -> Pinned | None:
@@ -286,7 +287,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def id_types(schema: StructType | None, topology: Topology) -> dict[str, str]:
-    """Return the types of the columns that contain the tracking ID, or an empty dict if rows are not events."""
+    """Return the types of the columns that contain the tracking ID, or an empty dictionary if rows are not events."""
     if schema is None:
         return {}
     match topology.tracking_id.rule:

@@ -47,7 +47,7 @@ _LOGIN: Final[Mapping[str, str]] = {
 
 
 def kafka_options(settings: Settings) -> dict[str, str]:
-    """Return the options of Spark's Kafka source for these settings, with certificates as PEM text.
+    """Return the options of Spark's Kafka source for the given settings, with certificates as PEM text.
 
     Raises SettingsError for settings that Spark's connector does not support, and for unreadable certificates.
     """
@@ -158,7 +158,7 @@ def feeds_of(topology: Topology, counts: Mapping[str, int]) -> tuple[Feed, ...]:
 
 
 def read_range(spark: SparkSession, settings: Settings, ranges: Ranges, **options: str) -> DataFrame:
-    """Return the committed records in these ranges of offsets, with the columns of Spark's Kafka source."""
+    """Return the committed records in the given ranges of offsets, with the columns of Spark's Kafka source."""
     begins, ends = ({name: {at: each[i] for at, each in part.items()} for name, part in ranges.items()} for i in (0, 1))
     given = {
         **kafka_options(settings),
@@ -171,9 +171,9 @@ def read_range(spark: SparkSession, settings: Settings, ranges: Ranges, **option
 
 
 def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges, *, by_arrival: bool = False) -> History:
-    """Return the committed records in these ranges of offsets as a `History`.
+    """Return the committed records in the given ranges of offsets as a `History`.
 
-    If ``by_arrival`` is true, a job that reads a record whose timestamp the broker did not set fails.
+    If ``by_arrival`` is true, a job fails if it reads a record whose timestamp the broker did not set.
     """
     # Several tasks may read one partition, because `map_side.OffsetRuns` tracks the order of the offsets.
     table = read_range(spark, settings, ranges, minPartitions=str(spark.sparkContext.defaultParallelism * 2))
@@ -190,6 +190,8 @@ def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges, *,
 
 
 def offsets_at(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], time_ms: int) -> dict[int, int]:
-    """Map each partition to the offset of its first record at or after ``time_ms``, or to its end if there is none."""
+    """Map each partition to the offset of its first record at or after ``time_ms``, or to its end if there is no such
+    record.
+    """
     found = {partition: reader.offset_for_time(topic, partition, time_ms) for partition in bounds}
     return {partition: bounds[partition].high if at is None else at for partition, at in found.items()}

@@ -20,7 +20,7 @@ _PART_BYTES: Final = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class PartitionBounds:
-    """The offsets of a Kafka partition's first and last rows in a job's input, and the number of its rows."""
+    """The first offset, the last offset, and the number of rows that a job's input contains for one Kafka partition."""
 
     topic: str
     partition: int
@@ -30,7 +30,7 @@ class PartitionBounds:
 
 
 class PlaceRanges(NamedTuple):
-    """The ranges into which the offsets of one Kafka partition are divided; each range is sorted by one task."""
+    """The ranges into which the offsets of one Kafka partition are divided; one task sorts each range."""
 
     topic: int
     """Position of the topic in ``source.topics``."""
@@ -44,8 +44,8 @@ class PlaceRanges(NamedTuple):
 def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: int) -> list[PlaceRanges]:
     """Divide the Kafka partitions of a job's input into at most ``count`` ranges of offsets.
 
-    The ranges have about the same number of rows if offsets are evenly spaced. Topics that are not in ``topics`` are
-    ignored, because the job rejects their rows.
+    The ranges have about the same number of rows if offsets are evenly spaced. The function ignores topics that are not
+    in ``topics``, because the job rejects their rows.
     """
     found = sorted((topics.index(each.topic), each.partition, each) for each in bounds if each.topic in topics)
     total = sum(each.rows for *_, each in found)

@@ -1,8 +1,9 @@
-"""Judges whole Kafka partitions without a shuffle: each task reads one log after another, in the order of offsets.
+"""Judges whole Kafka partitions without a shuffle; each Spark task reads one log after another, in the order of
+offsets.
 
 A worker of a topology that reads its source directly judges each source partition separately. If a history consists of
-Parquet files with a single Kafka partition in each row group, a Spark task can do the same. The task judges one part of
-the log at a time, and keeps only the unexpired sightings of earlier parts.
+Parquet files with a single Kafka partition in each row group, a Spark task can also judge each Kafka partition
+separately. The Spark task judges one part of a log at a time, and keeps only the unexpired sightings of earlier parts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from dedup.spark.reduce_side import ReducePlan, Reducer, sightings_after
 from dedup.spark.sightings import SIGHTINGS, current, live
 
 _MOST_LOG_ROWS: Final = 1 << 22
-"""Maximum number of records in a log: their sightings take less than 500 MB if IDs are no longer than UUIDs."""
+"""Maximum number of records in a log; their sightings take less than 500 MB if IDs are no longer than UUIDs."""
 _SHUFFLE_FACTOR: Final = 2
 """A job with a shuffle needs about this many times the CPU time of a job without a shuffle."""
 _PART_ROWS: Final = 65_536
@@ -47,10 +48,10 @@ _SCHEMA: Final = (
 def assigned(logs: Sequence[LogSplits], *, tasks: int, cores: int, extend: bool = False) -> list[list[LogSplits]]:
     """Divide the logs among at most ``tasks`` tasks with similar numbers of records.
 
-    Set ``extend`` if duplicates extend sightings: merging the sightings then takes twice the memory.
+    Set ``extend`` to true if duplicates extend sightings, because merging extended sightings takes twice the memory.
 
-    Return an empty list if a shuffle would be better: if a log has too many records for a task's memory, or if the
-    largest logs would keep fewer than ``cores`` cores busy for so long that a shuffle would be faster.
+    Return an empty list if a shuffle is better. A shuffle is better if a log has too many records for a task's memory,
+    or if one task would need more time for the largest log than a job with a shuffle on ``cores`` cores.
     """
     rows = [log.rows for log in logs]
     most_rows = _MOST_LOG_ROWS // (2 if extend else 1)
@@ -79,7 +80,7 @@ def judge_logs(
     *,
     part_rows: int = _PART_ROWS,
 ) -> Batches:
-    """Read the logs in rows of `frame_of`, and yield the records with the columns `reduce_side.JUDGED` appended.
+    """Read the logs that rows of `frame_of` list, and yield the records with the columns `reduce_side.JUDGED` appended.
 
     ``columns`` lists the columns that the files have. Raises the errors that `backfill.backfill` lists.
     """
@@ -141,7 +142,7 @@ class _LogJudge:
         self._known = self._kept(left)
 
     def _kept(self, left: pa.Table) -> pa.Table:
-        """Add the sightings that a part has ``left`` to those of earlier parts, and return the unexpired ones."""
+        """Add the sightings of a part (``left``) to those of earlier parts, and return the unexpired sightings."""
         topology, outdated = self._reduce.topology, self._known.slice(0, 0)
         known = self._known
         if topology.window.extend:

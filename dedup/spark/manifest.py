@@ -51,9 +51,10 @@ def listed(spark: SparkSession, directory: Any, schema: StructType) -> RunManife
 
 
 def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame:
-    """Return the verdicts that a run of `dedup spark backfill` published under ``path``, as Parquet or Delta.
+    """Return the verdicts that a run of `dedup spark backfill` published under ``path`` in Parquet or Delta format.
 
-    Files under ``path`` that do not belong to the run are ignored. Raises SettingsError if the run was not published.
+    The function ignores files under ``path`` that do not belong to the run. Raises SettingsError if the run was not
+    published.
     """
     root = HadoopDirectory(spark, path)
     if root.files.exists(report_path(root, run, renamed=True)):
@@ -74,8 +75,8 @@ def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame
 def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> list[str]:
     """Return ``paths``, with the path of each run that has a manifest replaced by the paths of the run's files.
 
-    For example, ``verdicts/run=may`` is the path of a run, and ``verdicts/run=may/verdict=unique`` that of one of its
-    directories. Raises SettingsError if a run has no files under its path.
+    For example, ``verdicts/run=may`` is the path of a run, and ``verdicts/run=may/verdict=unique`` is the path of a
+    directory in this run. Raises SettingsError if a run has no files under its path.
     """
     found: list[str] = []
     for path in paths:

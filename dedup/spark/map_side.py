@@ -79,7 +79,7 @@ _MOST_BYTES: Final = 64 << 20
 """A map task holds at most about `_MOST_ROWS` rows or `_MOST_BYTES` bytes before it sorts them."""
 _LEAST_ROWS: Final = 2_048
 _LEAST_BYTES: Final = 512 << 10
-"""Minimum average size of the packed values that a map task sends before its input ends: in rows, or in bytes."""
+"""Minimum average size of the packed values that a map task sends before its input ends, in rows or in bytes."""
 _UNPACKED_REDUCERS: Final = 128
 """A map task unpacks the buffered rows of this many reduce tasks at a time (about 64 MB)."""
 _MOST_PACKED_BYTES: Final = 16 << 20
@@ -89,11 +89,11 @@ _IN_MEMORY_BYTES: Final = 256 << 20
 _MOST_RUNS: Final = 10_000
 """Maximum number of offset runs in one Spark task; input that is read in log order has one run per partition."""
 
-# How stream time is computed in one pass. Stream time is the running maximum of event time over a source partition, but
-# several Spark tasks read that partition. A task knows the running maximum within each of its *offset runs* (sequences
-# of ascending offsets), but not the greatest event time before the run. Therefore, each map task finally sends every
-# reduce task a notice, which describes the map task's offset runs. A reduce task has all notices before it judges its
-# first record. The log is neither read twice nor sorted as a whole.
+# The following algorithm computes stream time in one pass. Stream time is the running maximum of event time over a
+# source partition, but several Spark tasks read that partition. A task knows the running maximum within each of its
+# *offset runs* (sequences of ascending offsets), but not the greatest event time before the run. Therefore, each map
+# task finally sends every reduce task a notice, which describes the map task's offset runs. A reduce task has all
+# notices before it judges its first record. The log is neither read twice nor sorted as a whole.
 
 
 @dataclass(slots=True)
@@ -181,8 +181,8 @@ def ends_of(runs: Iterable[OffsetRun]) -> list[tuple[tuple[int, int], LogEnd]]:
 def before_each(runs: Iterable[OffsetRun], topics: Sequence[str], ends: LogEnds) -> Mapping[int, int]:
     """Map the number of each offset run to the greatest event time in ms that precedes the run in its Kafka partition.
 
-    Raises StateIncompatible if two runs overlap, because records are repeated or out of order, or if earlier jobs have
-    already judged offsets of a run, according to ``ends``.
+    Raises StateIncompatible if two runs overlap (because records are repeated or out of order), or if ``ends`` shows
+    that earlier jobs have already judged offsets of a run.
     """
     reached = dict(ends)
     last: dict[tuple[int, int], int] = {}
@@ -209,7 +209,7 @@ def before_each(runs: Iterable[OffsetRun], topics: Sequence[str], ends: LogEnds)
 
 
 def ends_after(ends: LogEnds, later: Iterable[tuple[tuple[int, int], LogEnd]]) -> dict[tuple[int, int], LogEnd]:
-    """Merge log ends: keep the greatest offset and the greatest event time of each source partition."""
+    """Merge the ends of logs, and return the greatest offset and the greatest event time of each source partition."""
     result = dict(ends)
     for place, end in later:
         result[place] = LogEnd(*map(max, result.get(place, NOTHING_JUDGED), end))
@@ -247,9 +247,9 @@ def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
     return whole, frozenset(idle_rows)
 
 
-# Why rows are packed. In a shuffle, each row costs microseconds on its way out of Python, through the JVM, and back.
-# Therefore, a map task packs the rows for one reduce task into one binary value, an Arrow stream: the cost then depends
-# on the number of bytes. Spark's own hash of `TARGET` determines which reduce task receives a value.
+# Rows are packed to save CPU time. In a shuffle, each row costs microseconds on its way out of Python, through the JVM,
+# and back. Therefore, a map task packs the rows for one reduce task into one binary value (an Arrow stream), so that
+# the cost depends on the number of bytes. Spark's own hash of `TARGET` determines which reduce task receives a value.
 #
 # Spark passes batches of `maxRecordsPerBatch` rows to Python, whatever the size of the rows, and a batch must stay
 # below 2 GiB. Therefore, enough empty rows follow each packed value to keep a full batch within `BATCH_BYTES`.
@@ -300,15 +300,17 @@ class _Buffers:
 class Packer:
     """Packs the rows of one map task into separate values for each reduce task.
 
-    Each packed value costs as much as about a hundred rows. Therefore, the packer buffers sorted rows, compressed and
-    in a file if necessary, until the values are large enough or the map task ends.
+    Each packed value costs about as much as a hundred rows. Therefore, the packer buffers sorted rows (compressed, and
+    in a file if necessary) until the values are large enough or the map task ends.
     """
 
     def __init__(self, targets: Sequence[int], batch_rows: int) -> None:
         """``batch_rows`` is the maximum number of rows in a batch that Spark passes to Python."""
         self._targets: Final = targets
         self._groups: Final = list(pairwise([*range(0, len(targets), _UNPACKED_REDUCERS), len(targets)]))
-        """Ranges of reduce tasks whose rows are unpacked together: the first task, and the one after the last."""
+        """Ranges of reduce tasks whose rows are unpacked together, each as the first task and the task after the last
+        one.
+        """
         self._batch_rows: Final = batch_rows
         self._full: Final = min(_MOST_ROWS, _ROWS_PER_REDUCER * len(targets))
         self._held: Final[list[tuple[pa.RecordBatch, npt.NDArray[np.uint16]]]] = []
@@ -327,7 +329,9 @@ class Packer:
         self._waiting.clear()
 
     def add(self, batch: pa.RecordBatch, reducers: npt.NDArray[np.uint16]) -> Batches:
-        """Add rows, and yield packed rows once there are enough; ``reducers`` has each row's index in ``targets``."""
+        """Add rows, and yield packed rows once there are enough; ``reducers`` contains the index of each row's reduce
+        task in ``targets``.
+        """
         if not batch.num_rows:
             return
         self._held.append((batch, reducers))
@@ -442,7 +446,8 @@ class ReceivedRows:
             yield batch.filter(pc.is_in(batch.column("id"), value_set=ids))
 
     def rows(self, without: Collection[str] = ()) -> Batches:
-        """Unpack and yield the rows, in the same order on every call; a yielded batch may combine several values.
+        """Unpack and yield the rows, in the same order on every call; a yielded batch may combine several packed
+        values.
 
         The columns in ``without`` are not unpacked.
         """
@@ -501,7 +506,9 @@ class MapPlan:
 
 
 def map_rows(plan: MapPlan, batches: Iterable[pa.RecordBatch]) -> Batches:
-    """Run one map task: read records with the schema `columns.RECORDS`, and yield them as rows of `PACKED_ROWS`."""
+    """Run one map task, which reads records with the schema `columns.RECORDS` and yields them as rows of
+    `PACKED_ROWS`.
+    """
     screener = Screener(plan)
     with Packer(plan.targets, plan.batch_rows) as packer:
         for batch in batches:
@@ -515,8 +522,8 @@ def map_rows(plan: MapPlan, batches: Iterable[pa.RecordBatch]) -> Batches:
 
 
 def buckets_of(ids: pa.Array, count: int) -> npt.NDArray[np.uint32]:
-    """Return each ID's bucket (a reduce task or a group of sightings): the ID's hash modulo ``count``. A null ID may be
-    in any bucket.
+    """Return each ID's bucket (a reduce task or a group of sightings), which is the ID's hash modulo ``count``. A null
+    ID may be in any bucket.
     """
     names = binary_column(ids)
     if ids.null_count:

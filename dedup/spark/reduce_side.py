@@ -119,8 +119,8 @@ def layer_rows(
     """Judge the records of one reduce task, and yield the unexpired sightings that the next job needs, as rows of
     `sightings.LAYER`.
 
-    The last yielded row is a report: the number of records by verdict, and the end of the judged records in each source
-    partition, as far as the task knows. ``buckets`` is a multiple of ``reducers``, the number of reduce tasks. If
+    The last yielded row is a report with the number of records by verdict and, as far as the task knows, the end of the
+    judged records in each source partition. ``buckets`` is a multiple of ``reducers``, the number of reduce tasks. If
     ``whole`` is true, the rows include the unexpired sightings of earlier jobs, so that the next job needs no earlier
     layer.
     """
@@ -154,7 +154,7 @@ def _ends(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -
 
 
 def sightings_after(folded: FoldedRows, topology: Topology) -> pa.Table:
-    """Return the new sightings, and the existing ones whose `last_ms` a duplicate has increased."""
+    """Return the new sightings, and the existing sightings whose `last_ms` a duplicate has increased."""
     rows, decided = folded.rows, folded.decided
     made = {
         "id": folded.ids,
@@ -179,11 +179,11 @@ def sightings_after(folded: FoldedRows, topology: Topology) -> pa.Table:
 
 
 class Received(Protocol):
-    """The records that `Reducer` judges; `map_side.ReceivedRows` is one implementation."""
+    """The interface to the records that `Reducer` judges; `map_side.ReceivedRows` is one implementation."""
 
     @property
     def notices(self) -> list[bytes]:
-        """Descriptions of the offset runs in the form that `read_notice` accepts."""
+        """Return descriptions of the offset runs in the form that `read_notice` accepts."""
 
     def rows(self, without: Collection[str] = ()) -> Batches:
         """Yield the screened records without the columns in ``without``, in the same order on every call."""
@@ -299,7 +299,7 @@ class Reducer:
         return result
 
     def _digests(self, wanted: Integers) -> npt.NDArray[np.uint64]:
-        """Return the content digest of each wanted row as two numbers, with only one batch of content in memory."""
+        """Return the content digest of each wanted row as two numbers, keeping only one batch of content in memory."""
         found = np.empty((len(wanted), 2), np.uint64)
         ascending = np.argsort(wanted)
         begin = 0

@@ -1,15 +1,15 @@
 """Implements `dedup spark seed`, which turns a history into the initial state of a fleet.
 
-The history is judged as in a backfill and reduced to the sightings that have not expired. The first transaction writes
-a seed mark in the phase `seeding` to every changelog partition. If the topology repartitions records, the source
-offsets are committed before any sightings are written. Spark tasks then write the sightings of each partition under the
-fleet's transactional IDs. The last transaction of a partition contains the task record, the seed mark in the phase
-`seeded`, and the group's offset. If a worker's task starts on a partition that is not completely seeded, the task stops
-with StateIncompatible.
+The command judges the history as in a backfill, and reduces it to the sightings that have not expired. The first
+transaction writes a seed mark in the phase `seeding` to every changelog partition. If the topology repartitions
+records, the command commits the source offsets before it writes any sightings. Spark tasks then write the sightings of
+each partition under the fleet's transactional IDs. The last transaction of a partition contains the task record, the
+seed mark in the phase `seeded`, and the group's offset. If a worker's task starts on a partition that is not completely
+seeded, the task stops with StateIncompatible.
 
-The seed marks contain the name, the offsets, and the clock time of the seed. Therefore, running the command again after
-it was killed writes the same records and finishes the seed. A second run with a different history or different offsets
-is rejected, because records of the first run would stay in the changelog.
+The seed marks contain the name, the offsets, and the clock time of the seed. Therefore, if the command is killed,
+running it again writes the same records and finishes the seed. The command rejects a second run with a different
+history or different offsets, because records of the first run would stay in the changelog.
 
 Writing a changelog record twice does no harm, so attempts of a Spark task may be repeated or run concurrently. If an
 upstream Spark task fails, the writing task sees only a normal end of its input. Therefore, the writing task commits the
@@ -146,10 +146,10 @@ def seed(
     """Write a fleet's changelog and offsets as if the fleet had judged the history up to ``until``.
 
     ``history`` is a `History` of files, a DataFrame of `columns.RECORDS`, or None for the source topics from their
-    start. Rows whose offset or timestamp shows that the fleet will read them are ignored. ``commit_rows`` is the number
-    of changelog records in a transaction. Writes no seed and raises StateIncompatible if the group or the changelog
-    contains state that `dedup spark seed` did not write, if an earlier run began a different seed, or if all records of
-    the history are dead letters.
+    start. The function ignores rows whose offset or timestamp shows that the fleet will read them. ``commit_rows`` is
+    the number of changelog records in a transaction. Writes no seed and raises StateIncompatible if the group or the
+    changelog contains state that `dedup spark seed` did not write. Also raises StateIncompatible if an earlier run
+    began a different seed, or if all records of the history are dead letters.
     """
     began_s = time.monotonic()
     work = partial(on_cluster, settings, f"dedup-{topology.name}-seed")
@@ -229,7 +229,7 @@ def _before(history: History, found: _ClusterState, until: Until) -> History:
 def _marks(
     topology: Topology, found: _ClusterState, folded: Folded, rows: DataFrame, origin: Literal["topics", "files"]
 ) -> tuple[dict[int, SeedMark], dict[int, TaskRecord]]:
-    """Return each task's seed mark, in the phase `seeding`, and each task's task record.
+    """Return the seed mark (in the phase `seeding`) and the task record of each task.
 
     Raises StateIncompatible if an earlier run began to write a different seed.
     """
@@ -270,7 +270,7 @@ def _marks(
 
 
 def _write_sightings(rows: DataFrame, plan: WritePlan) -> dict[int, bool]:
-    """Write the partitions that have sightings; return, for each, whether an earlier run had already finished it."""
+    """Write the partitions that have sightings; return, for each partition, whether an earlier run had finished it."""
     placed = rows.repartition(len(plan.marks), "dedup_partition").sortWithinPartitions("dedup_partition")
     try:
         with translated_errors():
@@ -411,7 +411,7 @@ def _write_partitions(plan: WritePlan, arrow: Iterable[pa.RecordBatch]) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class _SeedWriter:
-    """Writes the marks, sightings, and offsets of `dedup spark seed` under the fleet's transactional IDs."""
+    """Writes the seed marks, sightings, and offsets of `dedup spark seed` under the fleet's transactional IDs."""
 
     _plan: WritePlan
     _wire: KafkaWire
@@ -435,7 +435,7 @@ class _SeedWriter:
     async def begin(self, found: _ClusterState) -> None:
         """Write seed marks in the phase `seeding` to all changelog partitions in one transaction.
 
-        A `seeding` mark keeps the fleet from starting a task on the partition. If the topology repartitions records,
+        A `seeding` mark keeps the fleet from starting a task on its partition. If the topology repartitions records,
         the method then commits the source offsets, so that a fleet that starts during the seed does not repartition the
         history.
         """
@@ -457,12 +457,15 @@ class _SeedWriter:
             await session.drop()
 
     async def write_empty(self) -> dict[int, bool]:
-        """Finish the partitions without sightings; return, for each, whether an earlier run had already finished it."""
+        """Finish the partitions without sightings; return, for each partition, whether an earlier run had finished
+        it.
+        """
         empty = [task for task, mark in self._plan.marks.items() if not mark.sightings]
         return {task: await self.write(task, ()) for task in empty}
 
     async def write(self, partition: int, rows: Iterable[Row]) -> bool:
-        """Seed one changelog partition, and return False; if an earlier run seeded it, write nothing and return True.
+        """Seed one changelog partition, and return False; if an earlier run seeded the partition, write nothing and
+        return True.
 
         After PartitionTruncated, TaskMigrated, or CommitUnknown, the caller must write the whole partition again.
         """

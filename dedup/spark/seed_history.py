@@ -1,4 +1,6 @@
-"""Turns a history into the state of a fleet: the unexpired sightings, and the stream time and feeds of each task."""
+"""Turns a history into the state of a fleet, which consists of unexpired sightings and each task's stream time and
+feeds.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ _CHANGELOG_ROWS: Final = ("dedup_partition", "key", "value")
 
 @dataclass(frozen=True, slots=True)
 class SeedProgress:
-    """The stream time and the feeds of one task after it has judged the history."""
+    """The stream time and the feeds of one task after the task has judged the history."""
 
     stream_time_ms: int
     feeds: tuple[FeedTime, ...]
@@ -120,7 +122,9 @@ def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order)
 
 
 def _coordinates(topology: Topology, order: Order, of: str = "") -> list[str]:
-    """Return SQL for a record's coordinates or, if ``of`` is "first_", for those of the sighting that it repeats."""
+    """Return SQL for a record's coordinates or, if ``of`` is "first_", for those of the sighting that the record
+    repeats.
+    """
     if order == "event_time":
         return ["0 AS source_topic", "dedup_partition AS source_partition", f"{OUTSIDE_KAFKA} AS source_offset"]
     topics = ", ".join(f"'{name}'" for name in topology.source.topics)
@@ -203,7 +207,9 @@ def _encoded(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _encoded_values(lists: pa.ListArray) -> list[bytes]:
-    """Encode each list of sightings, with a fast path if every list is one sighting that no duplicate extended."""
+    """Encode each list of sightings, with a fast path if every list contains only one sighting, which no duplicate
+    extended.
+    """
     flat = lists.flatten()
     first, last, *place = (flat.field(name).to_numpy(zero_copy_only=False) for name in _SEEN[:-1])
     fingerprints = [each or b"" for each in flat.field("fingerprint").to_pylist()]

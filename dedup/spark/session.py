@@ -63,8 +63,9 @@ _CONF: Final = {
     "spark.sql.streaming.stateStore.providerClass": (
         "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
     ),
-    # Python workers keep freed memory for the next batch, because fresh pages of memory are expensive: both settings of
-    # malloc save a sixth of the workers' time, and an Arrow memory pool that uses malloc saves another fifth.
+    # Python workers keep freed memory for the next batch, because fresh pages of memory are expensive. Together, the
+    # two settings of malloc save a sixth of the workers' time, and an Arrow memory pool that uses malloc saves another
+    # fifth.
     "spark.executorEnv.ARROW_DEFAULT_MEMORY_POOL": "system",
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "spark.executorEnv.MALLOC_TRIM_THRESHOLD_": str(1 << 30),
@@ -128,7 +129,7 @@ class HadoopDirectory:
 
     @property
     def absolute(self) -> str:
-        """The absolute path, including the scheme of the file system."""
+        """Return the absolute path, including the scheme of the file system."""
         return str(self.files.makeQualified(self.path))
 
     def at(self, name: str, parent: Any = None) -> Any:  # noqa: ANN401
@@ -141,8 +142,8 @@ class HadoopDirectory:
             return bytes(self._jvm.org.apache.commons.io.IOUtils.toByteArray(stream)).decode()
 
     def write(self, path: Any, text: str, part_name: str) -> None:  # noqa: ANN401
-        """Write ``text`` to the file ``part_name``, then rename it to ``path``, so that no reader sees an incomplete
-        file.
+        """Write ``text`` to the file ``part_name``, and then rename the file to ``path``, so that no reader sees an
+        incomplete file.
         """
         part = self.at(part_name, path.getParent())
         with closing(self.files.create(part, True)) as stream:  # noqa: FBT003  # Java has no keywords: overwrite
@@ -184,8 +185,8 @@ def described(spark: SparkSession, text: str, *, group: str | None = None) -> It
 def shuffles_for(spark: SparkSession, size_bytes: int | None, *, power_of_two: bool = False) -> Iterator[None]:
     """Inside the ``with`` block, set Spark's number of shuffle partitions to suit an input of ``size_bytes``.
 
-    If the user has set a number, or if ``size_bytes`` is None, the setting is left unchanged. If ``power_of_two`` is
-    true, the number of partitions is rounded up to a power of two.
+    If the user has set the number of shuffle partitions, or if ``size_bytes`` is None, the setting is left unchanged.
+    If ``power_of_two`` is true, the number of partitions is rounded up to a power of two.
     """
     before = spark.conf.getAll.get(_SHUFFLE_PARTITIONS)
     if size_bytes is None or (before or "").isdecimal():
@@ -205,7 +206,7 @@ def shuffles_for(spark: SparkSession, size_bytes: int | None, *, power_of_two: b
 
 @asynccontextmanager
 async def connected(settings: Settings, client_id: str) -> AsyncIterator[KafkaWire]:
-    """Yield an open connection to the Kafka cluster, and close the connection at the end of the block."""
+    """Yield an open connection to the Kafka cluster, and close the connection at the end of the ``with`` block."""
     wire = KafkaWire(Connection.of(settings, client_id=client_id))
     await wire.start()
     try:
@@ -258,8 +259,8 @@ def session_for(
     packages: Iterable[Package] = (),
     conf: Mapping[str, str] | None = None,
 ) -> SparkSession:
-    """Return the Spark session of this process, or create one with the right Java and Python and the jars of
-    ``packages``.
+    """Return the Spark session of this process; if there is none, create one with a suitable Java, this Python, and the
+    jars of ``packages``.
 
     ``conf`` takes precedence over the settings that this function chooses. If ``master`` is None, the master is
     ``local[*]`` or, under spark-submit, the master of spark-submit. Under spark-submit, or if ``conf`` lists jars, no

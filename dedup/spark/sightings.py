@@ -87,10 +87,10 @@ def live(batch: pa.RecordBatch, topology: Topology, ends: LogEnds) -> pa.RecordB
 
 
 def merged(new: pa.Table, repeated: pa.Table, known: pa.Table, topology: Topology) -> pa.Table:
-    """Return the new sightings, and the existing ones whose `last_ms` a duplicate has increased.
+    """Return the new sightings, and the existing sightings whose `last_ms` a duplicate has increased.
 
-    ``known`` contains the sightings of earlier jobs. ``repeated`` has one row for each duplicate: the sighting of
-    its ID, with the `last_ms` that the sighting would have if this were the only duplicate.
+    ``known`` contains the sightings of earlier jobs. For each duplicate, ``repeated`` has a row with the sighting that
+    the duplicate repeats; `last_ms` of this row is computed as if there were no other duplicate.
     """
     if not topology.window.extend:
         return new
@@ -170,8 +170,8 @@ class Layer:
 
 
 def routed(frame: DataFrame, buckets: int, targets: Sequence[int], batch_rows: int) -> DataFrame:
-    """Turn rows of `LAYER` into packed rows with the column `KNOWN`, one copy for each reduce task that may judge the
-    IDs.
+    """Convert rows of `LAYER` to packed rows with the column `KNOWN`, and make a copy of each row for every reduce task
+    that may judge its IDs.
 
     ``batch_rows`` is the maximum number of rows in a batch that Spark passes to Python. Enough empty rows follow each
     packed value to keep a full batch within `BATCH_BYTES`.

@@ -1,7 +1,7 @@
 """Downloads the jars that PySpark lacks (Kafka connector, Delta, Iceberg, S3, JDBC) from Maven Central.
 
-Spark's own resolver, Ivy, is not used, because it fails if a Maven cache contains POM files without their jars, and
-because it requests a jar that some mirrors lack.
+The module does not use Spark's own resolver, Ivy. Ivy fails if a Maven cache contains POM files without their jars, and
+requests a jar that some mirrors lack.
 
 `spark-jars.lock` lists the jars for every supported version of Spark with their SHA-256 digests. The command `python -m
 dedup.spark.spark_jars` prints a new lock file that includes the jars for the installed version of PySpark.
@@ -96,7 +96,7 @@ def coordinates(package: Package, spark_version: str) -> tuple[str, ...]:
 
 
 def jars_for(packages: Iterable[Package], environ: Mapping[str, str] | None = None) -> list[Path]:
-    """Return the paths of the jars that these packages need in addition to PySpark's own; download jars if necessary.
+    """Return the paths of the jars that the packages need in addition to PySpark's own; download missing jars.
 
     Raises BrokerUnavailable with the Maven coordinates if Maven Central cannot be reached or lacks a jar.
     """

@@ -1,9 +1,11 @@
-"""Implements `dedup spark run`, a Structured Streaming job with the verdicts, state, and transactions of a fleet.
+"""Implements `dedup spark run`, a Structured Streaming job that has the same verdicts, state, and transactions as a
+fleet.
 
 Spark reads the topics, schedules and retries tasks, and stores the offsets of each micro-batch. A Spark task judges its
-Kafka partition as a worker does (`task_attempt`). The task commits records, sightings, task record, and group offset in
-one transaction, under the transactional ID that the fleet uses for the partition. A fleet can therefore take over where
-a stream stops, and vice versa, but a fleet and a stream that run at the same time fence each other.
+Kafka partition as a worker does (`task_attempt`). The task commits the records, their sightings, the task record, and
+the group's offset in one transaction, under the transactional ID that the fleet uses for the partition. A fleet can
+therefore take over where a stream stops, and vice versa, but a fleet and a stream that run at the same time fence each
+other.
 
 A topology with a repartition topic needs two queries. The query `repartition` writes records to the repartition topic,
 in which equal IDs share a partition. The query `dedup` judges the records in the order of the repartition topic.
@@ -75,14 +77,14 @@ _REPORTING: Final = {
 def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
     """Write the stream's identity (`Prepared.identity`) to a new checkpoint directory.
 
-    Spark does not check whether a checkpoint belongs to a query, and would use one topology's offsets for another.
-    Raises StateIncompatible and changes nothing if the directory contains another identity, or files without an
-    identity.
+    Spark does not check whether a checkpoint belongs to a query, and would use one topology's offsets for another
+    topology. Raises StateIncompatible and changes nothing if the directory contains another identity, or contains files
+    but no identity.
     """
     path, files = checkpoint.at(_IDENTITY_FILE), checkpoint.files
     if not files.exists(path):
         left = files.listStatus(checkpoint.path) if files.exists(checkpoint.path) else []
-        # A driver that was killed while it was writing the identity has left the part file behind.
+        # A driver that was killed while it was writing the identity may have left the part file behind.
         if any(status.getPath().getName() != _PART_FILE for status in left):
             raise StateIncompatible(
                 f"{checkpoint.path}: is not empty, and not a checkpoint of `dedup spark run`: {_IDENTITY_FILE} is "
@@ -111,8 +113,8 @@ class Prepared:
     settings: Settings
     cluster: Cluster
     positions: Mapping[TopicPartition, int]
-    """Maps each partition to the offset where a stream without a checkpoint starts: the committed offset or the
-    topology's start.
+    """Maps each partition to the offset where a stream without a checkpoint starts, which is the committed offset or
+    the topology's start offset.
     """
     unpinned: tuple[TopicPartition, ...]
     """Partitions without a committed offset whose start offset depends on the time at which the stream starts."""
@@ -126,8 +128,9 @@ class Prepared:
     def identity(self) -> dict[str, object]:
         """Return the values that must not change if a stream is to continue from its checkpoint.
 
-        `state` contains rules and partition counts. `topics` contains Kafka's topic IDs, because a recreated topic has
-        different records at the same offsets. `semantics` is a constant that existing checkpoints contain.
+        `state` contains the topology's rules and partition counts. `topics` contains Kafka's topic IDs, because a
+        recreated topic has different records at the same offsets. `semantics` is a constant that existing checkpoints
+        contain.
         """
         name, partitions = self.topology.name, self.cluster.source_partitions(self.topology)
         ids = {topic: self.cluster.topics[topic].topic_id for topic in partitions}
@@ -135,7 +138,7 @@ class Prepared:
         return {"version": 1, "topology": name, "state": state, "topics": ids, "semantics": "exact"}
 
     async def pin_start(self) -> None:
-        """Commit start offsets that depend on the time, so that they are the same after a crash."""
+        """Commit the start offsets that depend on the time, so that the stream uses the same offsets after a crash."""
         if self.unpinned:
             async with connected(self.settings, f"dedup-{self.topology.name}-spark") as wire:
                 for place in self.unpinned:
@@ -149,9 +152,9 @@ async def prepared(
     """Create missing topics, and return the topology with its start offsets on the cluster.
 
     If the stream already has a checkpoint (``begun``), the output topic may contain records. Raises StateIncompatible
-    if the topics do not match the topology, if retention deleted records that were not judged, or if
-    ``onto_existing_output`` is false and the output topic of a new group already contains records. Raises
-    BrokerUnavailable if no broker responds.
+    if the topics do not match the topology, or if retention deleted records that were not judged. Also raises
+    StateIncompatible if ``onto_existing_output`` is false and the output topic of a new group already contains records.
+    Raises BrokerUnavailable if no broker responds.
     """
     async with connected(settings, f"dedup-{topology.name}-spark") as wire:
         try:
@@ -189,7 +192,7 @@ async def _with_positions(topology: Topology, settings: Settings, cluster: Clust
 
 @asynccontextmanager
 async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition) -> AsyncIterator[TaskGroup]:
-    """Yield a group with a started task for the partition, with empty local state."""
+    """Yield a task group with one started task for the partition; the task begins with empty local state."""
     with tempfile.TemporaryDirectory(prefix="dedup-spark-") as empty:
         here = ready.settings.model_copy(update={"state_dir": Path(empty)})
         group = TaskFactory(ready.topology, here, ready.cluster, wire, SteadyClock(), RocksMemory()).build((feeding,))
@@ -204,9 +207,9 @@ async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition)
 class _IdleMarks:
     """Marks source partitions without new records as idle in the repartition topic, in a thread of the driver.
 
-    Without a marker, an idle source partition holds stream time back: no record is late, and no sighting expires. The
-    `repartition` task of the idle partition writes the marker, but only while no micro-batch is running, because the
-    marker's transaction would fence a running task.
+    Without a marker, an idle source partition holds stream time back, so that no record is late and no sighting
+    expires. The `repartition` task of the idle partition writes the marker, but only while no micro-batch is running,
+    because the marker's transaction would fence a running task.
     """
 
     def __init__(self, ready: Prepared) -> None:
@@ -260,13 +263,17 @@ class _IdleMarks:
         self._quiet[feeding] = position, since_s
 
     async def _caught_up_at(self, wire: KafkaWire, feeding: TopicPartition) -> int | None:
-        """Return a partition's position if only markers and aborted records follow it; otherwise, return None."""
+        """Return a partition's position if only markers and aborted records follow the position; otherwise, return
+        None.
+        """
         committed = await committed_offset(wire, self._ready.topology.name, feeding)
         lag = await lag_after(wire, feeding, self._ready.positions[feeding] if committed is None else committed)
         return None if lag.records else lag.position
 
     async def _mark(self, wire: KafkaWire, feeding: TopicPartition, position: int) -> bool:
-        """Write an idle marker unless a micro-batch runs or has moved the position; return whether one was written."""
+        """Write an idle marker unless a micro-batch runs or has moved the position; return whether a marker was
+        written.
+        """
         if not self.busy.acquire(blocking=False):
             return False
         try:
@@ -358,7 +365,9 @@ class _Query:
             self.options.on_batch(judged)
 
     def goes_on(self, spark: SparkSession) -> bool:
-        """Return whether the query is active; if a defect in Spark has stopped the query, restart it, but only once."""
+        """Return whether the query is active; if a defect in Spark has stopped the query, restart the query, but only
+        once.
+        """
         if self.query is None or self.query.isActive:
             return self.query is not None
         if self.failure is not None or self.restarted or not _failed_in_report(self.query):
@@ -389,7 +398,8 @@ def _failed_in_report(query: StreamingQuery) -> bool:
     """Return whether only the progress report of a micro-batch failed, after Spark had committed the micro-batch.
 
     If a driver was killed during a micro-batch, the next driver repeats the micro-batch without asking Kafka for the
-    latest offsets. `KafkaMicroBatchStream.metrics` of Spark 4.1 then fails, because it expects these offsets.
+    latest offsets. In this case, `KafkaMicroBatchStream.metrics` of Spark 4.1 fails, because the method expects the
+    latest offsets.
     """
     failure: Any = query._jsq.exception()  # noqa: SLF001 - PySpark keeps only the text
     cause = failure.get().getCause() if failure.isDefined() else None
@@ -411,7 +421,7 @@ class Running:
 
     @property
     def url(self) -> str | None:
-        """The address of the stream's web pages, or None if the stream serves no pages."""
+        """Return the address of the stream's web pages, or None if the stream serves no pages."""
         return self._monitor.url
 
     def start(self) -> None:
@@ -444,7 +454,9 @@ class Running:
             query.raise_failure()
 
     def stop(self) -> None:
-        """Make `wait` return soon; callable from a signal handler. The next run judges the uncommitted records."""
+        """Make `wait` return soon; a signal handler may call this method. The next run judges the uncommitted
+        records.
+        """
         self._stopping.set()
 
     def _watch(self, queries: Sequence[_Query]) -> None:

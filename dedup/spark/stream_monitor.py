@@ -1,4 +1,4 @@
-"""Shows the state of a running stream: a log line for each micro-batch, and the same pages and metrics as a worker.
+"""Logs each micro-batch of a running stream, and serves the same pages and metrics as a worker.
 
 A thread of the driver adds up the counts that Spark tasks report after a commit. The thread also asks the brokers for
 the lag, because Spark does not know the lag while a micro-batch is running.
@@ -74,7 +74,7 @@ class StreamMonitor:
         """The address of the pages, or None if no pages are served."""
 
     def start(self) -> None:
-        """Begin to watch the lag and, if the settings enable web pages, serve them."""
+        """Begin to watch the lag, and serve the web pages if the settings enable them."""
         self._thread.start()
         self._runs.wait()
 
@@ -190,7 +190,7 @@ class StreamMonitor:
         return WorkerSeen(self._topology.name, self._name, tuple(tasks), {}, 0, 0, None, alert=self._dead.alert)
 
     def metrics(self) -> bytes:
-        """Return the metrics in the text format of Prometheus."""
+        """Return the metrics in Prometheus' text format."""
         return exposition(self.seen())
 
     def look_up(self, text: str) -> LookedUp:
@@ -204,11 +204,11 @@ class StreamMonitor:
             yield TaskPulse(seen.numbers, seen.lag_records, topic, partition, "running")
 
     def latest(self) -> Iterable[Noted]:
-        """Return nothing, because Spark tasks report counts but no individual records."""
+        """Return no records, because Spark tasks report only counts."""
         return ()
 
     def peers(self) -> tuple[Peer, ...]:
-        """Return nothing, because a stream is not a member of the consumer group."""
+        """Return no peers, because a stream is not a member of the consumer group."""
         return ()
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:

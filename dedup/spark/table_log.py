@@ -1,16 +1,17 @@
-"""Reads the history of a Delta or Iceberg table, and appends rows to it in commits that are then read back.
+"""Reads the history of a Delta or Iceberg table, and appends rows to the table in commits that are then read back.
 
-Delta: Each append to the table carries an application ID and a transaction version (`txnAppId`, `txnVersion`). If two
-appends carry the same pair, Delta commits one of them, and rejects or silently drops the other. After an append,
-`DeltaLog.append` therefore looks for the metadata of the append (`userMetadata`) in the log. The log's files are read
-one by one, newest first (see "Delta Log Entries" in Delta's protocol), because each `DESCRIBE HISTORY` runs a Spark job
-over all log files.
+In Delta, each append to the table carries an application ID and a transaction version (`txnAppId`, `txnVersion`). If
+two appends carry the same pair, Delta commits one of them, and rejects or silently drops the other. After an append,
+`DeltaLog.append` therefore looks for the metadata of the append (`userMetadata`) in the log. `DeltaLog` reads the log's
+files one by one, newest first (see "Delta Log Entries" in Delta's protocol), because each `DESCRIBE HISTORY` runs a
+Spark job over all log files.
 
-Iceberg: Without transaction IDs, Iceberg would accept the appends of two competing jobs, one after the other.
-Therefore, `IcebergLog.append` writes rows to a branch that begins at the latest snapshot that it has examined, checks
-that `main` is still at this snapshot, and fast-forwards `main` to the branch (see "Branching and Tagging" in Iceberg's
-documentation). Iceberg rejects the fast-forward if the table has changed since the check. If another job commits first,
-the appended rows stay invisible, and `append` starts over or, if the other job belongs to the same application, fails.
+Iceberg has no transaction IDs, so it would accept the appends of two competing jobs, one after the other. Therefore,
+`IcebergLog.append` writes rows to a branch that begins at the latest snapshot that the method has examined. The method
+then checks that `main` is still at this snapshot, and fast-forwards `main` to the branch (see "Branching and Tagging"
+in Iceberg's documentation). Iceberg rejects the fast-forward if the table has changed since the check. If another job
+commits first, the appended rows stay invisible, and `append` starts over or, if the other job belongs to the same
+application, fails.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class TableCommit:
         self.rows: Final = int((info.get("operationMetrics") or {}).get("numOutputRows") or 0)
 
     def actions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the commit's actions, parsing each only when it is requested, because a commit may have many."""
+        """Yield the commit's actions; each action is parsed only when requested, because a commit may have many
+        actions.
+        """
         return map(json.loads, self._lines)
 
     def __str__(self) -> str:
@@ -70,13 +73,15 @@ class TableCommit:
 
     @property
     def replaces(self) -> bool:
-        """Whether this commit may have removed rows that earlier commits added."""
+        """Return whether this commit may have removed rows that earlier commits added."""
         mode = self.parameters.get("mode"), self.parameters.get("outputMode")
         return mode[0] == "Overwrite" or mode[1] == "Complete" or any(name in self.operation for name in _REPLACED)
 
     @property
     def restored_to(self) -> int | None:
-        """The version to which this commit restored the table, or None if it is not a `RESTORE` to a version."""
+        """Return the version to which this commit restored the table, or None if this commit is not a `RESTORE` to a
+        version.
+        """
         version = self.parameters.get("version") if self.operation == "RESTORE" else None
         return None if version is None else int(version)
 
@@ -121,7 +126,8 @@ class DeltaLog:
     def commits(self, after: int = -1) -> Iterator[TableCommit]:
         """Yield the commits after version ``after``, or all commits in the log by default, newest first.
 
-        If ``after`` is given and the log lacks a later version, that version and all versions above it are not yielded.
+        If ``after`` is given and the log lacks a later version, the method yields neither that version nor any greater
+        version.
         """
         # If ``after`` is given, the directory is not listed, because a table with a commit every few seconds has
         # hundreds of thousands of files.
@@ -148,9 +154,10 @@ class DeltaLog:
         ``by`` lists the columns by which a new table is partitioned. ``application`` and ``number`` are the append's
         `txnAppId` and `txnVersion`, and ``metadata`` must differ from that of any other append. Version ``after`` must
         be older than any commit with the same ``application`` and ``number``. Raises StateIncompatible if another job
-        has committed this number (with the text ``taken``), if Delta dropped the append because the table has a commit
-        with a greater number, or if the log no longer shows whether the append was committed. Raises BrokerUnavailable
-        if another job has changed the table in the meantime, for example its properties.
+        has committed this number (with the text ``taken``), or if Delta dropped the append because the table has a
+        commit with a greater number. Also raises StateIncompatible if the log no longer shows whether the append was
+        committed. Raises BrokerUnavailable if another job has changed the table (for example, its properties) in the
+        meantime.
         """
         writer = rows.write.format("delta").mode("append").partitionBy(*by).option("userMetadata", metadata)
         failed: Exception | None = None
@@ -196,17 +203,17 @@ class SnapshotCommit:
 
     @property
     def metadata(self) -> str | None:
-        """The metadata that `append` stored in the snapshot, or None if `append` did not create the snapshot."""
+        """Return the metadata that `append` stored in the snapshot, or None if `append` did not create the snapshot."""
         return self.summary.get(_METADATA)
 
     @property
     def rows(self) -> int:
-        """The number of rows that the snapshot added to the table."""
+        """Return the number of rows that the snapshot added to the table."""
         return int(self.summary.get("added-records", 0))
 
     @property
     def replaces(self) -> bool:
-        """Whether the snapshot replaced partitions or removed all rows that the table had."""
+        """Return whether the snapshot replaced partitions or removed all rows that the table had."""
         if self.operation == "replace":
             return False  # A compaction replaces files but changes no rows.
         if self.summary.get("replace-partitions") == "true":
@@ -224,7 +231,7 @@ class IcebergLog:
         """The table's name in SQL."""
 
     def latest(self) -> int:
-        """Return the version of the table, or -1 if the table does not exist or has no snapshot."""
+        """Return the sequence number of the latest snapshot, or -1 if the table does not exist or has no snapshot."""
         return next((each.version for each in self.commits()), -1)
 
     def commits(self, after: int = -1) -> Iterator[SnapshotCommit]:
@@ -243,7 +250,9 @@ class IcebergLog:
             snapshot = None if parent is None else table.snapshot(parent)
 
     def _loaded(self) -> Any:  # noqa: ANN401 - a table of Iceberg's Java library; Spark has no SQL for its snapshots
-        """Return the table, or None if it does not exist. Raises StateIncompatible for Iceberg's format version 1."""
+        """Return the table, or None if it does not exist. Raises StateIncompatible for a table with Iceberg's format
+        version 1.
+        """
         if not self._spark.catalog.tableExists(self.table):
             return None
         jvm: Any = self._spark._jvm  # noqa: SLF001
@@ -298,7 +307,8 @@ class IcebergLog:
         if self._loaded() is None:
             made = nothing.writeTo(self.table).using("iceberg")
             for change in ("delete", "update", "merge"):
-                # Otherwise, deleting one row can rewrite a table's only file, which looks like replacing the table.
+                # Without this property, deleting one row can rewrite a table's only file, which looks like replacing
+                # the table.
                 made = made.tableProperty(f"write.{change}.mode", "merge-on-read")
             try:
                 made.create()

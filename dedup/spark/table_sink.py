@@ -1,10 +1,10 @@
 """Implements `dedup spark sink`, which appends each committed output record to a table exactly once.
 
 The metadata of each table commit contains the Kafka offsets where the commit ends. Rows and offsets become visible
-together, so no checkpoint is needed: if a driver is killed, the next driver continues after the last table commit.
+together, so no checkpoint is needed. If a driver is killed, the next driver continues after the last table commit.
 
-If two sinks write to the same table, one of them fails: an append fails if another sink has committed since this sink
-last read the table (`table_log`). A sink reads each of its table commits back and checks the ID in the
+If two sinks write to the same table, one of them fails, because an append fails if another sink has committed since the
+appending sink last read the table (`table_log`). A sink reads each of its table commits back and checks the ID in the
 metadata.
 """
 
@@ -37,8 +37,9 @@ _COLUMNS: Final = ("key", "value", "headers", "topic", "partition", "offset", "t
 _SETTLED_WITHIN_S: Final = 60.0
 _SETTLED_LOOK_S: Final = 0.2
 _RENEWED_AFTER_MS: Final = 24 * 3_600_000
-"""Without new records, the sink commits its offsets again after this time, because the commit with the offsets expires:
-in Delta after `delta.logRetentionDuration` (30 days by default), in Iceberg through `expire_snapshots`.
+"""Without new records, the sink commits its offsets again after this time, because the commit with the offsets expires.
+In Delta, a commit expires after `delta.logRetentionDuration` (30 days by default); in Iceberg, it expires through
+`expire_snapshots`.
 """
 
 
@@ -95,13 +96,13 @@ class TableSink:
             return reader.stable_ends(self._topic)
 
     def append(self, *, now_ms: int, until: Mapping[int, int] | None = None) -> Appended | None:
-        """Append the topic's new committed records in one table commit; return the commit, or None if there are no new
-        records.
+        """Append the topic's new committed records in one table commit; return the commit, or None if there was nothing
+        to commit.
 
-        If ``until`` is given, only records before these offsets are appended. Afterward, the table contains every
+        If ``until`` is given, only records before these offsets are appended. After the call, the table contains every
         record before the offsets in `Appended.ends` exactly once. Raises StateIncompatible if another sink has written
-        to the table in the meantime, if rows of the sink were replaced or removed, if the table or the topic was
-        recreated, or if retention deleted records that are not in the table.
+        to the table in the meantime, if rows of the sink were replaced or removed, or if the table or the topic was
+        recreated. Also raises StateIncompatible if retention deleted records that are not in the table.
         """
         if not self._looked:
             self._before = self._log.latest()
@@ -200,8 +201,8 @@ class TableSink:
         return next(each for each in found if each is not None)
 
     def _unchanged_since(self, last: Appended) -> list[TableCommit | SnapshotCommit]:
-        """Return the commits since the sink's last one, newest first. Raises StateIncompatible if the table no longer
-        contains the sink's last commit or was replaced after it.
+        """Return the sink's last commit and all later commits, newest first. Raises StateIncompatible if the table no
+        longer contains the sink's last commit or was replaced after it.
         """
         entries: list[TableCommit | SnapshotCommit] = list(self._log.commits(last.table_version - 1))
         if last.id not in [each.id for each in map(self._sink_commit, entries) if each is not None]:
@@ -213,11 +214,12 @@ class TableSink:
         return entries
 
     def _found(self) -> Appended | None:
-        """Return the sink's last table commit, or None if there is none and the table is empty or does not exist."""
+        """Return the sink's last table commit, or None if there is no such commit and the table is empty or missing."""
         later: list[TableCommit | SnapshotCommit] = []
         last: Appended | None = None
         for entry in self._log.commits():
-            # Look back to the previous commit: the sink may have been stopped before it checked its last commit.
+            # The loop looks back to the previous commit, because the sink may have stopped before it checked its last
+            # commit.
             if last is not None and entry.version <= last.after:
                 break
             last = last or self._sink_commit(entry)
@@ -284,8 +286,8 @@ class TableSink:
 def following(
     sink: TableSink, every_s: float, *, stopped: threading.Event, failed: Callable[[], None]
 ) -> Iterator[None]:
-    """In a thread, append the records that a stream commits inside the ``with`` block; after the block, append the
-    rest.
+    """Append, in a separate thread, the records that a stream commits inside the ``with`` block; after the block,
+    append the remaining records.
 
     If ``stopped`` is set, the remaining records are left for the next run of the sink. If the appending thread fails,
     it calls ``failed``, and the end of the ``with`` block raises the thread's error.

@@ -5,8 +5,8 @@ record is newer (`ORDER`), and only a newer record replaces a row. Therefore, th
 repeated, killed, or started in another order.
 
 Spark's JDBC writer cannot upsert. Each run therefore writes its rows to its own staging table, and a single SQL
-statement moves the rows to the target table. A run that is killed before the rows are moved leaves the target table
-unchanged, and its staging table behind.
+statement moves the rows to the target table. If a run is killed before it moves the rows, the target table is
+unchanged, but the staging table is left behind.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Jdbc:
 
     @property
     def dialect(self) -> Dialect:
-        """The SQL dialect of the database. Raises SettingsError for an unsupported database."""
+        """Return the SQL dialect of the database. Raises SettingsError for an unsupported database."""
         dialect = next((each for each in (_POSTGRESQL, _SQLITE) if self.url.startswith(each.prefix)), None)
         if dialect is None:
             raise SettingsError([Problem("--jdbc", f"{self.url!r} is neither jdbc:postgresql: nor jdbc:sqlite:")])
@@ -298,7 +298,7 @@ def _refuse_other_columns(table: str, wanted: Sequence[str], found: Sequence[str
 def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
     """Upsert the newest row of each ID into a database table, and create the table if it does not exist.
 
-    Return the number of inserted or replaced rows. Only the last SQL statement of a run changes rows of the table.
+    Return the number of inserted or replaced rows. A single SQL statement of each run changes the rows of the table.
     Raises StateIncompatible if the table lacks a column or has no unique `tracking_id`.
     """
     if not _NAME.fullmatch(to.table):
@@ -338,7 +338,7 @@ def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
     # The table may have been created with another collation, so this statement also names the collation.
     order = [f'"{name}"{to.collated(schema[name])}' for name in ORDER]
     newer = f"({_listed(order, 'excluded.')}) > ({_listed(order, f'{table}.')})"
-    # DISTINCT, because a task whose commit was not acknowledged is retried and may have staged its rows twice.
+    # DISTINCT is necessary, because a task whose commit was not acknowledged is retried and may have staged rows twice.
     return (
         f"INSERT INTO {table} ({listed}) SELECT DISTINCT {listed} FROM {staging} WHERE true "  # noqa: S608  # checked names
         f'ON CONFLICT ("{ID}") DO UPDATE SET {changed} WHERE {newer}'
@@ -365,9 +365,9 @@ def _move(connection: Any, staging: str, table: str, move: str, expected: int) -
 
 @contextlib.contextmanager
 def _connected(spark: SparkSession, to: Jdbc) -> Iterator[Any]:
-    """Yield a JDBC connection in the driver's JVM that runs each statement in its own transaction."""
+    """Yield a JDBC connection in the driver's JVM; the connection runs each statement in its own transaction."""
     java: Any = spark._jvm  # noqa: SLF001  # PySpark's only way to its JVM
-    # DriverManager finds drivers only on the system class path, where Spark's jars are not.
+    # DriverManager finds drivers only on the system class path, which does not contain Spark's jars.
     java.org.apache.spark.sql.execution.datasources.jdbc.DriverRegistry.register(to.dialect.driver)
     properties = java.java.util.Properties()
     for name, value in to.properties().items():

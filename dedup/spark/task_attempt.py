@@ -10,8 +10,8 @@ group's offset. An attempt begins at the next offset to judge, whatever Spark do
   remaining records again.
 * If two attempts run at the same time (speculative execution, or an executor that has lost its driver), the
   InitProducerId request of the newer attempt fences the older one.
-* If there are records between the next offset to judge and the first row, the attempt stops, because these records
-  would be lost.
+* If there are records between the next offset to judge and the first row of the input, the attempt stops, because these
+  records would be lost.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _REGISTRY_WITHIN_S: Final = 600.0
 _MARGIN: Final = 4
 """The broker aborts a transaction after a timeout, so an attempt commits after a quarter of that time."""
 _BROKER_TROUBLE: Final = 5
-"""Exit code of BrokerUnavailable and RegistryUnavailable: like TaskMigrated, a new attempt may avoid them."""
+"""Exit code of BrokerUnavailable and RegistryUnavailable; a new attempt may avoid these errors, like TaskMigrated."""
 
 REPORT: Final = "report binary"
 """The row that an attempt sends to the driver: a pickled `PartitionReport`, or a pickled error."""
@@ -97,7 +97,7 @@ class BatchReport:
 
     @property
     def verdicts(self) -> Counter[str]:
-        """The number of records by verdict, in all partitions together."""
+        """Return the number of records by verdict, in all partitions together."""
         return sum((each.numbers.verdicts for each in self.partitions), Counter())
 
 
@@ -110,8 +110,8 @@ def _clock_and_memory() -> tuple[SteadyClock, RocksMemory]:
 def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Judge and commit the rows of one Spark partition, and yield one row of `REPORT`, or nothing if there are no rows.
 
-    An error that a new attempt may avoid is raised, so that Spark starts a new attempt. An error that every attempt
-    would meet becomes part of the report, and the driver raises the error.
+    If a new attempt may avoid an error, the function raises the error, so that Spark starts a new attempt. If every
+    attempt would meet an error, the function puts the error into the report, and the driver raises the error.
     """
     gc.set_threshold(GC_THRESHOLD)
     batches = feed_batches(arrow)
@@ -127,7 +127,7 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
     except DedupError as error:
         if error.exit_code == _BROKER_TROUBLE:
             raise
-        # Some errors cannot be unpickled.
+        # Some error classes cannot be unpickled, so the report contains a new error with the same text.
         report = ERRORS_BY_NAME.get(type(error).__name__, DedupError)(str(error))
     yield pa.RecordBatch.from_pydict({"report": pa.array([pickle.dumps(report)], pa.binary())})
 
@@ -205,7 +205,7 @@ class _Attempt:
             await self._group.close(drain=False)
 
     async def _find_schemas(self, batch: FeedBatch, schemas: SchemaResolver) -> None:
-        """Wait for the schemas that a batch names. No transaction stays open meanwhile."""
+        """Wait until all schemas that a batch names are known; before waiting, commit the open transaction."""
         source = self._factory.topology.source
         refs = refs_of(source.schema_id, batch.values, batch.headers, indexed=source.format == "protobuf")
         if schemas.missing(refs):
@@ -213,7 +213,8 @@ class _Attempt:
             await schemas.found(refs, within_s=_REGISTRY_WITHIN_S)
 
     async def _next(self, batches: Iterator[FeedBatch]) -> FeedBatch | None:
-        """Return the next batch, or None at the end; while waiting, commit a transaction that has been open too long.
+        """Return the next batch, or None at the end of the input; while waiting, commit a transaction that has been
+        open too long.
 
         A separate thread reads from Spark, so that judged records can be sent while the attempt waits.
         """

@@ -1,10 +1,10 @@
-"""Runs the process from which Spark forks its Python workers: PySpark's daemon with preloaded modules.
+"""Runs PySpark's daemon, from which Spark forks its Python workers, with preloaded modules.
 
 Spark starts this process because of the setting `spark.python.daemon.module`. Compared with PySpark's own daemon, this
 process saves CPU time in every Python task:
 
-* If the same version of PySpark is installed, Spark's archives are removed from the Python path. Otherwise, Python
-  would read the directories of these archives eighteen times in each task (0.16 CPU seconds).
+* If the same version of PySpark is installed, Spark's archives are removed from the Python path. With these archives on
+  the path, Python would read their directories eighteen times in each task (0.16 CPU seconds).
 * NumPy, pyarrow, and dedup's modules are imported once, before the fork (more than 0.4 CPU seconds).
 * Loaded objects are frozen, so the garbage collection after a task examines only objects of that task (0.04 CPU
   seconds).
@@ -42,7 +42,7 @@ _LOADED: Final = (
 
 
 def without_spark_zips(path: Iterable[str]) -> list[str]:
-    """Remove Spark's archives from a module search path if the same version of PySpark is installed."""
+    """Return the module search path, without Spark's archives if the same version of PySpark is installed."""
     entries = list(path)
     zips = [entry for entry in entries if _ARCHIVE.fullmatch(Path(entry).name)]
     rest = [entry for entry in entries if entry not in zips]

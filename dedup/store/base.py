@@ -28,7 +28,7 @@ class StoreIdentity:
 
 
 class Store(Protocol):
-    """The state store of one task, which is not thread-safe."""
+    """The interface of a task's state store, which is not thread-safe."""
 
     task_record: TaskRecord | None
     """The last applied task record, or None in a new store."""
@@ -39,7 +39,7 @@ class Store(Protocol):
         """Return the encoded sightings of the IDs, by segment and ID. Segments with none of the IDs are omitted."""
 
     def segments(self) -> dict[int, int]:
-        """Map each segment's start, in ascending order, to a changelog offset at or before its first record."""
+        """Map the start of each segment, in ascending order, to a changelog offset at or before its first record."""
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """Write the sightings, the task record, and the position in one atomic write that survives a SIGKILL.
@@ -50,7 +50,8 @@ class Store(Protocol):
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
         """Drop all segments that end at or before ``oldest_live_ms``, and return their starts in ascending order.
 
-        A segment's width is ``segment_ms`` or the greatest width that it was written with, whichever is greater.
+        A segment's width is ``segment_ms`` or the greatest width that the segment was written with, whichever is
+        greater.
         """
 
     def clear(self) -> None:
@@ -69,7 +70,7 @@ class Store(Protocol):
         """Yield sorted tuples (segment, state key, value). Raises TaskCorrupted if an entry is unreadable."""
 
     def close(self) -> None:
-        """Release the store, unless it is already released."""
+        """Release the store, unless the store is already released."""
 
     def wipe(self) -> None:
         """Close the store and delete all its data."""
@@ -85,7 +86,7 @@ class _Segment:
 
 
 class MemoryStore:
-    """A store of dictionaries, for `TopologyTestDriver` and for tests that compare it with `RocksStore`."""
+    """A store in memory, for `TopologyTestDriver` and for tests that compare this store with `RocksStore`."""
 
     def __init__(self) -> None:
         self.task_record: TaskRecord | None = None
@@ -94,7 +95,7 @@ class MemoryStore:
         self._closed = False
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """See `Store`."""
+        """Implement `Store.get_each`."""
         self._refuse_if_closed()
         found: dict[int, dict[bytes, bytes]] = {}
         for segment in segments:
@@ -105,12 +106,12 @@ class MemoryStore:
         return found
 
     def segments(self) -> dict[int, int]:
-        """See `Store`."""
+        """Implement `Store.segments`."""
         self._refuse_if_closed()
         return {start: held.birth for start, held in sorted(self._segments.items())}
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
-        """See `Store`."""
+        """Implement `Store.apply`."""
         self._refuse_if_closed()
         refuse_unstorable(self.position, writes, position)
         current = record or self.task_record
@@ -125,13 +126,13 @@ class MemoryStore:
         self.position = position
 
     def clear(self) -> None:
-        """See `Store`."""
+        """Implement `Store.clear`."""
         self._refuse_if_closed()
         self._segments.clear()
         self.task_record, self.position = None, 0
 
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
-        """See `Store`."""
+        """Implement `Store.drop_below`."""
         self._refuse_if_closed()
         dropped = tuple(
             start
@@ -142,16 +143,16 @@ class MemoryStore:
             del self._segments[start]
         return dropped
 
-    def warm(self, ids: int) -> bool:  # noqa: ARG002  # the signature of `Store`
+    def warm(self, ids: int) -> bool:  # noqa: ARG002  # `Store` defines this signature
         """Return True, because there are no filters to load."""
         return True
 
     def approximate_bytes(self) -> int:
-        """Return the length of all keys and values."""
+        """Return the total length of all state keys and values, in bytes."""
         return sum(len(key) + len(value) for _, key, value in self.sightings())
 
     def count_ids(self) -> int:
-        """Return the number of (segment, ID) pairs."""
+        """Return the number of (segment, ID) pairs in the store."""
         self._refuse_if_closed()
         return sum(len(held.values) for held in self._segments.values())
 

@@ -7,8 +7,8 @@ of 0.5%. The filter grows in layers, each at least as large as all earlier layer
 filter. A filter that lacks an ID of its segment lets a duplicate pass, so a log must be provably complete. In the same
 atomic batch as the IDs, the store writes a `LogMark` with the number and the CRC-32 of the log's hashes and with the
 segment's current number of IDs and position. A log is used only if the number of IDs and the position in its mark are
-still those of the segment, and if the CRC matches. Otherwise, the filter is built from the segment's keys, which takes
-eight times as long, and the log is written again.
+still those of the segment, and if the CRC matches. If the mark or the CRC does not match, the filter is built from the
+segment's keys, which takes eight times as long, and the log is written again.
 
 The log is written before the store's batch and is not synced. After a SIGKILL, the log may have more hashes than its
 mark says, and the extra hashes are ignored. After a power failure, the log may have fewer hashes, and the CRC then
@@ -49,15 +49,15 @@ _SNAPSHOT: Final = struct.Struct(">QIIQ")
 _LAYER: Final = struct.Struct(">Q")
 _HASH_BYTES: Final = 8
 PIECE_IDS: Final = 100_000
-"""Maximum number of IDs that are read in one step, which limits the memory of the step."""
+"""The maximum number of IDs that are read in one step, which limits the memory of the step."""
 HASHES_PER_KEY: Final = 8
-"""How many hashes can be loaded from a log in the time it takes to read one key from the store."""
+"""The number of hashes that can be loaded from a log in the time that it takes to read one key from the store."""
 PIECE_WORDS: Final = 1 << 15
-"""Maximum number of words of a snapshot that are read or written in one step, so that they fit into a core's cache."""
+"""The maximum number of snapshot words in one step of a read or write, so that these words fit into a core's cache."""
 WORDS_PER_KEY: Final = 32
-"""How many words of a snapshot can be read or written in the time it takes to read one key from the store."""
+"""The number of snapshot words that can be read or written in the time that it takes to read one key from the store."""
 SNAPSHOT_FROM_IDS: Final = 1_000_000
-"""A log with fewer IDs has no snapshot, because it is loaded in 0.03 s."""
+"""The smallest number of IDs for which a log gets a snapshot; a smaller log loads within 0.03 s without a snapshot."""
 _SNAPSHOT_EVERY: Final = 8
 """A new snapshot is written when the log has grown by the last snapshot's number of IDs divided by this number."""
 _WORD_BYTES: Final = 4
@@ -68,7 +68,7 @@ _HALF: Final = np.uint64(32)
 _IDS_PER_WORD: Final = 4
 _FIRST_WORDS: Final = 1 << 11
 _QUICK_GROWTH_WORDS: Final = 1 << 16
-"""Below this number of words, a new layer is up to three times as large as all earlier layers together."""
+"""The number of words below which a new layer is up to three times as large as all earlier layers together."""
 
 _PAIR_BITS: Final = 12
 _PAIR_MASK: Final = np.uint64((1 << _PAIR_BITS) - 1)
@@ -85,8 +85,8 @@ class HashKey:
     """Hashes IDs with a secret, so that only someone who knows the secret could choose IDs that collide.
 
     The hash is MULTILINEAR (Lemire, Kaser 2014, "Strongly universal string hashing is fast") over 32-bit words: the sum
-    of the words, each multiplied by a random 64-bit number. The last steps spread the result over all bits. Zero bytes
-    at the end of an ID do not change its hash, which is harmless in a Bloom filter.
+    of the words, each multiplied by a random 64-bit number. The last steps of `hashes` spread the result over all bits.
+    Zero bytes at the end of an ID do not change its hash, which is harmless in a Bloom filter.
     """
 
     __slots__ = ("_key", "_secret")
@@ -136,7 +136,7 @@ class BloomFilter:
         self._total_words = 0
         self._capacity = 0
         self.added = 0
-        """Number of IDs that were added, counting repetitions."""
+        """The number of IDs that were added, counting repetitions."""
         if expected_ids:
             self._grow(expected_ids)
 
@@ -154,7 +154,7 @@ class BloomFilter:
         return self._total_words * _HASH_BYTES
 
     def snapshot(self, log: LogMark) -> Snapshot:
-        """Describe a copy of the filter that contains the IDs of the log. The copy's CRC is not known yet."""
+        """Describe a copy of the filter that contains the IDs of the log. The CRC of the copy is not known yet."""
         return Snapshot(log.hashes, log.crc, 0, self._capacity, tuple(map(len, self._layers)))
 
     def part(self, first: int, count: int) -> Hashes:
@@ -166,7 +166,7 @@ class BloomFilter:
         raise IndexError(first)
 
     def add(self, hashed: Hashed) -> None:
-        """Add a batch of IDs."""
+        """Add a batch of IDs to the filter."""
         count = len(hashed.words)
         if not count:
             return
@@ -177,7 +177,7 @@ class BloomFilter:
         self.added += count
 
     def may_hold(self, hashed: Hashed) -> npt.NDArray[np.bool_]:
-        """Return one boolean per ID: False if the ID was never added, and True if it may have been added."""
+        """Return one boolean per ID, which is False if the ID was never added and True if it may have been added."""
         found = np.zeros(len(hashed.words), np.bool_)
         for layer in self._layers:
             found |= (layer[hashed.in_layer(len(layer))] & hashed.bits) == hashed.bits
@@ -198,18 +198,18 @@ class Snapshot:
     """Identifies the snapshot of a filter that belongs to a log."""
 
     hashes: int
-    """The number of hashes in the log when the copy began. The snapshot contains all of them."""
+    """The number of hashes in the log when the copy began. The snapshot contains all these hashes."""
     log_crc: int
-    """The CRC of these hashes."""
+    """The CRC-32 of the hashes that the log had when the copy began."""
     crc: int
     capacity: int
     """The number of IDs at which the filter must grow."""
     layers: tuple[int, ...]
-    """The number of words in each layer. The file contains the words of all layers, in order."""
+    """The number of words in each layer. The snapshot file contains the words of all layers, in order."""
 
     @property
     def words(self) -> int:
-        """The number of words in the file."""
+        """The number of words in the snapshot file."""
         return sum(self.layers)
 
     def encode(self) -> bytes:
@@ -261,7 +261,7 @@ class SegmentFilter:
         self._logged: Final = logged
         self._filter = BloomFilter()
         self._log = LogMark(0, 0, 0, 0)
-        """The length and the CRC of the log."""
+        """The mark of the log, which contains the log's length and CRC."""
         self._load: LogMark | None = None
         """The mark of the log that is being loaded, or None."""
         self._loaded, self._loaded_crc = 0, 0
@@ -275,7 +275,7 @@ class SegmentFilter:
         """The key after which reading the segment continues, or None if the segment is not being read."""
 
     def load(self, mark: LogMark | None, *, first_key: bytes, ids: int, position: int) -> None:
-        """Make `warm` load the filter of a segment that has this number of IDs and this position.
+        """Make `warm` load the filter of a segment with the number of IDs ``ids`` and the position ``position``.
 
         ``first_key`` is less than all keys of the segment.
         """
@@ -291,17 +291,17 @@ class SegmentFilter:
 
     @property
     def complete(self) -> bool:
-        """Whether the filter contains all IDs of the segment."""
+        """True if the filter contains all IDs of the segment."""
         return self._load is None and self._next_key is None
 
     @property
     def log_complete(self) -> bool:
-        """Whether the log contains all IDs of the segment, so that the store may keep the log's mark."""
+        """True if the log contains all IDs of the segment, so that the store may keep the log's mark."""
         return self._logged and self._next_key is None
 
     @property
     def idle(self) -> bool:
-        """Whether `warm` has nothing to do."""
+        """True if `warm` has nothing to do for this filter."""
         return self.complete and self._copy is None and not self._snapshot_is_due
 
     @property
@@ -327,7 +327,7 @@ class SegmentFilter:
         return (self._log.hashes + words) * _HASH_BYTES
 
     def may_hold(self, hashed: Hashed) -> list[bool]:
-        """Return one boolean per ID: False if the segment lacks the ID. The filter must be complete."""
+        """Return one boolean per ID, which is False if the segment lacks the ID. The filter must be complete."""
         found: list[bool] = self._filter.may_hold(hashed).tolist()
         return found
 
@@ -354,7 +354,8 @@ class SegmentFilter:
         return replace(self._log, segment_ids=segment_ids, segment_position=position)
 
     def warm(self, keys: int, read_keys: Callable[[bytes, int], list[bytes]], first_key: bytes) -> int:
-        """Load more IDs for as long as reading ``keys`` keys takes, and return the part of ``keys`` that is left over.
+        """Load more IDs in about the time that reading ``keys`` keys takes, and return the part of ``keys`` that is
+        left.
 
         If all IDs are loaded and a snapshot is due, the rest of the time is used to write the snapshot.
         ``read_keys(key, limit)`` returns up to ``limit`` keys of the segment that follow ``key``, in ascending order.
@@ -379,7 +380,7 @@ class SegmentFilter:
         part = self._filter.part(self._copied, min(keys * WORDS_PER_KEY, PIECE_WORDS))
         words = _read(self._snapshot_path, self._copied, len(part))
         if len(words) == len(part):
-            part |= words  # IDs that were added in the meantime stay
+            part |= words  # the filter keeps IDs that were added in the meantime
         self._copied += len(part)
         self._copied_crc = zlib.crc32(words.tobytes(), self._copied_crc)
         if len(words) < len(part) or (self._copied == snapshot.words and self._copied_crc != snapshot.crc):
@@ -409,7 +410,8 @@ class SegmentFilter:
                 self._log = replace(self._log, snapshot=replace(self._copy, crc=self._copied_crc))
                 self._end_copy()
         except (OSError, DedupError) as error:
-            # The log contains all IDs of the snapshot, which is tried again when the log has grown.
+            # The log contains all IDs of the snapshot, and `warm` tries to write a snapshot again when the log has
+            # grown.
             log.warning("No snapshot of a Bloom filter: %s The next start loads the filter from its log.", error)
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -436,7 +438,7 @@ class SegmentFilter:
 
 
 def _write(path: Path, data: bytes, first: int) -> None:
-    """Write data after the first ``first`` words of a file."""
+    """Write data to a file, after the file's first ``first`` words."""
     try:
         # The file is not kept open, because a worker may have 256 stores.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

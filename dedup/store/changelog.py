@@ -71,7 +71,7 @@ _ENTRIES: Final = {
 }
 """Maps each header, which is the top byte of an entry's first field, to the layout of the entry."""
 _FEW_ROWS: Final = 32
-"""Up to this number of rows, encoding one by one is faster than setting up NumPy's columns."""
+"""The number of rows up to which encoding the rows one by one is faster than setting up NumPy columns."""
 
 _NARROW_COLUMNS: Final = [("head", ">u8"), ("topic", "u1"), ("partition", ">u2"), ("offset", ">u4")]
 _WIDE_COLUMNS: Final = [("head", ">u8"), ("topic", ">u2"), ("partition", ">u4"), ("offset", ">u8")]
@@ -80,7 +80,7 @@ _FINGERPRINT_COLUMN: Final = [("fingerprint", f"V{_FINGERPRINT_BYTES}")]
 _PLAIN_BYTES: Final = _ENTRIES[_CHANGELOG_VERSION].size
 _PLAIN_BASE: Final = _CHANGELOG_VERSION << 56
 _unpack_plain = _ENTRIES[_CHANGELOG_VERSION].unpack
-# A named tuple's own constructor takes twice as long, because it parses its arguments.
+# A named tuple's own constructor takes twice as long as `tuple.__new__`, because it parses its arguments.
 _new = tuple.__new__
 
 _RESTORE: Final = "The store of this partition will be deleted and restored from the changelog."
@@ -122,7 +122,7 @@ class TaskRecord:
     stream_time_ms: int
     feeds: tuple[FeedTime, ...]
     next_offset: int
-    """The next offset of the feeding partition to be judged; all records below it have been judged."""
+    """The next offset of the feeding partition to be judged; all records below this offset have been judged."""
     segment_ms: int
     """The width of the segments in which new sightings are stored."""
     kept_from: int = NOT_SAID
@@ -152,7 +152,7 @@ class SeedMark:
 
     phase: Literal["seeding", "seeded"]
     seed: str
-    """Identifies the history that the seed was made from and the offsets that the fleet starts from."""
+    """An identifier of the history that the seed was made from and of the offsets that the fleet starts from."""
     next_offset: int
     """The offset of the feeding partition that the fleet starts from."""
     stream_time_ms: int
@@ -281,7 +281,7 @@ def all_within(values: Collection[bytes], begin_ms: int, end_ms: int) -> bool:
 
 
 def _ends_within(values: Collection[bytes], length: int, begin_ms: int, end_ms: int) -> bool:
-    """Return whether values of one length are single sightings that were never extended and end within the bounds."""
+    """Return whether each value is one sighting that was never extended and ends in [``begin_ms``, ``end_ms``)."""
     rows = np.frombuffer(b"".join(values), np.uint8).reshape(len(values), length)
     headers = {header for header, entry in _ENTRIES.items() if entry.size == length and not header & _EXTENDED}
     if not headers or not headers.issuperset(np.unique(rows[:, :1]).tolist()):
@@ -330,7 +330,7 @@ def encode_single_column(
 
 
 def _encode_few(times_ms: Integers, topic: int, partition: int, offsets: Integers) -> list[bytes] | None:
-    """Encode a few rows without NumPy, or return None if a row needs another layout than the usual one."""
+    """Encode a few rows without NumPy, or return None if a row needs a layout other than the usual one."""
     if len(times_ms) and not 0 <= min(times_ms) <= max(times_ms) < _TIME_LIMIT:
         return None
     pack, head = _ENTRIES[_CHANGELOG_VERSION].pack, _CHANGELOG_VERSION << 56
@@ -341,7 +341,7 @@ def _encode_few(times_ms: Integers, topic: int, partition: int, offsets: Integer
 
 
 def _below(column: npt.NDArray[np.int64], limit: int) -> npt.NDArray[np.bool_]:
-    # As an unsigned number, a negative number exceeds every limit, so one comparison is enough.
+    # If a negative number is read as an unsigned number, it exceeds every limit, so one comparison is enough.
     return column.view(np.uint64) < np.uint64(limit)
 
 
@@ -352,7 +352,7 @@ def _encode_rows(
     offsets: npt.NDArray[np.int64],
     fingerprints: Sequence[bytes] | None,
 ) -> list[bytes]:
-    """Encode rows one by one, because their layouts differ or because an error must name the row."""
+    """Encode rows one by one, because the rows have different layouts or because an error must name its row."""
     rows = len(times)
     prints = [b""] * rows if fingerprints is None else fingerprints
     columns = (times, np.broadcast_to(topics, rows), np.broadcast_to(partitions, rows), offsets)
@@ -365,7 +365,7 @@ def _encode_rows(
 
 
 class SightingKey(NamedTuple):
-    """The key of a changelog record that contains the sightings of one ID in one segment."""
+    """The parsed key of a changelog record that contains the sightings of one ID in one segment."""
 
     segment: int
     """The start of the segment in ms of event time."""
@@ -378,7 +378,7 @@ def sighting_key(segment: int, state_key: bytes) -> bytes:
 
 
 def segment_prefix(segment: int) -> bytes:
-    """Return the bytes with which all changelog keys of a segment begin."""
+    """Return the bytes with which the changelog keys of all sightings in a segment begin."""
     if not 0 <= segment < _TIME_LIMIT:
         raise InvariantBroken(f"a segment that starts at {segment} ms cannot be stored: event times are >= 0.")
     return _SIGHTING_TAG + segment.to_bytes(8)
@@ -400,7 +400,7 @@ def parse_key(key: bytes) -> SightingKey | None:
 
 
 def sighting_rows(keys: Sequence[bytes | None], state_keys: Collection[bytes]) -> list[int]:
-    """Return the rows of all keys except the keys of other IDs' sightings, without parsing any key."""
+    """Return the rows of all keys except those of sightings whose IDs are not in ``state_keys``. No key is parsed."""
     ends = tuple(state_keys)
     return [
         row for row, key in enumerate(keys) if key is None or key.endswith(ends) or not key.startswith(_SIGHTING_TAG)
@@ -419,7 +419,7 @@ class Collected:
 
 
 def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Collected:
-    """Collect consecutive changelog records. Of several records with the same key, only the last counts.
+    """Collect consecutive changelog records. Of several records with the same key, only the last record counts.
 
     Raises StateIncompatible for a record that this release does not write: its key or value is missing, or its key or
     version is unknown.

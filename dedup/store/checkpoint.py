@@ -1,7 +1,7 @@
-"""Describes a checkpoint: the files of a closed store, each named by its digest.
+"""Describes a checkpoint, which consists of the files of a closed store, each named by its digest.
 
-The contents of a checkpoint are not trusted. Only regular files whose names match those of RocksDB's data files are
-written. The size of each file is limited to the size in the description, and each file is compared with its digest. A
+The contents of a checkpoint are not trusted. dedup writes only regular files whose names match those of RocksDB's data
+files. The size of each file is limited to the size in the description, and each file is compared with its digest. A
 checkpoint omits RocksDB's options, because dedup opens stores with its own options. A checkpoint also omits RocksDB's
 event log, which contains the machine's name, and the logs of the Bloom filters, which can be built again.
 """
@@ -30,7 +30,7 @@ _PIECE_BYTES: Final = 1 << 20
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 Moved = Callable[[int], None]
-"""Receives the size in bytes of each transferred piece, and may raise an exception to stop the transfer."""
+"""A function that gets the size of each transferred piece in bytes, and may raise an exception to end the transfer."""
 
 
 class StoreFile(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     changelog_topic_id: str
     fingerprint_hex: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){1,64}\Z")] = msgspec.field(name="fingerprint")
     segment_ms: _Count
-    """Width of the segments in the store."""
+    """The width of the segments in the store."""
     position: _Count
     """The changelog offset to restore from."""
     ids: _Count
@@ -108,7 +108,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> StoreIdentity:
-        """The identity of the task whose state is in the checkpoint."""
+        """The identity of the task whose state the checkpoint contains."""
         return StoreIdentity(self.topology, self.partition, self.changelog_topic_id)
 
     @property
@@ -118,7 +118,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """The size of all files, in bytes."""
+        """The total size of all files, in bytes."""
         return sum(file.size_bytes for file in self.files)
 
     def encode(self) -> bytes:

@@ -1,10 +1,10 @@
 """Stores checkpoints in a directory or an object store, through fsspec.
 
 ``URL/TOPOLOGY/PARTITION/`` contains `manifest.json`, which describes the current checkpoint, and the checkpoint's
-files, each named by its SHA-256. RocksDB never changes a data file, so a new checkpoint writes only the files that are
-not there yet. `manifest.json` is written last and in one atomic step. A file is deleted when neither the current nor
-the previous checkpoint needs it, so a reader can finish while a newer checkpoint is being written. Calls to this module
-may block for minutes, so do not make them in an event loop.
+files, each named by its SHA-256. RocksDB never changes a data file, so a new checkpoint writes only the files that the
+storage lacks. `manifest.json` is written last and in one atomic step. A file is deleted when neither the current nor
+the previous checkpoint needs it, so a reader can finish while a newer checkpoint is being written. The methods of
+`CheckpointStorage` may block for minutes, so do not call them in an event loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from dedup.store.checkpoint import MOST_BYTES, Checkpoint, Moved, StoreFile, fil
 _MANIFEST: Final = "manifest.json"
 _OUR_FILE: Final = re.compile(r"(manifest\.json|[0-9a-f]{64})(\.new)?", re.ASCII)
 _DIRECTORIES: Final = frozenset({"file", "ftp", "hdfs", "memory", "sftp", "smb", "webhdfs"})
-"""Protocols for which a file's directory is created first. For other protocols, s3fs could create a wrong bucket."""
+"""The protocols for which a file's directory is created first. For other protocols, no directory is created; s3fs, for
+example, could create a wrong bucket.
+"""
 
 
 class CheckpointStorage:
@@ -65,8 +67,8 @@ class CheckpointStorage:
     def read(self, checkpoint: Checkpoint, directory: Path, moved: Moved) -> None:
         """Write the files of a checkpoint into an existing, empty directory, and sync them to disk.
 
-        Raises CheckpointUnusable if the storage fails or a file is not as described; some files may then have been
-        written.
+        Raises CheckpointUnusable if the storage fails or a file is not as described; in this case, some files may have
+        been written.
         """
         place = self.place(checkpoint.topology, checkpoint.partition)
         for wanted in checkpoint.files:
@@ -148,14 +150,14 @@ class CheckpointStorage:
         place = self.place(topology, partition)
         with _answers(place):
             path = self._path(place)
-            # The description is deleted first, because files without a description are no checkpoint.
+            # The description is deleted first, because files without a description do not form a checkpoint.
             for name in sorted(self._ours(path), key=lambda name: name != _MANIFEST):
                 self._files.rm_file(f"{path}/{name}")
 
     def _put(self, place: str, content: Iterable[bytes]) -> None:
         """Write a file so that readers get either the complete old content or the complete new content."""
         path = self._path(place)
-        # In an object store, every write is atomic.
+        # In an object store, every write of a file is atomic.
         target = f"{path}.new" if "file" in _protocols(self._files) else path
         with self._files.open(target, "wb") as file:
             for piece in content:
@@ -183,9 +185,9 @@ class CheckpointStorage:
         return {each["name"].rstrip("/").rpartition("/")[2]: each["size"] for each in found}
 
     @cached_property
-    def _files(self) -> Any:  # noqa: ANN401  # untyped
+    def _files(self) -> Any:  # noqa: ANN401  # fsspec has no types
         protocol = fsspec.utils.get_protocol(self._url)
-        # The URL may contain connection options, such as a host.
+        # The URL may contain options of the connection, such as a host.
         options = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(self._url)  # noqa: SLF001
         return fsspec.filesystem(protocol, **options)
 
@@ -207,7 +209,7 @@ def refuse_unreadable(url: str) -> None:
     raise SettingsError([Problem(url, text)])
 
 
-def _protocols(files: Any) -> tuple[str, ...]:  # noqa: ANN401  # untyped
+def _protocols(files: Any) -> tuple[str, ...]:  # noqa: ANN401  # fsspec has no types
     named = files.protocol
     return (named,) if isinstance(named, str) else tuple(named)
 

@@ -1,7 +1,7 @@
 """Names, checks, and deletes store directories, and keeps released stores open.
 
-It is safe to delete a store's directory while no worker uses it: the store is restored from the changelog. A directory
-that is a symbolic link or contains other files is refused and left unchanged.
+It is safe to delete a store's directory while no worker uses it, because the store is restored from the changelog. A
+directory that is a symbolic link or contains other files is refused and left unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STORE_FILE: Final = re.compile(
     re.ASCII,
 )
 FILTER_LOG: Final = "filter-log-"
-"""The prefix of the name of a Bloom filter's log; the segment's start in ms follows it."""
+"""The prefix of a Bloom filter log's file name; the segment's start in ms follows the prefix."""
 SNAPSHOT_SUFFIX: Final = ".bits"
 NEW_SNAPSHOT_SUFFIX: Final = ".bits-new"
 """The suffixes that are added to the name of a filter's log for its snapshot and for a snapshot being written."""
@@ -40,7 +40,7 @@ NOT_THE_STORES_FAULT: Final = (
     "Too many open files",
     "Cannot allocate memory",
 )
-"""What RocksDB's error messages contain if the machine is the cause, and not a damaged store."""
+"""Texts that RocksDB's error messages contain if the machine, and not a damaged store, is the cause."""
 
 
 def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:
@@ -87,7 +87,7 @@ def _refuse_anothers(path: Path) -> None:
     try:
         owner = path.stat().st_uid
     except (FileNotFoundError, NotADirectoryError):
-        return  # if a file is in the way, creating the directory raises an error
+        return  # if a file has this name, creating the directory raises an error
     except OSError as error:
         raise StateIncompatible(
             f"{path}: cannot be accessed: {error.strerror}. Give this user access, or set another state_dir."
@@ -169,11 +169,11 @@ def _names(directory: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Defines how a task opens and releases its partition's store."""
+    """Defines how a task or a standby opens and releases its partition's store."""
 
     open: Callable[[], Store]
     prepare: Callable[[], Awaitable[None]] | None = None
-    """An asynchronous function that runs before the store is opened, to provide local state if there is none."""
+    """An asynchronous function that runs before the store is opened and provides local state if there is none."""
     release: Callable[[Store], None] = lambda store: store.close()
 
 
@@ -207,7 +207,7 @@ class StorePool:
 
 
 def encode_identity(identity: StoreIdentity) -> bytes:
-    """Return the bytes with which a store states its format, its owner, and the changelog topic."""
+    """Return the bytes that identify a store's format, its owner, and its changelog topic."""
     return "\n".join((_FORMAT, identity.topology, str(identity.partition), identity.changelog_topic_id)).encode()
 
 

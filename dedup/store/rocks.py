@@ -2,11 +2,11 @@
 
 Each `apply` writes one atomic batch with the write-ahead log enabled (docs/decisions/0001-wal.md), so the state
 survives a SIGKILL. A power failure may lose the newest batches together with their position, and the task then reads
-them from the changelog again.
+the lost batches from the changelog again.
 
-RocksDB may open a store with damaged files without an error. `open` raises TaskCorrupted if a segment is missing or
+RocksDB may open a store with damaged files and report no error. `open` raises TaskCorrupted if a segment is missing or
 older than its entry in the default column family, or if the MANIFEST is shorter than at the last `apply`. In a test,
-RocksDB silently ignored the files whose entries were cut off the end of the MANIFEST.
+RocksDB silently ignored files after their entries had been cut off the end of the MANIFEST.
 
 rocksdict holds the GIL during every call, so callers keep their batches small.
 """
@@ -56,21 +56,21 @@ _MARK_PREFIX: Final = b"filter/"
 _SECRET_KEY: Final = b"filter-secret"
 _SECRET_BYTES: Final = 32
 _LAST_POSITION: Final = b""
-"""The key under which a segment stores its own position. State keys are never empty, and the empty key sorts first."""
+"""The key of a segment's own position. State keys are never empty, and the empty key sorts first."""
 
 _FILTERED_ON_OPEN_IDS: Final = 300_000
-"""`open` reads the IDs of a segment into its filter if there are at most this many (0.15 s). Otherwise, `warm` does."""
+"""The largest number of IDs that `open` reads into a segment's filter (in 0.15 s); `warm` reads larger segments."""
 _FEW_IDS: Final = 16
-"""For fewer IDs than this, querying RocksDB is faster than hashing the batch."""
+"""The number of IDs below which querying RocksDB is faster than hashing the IDs."""
 
 _MEMTABLE_BYTES: Final = 4 << 20
 _MEMTABLES: Final = 4
 """The maximum number of RocksDB write buffers per column family; when all are full, writes wait for a flush."""
 _ARENA_BLOCK_BYTES: Final = 16 << 10
-"""The size in which memtables allocate memory, which is small because equally busy stores allocate at the same time."""
+"""The size of the blocks that memtables allocate, which is small because busy stores all allocate at the same time."""
 _BUCKETS: Final = 1 << 14
 _TABLE_BYTES: Final = 8 * _BUCKETS
-"""The memory that an empty hashed memtable takes, in bytes."""
+"""The memory that an empty hashed memtable uses, in bytes."""
 _MANY_STORES: Final = 16
 _FLUSH_EVERY_S: Final = 0.05
 _LEAST_FLUSH_BYTES: Final = 2 * _TABLE_BYTES
@@ -81,14 +81,14 @@ The memtables of 256 stores that share 64 MiB would be flushed after a few hundr
 """
 _WAL_BYTES: Final = 16 << 20
 _FILES_TO_MERGE: Final = 12
-"""From this many sorted runs on, RocksDB merges runs of similar size (universal compaction), so that each ID is
+"""The number of sorted runs at which RocksDB merges runs of similar size (universal compaction), so that each ID is
 rewritten only a few times.
 """
 _FILES_TO_SLOW_DOWN: Final = 40
 _FILES_TO_STOP: Final = 60
 _OPEN_FILES: Final = 512
-"""Maximum number of files that a store keeps open. With a limit of 64 and 100,000,000 IDs in 4 stores, reopening files
-took half of the worker's time.
+"""The maximum number of files that a store keeps open. With a limit of 64 and 100,000,000 IDs in 4 stores, reopening
+files took half of the worker's time.
 """
 _OPEN_FILES_SHARD_BITS: Final = 4
 """RocksDB divides the limit of open files among 2**this groups; with its default of 6, each group gets only 8 files."""
@@ -100,7 +100,7 @@ _LONGEST_KEY: Final = 33
 _NICEST: Final = 19
 _NICER_BY: Final = 10
 """The difference between the nice values of RocksDB's threads and of the worker, which gives the threads a tenth of the
-worker's CPU share. With 15 to 19, closing a store on a busy machine took over 10 s.
+worker's CPU share. With a difference of 15 to 19, closing a store on a busy machine took over 10 s.
 """
 
 
@@ -126,7 +126,7 @@ class Manifest:
         try:
             return replace(self, size_bytes=os.stat(path).st_size)  # noqa: PTH116  twice as fast, in every apply
         except FileNotFoundError:
-            # RocksDB starts a new manifest when the old one has become too long.
+            # RocksDB starts a new MANIFEST when the old one has become too long.
             return type(self).of(directory) or self
 
     def was_cut(self, found: Self) -> bool:
@@ -165,7 +165,7 @@ class _SegmentEntry:
     last_position: int
     """The position of the last batch that wrote to the segment."""
     ids: int
-    """Number of keys that were written, counting repetitions."""
+    """The number of keys that were written, counting repetitions."""
 
     def encode(self) -> bytes:
         return _sealed(_SEGMENT.pack(self.width_ms, self.birth, self.last_position, self.ids))
@@ -178,12 +178,12 @@ class _SegmentEntry:
 
 @dataclass(frozen=True, slots=True)
 class _StateEntry:
-    """The changelog position and the task record in one value, so that neither is ever newer than the other."""
+    """The changelog position and the task record, stored in one value so that neither is ever newer than the other."""
 
     position: int
     record: TaskRecord | None
     manifest: Manifest
-    """RocksDB's manifest before this entry was written."""
+    """RocksDB's MANIFEST as it was before this entry was written."""
 
     def encode(self) -> bytes:
         head = _STATE.pack(self.position, self.manifest.number, self.manifest.size_bytes)
@@ -209,7 +209,7 @@ def _unsealed(sealed: bytes, what: str) -> bytes:
 
 
 def _yield_to_records() -> None:
-    """Lower the priority of RocksDB's threads, because a flush can wait and a record cannot."""
+    """Lower the priority of RocksDB's threads, because a flush can wait, but a record cannot."""
     wanted = min(_NICEST, os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICER_BY)
     for thread in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
@@ -234,7 +234,7 @@ class RocksMemory:
         self._tables = write_buffer_bytes // _TABLES_SHARE // _TABLE_BYTES
 
     def add_stores(self, count: int) -> None:
-        """Count opened stores, or closed ones if ``count`` is negative, and size the write buffers accordingly."""
+        """Count opened stores, or closed stores if ``count`` is negative, and set the size of the write buffers."""
         self._stores += count
         times = min(max(1.0, self._stores / _STORES_PER_BUFFERS), _MOST_TIMES)
         self.write_buffers.set_buffer_size(int(self._write_buffer_bytes * times))
@@ -254,10 +254,10 @@ class RocksMemory:
         active_bytes, waiting = (family.property_int_value(name) or 0 for name in names)
         if waiting or active_bytes < max(used // self._stores, _LEAST_FLUSH_BYTES):
             return
-        # With more files, even a flush with wait=False may wait for a merge.
+        # If there are more level-0 files, even a flush with wait=False may wait for a merge.
         if int(family.property_value("rocksdb.num-files-at-level0") or 0) < _FILES_TO_SLOW_DOWN // 2:
             self._next_flush_s = now_s + _FLUSH_EVERY_S
-            # The flush is optional. If the store is damaged, the next write shows it.
+            # This flush is optional. If the store is damaged, the next write reports the damage.
             with contextlib.suppress(Exception):
                 family.flush(wait=False)
 
@@ -277,7 +277,7 @@ def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -
     """Return the options of a segment's column family or, with ``segment=False``, of the database.
 
     In a measurement, inserting or finding a key took 35% to 40% less time in a hashed memtable than in a skip list.
-    Buffers are small, because a worker may have 256 stores.
+    Write buffers are small, because a worker may have 256 stores.
     """
     table = rocksdict.BlockBasedOptions()
     table.set_bloom_filter(_BLOOM_BITS, block_based=False)
@@ -294,7 +294,7 @@ def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -
     options.set_write_buffer_size(_MEMTABLE_BYTES)
     options.set_max_write_buffer_number(_MEMTABLES)
     if segment:
-        # The default family has only a few keys, so RocksDB merges its files by the default rules.
+        # The default column family has only a few keys, so RocksDB merges its files by the default rules.
         options.set_compaction_style(rocksdict.DBCompactionStyle.universal())
         options.set_level_zero_file_num_compaction_trigger(_FILES_TO_MERGE)
         options.set_level_zero_slowdown_writes_trigger(_FILES_TO_SLOW_DOWN)
@@ -311,7 +311,7 @@ def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -
     options.set_stats_persist_period_sec(0)
     if hashed:
         options.set_prefix_extractor(rocksdict.SliceTransform.create_max_len_prefix(_LONGEST_KEY))
-        options.set_memtable_factory(rocksdict.MemtableFactory.hash_link_list(_BUCKETS))  # type: ignore[call-arg]  # stub lacks it
+        options.set_memtable_factory(rocksdict.MemtableFactory.hash_link_list(_BUCKETS))  # type: ignore[call-arg]  # the stub lacks it
     return options
 
 
@@ -335,7 +335,7 @@ class RocksStore:
         self._db: Final = db
         self._memory: Final = memory
         self._hashed: Final = set(hashed)
-        """Names of the families with a hashed memtable; such a memtable accepts keys equally fast in any order."""
+        """The names of the column families with a hashed memtable, which accepts keys equally fast in any order."""
         self._write_options: Final = rocksdict.WriteOptions()
         self._write_options.sync = False
         self._segments: dict[int, _Segment] = {}
@@ -353,8 +353,9 @@ class RocksStore:
     ) -> Self:
         """Open the store in a directory, or create a new store if the directory is empty.
 
-        With ``log_filters=False``, the Bloom filters are not kept for the next `open`, which then reads all keys. This
-        suits a topology that writes the same IDs repeatedly, because a log grows by one hash for every write.
+        With ``log_filters=False``, the Bloom filters are not kept for the next `open`, which then reads all keys. Use
+        ``log_filters=False`` for a topology that writes the same IDs repeatedly, because a log grows by one hash for
+        every write.
 
         Raises TaskCorrupted if the store is damaged or belongs to another task. Raises StateIncompatible if the
         directory is in use, is a symbolic link, is not writable, or contains foreign files.
@@ -408,7 +409,7 @@ class RocksStore:
             for start, held in asked:
                 wanted = ids
                 if hashed is not None and held.filter.complete:
-                    # Reading keys in order is twice as fast, because adjacent keys share blocks.
+                    # Reading keys in sorted order is twice as fast, because adjacent keys share blocks.
                     wanted = sorted(compress(ids, held.filter.may_hold(hashed)))
                     if not wanted:
                         continue
@@ -425,7 +426,7 @@ class RocksStore:
         return {start: held.entry.birth for start, held in sorted(self._segments.items())}
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
-        """Write the sightings, the task record, and the position atomically."""
+        """Write the sightings, the task record, and the position in one atomic write."""
         self._refuse_if_closed()
         refuse_unstorable(self.position, writes, position)
         current = record or self.task_record
@@ -438,7 +439,7 @@ class RocksStore:
                     continue
                 held = self._segments.get(start) or self._create(start)
                 handle = held.handle
-                # Sorting pays off: inserting keys into a skip list in order is up to ten times as fast.
+                # Inserting keys into a skip list in sorted order is up to ten times as fast as in random order.
                 for state_key in values if str(start) in self._hashed else sorted(values):
                     put(state_key, values[state_key], handle)
                 entry = replace(
@@ -474,8 +475,9 @@ class RocksStore:
         )
         with errors_of(self._directory):
             for start in dropped:
-                # The entry is deleted before the family is dropped. If the process is killed in between, `open` drops
-                # the family that has no entry. If the order were reversed, a dropped family would look like a lost one.
+                # A segment's entry is deleted before its family is dropped. If the process is killed in between, `open`
+                # drops the family that has no entry. If the order were reversed, a dropped family would look like a
+                # lost one.
                 self._db.delete(_segment_key(start), self._write_options)
                 self._db.delete(_mark_key(start), self._write_options)
                 del self._segments[start]
@@ -496,7 +498,7 @@ class RocksStore:
             self._segments.clear()
             self.task_record, self.position = None, 0
             for start in starts:
-                # If the process is killed before this line, the next `open` drops each family that has no entry.
+                # If the process is killed before the next line, the next `open` drops each family that has no entry.
                 self._drop_family(str(start))
 
     def approximate_bytes(self) -> int:
@@ -532,7 +534,7 @@ class RocksStore:
         """
         self._refuse_if_closed()
         busy = [each for each in self._segments.items() if not each[1].filter.idle]
-        # Filters that are not complete yet are more urgent than snapshots.
+        # Loading a filter that is not complete yet is more urgent than writing a snapshot.
         for start, held in sorted(busy, key=lambda each: each[1].filter.complete):
             if ids > 0:
                 ids = self._warm(start, held, ids)
@@ -608,7 +610,8 @@ class RocksStore:
         if stored is not None:
             state = _StateEntry.decode(stored)
             if found is not None and state.manifest.was_cut(found):
-                # RocksDB has just written a new, valid MANIFEST. Without CURRENT, every later `open` refuses the store.
+                # RocksDB has just written a new, valid MANIFEST. Without the file CURRENT, every later `open` refuses
+                # the store.
                 (self._directory / "CURRENT").unlink()
                 raise TaskCorrupted(
                     f"{self._directory}: {state.manifest} was truncated to {found.size_bytes}. {RESTORE}"
@@ -624,7 +627,7 @@ class RocksStore:
                 self._segments[int(name)] = self._loaded(name, entry)
         for path in self._directory.glob(f"{FILTER_LOG}*"):
             if path.stem.removeprefix(FILTER_LOG) not in names:
-                path.unlink()  # the process ended between dropping the family and deleting the log
+                path.unlink()  # the process ended after it dropped the column family and before it deleted the log
         if entries:
             raise TaskCorrupted(f"segments {', '.join(entries)} are missing, but their keys were stored. {RESTORE}")
 
@@ -654,7 +657,7 @@ class RocksStore:
 
 
 def _keys_after(family: rocksdict.Rdict, key: bytes, limit: int) -> list[bytes]:
-    """Return at most ``limit`` keys after ``key``, in order. Raises an error if a damaged block ends the keys early."""
+    """Return at most ``limit`` keys after ``key``, sorted. Raises an error if a damaged block ends the keys early."""
     keys = cast("list[bytes]", list(islice(family.keys(from_key=key + b"\0", read_opt=_in_order()), limit)))
     if len(keys) < limit:
         _refuse_early_end(family, keys[-1] if keys else _LAST_POSITION)
@@ -667,7 +670,7 @@ def _pairs(family: rocksdict.Rdict) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _in_order() -> rocksdict.ReadOptions:
-    """Return the options for reading keys in order, even from a hashed memtable."""
+    """Return the options for reading keys in sorted order, even from a hashed memtable."""
     options = rocksdict.ReadOptions()
     options.set_total_order_seek(True)
     return options

@@ -71,8 +71,8 @@ def _lint_source(source: Source) -> Iterator[Finding]:
 
 
 def lint_chain(files: Sequence[Named]) -> list[tuple[str, Finding]]:
-    """Return the findings that involve several files, each with the name of the file that it is about."""
-    if len(files) < 2:  # noqa: PLR2004  # one file is no chain
+    """Return the findings that involve several files, each with the name of the file concerned."""
+    if len(files) < 2:  # noqa: PLR2004  # a single file is not a chain
         return []
     joints = (
         (file, finding)
@@ -84,9 +84,9 @@ def lint_chain(files: Sequence[Named]) -> list[tuple[str, Finding]]:
 
 
 def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
-    """Return one line for each chain, with its stages in order and whether all stages are exactly-once.
+    """Return one line for each chain, which lists the stages in order and says whether all are exactly-once.
 
-    ``weak`` contains the files with findings for which `is_weak` is true.
+    ``weak`` contains the files that have at least one finding for which `is_weak` is true.
     """
     lines: list[str] = []
     for file, ingest in _stages(files, Ingest):
@@ -100,7 +100,7 @@ def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
 
 
 def _paths(files: Sequence[Named], topic: str, text: str, passed: list[str], weak: frozenset[str]) -> list[str]:
-    """Return one line per chain. ``text`` and ``passed`` describe the stages before ``topic``."""
+    """Return one line per chain. The arguments ``text`` and ``passed`` describe the stages before ``topic``."""
     after = [(file, topology) for file, topology in _readers_of(files, topic) if file not in passed]
     if not after:
         bad = [file for file in passed if file in weak]
@@ -196,7 +196,7 @@ def _taken_twice(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
 
 
 def _shared_topics(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    """Yield one finding for each pair of topologies that write to the same topics."""
+    """Yield a finding for each pair of topologies that write to the same topics."""
     topologies = _stages(files, Topology)
     for at, (file, topology) in enumerate(topologies):
         for _, other in topologies[:at]:

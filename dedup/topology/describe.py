@@ -45,7 +45,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An arrow between two boxes in the drawing of a topology, labeled with the kind of records that flow along it."""
+    """An arrow between two boxes in the drawing of a topology. The label says which records the arrow represents."""
 
     start: str
     end: str
@@ -84,7 +84,7 @@ def describe(topology: Topology) -> str:
 
 
 def as_data(topology: Topology) -> dict[str, Any]:
-    """Return the facts that `describe` lists, and the boxes and arrows of the drawing, as JSON-compatible values."""
+    """Return the facts that `describe` lists, and the boxes and arrows of the drawing, as values that fit into JSON."""
     nodes, edges = graph(topology)
     return {
         "name": topology.name,
@@ -243,11 +243,11 @@ _SECTIONS: Final = (
     ("topics", "topics", _topic_facts),
     ("table", "table", _table_facts),
 )
-"""For each section, the title in `describe`, the key in `as_data`, and the function that yields the facts."""
+"""The sections, each as the title in `describe`, the key in `as_data`, and the function that yields the facts."""
 
 
 class Resource(enum.Enum):
-    """A resource type of Kafka's authorizer. The value is the name of the kafka-acls option for that type."""
+    """A resource type of Kafka's authorizer. The value is the name of the kafka-acls option for the resource type."""
 
     TOPIC = "topic"
     GROUP = "group"

@@ -1,4 +1,4 @@
-"""Parses ingest files. The module `schema` defines their structure."""
+"""Parses ingest files. The module `schema` defines the structure of ingest files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Boundary = Literal["interval", "poll"] | Marker
 
 @dataclass(frozen=True, slots=True)
 class Ingest:
-    """The content of an ingest file: a source, and where and how `dedup ingest` sends its records."""
+    """The content of an ingest file, which describes a source and how `dedup ingest` sends the source's records."""
 
     name: str
     source: Source
@@ -51,7 +51,7 @@ def parse_ingest(text: str, *, name: str) -> Ingest:
     """Parse the text of an ingest file. Raises TopologyError, which lists every problem in the file."""
     file = checked_file(text, name, IngestFile, [_one_role_each])
     source = file.source.files or file.source.table
-    assert source is not None  # noqa: S101  # the schema requires one of the two
+    assert source is not None  # noqa: S101  # the schema requires exactly one of files and table
     rule: FieldRule | FieldsRule | None = None
     if file.tracking_id is not None:
         one, several = file.tracking_id.field, file.tracking_id.fields
@@ -86,7 +86,7 @@ def _one_role_each(document: Document) -> Iterator[Problem]:
 
 
 def settle_sentence(table: TableSource) -> str:
-    """Return the warning about a source that sets `settle`."""
+    """Return the warning that is shown for a source that sets `settle`."""
     settle = format_duration(table.settle_ms)
     return (
         f"settle: {settle} is not exact: a row of {table.named} that becomes visible more than {settle} after a "

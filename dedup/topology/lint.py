@@ -41,7 +41,7 @@ _CHANGES: Final[Mapping[Format, str]] = {
     "cbor": "another order of members, or another encoding of a number or a length,",
     "csv": "another use of quotes, or a line break at the end,",
 }
-"""For each format, what may make the bytes of two values with the same content different."""
+"""Maps each format to the possible differences between the bytes of two values with the same content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,14 @@ def lint(topology: Topology) -> list[Finding]:
 
 
 def worst_record_bytes(topology: Topology) -> int:
-    """Return the greatest possible size of a changelog value, which occurs if an ID recurs after each guard period."""
+    """Return the maximum size of a changelog value, which is reached if an ID recurs after every guard period."""
     window = topology.window
     sightings = window.segment_ms // window.guard_ms + 2
     return sightings * (_SIGHTING_BYTES + (_FINGERPRINT_BYTES if topology.fingerprints_wanted else 0))
 
 
 def warning(code: str, text: str, *, weak: bool = False) -> Finding:
-    """Return a finding that is a warning."""
+    """Return a finding with the level "warning"."""
     return Finding("warning", code, text, weak)
 
 
@@ -190,7 +190,7 @@ def _schema(topology: Topology) -> Iterator[Finding]:
 
 
 def schema_findings(topology: Topology, text: str, name: str) -> Iterator[Finding]:
-    """Yield findings about a topology that reads values with a given schema."""
+    """Yield the findings about a topology that apply if its values have the given schema."""
     fmt, first = topology.source.format, topology.source.schema is not None
     members: list[tuple[Path, FieldTime | None]] = [(path, None) for path in member_paths(topology.tracking_id.rule)]
     if isinstance(topology.event_time, FieldTime):

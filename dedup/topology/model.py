@@ -37,7 +37,7 @@ from dedup.topology.schema import ColumnType, Output, Start, StateSpec, Transact
 
 _FINGERPRINT_BYTES: Final = 16
 _WINDOW_RULE: Final = 1
-"""Version of the rule that defines the meaning of stored sightings. State with another version cannot be used."""
+"""The version of the rule that defines the meaning of stored sightings. A task cannot use state of another version."""
 
 _MOST_ALONE: Final = 16
 _AUTO_GROUPS: Final = 8
@@ -49,7 +49,7 @@ SubTopology = Literal["dedup", "repartition"]
 
 @dataclass(frozen=True, slots=True)
 class SchemaFile:
-    """The schema with which all values of a topology's source are written."""
+    """The schema of all values in a topology's source."""
 
     name: str
     """The name of the file as written in the topology file."""
@@ -66,7 +66,7 @@ class SourceSpec:
     """True if the producers put equal IDs into the same partition."""
     start: Start = "earliest"
     schema_id: SchemaIdPlace = "auto"
-    """Where the schema ID of a value is, if the format has schema IDs."""
+    """The place of a value's schema ID, if the format has schema IDs."""
     columns: tuple[str, ...] = ()
     """The names of the columns of each value, if the format is csv."""
     delimiter: Delimiter = "comma"
@@ -80,12 +80,12 @@ class SourceSpec:
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """The schema registry's subjects with the schemas of values, which only `dedup check` and `export` use."""
+        """The schema registry's subjects for the values, which only `dedup check` and `dedup schemas export` use."""
         return (self.subject,) if self.subject is not None else tuple(f"{topic}-value" for topic in self.topics)
 
     @property
     def framing(self) -> SchemaIdPlace | None:
-        """Where the schema ID of a value is, or None if values have no framing."""
+        """The place of a value's schema ID, or None if values have no framing."""
         return self.schema_id if self.format == "json_schema" or self.names_schemas else None
 
     @property
@@ -95,35 +95,35 @@ class SourceSpec:
 
     @property
     def is_typed(self) -> bool:
-        """True if values can be read only with their schema."""
+        """True if values of this format can be read only with their schema."""
         return self.format in TYPED
 
     @property
     def is_memberwise(self) -> bool:
-        """True if only single members of values are read, so that payloads are compared as bytes."""
+        """True if values are never decoded as a whole, so that payloads are compared as bytes."""
         return self.format in MEMBERWISE
 
     @property
     def is_binary(self) -> bool:
-        """True if values are neither text nor bytes without a format."""
+        """True if values have a binary format, which excludes text and bytes without any format."""
         return self.is_memberwise and self.format != "csv"
 
 
 @dataclass(frozen=True, slots=True)
 class LateTo:
-    """A policy for late records: they are sent to their own topic."""
+    """The policy that sends late records to their own topic."""
 
     topic: str
 
 
 @dataclass(frozen=True, slots=True)
 class LateForward:
-    """A policy for late records: they are sent to the output with the header `dedup-verdict`."""
+    """The policy that sends late records to the output with the header `dedup-verdict`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LateDrop:
-    """A policy for late records: they are only counted."""
+    """The policy that counts late records but sends them nowhere."""
 
 
 Late = LateTo | LateForward | LateDrop
@@ -131,7 +131,7 @@ Late = LateTo | LateForward | LateDrop
 
 @dataclass(frozen=True, slots=True)
 class FlowSpec:
-    """Names the user's code that runs after the verdict, which `flow_loader` imports."""
+    """Names the user code that runs after the verdict, and that `flow_loader` imports."""
 
     name: str
     """The flow as module:attribute."""
@@ -210,12 +210,12 @@ class Topology:
 
     @property
     def changelog_topic(self) -> str:
-        """The compacted topic from which state is restored."""
+        """The compacted topic from which a worker restores state."""
         return f"{self.name}.changelog"
 
     @property
     def reset_group(self) -> str:
-        """The group with the end offsets of written topics and start offsets of sources from the last `dedup reset`."""
+        """The group that stores the end offsets of written topics and start offsets of sources at `dedup reset`."""
         return f"{self.name}.reset"
 
     @property
@@ -239,7 +239,7 @@ class Topology:
         return f"{self.name}.layout"
 
     def has_layout(self, size: int) -> bool:
-        """Return whether a layout is needed, because several partitions share a transaction or the source may grow."""
+        """Return True if several partitions share a transaction or the source may grow, so that a layout is needed."""
         return size > 1 or not self.direct
 
     @property
@@ -267,7 +267,7 @@ class Topology:
 
     @property
     def written_topics(self) -> tuple[str, ...]:
-        """Every topic that tasks write to, in the order of the topology file."""
+        """All topics that tasks write to, in the order of the topology file."""
         repartition = () if self.direct else (self.repartition_topic,)
         chosen = self.transactions.partitions
         layout = (self.layout_topic,) if self.has_layout(1 if chosen == "auto" else chosen) else ()
@@ -285,7 +285,7 @@ class Topology:
 
     @property
     def needs_value(self) -> bool:
-        """True if the ID or the event time is read from the value, so a record with a null value is a tombstone."""
+        """True if the ID or the event time comes from the value, so that a record with a null value is a tombstone."""
         return needs_value(self.tracking_id.rule) or isinstance(self.event_time, FieldTime)
 
     @property
@@ -306,7 +306,7 @@ class Topology:
 
     @property
     def group_size(self) -> int:
-        """The number of partitions that share a transaction. Raises InvariantBroken if it is still `auto`."""
+        """The number of partitions that share a transaction. Raises InvariantBroken if the number is still `auto`."""
         size = self.transactions.partitions
         if not isinstance(size, int):
             raise InvariantBroken(f"{self.name}: the layout on the cluster was not read, so no transaction can begin.")
@@ -321,7 +321,7 @@ class Topology:
     ) -> str:
         """Return the transactional ID of a partition's task group. Only repartition tasks have a ``source_topic``.
 
-        ``size`` is the number of partitions that share a transaction, by default the topology's.
+        ``size`` is the number of partitions that share a transaction, and defaults to `group_size`.
         """
         size = size or self.group_size
         group = str(partition) if size == 1 else f"g{partition // size}"
@@ -362,10 +362,10 @@ class Topology:
 
 
 def auto_group_size(partitions: int) -> int:
-    """Return the number of partitions that share a transaction in a new topology with this many partitions.
+    """Return the number of partitions that share a transaction in a new topology, given its number of partitions.
 
-    With up to 16 partitions, each can have its own transaction. With more partitions, there are eight groups, enough
-    to keep eight workers busy, or as many groups as are needed for at most 64 partitions per group.
+    With up to 16 partitions, each partition has its own transaction. With more than 16 partitions, there are eight
+    groups, which keep eight workers busy, or more groups if a group would otherwise have more than 64 partitions.
     """
     return 1 if partitions <= _MOST_ALONE else min(-(-partitions // _AUTO_GROUPS), _MOST_AUTO)
 
@@ -408,7 +408,7 @@ def _schema_of(source: SourceSpec) -> Schema:
 def extractor_of(topology: Topology, *, fingerprint: bool = True) -> Extractor:
     """Return the extractor of IDs, event times, and, if the topology compares payloads, payload fingerprints.
 
-    Without ``fingerprint``, payloads have no fingerprints.
+    If ``fingerprint`` is false, the extractor returns no fingerprints.
     """
     return compile_extractor(
         topology.tracking_id,

@@ -98,8 +98,8 @@ def parse(text: str, *, name: str, read_file: Callable[[str], str] = _no_file) -
 def checked_file(text: str, name: str, model: type[_File], checks: Iterable[_Check]) -> _File:
     """Return the content of a file as an instance of ``model``. Raises TopologyError, which lists every problem.
 
-    The first field of ``model`` must be the version of the file format. ``checks`` find problems that involve several
-    keys. Each check gets a document whose top-level value is a mapping, but whose other values may be invalid.
+    The first field of ``model`` must be the version of the file format. The ``checks`` find problems that involve
+    several keys. Each check gets a document whose top-level value is a mapping, but other values may be invalid.
     """
     begin = f"{next(iter(model.model_fields))}: 1"
     document = read(text, name=name)
@@ -208,7 +208,7 @@ def _part(file: PartFile) -> Part:
 
 
 def event_time_of(written: str | FieldTimeFile) -> EventTime:
-    """Return the rule for the event time. The word `record` or `now` in a file means the timestamp of the record."""
+    """Return the rule for the event time. The words `record` and `now` in a file mean the record's timestamp."""
     if isinstance(written, str):
         return ArrivalTime() if written == "arrival" else RecordTime()
     return FieldTime(written.field, written.unit)
@@ -232,7 +232,7 @@ def _sink(name: str, file: SinkFile, output: Output | None) -> SinkSpec:
 
 
 def _one_rule_each(document: Document) -> Iterator[Problem]:
-    """Report a tracking ID and alternatives without exactly one rule, and alternatives that occur twice."""
+    """Report a tracking ID or an alternative that does not have exactly one rule, and repeated alternatives."""
     seen: list[dict[str, Any]] = []
     for at in _rules_at(document):
         file = document.get(at)
@@ -251,7 +251,7 @@ def _one_rule_each(document: Document) -> Iterator[Problem]:
 
 
 def _whole_parts(document: Document) -> Iterator[Problem]:
-    """Report parts without exactly one rule, and parts that occur twice."""
+    """Report each part that does not have exactly one rule, and each part that occurs twice."""
     for rule_at in _rules_at(document):
         seen: list[dict[str, Any]] = []
         for at in _each(document, (*rule_at, "parts")):
@@ -268,16 +268,16 @@ def _whole_parts(document: Document) -> Iterator[Problem]:
 
 
 def _written(file: Mapping[str, Any], rules: Collection[str]) -> dict[str, Any]:
-    """Return the rules in a mapping, with the path of `field` parsed, so that two spellings of a path are equal."""
+    """Return the rules in a mapping. The path of `field` is parsed, so that two spellings of a path are equal."""
     written = {rule: file[rule] for rule in file if rule in rules}
     if isinstance(written.get("field"), str):
-        with suppress(ValueError):  # reported with the key
+        with suppress(ValueError):  # the check of the key reports the error
             written["field"] = parse_path(written["field"])
     return written
 
 
 def _rules_at(document: Document) -> list[At]:
-    """Return the path of the mapping with the tracking ID's rule, and of each alternative's mapping."""
+    """Return the paths of the mappings that contain a rule, which are `tracking_id` and each of its alternatives."""
     return [_TRACKING_ID, *_each(document, (*_TRACKING_ID, "first_of"))]
 
 
@@ -308,7 +308,7 @@ _WITH_TIMESTAMPS: Final = "`source.format: avro`, `protobuf`, `msgpack`, or `cbo
 
 
 def _format_fits(document: Document) -> Iterator[Problem]:
-    """Report keys that have no meaning with the format of the values, and missing keys that the format needs."""
+    """Report keys that do not apply to the format of the values, and missing keys that the format needs."""
     found, schema_id = document.get(("source", "format")), document.get(_SCHEMA_ID)
     if found in MEMBERWISE:
         yield from _memberwise_fits(document)
@@ -357,7 +357,7 @@ def _at_key(document: Document, at: At, text: str) -> Problem:
 
 
 def _schema_fits(document: Document, *, read_file: Callable[[str], str]) -> Iterator[Problem]:
-    """Report a schema that cannot be read, and members that the schema lacks or whose types are refused."""
+    """Report a schema that cannot be read, and members that the schema lacks or whose types are not allowed."""
     name, fmt = document.get(_SCHEMA), document.get(("source", "format"))
     if not isinstance(name, str) or fmt not in TYPED:
         return
@@ -382,7 +382,7 @@ def _schema_fits(document: Document, *, read_file: Callable[[str], str]) -> Iter
 
 
 def _members_at(document: Document) -> Iterator[At]:
-    """Yield the places of the paths of the members that form the ID."""
+    """Yield the place in the document of each member path that the tracking ID may contain."""
     for rule_at in _rules_at(document):
         yield (*rule_at, "field")
         yield from _each(document, (*rule_at, "fields"))
@@ -390,7 +390,7 @@ def _members_at(document: Document) -> Iterator[At]:
 
 
 def _columns_fit(document: Document) -> Iterator[Problem]:
-    """Report CSV without columns, columns of another format, and paths that are not the name of a column."""
+    """Report format csv without columns, columns with another format, and paths that are not column names."""
     columns = document.get(_COLUMNS)
     if document.get(_FORMAT) != "csv":
         for at in filter(document.has, (_COLUMNS, ("source", "delimiter"))):
@@ -402,7 +402,7 @@ def _columns_fit(document: Document) -> Iterator[Problem]:
         return
     for at in [*_members_at(document), ("event_time", "field")]:
         text = document.get(at)
-        with suppress(ValueError):  # reported with the key
+        with suppress(ValueError):  # the check of the key reports the error
             path = parse_path(text if isinstance(text, str) else "")
             if len(path) > 1 or path[0] not in columns:
                 hint = did_you_mean(str(path[0]), [name for name in columns if isinstance(name, str)])
@@ -416,7 +416,7 @@ _TAKEN: Final = {
     ),
     "protobuf": ("an ID is a string, integer, boolean, enum, or bytes", f"a {TIMESTAMP}"),
 }
-"""For each format, the types that an ID may have, and the type of event times with the unit timestamp."""
+"""Maps each format to the types that an ID may have, and to the type of event times with the unit timestamp."""
 
 
 def _member_fits(document: Document, at: At, schema: str, unit: TimeUnit | None) -> Iterator[Problem]:
@@ -424,7 +424,7 @@ def _member_fits(document: Document, at: At, schema: str, unit: TimeUnit | None)
     try:
         path = parse_path(text if isinstance(text, str) else "")
     except ValueError:
-        return  # reported with the key
+        return  # the check of the key reports the error
     said, file = f'{dotted(at)}: "{text}"', document.get(_SCHEMA)
     time = None if unit is None else FieldTime(path, unit)
     fmt: Format = document.get(("source", "format"))
@@ -441,7 +441,7 @@ def _member_fits(document: Document, at: At, schema: str, unit: TimeUnit | None)
 
 
 def _flow_fits(document: Document) -> Iterator[Problem]:
-    """Report `then` without an output, and keys that need `then` or have no effect with it."""
+    """Report `then` without an output, and keys that require `then` or have no effect with `then`."""
     if document.has(("then",)):
         if not document.has(("output",)):
             yield _at_key(document, ("then",), "needs `output`; without it, the topology forwards no record")

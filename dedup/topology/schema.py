@@ -29,7 +29,7 @@ from dedup.yaml_document import Keys, accepting, matching, some, within
 _HEADER_CHARS: Final = 1_000
 _MOST_STANDBYS: Final = 10
 _MOST_PARTITIONS: Final = 256
-"""Maximum number of partitions in a transaction. The coordinator writes their markers one by one."""
+"""The maximum number of partitions in a transaction, which is limited because their markers are written one by one."""
 PART_RULES: Final = ("key", "header", "field")
 ALTERNATIVE_RULES: Final = (*PART_RULES, "fields", "parts", "content")
 RULES: Final = (*ALTERNATIVE_RULES, "first_of")
@@ -58,7 +58,7 @@ ColumnType = Literal["text", "integer", "number", "boolean", "time", "json"]
 
 
 def _number_as_text(value: Any) -> Any:  # noqa: ANN401 - any value in the file
-    """Convert a bare number to a string, so that the error message says that a unit is missing."""
+    """Convert a number without a unit to a string, so that the error message says that the unit is missing."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -192,8 +192,9 @@ class FieldTimeFile(Keys):
     field: _Path
     """Path of the member, such as order.placed_at."""
     unit: TimeUnit = Field(
-        description="rfc3339 means a string; s, ms, and us mean a number of seconds, milliseconds, or microseconds; "
-        "timestamp means a timestamp type of the format avro, protobuf, msgpack, or cbor, which says its own unit."
+        description="With rfc3339, the member is a string. With s, ms, or us, it is a number of seconds, milliseconds, "
+        "or microseconds. With timestamp, it has a timestamp type of the format avro, protobuf, msgpack, or cbor, "
+        "which determines the unit."
     )
 
 
@@ -201,7 +202,7 @@ class JsonTimeFile(FieldTimeFile):
     """An event time that is read from a member of a JSON value."""
 
     unit: Literal["rfc3339", "s", "ms", "us"]
-    """rfc3339 means a string; s, ms, and us mean a number of seconds, milliseconds, or microseconds."""
+    """The member is a string (rfc3339), or a number of seconds (s), milliseconds (ms), or microseconds (us)."""
 
 
 class ColumnFile(Keys):
@@ -210,7 +211,7 @@ class ColumnFile(Keys):
     field: _Path
     """Path of a JSON member. The column is NULL if a record lacks this member."""
     type: ColumnType = "text"
-    """Required type of the member. A record with another type becomes a dead letter."""
+    """Required type of the member. A record whose member has another type becomes a dead letter."""
 
 
 class SinkFile(Keys):
@@ -231,37 +232,37 @@ class SinkFile(Keys):
 
 
 class SourceFile(Keys):
-    """The topics that a topology reads, and how they are read."""
+    """The topics that a topology reads, and how the topology reads them."""
 
     topics: Annotated[list[_Topic], some("topic")] = Field(json_schema_extra={"minItems": 1})
     """Topics to read. Several topics are always repartitioned."""
     format: _Format = Field(
         default="json",
         description="Format of values. With json_schema, values are JSON with a schema registry's framing, and no "
-        "registry is needed. With avro and protobuf, the framing names the schema, which the schema registry has, or "
-        "there is no framing and one schema. With msgpack and cbor, values say the types of their members. With csv, "
-        "each value is one row of text. With bytes, values are not parsed, so the ID is the key, a header, or the "
-        "whole value.",
+        "registry is needed. With avro and protobuf, either the framing names a schema in the schema registry, or "
+        "values have no framing and all have the same schema. With msgpack and cbor, values contain the types of their "
+        "members. With csv, each value is one row of text. With bytes, values are not parsed, so the ID is the key, a "
+        "header, or the whole value.",
     )
     schema_id: Literal["auto", "header", "prefix", "none"] = Field(
         default="auto",
-        description="Where the schema ID is: in the header __value_schema_id, in the first 5 bytes of the value "
-        "(prefix), or in the header if the record has it, else in the prefix (auto). With format avro or protobuf, "
-        "values may have no framing (none).",
+        description="Where the schema ID is. With header, it is in the header __value_schema_id. With prefix, it is in "
+        "the first 5 bytes of the value. With auto, it is in the header if the record has this header, and otherwise "
+        "in the prefix. With none, which requires format avro or protobuf, values have no framing.",
     )
     schema_file: Annotated[str, matching(_FILE, "is not the name of a file")] | None = Field(
         default=None, alias="schema"
     )
-    """File with the schema of all values, relative to the topology file, with `schema_id: none`. Protobuf values are
-    the first message of a .proto file."""
+    """File with the schema of all values, relative to the topology file. Requires `schema_id: none`. Protobuf values
+    have the type of the first message in a .proto file."""
     subject: Annotated[str, matching(_SUBJECT, "is not a subject of a schema registry")] | None = Field(
         default=None,
-        description="Subject of the schema registry that has the schemas of all values; a context may precede it "
-        "(:.context:name). `dedup check --broker` and `dedup schemas export` read it. Default: TOPIC-value, for each "
-        "source topic.",
+        description="Subject in the schema registry that contains the schemas of all values. A context may precede the "
+        "subject (:.context:name). `dedup check --broker` and `dedup schemas export` read the subject. Default: "
+        "TOPIC-value, for each source topic.",
     )
     columns: Annotated[list[_CsvColumn], some("column"), AfterValidator(_distinct)] | None = None
-    """With format csv, the names of the columns, in their order. A path is the name of one column."""
+    """With format csv, the names of the columns, in order. Each path must be the name of one column."""
     delimiter: Delimiter | None = None
     """With format csv, the character between the cells. Default: comma."""
     partitioned_by: Literal["tracking_id"] | None = Field(
@@ -274,14 +275,14 @@ class SourceFile(Keys):
 
 
 class ContentFile(Keys):
-    """A tracking ID that is the whole JSON value in canonical form, without the excluded members."""
+    """A tracking ID that consists of the whole JSON value in canonical form, without the excluded members."""
 
     exclude: list[_Path]
     """Members that are not part of the ID because they differ each time a record is sent."""
 
 
 class PartFile(Keys):
-    """One part of a tracking ID: exactly one of key, header, and field."""
+    """One part of a tracking ID, which has exactly one of key, header, and field."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in PART_RULES]})
 
@@ -292,7 +293,7 @@ class PartFile(Keys):
     field: _Path | None = None
     """Path of the member that is the part. A JSON object or array is compared as canonical JSON."""
     absent: Literal["dead_letter", "as_value"] = "dead_letter"
-    """Whether a record without this part has no ID, or has an ID in which the part is absent, null, or empty."""
+    """Whether a record in which the part is absent, null, or empty has no ID, or has an ID that contains this state."""
 
 
 _some_alternatives: Final = accepting(
@@ -301,7 +302,7 @@ _some_alternatives: Final = accepting(
 
 
 class AlternativeFile(Keys):
-    """One alternative of a tracking ID: exactly one of key, header, field, fields, parts, and content."""
+    """One alternative of a tracking ID, which has exactly one of key, header, field, fields, parts, and content."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in ALTERNATIVE_RULES]})
 
@@ -312,15 +313,15 @@ class AlternativeFile(Keys):
     field: _Path | None = None
     """Path of the member that is the ID, such as order.id, items[0].id, or a["b.c"]."""
     fields: _Paths | None = None
-    """Paths of several members that together, in this order, are the ID, such as tenant and order number."""
+    """Paths of several members that together form the ID, in this order, such as tenant and order number."""
     parts: Annotated[list[PartFile], some("part")] | None = Field(default=None, json_schema_extra={"minItems": 1})
-    """Parts of the record that together, in this order, are the ID, such as the key and a header."""
+    """Parts of the record that together form the ID, in this order, such as the key and a header."""
     content: _PlainOrMapping[_True, ContentFile] | None = None
-    """With true, the ID is the value's raw bytes; with {exclude: [...]}, the value's JSON without these members."""
+    """With true, the ID is the raw value. With {exclude: [...]}, the ID is the JSON value without these members."""
 
 
 class TrackingIdFile(AlternativeFile):
-    """Where the tracking ID comes from: exactly one of key, header, field, fields, parts, content, and first_of."""
+    """The source of the tracking ID: exactly one of key, header, field, fields, parts, content, and first_of."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in RULES]})
 
@@ -329,7 +330,7 @@ class TrackingIdFile(AlternativeFile):
     )
     """Alternatives, such as a header and then the content. The first alternative with a value in the record is used."""
     normalize: list[Normalizing] = Field(default_factory=list)
-    """Steps applied to IDs, in this order, before they are compared. instant turns an RFC 3339 time into a moment."""
+    """Steps applied to IDs, in this order, before comparison. With instant, an RFC 3339 time becomes an instant."""
     missing: Literal["dead_letter", "forward", "fail"] = "dead_letter"
     """The policy for a record without a usable ID."""
     tombstones: Literal["forward", "dead_letter"] = "forward"
@@ -358,7 +359,7 @@ class FlowFile(Keys):
     """The flow, and what happens if it fails."""
 
     flow: _FlowName
-    """The flow, as module:attribute. The module is beside the topology file, or installed."""
+    """The flow, as module:attribute. The module is in the directory of the topology file, or is installed."""
     on_error: Literal["dead_letter", "stop"] = "dead_letter"
     """What happens if the flow fails: the record becomes a dead letter, or the worker stops."""
 
@@ -383,7 +384,7 @@ class TransactionsSpec(Keys):
             kind=BeforeValidator,
         ),
     ] = "auto"
-    """Number of partitions whose tasks commit in one transaction. auto chooses the number once, for a new topology."""
+    """Number of partitions whose tasks commit in one transaction. With auto, dedup sets it once, for a new topology."""
 
 
 class TopologyFile(Keys):
@@ -447,13 +448,13 @@ class FilesSource(Keys):
     pattern: _FilePattern = "*.jsonl"
     """Pattern for the names of the files to read. A renamed file is still read to its end."""
     format: Literal["jsonl", "csv"] = "jsonl"
-    """jsonl means one JSON value per line; csv means one row per line, after a line of column names."""
+    """With jsonl, each line is one JSON value. With csv, each line is one row, after a line of column names."""
     columns: dict[_Column, CsvType] | None = None
     """All columns of the CSV files, each with the JSON type of its values."""
     changed: Literal["stop", "start_over"] = "stop"
     """What happens if a file is truncated or replaced after part of it was read."""
     last_line: Literal["wait", "take"] = "wait"
-    """wait reads the last line only after its line feed; take reads it at once, for files that arrive complete."""
+    """When to read the last line: after its line feed (wait), or at once, for files that arrive complete (take)."""
 
     @model_validator(mode="after")
     def _columns_of_csv(self) -> FilesSource:
@@ -481,8 +482,8 @@ class TableSource(_ExactlyOne):
     """Second integer column that distinguishes rows with the same number."""
     settle: _PositiveDuration | None = Field(
         default=None,
-        description="How long to wait before rows are read; needed if the INSERT itself does not take the row's "
-        "number. This is not exact, because a row that becomes visible even later is never read.",
+        description="How long to wait before rows are read, which is needed if the INSERT itself does not take the "
+        "row's number. The setting is not exact, because a row that becomes visible even later is never read.",
     )
 
     @property
@@ -519,7 +520,7 @@ class IngestIdFile(_ExactlyOne):
 
 
 class IngestOutputFile(Keys):
-    """The topic that records are sent to."""
+    """The topic to which records are sent."""
 
     topic: _Topic
     """Name of the topic, which is created if it does not exist."""
@@ -531,7 +532,7 @@ class IngestOutputFile(Keys):
 
 
 class Marker(Keys):
-    """How to recognize the last record of a transaction, which is sent like any other record."""
+    """How to recognize the last record of a transaction. The last record is sent like any other record."""
 
     field: _Path
     """Path of the JSON member that marks the last record."""
@@ -549,9 +550,9 @@ class IngestFile(Keys):
     source: IngestSourceFile
     """The files or the table from which records are read."""
     output: IngestOutputFile
-    """The topic that records are sent to."""
+    """The topic to which records are sent."""
     tracking_id: IngestIdFile | None = None
-    """The members to use as the record's key. Default: none; the header dedup-id holds the position in the source."""
+    """Members to use as the record's key. Default: none, and the header dedup-id holds the position in the source."""
     event_time: _PlainOrMapping[Literal["now"], JsonTimeFile] = "now"
     """The record's timestamp, which is now (the time when the record is sent) or a member of the value."""
     dead_letter: _Topic | None = None

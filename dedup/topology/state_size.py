@@ -1,6 +1,6 @@
-"""Predicts the size of a topology's state from the number and the length of its IDs.
+"""Predicts the size of a topology's state from the number and the length of the IDs.
 
-The constants were measured on RocksDB with IDs that do not compress, such as UUIDs and hashes.
+The constants were measured with RocksDB and IDs that do not compress, such as UUIDs and hashes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dedup.core.window import Window
 from dedup.errors import Problem, SettingsError
 
 UUID_KEY_BYTES: Final = 17
-"""Length of the state key of a UUID."""
+"""The length of the state key of a UUID."""
 KINDS: Final = "uuid, integer or text:LENGTH"
 _INTEGER_KEY_BYTES: Final = 6
-"""Length of the state key of an integer ID up to a trillion."""
+"""The length of the state key of an integer ID up to a trillion."""
 _TAG_BYTES: Final = 1
 _PER_KEY_BYTE: Final = 1.05
 """Bytes on disk per byte of a key. Keys share few prefixes, and each key also takes up part of the block index."""
@@ -43,7 +43,7 @@ class StateSize(TypedDict):
 
 
 def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: bool) -> StateSize:
-    """Return the predicted size of the state for ``ids_per_s`` new IDs per second with keys of ``key_length`` bytes."""
+    """Return the predicted state size for ``ids_per_s`` new IDs per second, each with a key of ``key_length`` bytes."""
     each = bytes_an_id(key_length, fingerprints=fingerprints, logged=not window.extend)
     least = ids_per_s * window.retention_ms / 1000
     # Each segment covers half a retention period and is dropped as a whole.
@@ -65,9 +65,9 @@ def bytes_an_id(key_length: int, *, fingerprints: bool, logged: bool = True) -> 
 
 
 def key_bytes(kind: str) -> int:
-    """Return the length of the state key for a kind of ID. Long IDs are stored as digests.
+    """Return the length of the state key for a kind of ID, given that long IDs are stored as digests.
 
-    Raises SettingsError for an unknown kind.
+    Raises SettingsError for an unknown kind of ID.
     """
     name, _, length = kind.partition(":")
     match name, length:

@@ -26,7 +26,10 @@ _INT64_BYTES: Final = 8
 
 
 def contents_of(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> list[bytes]:
-    """Return a BLAKE2b digest of each record's key and value; a fast checksum could be forged to hide a change."""
+    """Return a BLAKE2b digest of each record's key and value.
+
+    A faster checksum could be forged to hide a change.
+    """
     lengths = zip(_lengths(keys), _lengths(values), strict=True)
     parts = zip(map(b"%d %d ".__mod__, lengths), _without_none(keys), _without_none(values), strict=True)
     return [blake2b(part, digest_size=DIGEST_BYTES).digest() for part in map(b"".join, parts)]
@@ -41,12 +44,12 @@ def _without_none(column: Sequence[bytes | None]) -> Sequence[bytes]:
 
 
 def digest(key: bytes | None, value: bytes | None, headers: Headers, timestamp_ms: int) -> bytes:
-    """Return the digest of a whole record."""
+    """Return the digest of a record's key, value, headers, and timestamp."""
     return digest_with(contents_of([key], [value])[0], headers, timestamp_ms)
 
 
 def digest_with(content: bytes, headers: Headers, timestamp_ms: int) -> bytes:
-    """Return the digest of a whole record, given its item of `contents_of`."""
+    """Return the digest of a whole record, given the digest of its key and value (`contents_of`)."""
     content += timestamp_ms.to_bytes(_INT64_BYTES, "little", signed=True)
     if not headers:
         return content
@@ -61,7 +64,7 @@ def digests(contents: Sequence[bytes], headers: Sequence[Headers], timestamps_ms
     """Return `digest_with` for each record."""
     if any(headers):
         return list(map(digest_with, contents, headers, timestamps_ms.tolist()))
-    # Unlike numpy's bytes type, its void type keeps trailing zero bytes.
+    # Unlike NumPy's bytes type, NumPy's void type keeps trailing zero bytes.
     stamps = timestamps_ms.astype("<i8").view(f"V{_INT64_BYTES}").tolist()
     return list(map(bytes.__add__, contents, stamps))
 
@@ -81,7 +84,7 @@ class Seen(NamedTuple):
     id: bytes | None
     time_ms: int
     exempt: bool
-    """True if a header of the record says that it was forwarded outside the guarantee."""
+    """True if a header says that the record was forwarded outside the guarantee."""
 
 
 class SeenColumns(NamedTuple):
@@ -94,7 +97,7 @@ class SeenColumns(NamedTuple):
     ids: list[bytes | None]
 
     def at(self, rows: Column) -> Self:
-        """Return only the given rows."""
+        """Return the records in the given rows."""
         return selected(self, rows)
 
     def rows(self) -> Iterator[Seen]:
@@ -126,7 +129,7 @@ class SureColumns(NamedTuple):
     sources: list[tuple[int, int, int]]
 
     def at(self, rows: Column) -> Self:
-        """Return only the given rows."""
+        """Return the records in the given rows."""
         return selected(self, rows)
 
     def rows(self) -> Iterator[Wanted]:
@@ -165,12 +168,15 @@ class Comparison:
     extra: list[tuple[int, Seen]] = field(default_factory=list)
     """Records that are not expected, or present more often than expected, each with the index of its partition."""
     matched: list[tuple[int, Seen, int, Wanted]] = field(default_factory=list)
-    """Records that are present, each with its partition, its task, and the expected record that it matches."""
+    """Records that are present and expected, each with its partition, its task, and the expected record."""
     at_once: tuple[Column, Column, Column, Column] = (_NONE, _NONE, _NONE, _NONE)
-    """The remaining records that are present, as columns: partition, offset, task, and position in the task's log."""
+    """The other records that are present and expected, as columns: partition, offset, task, and log position."""
 
     def places(self, partition: int, *, optional: bool = True) -> tuple[Column, Column, Column]:
-        """Return offset, task, and position of a partition's matched records, with or without the optional ones."""
+        """Return the offset, task, and log position of each matched record of a partition as columns.
+
+        If ``optional`` is false, the columns leave out matches of optional records.
+        """
         found = [
             (seen.offset, task, wanted.position)
             for number, seen, task, wanted in self.matched
@@ -186,7 +192,7 @@ class Comparison:
 def matched_at_once(
     expected: Sequence[Expected], actual: Sequence[SeenColumns], *, from_end: bool = False
 ) -> Comparison:
-    """Return the result of `matched`; digests that occur once on each side are matched as whole columns."""
+    """Return the result of `matched`, but match digests that occur once on each side as whole columns."""
     task_ends = np.cumsum([0, *(len(each.sure.digests) for each in expected)])
     partition_ends = np.cumsum([0, *(len(each.digests) for each in actual)])
     wanted = list(chain.from_iterable(each.sure.digests for each in expected))
@@ -252,7 +258,7 @@ def matched(
 def _candidates(
     expected: Sequence[Sequence[Wanted]], actual: Sequence[Sequence[Seen]]
 ) -> dict[bytes, list[tuple[int, Wanted]]]:
-    """Map each digest to its expected records and their tasks, last record first, without absent optional records."""
+    """Map each digest to the expected records and their tasks, in reverse order, without absent optional records."""
     candidates: defaultdict[bytes, list[tuple[int, Wanted]]] = defaultdict(list)
     for task, records in enumerate(expected):
         for wanted in records:

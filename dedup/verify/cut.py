@@ -1,6 +1,6 @@
 """Determines the end offsets of one verification, and reads the records that workers wrote below these offsets.
 
-Records are sorted into buckets by tracking ID (`spill`), and the order of the records is checked separately (`Order`).
+The module sorts records into buckets by tracking ID (`spill`), and checks the order of records separately (`Order`).
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _MOST_LATE: Final = 100_000
 
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with the partition being read, the number of records read so far, and the total number of records."""
+"""A callback that gets the partition, the number of records read so far, and the total number of records."""
 
 
 class Order:
-    """Checks the order of the records in a written partition; each task must write in the order of its log."""
+    """Checks that each task has written its records in one partition in the order of the task's log."""
 
     def __init__(self, bounds: Bounds, matches: Spill) -> None:
         self._bounds: Final = bounds
         self._matches: Final = matches
-        """Offset, task, and position of each matched record. Each bucket holds a range of offsets."""
+        """The offset, task, and log position of each matched record. Each bucket holds a range of offsets."""
 
     def forget(self) -> None:
-        """Forget all matches."""
+        """Remove all matched records."""
         self._matches.clear()
 
     def match(self, offsets: Column, tasks: Column, positions: Column) -> None:
         """Add matched records as columns: offset, task, and position in the task's log."""
         self._matches.add((offsets - self._bounds.low) // BUCKET_ROWS, (offsets, tasks, positions))
-        self._matches.flush()  # Many partitions are matched in turn, so none keeps rows in memory.
+        self._matches.flush()  # Many partitions are matched in turn, so no partition keeps rows in memory.
 
     def first_matched(self) -> int:
         """Return the offset of the first matched record, or the end of the partition if no record is matched."""
@@ -79,7 +79,7 @@ class Order:
         return disorder(np.concatenate([offsets for offsets, _ in own]), np.concatenate([found for _, found in own]))
 
     def _matched(self) -> Iterator[tuple[Column, Column, Column]]:
-        """Yield offsets, tasks, and positions as columns in ascending order of offset, range by range."""
+        """Yield the offsets, tasks, and log positions of each range of offsets, in ascending order of offset."""
         for number in range(self._matches.buckets):
             matches = np.array(self._matches.bucket(number))
             if matches.size:
@@ -119,7 +119,7 @@ class WrittenPartition:
     first_kept: tuple[int, bytes] | None = None
     """The hash (`spill.places_of`) and the digest of the first sampled record."""
     truncated: bool = False
-    """True if a transaction stays open, so that all records from its beginning on are unknown."""
+    """True if a transaction stays open, so that no record after the beginning of that transaction is known."""
     late: set[bytes] = field(default_factory=set)
     """Digests of records marked as forwarded late, sampled or not, until there are more than `_MOST_LATE`."""
 
@@ -140,7 +140,7 @@ class WrittenPartition:
 
 @dataclass(slots=True)
 class Cut:
-    """The offsets up to which one verification reads each topic, and the data that it has read."""
+    """The offsets up to which one verification reads each topic, and the data that the verification has read."""
 
     topology: Topology
     reader: KafkaReader
@@ -158,15 +158,15 @@ class Cut:
     """Names of the topics from which compaction may have removed records anywhere in the log."""
     plan: Plan
     scratch: str
-    """Directory for data that does not fit into memory."""
+    """The directory for data that does not fit into memory."""
     sample: int = 1
-    """One tracking ID out of this many is judged."""
+    """The verification judges one tracking ID out of this many."""
     begun_with: dict[str, int] = field(default_factory=dict)
     """Maps each topic that tasks read to its partition count when the state began; empty if unknown."""
     total: int = 0
     done: int = 0
     starts: dict[int, int] = field(default_factory=dict)
-    """Maps a source partition to the offset of its first written record, if earlier records may have been deleted."""
+    """Maps a source partition to its first known judged offset, if earlier output records may have been deleted."""
     unread: set[tuple[str, int]] = field(default_factory=set)
     """Topics and partitions that could not be read to their end."""
     held: list[Spill] = field(default_factory=list)
@@ -186,7 +186,7 @@ class Cut:
     def read_judged(self, topic: str, partition: int, start: int, end: int) -> Iterable[RecordColumns]:
         """Yield the records that `read` yields for a source topic.
 
-        Raises StateIncompatible if a record has no append time, although `event_time: arrival` needs it.
+        Raises StateIncompatible if a record has no append time, although `event_time: arrival` needs the append time.
         """
         for columns in self.read(topic, partition, start, end):
             if self.topology.by_arrival and columns.created is not None:
@@ -230,12 +230,12 @@ class Cut:
         return self.hold(Log.spill(self.scratch, buckets))
 
     def hold(self, spill: Spill) -> Spill:
-        """Let `free` close a spill."""
+        """Register a spill for `free` to close, and return the spill."""
         self.held.append(spill)
         return spill
 
     def written(self, topic: str, partition: int, buckets: int, *, stamped: bool) -> WrittenPartition:
-        """Read a partition that workers write; if ``stamped`` is true, digests include the producers' timestamps."""
+        """Read a partition that workers write. If ``stamped`` is true, digests include the producers' timestamps."""
         bounds = self.bounds[topic][partition]
         order = Order(bounds, self.spill(buckets_for(bounds.high - bounds.low), 3))
         found = WrittenPartition(topic, partition, bounds, self.spill(buckets, 3, 2), order)
@@ -299,12 +299,12 @@ class Cut:
         return bounds.high - begin if self.reader.holds_records(topic, partition, begin, bounds.high) else 0
 
     def configured_start(self, topic: str, partition: int) -> int | None:
-        """Return the start offset that `dedup reset` or `source.start` sets, or None for `latest`, which sets none."""
+        """Return the start offset that `dedup reset` or `source.start` sets, or None for `latest`."""
         bounds, begin = self.bounds[topic][partition], self.begins[topic].get(partition)
         if begin is not None:
             return max(begin, bounds.low)
         if partition >= self.begun_with.get(topic, partition + 1):
-            return bounds.low  # The partition was added later.
+            return bounds.low  # The partition was added after the state began.
         match self.topology.source.start:
             case "earliest":
                 return bounds.low
@@ -358,9 +358,9 @@ def offsets_of(topology: Topology, reader: KafkaReader, report: Report) -> Topic
 
 
 def begun_with(topology: Topology, reader: KafkaReader) -> dict[str, int]:
-    """Return the partition counts with which the state began, taken from the newest layout record.
+    """Return each topic's partition count when the state began, taken from the newest layout record.
 
-    The result is empty if there is no such record, or if partitions cannot be added.
+    The result is empty if there is no layout record, or if partitions cannot be added.
     """
     topic = topology.layout_topic
     if topology.direct or not reader.partitions([topic])[topic]:

@@ -1,6 +1,6 @@
 """Verifies a topology that reads its source topic directly, by replaying each source partition in log order.
 
-A compacted source cannot be replayed, so only the checks that do not depend on order are made.
+A compacted source cannot be replayed, so the module makes only the checks that do not depend on order.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def verify_direct(cut: Cut) -> None:
 
 @dataclass(slots=True)
 class _Partition:
-    """One source partition, and the records that workers wrote for it."""
+    """One source partition, and the records that workers wrote for the partition."""
 
     cut: Cut
     plan: Plan
@@ -62,9 +62,9 @@ class _Partition:
     known: bool
     """True if it is certain that no record was judged before the first record that is read."""
     excused_below: int | None = None
-    """Output records below this offset come from deleted source records; None until the offset is known."""
+    """The output offset below which records come from deleted source records, or None until this offset is known."""
     gone_position: int = -1
-    """Records below this position may have been forwarded to the deleted start of the output."""
+    """The log position below which records may have been forwarded to the deleted beginning of the output."""
     uncertain: bool = False
     pending_found: int = 0
 
@@ -87,8 +87,8 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
     start, known = start_of(cut, bounds, partition, output)
     books.skipped = start - bounds.low
     log = cut.log_spill(buckets)
-    filed = 0  # Number of records in the late and dead-letter topics.
-    # Workers may have continued since the cut was taken, so output and offsets of later records may exist.
+    filed = 0  # The number of this partition's records in the late and dead-letter topics.
+    # Workers may have continued after the cut, so later output records and committed offsets may exist.
     spans = ((start, committed, False), (committed, cut.still_committed(source, partition), True))
     for read in source_log(cut, plan, partition, spans, known=known):
         odd = [each for each in keep(cut, log, read).odd if each is not None and not each.pending]
@@ -109,13 +109,13 @@ def source_log(
     known: bool,
     only: Collection[bytes] | None = None,
 ) -> Iterator[Log]:
-    """Yield a source partition's records in the given ranges of offsets; each range is (first, end, pending).
+    """Yield a source partition's records in ranges of offsets, each of which is given as (first, end, pending).
 
-    If ``only`` is given, only the records with these IDs are returned.
+    If ``only`` is given, the function yields only the records with these IDs.
     """
     scan = LogScan(plan, ((0, partition),), from_start=known)
     for begin, end, pending in spans:
-        # Records that nobody has judged may be what a task waits at.
+        # A task may have stopped at a pending record without an append time, so only judged records must have one.
         read = cut.read if pending else cut.read_judged
         for columns in read(cut.topology.source.topics[0], partition, begin, end):
             sources = list(zip(repeat(0), repeat(partition), columns.offsets))
@@ -123,7 +123,7 @@ def source_log(
 
 
 def keep(cut: Cut, spill: Spill, log: Log) -> Log:
-    """Add the sampled records to their buckets, return these records, and count the others."""
+    """Add the sampled records to their buckets, return these records, and count all other records."""
     kept = cut.sampled(log.ids, log.contents)
     if len(kept) < len(log.ids):
         cut.report.unsampled += len(log.ids) - len(kept)
@@ -169,7 +169,7 @@ def _compare_output(
     held: _Partition, task: TaskReplay, output: WrittenPartition, seen: SeenColumns, report: Report
 ) -> None:
     found = matched_at_once([task.forwarded], [seen], from_end=not held.known)
-    # An optional record may match an equal record that was deleted, so it is not used to check the order.
+    # An optional record may match the output of an equal, deleted source record, so its order is not checked.
     all_sure = held.excused_below is None
     output.order.match(*found.places(0, optional=all_sure))
     held.pending_found += sum(wanted.pending for *_, wanted in found.matched)
@@ -201,13 +201,13 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
     task = TaskReplay(held.plan, Books("", 0), Report("", "", "", 0), ((0, held.books.partition),))
     task.take(Log(*held.log.bucket(place % held.log.buckets)))
     positions = [wanted.position for wanted in task.forwarded.one_by_one() if wanted.digest == first]
-    # Several expected records may be equal. In this case, the last of the equal records are present.
+    # If several expected records are equal, the output still contains the last of the equal records.
     there = output.bucket(place % held.log.buckets).digests.count(first)
     return positions[-there:][0] if positions else -1
 
 
 def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
-    """Make expected records that precede the output's first record optional, because they may have been deleted."""
+    """Make expected records that precede the output's first record optional, because the output may have lost them."""
     if held.gone_position < 0:
         return
     excused, forwarded = 0, task.forwarded.one_by_one()
@@ -220,7 +220,7 @@ def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
 
 
 def _copies(cut: Cut, partition: int, buckets: int, *, known: bool) -> Copies:
-    """Return a source partition's duplicates and conflicts, which are in the partitions with the same number."""
+    """Return a checker for a partition's duplicates and conflicts, which are in partitions with the same number."""
     whole: dict[str, list[int]] = {}
     for topic in copy_topics(cut).values():
         if cut.partitions[topic] >= cut.partitions[cut.topology.source.topics[0]]:
@@ -297,14 +297,14 @@ def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition 
     if start is None:
         start = _first_judged(cut, _plan_for(cut.plan, output), bounds, partition, output)
         if output is not None and output.bounds.start_deleted and start > bounds.low:
-            # The records written for earlier source records may have been deleted.
+            # The output records of earlier source records may have been deleted.
             cut.starts[partition] = start
             return start, False
     return start, start > bounds.low or not bounds.start_deleted
 
 
 def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None) -> int:
-    """Return the source offset of the first record that workers wrote, because `start: latest` stores no offset."""
+    """Return the first source offset that left a trace in a topic, because `start: latest` stores no start offset."""
     traces = [plan.dead_letters.first_offset(partition)]
     if plan.flowed is not None:
         traces.append(plan.flowed.first_offset(partition))

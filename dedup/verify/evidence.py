@@ -1,4 +1,4 @@
-"""Reads the late and dead-letter topics, and indexes their records by the source records that they name."""
+"""Reads the late and dead-letter topics, and indexes each record by the source record that its header names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPLAYED_HEADER: Final = "dedup-replayed"
 FIRST_TIME_HEADER: Final = "dedup-first-time"
 FIRST_SOURCE_HEADER: Final = "dedup-first-source"
 SourceTuple = tuple[int, int, int]
-"""A `Source`, or a plain tuple of its values, which compares equal to it."""
+"""A `Source`, or a plain tuple of the same values, which compares equal to the `Source`."""
 LATE_TAIL: Final = (SOURCE_HEADER, TIMESTAMP_HEADER)
 DEAD_TAIL: Final = (REASON_HEADER, DETAIL_HEADER, SOURCE_HEADER, TIMESTAMP_HEADER)
 """The headers that a worker appends, in this order, to the source record's own headers."""
@@ -49,9 +49,9 @@ class Filed(NamedTuple):
     """A record of a late or dead-letter topic."""
 
     digest: bytes
-    """Digest of the record as it was in the source, with its original timestamp."""
+    """The digest of the record as it was in the source, with its original timestamp."""
     stands_for: bytes
-    """The digest that stands in for a value too large for the topic; empty if the record is complete."""
+    """The digest that replaces a value that is too large for the topic; empty if the record is complete."""
     reason: str
     partition: int
     offset: int
@@ -123,7 +123,7 @@ class SideTopic:
         return not self._empty and self._db.execute(ask, source).fetchone() is not None
 
     def first_offset(self, partition: int) -> int | None:
-        """Return the lowest offset that an entry names in a partition of the first source topic, or None."""
+        """Return the lowest offset in a partition of the first source topic that an entry names, or None."""
         ask = "SELECT min(position) FROM filed WHERE topic=0 AND feed=?"
         found: int | None = self._db.execute(ask, (partition,)).fetchone()[0]
         return found
@@ -134,8 +134,10 @@ class SideTopic:
         return int(self._db.execute(ask, (*feed, offset)).fetchone()[0])
 
     def left(self) -> Iterator[tuple[Source | None, Filed, bool]]:
-        """Yield each remaining entry, its source if it names one, and whether `take` removed another entry of that
-        source.
+        """Yield the source record that each remaining entry names, the entry, and whether the entry is a repetition.
+
+        The source record is None if the entry names no source record. An entry is a repetition if `take` has removed
+        another entry of the same source record.
         """
         for row in self._db.execute("SELECT * FROM filed ORDER BY part, at"):
             yield None if row[0] is None else Source(*row[:3]), Filed(*row[3:9]), bool(row[9])
@@ -146,7 +148,7 @@ class SideTopic:
 
 
 def extracted_of(extract: Extractor, columns: RecordColumns) -> Extracted:
-    """Extract IDs, event times, and faults from records as a worker does; an unreadable header name is also a fault."""
+    """Extract IDs, event times, and faults from records as a worker does. An unreadable header name is also a fault."""
     extracted = extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
     if not columns.odd_names:
         return extracted
@@ -178,7 +180,7 @@ def parse_source(content: bytes | None, topics: Sequence[str]) -> Source | None:
 
 @lru_cache(maxsize=100_000)
 def _feed_of(content: bytes, topics: tuple[str, ...]) -> tuple[int, int] | None:
-    """Parse ``topic/partition``."""
+    """Parse ``topic/partition``, and return the topic's index and the partition, or None for other content."""
     topic, _, partition = content.decode("utf-8", "replace").partition("/")
     if topic not in topics or not (partition.isascii() and partition.isdecimal()):
         return None
@@ -187,7 +189,7 @@ def _feed_of(content: bytes, topics: tuple[str, ...]) -> tuple[int, int] | None:
 
 def forwarded_by_replay(headers: Headers, topics: Sequence[str]) -> bool:
     """Return whether `dedup replay` forwarded a record as late, according to the record's last two headers."""
-    if len(headers) < 2 or tuple(headers[-2]) != (VERDICT_HEADER, b"late"):  # noqa: PLR2004  # verdict and position
+    if len(headers) < 2 or tuple(headers[-2]) != (VERDICT_HEADER, b"late"):  # noqa: PLR2004  # the verdict and the position
         return False
     name, place = headers[-1]
     return name == REPLAYED_HEADER and parse_source(place, topics) is not None

@@ -1,7 +1,7 @@
 """Finds the records of one tracking ID in all topics, with the verdict on each record and the reason for it.
 
-The exact model computes the verdicts, so that contradictions between verdicts and topics become visible. All topics are
-read from the beginning, but only records with the ID are kept in memory.
+The exact model computes the verdicts, so that contradictions between verdicts and topics become visible. The
+search reads all topics from the beginning, but keeps only records with the ID in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, Doubt
 from dedup.verify.report import Report
 
 _MOST_LISTED: Final = 1_000
-"""Maximum number of records that are listed for one ID; further records are only counted."""
+"""The maximum number of records that are listed for one ID; further records are only counted."""
 
 
 @dataclass(slots=True)
@@ -39,19 +39,19 @@ class ExplainedRecord:
     """A source record with the ID being searched for, its verdict, and its copies in other topics."""
 
     place: str
-    """``topic/partition offset n`` in the source."""
+    """The place of the record in the source, as ``topic/partition offset n``."""
     timestamp_ms: int
     event_time_ms: int
     stream_time_ms: int
-    """Stream time after this record, in the log in which it was judged."""
+    """Stream time after this record, in the log in which the record was judged."""
     verdict: str
-    """The model's verdict: unique, duplicate, late, dead_letter, exempt, or fail; or else `pending` or `purged`."""
+    """The model's verdict (unique, duplicate, late, dead_letter, exempt, or fail), or else `pending` or `purged`."""
     of: str | None = None
     """The record that a duplicate repeats or that a forwarded conflict contradicts."""
     of_ms: int | None = None
     conflict: bool = False
     reason: str = ""
-    """Reason code of a dead letter, an exempt record, or a failure."""
+    """The reason code of a dead letter, an exempt record, or a failure."""
     log_place: str | None = None
     """The position of the record in the repartition topic."""
     went: list[str] = field(default_factory=list)
@@ -59,7 +59,7 @@ class ExplainedRecord:
     doubt: str = ""
     """The reason why the worker's verdict may have differed; empty if the verdict is certain."""
     wrong: str = ""
-    """How the topics contradict the verdict; empty if they do not."""
+    """How the topics contradict the verdict; empty if there is no contradiction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Explanation:
     id: str
     records: list[ExplainedRecord] = field(default_factory=list)
     more: int = 0
-    """Number of records beyond those listed."""
+    """The number of records that are not listed."""
     strays: list[str] = field(default_factory=list)
     """Positions of written records with this ID that no listed record accounts for."""
     sightings: list[Kept] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Explanation:
         """The number of contradictions between the verdicts and the topics.
 
         A written record without a source record counts only if all judged records are listed, because an unlisted
-        source record could account for it.
+        source record could account for the written record.
         """
         complete = self.whole and not self.more
         return sum(bool(explained.wrong) for explained in self.records) + (len(self.strays) if complete else 0)
@@ -206,7 +206,7 @@ def _explain_verdict(cut: Cut, model: ReferenceModel, doubt: Doubt, row: Row, ex
 
 
 def _records(search: _Search, topic: str) -> Iterator[tuple[int, RecordColumns, Extracted, int]]:
-    """Yield each record of a topic that has the ID, as (partition, columns, extracted values, row)."""
+    """Yield each record with the ID in a topic, as (partition, columns, extracted values, row)."""
     cut, keys = search.cut, search.keys
     for partition in range(cut.partitions[topic]):
         bounds = cut.bounds[topic][partition]
@@ -220,7 +220,7 @@ def _records(search: _Search, topic: str) -> Iterator[tuple[int, RecordColumns, 
 
 
 def _find_uncarried(search: _Search) -> None:
-    """Add the ID's source records that are not yet, or no longer, in the repartition topic to the result."""
+    """Add to the result the ID's source records that are not yet, or no longer, in the repartition topic."""
     cut, found = search.cut, search.found
     known = {explained.place for explained in found.records}
     for position, topic in enumerate(cut.topology.source.topics):
@@ -250,7 +250,7 @@ def _find_written(search: _Search) -> None:
             content = digest_with(row.content, row.headers, 0)
             by_source.setdefault(content, []).append(explained)
     if cut.plan.flowed is not None:
-        # The scan has found the records that the flow made from each source record. A flow may rightly make none.
+        # The scan has found the records that the flow made from each source record. A flow may rightly make no record.
         for row, explained in search.rows:
             sent = [] if row.flowed is None else row.flowed.sent
             explained.went += (cut.plan.flowed.place(each.target, each.partition, each.offset) for each in sent)

@@ -1,4 +1,4 @@
-"""Reports violations: in the output (`explain`), among records whose order is not known (`OrderFree`), and in the
+"""Reports violations in the output (`explain`), among records whose order is unknown (`OrderFree`), and in the
 duplicates and conflicts topics (`Copies`).
 """
 
@@ -32,10 +32,10 @@ def explain(
     *,
     partial: bool,
 ) -> list[tuple[int, Wanted]]:
-    """In one bucket, report every difference between the output and the records that tasks had to forward.
+    """Report every difference in one bucket between the output and the records that tasks had to forward.
 
-    If ``partial`` is true, the output is incomplete: absent records are not reported as lost but returned, each with
-    the index of its task.
+    If ``partial`` is true, the output is incomplete. The function then returns absent records, each with the index of
+    its task, instead of reporting them as lost.
     """
     absent: defaultdict[bytes | None, list[tuple[int, Wanted]]] = defaultdict(list)
     for task, wanted in comparison.missing:
@@ -66,7 +66,7 @@ def report_lost(written: Sequence[WrittenPartition], place: str, report: Report)
 
 
 def report_displaced(written: Sequence[WrittenPartition], report: Report) -> None:
-    """Report records that were written in the wrong order. Call this after all buckets have been matched."""
+    """Report records that were written in the wrong order. Call this function after all buckets are matched."""
     for each in written:
         for offset in each.order.displaced():
             report.violation("reordered", each.place(offset), "not in the order of the log")
@@ -137,9 +137,10 @@ class OrderFree:
 class Copies:
     """Checks the records in the given partitions of the duplicates and conflicts topics.
 
-    A task writes its copies in the order of its log, to the partition whose number is the task's own number modulo the
-    topic's number of partitions. ``known`` is true if it is certain that no record was judged before the first record
-    of the log. ``purged`` contains the repartition topic's partitions that are not replayed.
+    A task writes its copies in the order of the task's log. The number of the partition to which a task writes is the
+    task's own number modulo the topic's number of partitions. ``known`` is true if it is certain that no record was
+    judged before the first record of the log. ``purged`` contains the repartition topic's partitions that are not
+    replayed.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class Copies:
             for number in partitions.get(topic, ())
         ]
         self.gone: Final[Counter[str]] = Counter()
-        """Maps each topic that has lost its beginning to the number of copies that it should have received."""
+        """Maps each topic that has lost its beginning to the number of copies that the topic should have received."""
 
     def judge(self, number: int, tasks: Sequence[TaskReplay], report: Report) -> None:
         """Compare the copies in one bucket with the copies that the tasks had to write."""

@@ -1,4 +1,4 @@
-"""Computes the records that a flow had to send for each source record, and reads those that it has sent."""
+"""Computes the records that a flow had to send for each source record, and reads the records that it has sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dedup.verify.kafka_reader import Bounds, KafkaReader, OpenTransaction
 PART_HEADER: Final = "dedup-part"
 WHY_UNORDERED: Final = "the log has lost records between them, so what the flow made of them cannot be checked"
 MOST_PARTS: Final = 1024
-"""Greater than the number of records that a flow may yield for one record."""
+"""A number greater than the number of records that a flow may yield for one record."""
 _TABLE: Final = """
 CREATE TABLE sent (topic INT, feed INT, position INT, target INT, part INT, at INT, time_ms INT, content BLOB);
 CREATE INDEX by_source ON sent (topic, feed, position);
@@ -61,7 +61,7 @@ class FlowOutputs:
         self.incomplete: Final[set[tuple[int, int]]] = set()
         """The topics and partitions that may have lost records, or have a transaction that stays open."""
         self.replayed = 0
-        """Number of records that `dedup replay` forwarded as late before the topology had a flow."""
+        """The number of records that `dedup replay` forwarded as late before the topology had a flow."""
         self._db: Final = sqlite3.connect(Path(directory) / "flow", isolation_level=None)
         self._db.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{_CACHE_KIB};")
         self._db.executescript(_TABLE)
@@ -111,13 +111,13 @@ class FlowOutputs:
         return found
 
     def left(self) -> Iterator[tuple[Source | None, str]]:
-        """For each record that `take` has not removed, yield the source record that it names, and its own place."""
+        """Yield the source record (or None) that each record left by `take` names, and the place of the record."""
         ask = "SELECT topic, feed, position, target, part, at FROM sent ORDER BY target, part, at"
         for *source, target, partition, offset in self._db.execute(ask):
             yield None if source[0] is None else Source(*source), self.place(target, partition, offset)
 
     def first_offset(self, partition: int) -> int | None:
-        """Return the lowest offset that a record names in a partition of the first source topic, or None."""
+        """Return the lowest offset in a partition of the first source topic that a record names, or None."""
         ask = "SELECT min(position) FROM sent WHERE topic=0 AND feed=?"
         found: int | None = self._db.execute(ask, (partition,)).fetchone()[0]
         return found
@@ -131,9 +131,9 @@ class FlowOutputs:
     ) -> list[FlowOutput] | Fault:
         """Return the records that the flow must have sent for a record, or the fault if the flow fails.
 
-        ``own`` is the record's ID, and ``position`` is its position in the source topics. A result in the first topic
-        with the record's key is in the partition ``kept``, if given; other partitions follow from the keys. The offset
-        of each result is its number.
+        ``own`` is the record's ID, and ``position`` is its position in the source topics. A result that
+        goes to the first topic with an unchanged key is in the partition ``kept``, if given. The keys determine all
+        other partitions. The offset of each result is its number among the results.
         """
         made = yielded(self.flow, record, self.topics)
         if isinstance(made, Fault):
@@ -174,7 +174,7 @@ class FlowOutputs:
         return not there
 
     def match(self, task: int, position: int, sent: Sequence[FlowOutput]) -> None:
-        """Note the records that a task made from the record at a position of the task's log; see `displaced`."""
+        """Store, for `displaced`, the records that a task made from the record at a position of the task's log."""
         rows = [
             (task, each.target, each.partition, each.offset, position * MOST_PARTS + part)
             for part, each in enumerate(sent)
@@ -182,7 +182,7 @@ class FlowOutputs:
         self._db.executemany("INSERT INTO matched VALUES (?,?,?,?,?)", rows)
 
     def displaced(self) -> Iterator[str]:
-        """Yield the place of each record that follows, in its partition, a record that it precedes in the log."""
+        """Yield the place of each record that follows a record in its partition but precedes that record in the log."""
         for place in self._db.execute(_DISPLACED):
             yield self.place(*place)
 

@@ -29,7 +29,7 @@ from dedup.verify.compare import Headers
 _TOKEN_FOR_S: Final = 3600.0
 _ANSWER_WITHIN_S: Final = 30.0
 _NO_PROGRESS_S: Final = 60.0
-"""A read without progress fails after this time, which exceeds the time that a transaction may stay open."""
+"""A read without progress fails after this many seconds, which is twice the default of `transaction_timeout`."""
 _BATCH: Final = 10_000
 _POLL_S: Final = 0.1
 _AGAIN: Final = frozenset(
@@ -38,12 +38,12 @@ _AGAIN: Final = frozenset(
         KafkaError.COORDINATOR_NOT_AVAILABLE,
         KafkaError.NOT_COORDINATOR,
         KafkaError.UNSTABLE_OFFSET_COMMIT,
-        KafkaError._TIMED_OUT,  # noqa: SLF001  # the client has no public name
+        KafkaError._TIMED_OUT,  # noqa: SLF001  # the client has no public name for this
         KafkaError._WAIT_COORD,  # noqa: SLF001
     }
 )
 _LEADER_MOVED: Final = frozenset({KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE})
-"""The leader is being elected, or has not yet learned that it leads a new topic's partition."""
+"""The errors while a leader is being elected, or before a leader has learned that it leads a new topic's partition."""
 _NO_HEADERS: Final[Headers] = ()
 _ask_error: Final = methodcaller("error")
 _ask_offset: Final = methodcaller("offset")
@@ -58,7 +58,7 @@ _APPEND_TIME: Final = 2
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Suspend the collector, which would repeatedly traverse millions of small tuples that contain no cycles."""
+    """Suspend the garbage collector, which would repeatedly traverse millions of small tuples without cycles."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -70,7 +70,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The offsets [``low``, ``high``) of a partition."""
+    """The range [``low``, ``high``) of a partition's offsets."""
 
     low: int
     high: int
@@ -93,7 +93,7 @@ class RecordColumns:
     broker_time: bool = False
     """True if the broker sets the timestamps (LogAppendTime)."""
     created: int | None = None
-    """Offset of the first record whose timestamp the producer wrote (CreateTime), or None if there is none."""
+    """Offset of the first record whose timestamp the producer wrote (CreateTime), or None without such a record."""
     odd_names: frozenset[int] = frozenset()
     """Offsets of records with a header name that is not UTF-8. The client returns no headers for these records."""
 
@@ -132,7 +132,7 @@ def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
     """Return the headers of each message, and the offsets of messages with unreadable header names.
 
     For a name that is not UTF-8, the client (2.16.0) returns a list with null pointers *and* sets an error. On a second
-    call, it returns the list without an error. Therefore, `headers` is called only once per message, through
+    call, the client returns the list without an error. Therefore, `headers` is called only once per message, through
     `methodcaller`, which checks for the error. CPython's specialized call instructions (PEP 659) would skip this check.
     """
     found: list[Headers] = []
@@ -149,14 +149,15 @@ def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
     return [headers or _NO_HEADERS for headers in found], frozenset(odd)
 
 
-class OpenTransaction(Exception):  # This describes a partition; it is not an error.
+class OpenTransaction(Exception):  # This exception describes a partition, and is not an error.
     """Raised if a partition cannot be read to its end, because a transaction in the partition stays open."""
 
 
 class KafkaReader:
-    """Reads a Kafka cluster, and never writes to it. Methods block; use one instance per thread, as a context manager.
+    """Reads a Kafka cluster, and never writes to the cluster.
 
-    Every method raises BrokerUnavailable if no response arrives in time or if the broker refuses a request.
+    All methods block. Use one instance per thread, as a context manager. Every method raises BrokerUnavailable if no
+    response arrives in time or if the broker refuses a request.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -177,7 +178,7 @@ class KafkaReader:
                 # The client pauses for this time when its local queue is full. The default, 1 s, halves throughput.
                 "fetch.queue.backoff.ms": 5,
                 "queued.max.messages.kbytes": 32_768,
-                # An empty fetch takes this time to report the end of a partition.
+                # An empty fetch takes this long to report the end of a partition.
                 "fetch.wait.max.ms": 10,
             }
         )
@@ -202,7 +203,7 @@ class KafkaReader:
     def bounds(
         self, topic: str, partitions: Iterable[int] | None = None, since: Mapping[int, int] | None = None
     ) -> dict[int, Bounds]:
-        """Return the bounds of the given partitions (by default, all); ``since`` has lower limits for their starts."""
+        """Return the bounds of the given partitions (by default, all); ``since`` contains lower limits for ``low``."""
         wanted = list(range(self.partitions([topic])[topic]) if partitions is None else partitions)
         low = self._list_offsets(topic, wanted, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
         high = self._list_offsets(topic, wanted, OffsetSpec.latest())  # type: ignore[no-untyped-call]
@@ -219,7 +220,7 @@ class KafkaReader:
         return self._list_offsets(topic, wanted, latest, IsolationLevel.READ_COMMITTED)
 
     def topic_id(self, topic: str) -> str:
-        """Return Kafka's ID of the topic (KIP-516)."""
+        """Return the ID that Kafka has assigned to the topic (KIP-516)."""
         asked = self._admin.describe_topics(TopicCollection([topic]), request_timeout=_ANSWER_WITHIN_S)
         try:
             return str(asked[topic].result().topic_id)
@@ -263,13 +264,13 @@ class KafkaReader:
         return {}
 
     def _committed(self, group: str, places: list[TopicPartition]) -> list[TopicPartition]:
-        """Read the committed offsets with a consumer that never joins the group. Raises KafkaException.
+        """Read the committed offsets with a consumer that never joins the group, or raise KafkaException.
 
         The admin client crashes the process with SIGSEGV if the coordinator responds that it is loading or has moved
         (librdkafka issue 5040; seen with 2.16.0).
         """
         if group not in self._askers:
-            # With read_committed, no offset is returned while a transaction that changes it is open.
+            # With read_committed, the broker returns no offset that an open transaction changes.
             options = {"group.id": group, "enable.auto.commit": False, "isolation.level": "read_committed"}
             self._askers[group] = Consumer({**self._config, **options})
         found = self._askers[group].committed(places, _ANSWER_WITHIN_S)
@@ -295,7 +296,7 @@ class KafkaReader:
         reached = start
         try:
             while reached < end:
-                # Wait for the first message only: a partition may end with markers instead of more records.
+                # Wait only for the first message, because a partition may end with markers instead of more records.
                 messages = self._consumer.consume(1, _POLL_S)
                 if messages and end - reached > 1:
                     messages += self._consumer.consume(min(_BATCH, end - reached) - 1, 0)
@@ -339,7 +340,7 @@ class KafkaReader:
         if error is None or error.retriable() or error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
             # librdkafka looks for a coordinator, although these reads use no group.
             return -1
-        if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  # the client has no public name
+        if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  # the client has no public name for this
             # The offset of this event is the next offset, after any markers and aborted records at the end.
             return message.offset() or 0
         if error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001

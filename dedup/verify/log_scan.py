@@ -1,6 +1,6 @@
-"""Reads a task's log once, in order, as columns, with stream time at each record.
+"""Reads a task's log once, in order, as columns, and computes stream time at each record.
 
-Most records are plain. For the others, `Odd` contains the further facts that their verdicts may depend on.
+Most records are plain. For a record that is not plain, `Odd` contains further facts that its verdict may depend on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _AFTER_ALL_TIME: Final = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The parts of a topology, and the late and dead-letter topics, that a replay needs."""
+    """The parts of a topology that a replay needs, and the late and dead-letter topics."""
 
     topology: Topology
     rules: ModelRules
@@ -46,15 +46,15 @@ class Plan:
     late: SideTopic | None
     dead_letters: SideTopic
     late_digests: set[bytes] | None = None
-    """Digests of all records that were forwarded as late, or None if these records are not known."""
+    """The digests of all records that were forwarded as late, or None if these records are unknown."""
     output_stamped: bool = True
-    """True if the output keeps the records' timestamps (CreateTime), so that they can be compared."""
+    """True if the output keeps the records' timestamps (CreateTime), so that the timestamps can be compared."""
     flowed: FlowOutputs | None = None
     """The topology's flow and the records that it sent, or None if the topology has no flow."""
 
     @property
     def late_forwarded(self) -> bool:
-        """True if the topology forwards late records with a mark."""
+        """True if the topology forwards late records, marked by a header."""
         return isinstance(self.topology.late, LateForward)
 
     @property
@@ -72,7 +72,7 @@ class Original(NamedTuple):
 
     source: Source
     content: bytes
-    """The digest of its key and value (`contents_of`)."""
+    """The digest of the record's key and value (`contents_of`)."""
     headers: Headers
     timestamp_ms: int
 
@@ -82,25 +82,25 @@ class Odd(NamedTuple):
 
     fault: ModelFault | None = None
     code: str = ""
-    """Code of the record's fault; empty if the record has no fault."""
+    """The code of the record's fault; empty if the record has no fault."""
     pending: bool = False
-    """True if the record is at or after the committed offset, so that it may or may not have been judged."""
+    """True if the record is at or after the committed offset, so that a task may or may not have judged it."""
     replayed: bool = False
     before_ms: int = BEFORE_ALL_TIME
     """Stream time before this record was judged."""
     doubt_ms: int | None = None
-    """Sightings up to this event time may be unknown, because the log lost their records; None if all are known."""
+    """The event time up to which sightings may be unknown because their records were lost; None if all are known."""
     doubt_by_clock: bool = False
     """True if the doubt arises from an event time that may have been clamped to the worker's clock."""
     late: Filed | None = None
     letter: Filed | None = None
-    """The record's entry in the dead-letter topic, or None if there is none."""
+    """The record's entry in the dead-letter topic, or None without an entry."""
     stand_in: bytes = b""
-    """The digest that a worker wrote to a side topic in place of a value that was too large; empty if it wrote none."""
+    """The digest that a worker wrote to a side topic in place of a value that was too large; otherwise empty."""
 
     @classmethod
     def of(cls, values: Sequence[object]) -> Odd:
-        """Convert the plain values that a spill stores."""
+        """Convert the plain values that a spill stores to an `Odd`."""
         odd = cls._make(values)
         late, letter = (None if filed is None else Filed._make(filed) for filed in (odd.late, odd.letter))
         return odd._replace(late=late, letter=letter)
@@ -118,7 +118,7 @@ class Flowed(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> Flowed:
-        """Convert the plain values that a spill stores."""
+        """Convert the plain values that a spill stores to a `Flowed`."""
         key, value, sent = values
         return cls(key, value, [FlowOutput._make(each) for each in sent])
 
@@ -160,7 +160,7 @@ class Log(NamedTuple):
     flowed: list[Flowed | None]
 
     def at(self, rows: Column) -> Self:
-        """Return only the given rows."""
+        """Return the records in the given rows."""
         return selected(self, rows)
 
     def sources(self) -> list[tuple[int, int, int]]:
@@ -195,7 +195,7 @@ _LOG_NUMBERS: Final = Log._fields.index("ids")
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Consecutive records of a log, and what is known about them."""
+    """Consecutive records of a log, with the facts that are known about them."""
 
     columns: RecordColumns
     sources: Sequence[SourceTuple]
@@ -207,7 +207,7 @@ class _Batch:
     flowed: list[Flowed | None]
 
     def log(self, after_ms: Column, odd: list[Odd | None]) -> Log:
-        """Return the columns of all records."""
+        """Return all records of the batch as columns."""
         columns, extracted = self.columns, self.extracted
         topics, partitions, offsets = np.array(self.sources, np.int64).reshape(-1, 3).T
         return Log(
@@ -272,7 +272,7 @@ def stream_times(
     unjudged: Sequence[int],
     letters: Sequence[int],
 ) -> Column:
-    """Return stream time after each record, as `ReferenceModel.judge` calculates it, and advance the model to the end.
+    """Return stream time after each record, as `ReferenceModel.judge` calculates it, and advance the model accordingly.
 
     The records at ``unjudged`` have a fault or no ID. According to the dead-letter topic, the records at ``letters``
     are dead letters, so they change neither stream time nor their feed, unless their event time is negative.
@@ -309,7 +309,7 @@ def stream_times(
 
 
 def _some(columns: RecordColumns, wanted: list[int]) -> list[bytes]:
-    """Return the contents of the wanted records, and empty bytes for the others."""
+    """Return the digests of the wanted records (`contents_of`), and empty bytes for all other records."""
     contents, some = [b""] * len(columns.offsets), columns.rows(wanted)
     for at, content in zip(wanted, contents_of(some.keys, some.values), strict=True):
         contents[at] = content
@@ -332,7 +332,7 @@ class LogScan:
     def __init__(self, plan: Plan, feeds: Sequence[Feed], *, from_start: bool) -> None:
         self._plan: Final = plan
         self._model: Final = ReferenceModel(plan.rules, feeds)
-        """Judges all records under one artificial ID, only to compute stream time."""
+        """A model that judges all records under one artificial ID, only to compute stream time."""
         self._from_start: Final = from_start
         self._anchor_ms: int | None = None
         self._clamped = False
@@ -348,13 +348,13 @@ class LogScan:
     ) -> Log:
         """Convert consecutive records to rows of the log; an idle marker advances stream time but becomes no row.
 
-        If ``only`` is given, only the records with these IDs are returned.
+        If ``only`` is given, the method returns only the records with these IDs.
         """
         plan = self._plan
         extracted = extracted_of(plan.extract, columns)
         late = plan.late.take(sources) if plan.late is not None else {}
         letters = plan.dead_letters.take(sources)
-        # No record is compared if only some IDs are wanted, so the digests of the other records are not needed.
+        # If only some IDs are wanted, no other record is compared, so the digests of other records are not needed.
         wanted = None if only is None else [at for at, own in enumerate(extracted.ids) if own in only]
         contents = contents_of(columns.keys, columns.values) if wanted is None else _some(columns, wanted)
         batch = _Batch(columns, sources, extracted, contents, late, letters, pending, _flowed(plan, columns, sources))
@@ -366,7 +366,7 @@ class LogScan:
         return log.at(np.array([at for at in rows if at not in idle_rows], np.int64))
 
     def _one_by_one(self, batch: _Batch, idle_rows: Collection[int]) -> Log:
-        """Return the rows of a log that may have lost records, with the resulting doubts."""
+        """Return the rows of a log that may have lost records, with the doubt about each record's verdict."""
         after_ms, odd = np.empty(len(batch.sources), np.int64), list[Odd | None]()
         odd_rows = batch.odd_rows(self._plan)
         for at, source in enumerate(batch.sources):
@@ -400,7 +400,7 @@ class LogScan:
         return self._anchor_ms
 
     def _at_once(self, batch: _Batch, idle_rows: Collection[int]) -> Log:
-        """Return the rows of a log that still has its beginning; stream time is calculated for all of them at once."""
+        """Return the rows of a log that still has its beginning, and calculate stream time for all rows at once."""
         ids, faults = batch.extracted.ids, batch.extracted.faults
         letters = [at for at, source in enumerate(batch.sources) if source in batch.letters] if batch.letters else []
         before_ms = self._model.stream_time_ms

@@ -40,11 +40,11 @@ svg{width:100%;height:auto}svg text{fill:var(--soft);font:12px system-ui,sans-se
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print a report's counts, violations, number of not provable records, and closing line."""
+    """Print a report's counts, violations, records that are not provable, and closing line."""
     places = [f"{books.topic}/{books.partition}" for books in report.books]
     table = _books(report, places)
     if _too_wide(table, console) > 0:
-        # On a narrow terminal, lines and the middle of long names are left out, but no number and no partition.
+        # A table for a narrow terminal omits lines and the middle of long names, but no number and no partition.
         longest = max(map(len, places))
         most = longest - _too_wide(_books(report, places, with_lines=False), console)
         table = _books(report, [_cut(place, max(most, _SHORTEST_NAME)) for place in places], with_lines=False)
@@ -66,7 +66,7 @@ def _books(report: Report, places: Sequence[str], *, with_lines: bool = True) ->
     if not with_lines:
         table.box, table.pad_edge, table.padding = None, False, (0, 2, 0, 0)
     sums = [sum(column) for column in zip(*map(_numbers, report.books), strict=True)]
-    # Empty columns are left out, because they would take space on a narrow terminal.
+    # The table omits empty columns, because they would take space on a narrow terminal.
     shown = [at for at, name in enumerate(_COLUMNS) if name not in _ONLY_IF_ANY or (sums and sums[at])]
     table.add_column("partition", no_wrap=True)
     for at in shown:
@@ -126,7 +126,7 @@ def to_html(report: Report, command: str = "dedup verify") -> str:
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """Return an HTML page that supports dark and light color schemes; empty parts are left out."""
+    """Return an HTML page that supports dark and light color schemes, without the empty parts."""
     head = (
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>{escape(title)}</title><style>{_STYLE}</style>",
@@ -135,7 +135,7 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def _bars(books: Sequence[Books]) -> str:
-    """Return one bar per partition that shows its verdicts; the label of an unbalanced partition is red."""
+    """Return an SVG image with one bar of verdicts per partition. The label of an unbalanced partition is red."""
     shown = [each for each in books if each.read][:_MOST_BARS]
     if not shown:
         return ""

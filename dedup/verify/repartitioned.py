@@ -1,8 +1,8 @@
 """Verifies a topology with a repartition topic.
 
-Every source record must be in the repartition topic, unchanged and only once, and the verdicts on the records of the
-repartition topic must be those of the model. For records that were deleted from the repartition topic, only the checks
-that do not depend on order are made (`findings.OrderFree`).
+Every source record must be in the repartition topic, unchanged and only once. The verdicts on the records of the
+repartition topic must be those of the model. If records were deleted from the repartition topic, the module makes only
+the checks that do not depend on order (`findings.OrderFree`) for these records.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from dedup.verify.report import Books
 from dedup.verify.spill import BUCKET_ROWS, Spill, buckets_for, places_of
 
 _APPENDED: Final = 2
-"""Number of headers that a repartition task appends: the source position or the idle feed, and the timestamp."""
+"""The number of headers that a repartition task appends: the source position or the idle feed, and the timestamp."""
 WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
 _AFTER_ALL: Final = 1 << 62
 _REPORTED: Final = -1
@@ -79,7 +79,7 @@ class _Step:
     purged: bool
     """True if a partition of the repartition topic has lost its beginning."""
     firsts: dict[Feed, int] = field(default_factory=dict)
-    """Maps each source partition to the lowest of its offsets in the repartition topic."""
+    """Maps each source partition to its lowest source offset in the repartition topic."""
     spans: dict[Feed, tuple[int, int]] = field(default_factory=dict)
     """Maps each source partition to the range [first, end) of offsets that were read."""
 
@@ -174,7 +174,7 @@ def _places(topics: Column, partitions: Column, offsets: Column) -> Column:
 def log_rows(cut: Cut, partition: int, only: Collection[bytes] | None = None) -> Iterator[Log]:
     """Yield all records of a partition of the repartition topic, as they were in the source topic.
 
-    If ``only`` is given, only the records with these IDs are returned.
+    If ``only`` is given, the function yields only the records with these IDs.
     """
     log = cut.topology.repartition_topic
     bounds = cut.bounds[log][partition]
@@ -191,7 +191,7 @@ def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Sour
     """Restore the source records, and return their source positions and the rows of idle markers."""
     idle_rows: set[int] = set()
     tails = list(map(itemgetter(slice(-_APPENDED, None)), columns.headers))
-    # Most records are not idle markers. Their headers are read as whole columns.
+    # Most records are not idle markers, and the headers of these records are read as whole columns.
     records = [row for row, tail in enumerate(tails) if tail and tail[0][0] == SOURCE_HEADER]
     found = _positions_at_once([tails[row] for row in records], tuple(cut.topology.source.topics))
     of_row: dict[int, SourceTuple] = {}
@@ -201,7 +201,7 @@ def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Sour
             columns.timestamps_ms[row] = timestamp_ms
     for row in (row for row in range(len(tails)) if row not in of_row):
         appended = tails[row]
-        # Only the last two headers count. An upstream topology may have added headers with the same names before.
+        # Only the last two headers count, because an upstream topology may have added headers with the same names.
         marker = header(appended, IDLE_HEADER)
         position = header(appended, SOURCE_HEADER) if marker is None else marker + b"/0"
         source = parse_source(position, cut.topology.source.topics)
@@ -219,7 +219,7 @@ def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Sour
 
 
 def _positions_at_once(tails: Sequence[Headers], topics: tuple[str, ...]) -> tuple[list[SourceTuple], list[int]] | None:
-    """Return source positions and timestamps if there are no idle markers and all headers have their usual form."""
+    """Return source positions and timestamps, or None if there is an idle marker or a header in an unusual form."""
     if set(map(len, tails)) != {_APPENDED}:
         return None
     names, contents = zip(*chain.from_iterable(tails), strict=True)
@@ -321,7 +321,7 @@ def _account_absent(cut: Cut, step: _Step, source: Source, judged: _Judged) -> N
 def _account_letter(cut: Cut, step: _Step, source: Source, judged: _Judged, letter: Filed) -> None:
     """Check the dead letter of a record without a fault that is not in the repartition topic."""
     place, there = cut.plan.place(source), cut.plan.dead_letters.place(letter)
-    # The repartition topic may have lost a record that a `dedup` task made a dead letter.
+    # The repartition topic may have lost a record for which a `dedup` task wrote a dead letter.
     others = {FUTURE, FLOW_FAILED} if step.purged else set()
     if letter.reason not in by_evidence(cut.topology).keys() | others:
         text = f'{there} says "{letter.reason}"; the repartition step has no reason to make it a dead letter'
@@ -350,7 +350,7 @@ def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copie
         log = Log(*spill.bucket(number))
         _check_owners(cut, books, log, owners)
         tasks.append(_replayed(cut, books, log))
-    # The order of records without an ID is known only within a source partition, so each one is replayed as a task.
+    # The order of records without an ID is known only within a source partition, so each partition is replayed alone.
     books, spill = step.without_id
     past = Log(*spill.bucket(number))
     for topic, partition in step.feeds if past.ids else ():
@@ -370,7 +370,7 @@ def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copie
     for at, each in enumerate(written):
         each.order.match(*found.places(at))
     if step.purged:
-        # Records that have since been deleted were also forwarded, so an unknown record in the output is no violation.
+        # The output also has records that were since purged from the log, so unknown output records are no violations.
         found.extra.clear()
     partial = any(each.bounds.start_deleted or each.truncated for each in written)
     for number_of_task, wanted in explain(found, tasks, written, cut.report, partial=partial):
@@ -402,7 +402,7 @@ def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> No
 
 
 def _check_owners(cut: Cut, books: Books, log: Log, owners: dict[bytes | None, int]) -> None:
-    """Report each ID that also occurs in another partition, because two tasks judged it."""
+    """Report each ID that also occurs in another partition, because two tasks judged that ID."""
     ids = dict.fromkeys(log.ids, books.partition)
     ids.pop(None, None)
     for own in ids.keys() & owners.keys():

@@ -48,13 +48,13 @@ WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or
 
 
 def by_evidence(topology: Topology) -> dict[str, str]:
-    """Return the reasons in dead letters that are accepted without proof, each with a sentence."""
+    """Map each dead-letter reason that is accepted without proof to a sentence for the report."""
     by_registry = {SCHEMA_UNKNOWN: WHY_SCHEMA} if topology.source.names_schemas else {}
     return {REFUSED_BY_THE_BROKER: WHY_REFUSED, **by_registry}
 
 
 def no_schema(place: str) -> str:
-    """Return the error for a record whose schema the registry does not know, although no dead letter says so."""
+    """Return the error message for a record whose schema the registry does not know and that has no dead letter."""
     return (
         f"{place}: the schema registry does not know the schema of this record, and no dead letter says so. Either the "
         f"schema was deleted after the record was judged, or the dead letter was. Nothing can be verified until the "
@@ -116,7 +116,7 @@ class TaskReplay:
             and rules.on_conflict == "duplicate"
             and not (topology.duplicates or topology.conflicts or topology.then)
         )
-        """Whether `_judge_at_once` may judge records."""
+        """True if `_judge_at_once` may judge records."""
 
     def take(self, log: Log) -> None:
         """Judge all records of this bucket of the log."""
@@ -136,8 +136,8 @@ class TaskReplay:
     def _at_a_glance(self, log: Log) -> npt.NDArray[np.bool_]:
         """Return a mask of the records whose IDs have at most one sighting and whose verdicts are obvious.
 
-        Most records are of this kind: the first one with an ID is unique, and all others are duplicates of it. The
-        model judges the records of all other IDs.
+        Most records are of this kind: the first record with an ID is unique, and all other records with the ID are
+        duplicates of the first one. The model judges the records of all other IDs.
         """
         count, rules, times_ms, prints = len(log.ids), self._plan.rules, log.times_ms, log.fingerprints
         rows: dict[bytes | None, int] = {}
@@ -153,7 +153,7 @@ class TaskReplay:
         return ~special[first]
 
     def _judge_at_once(self, log: Log, at_once: npt.NDArray[np.bool_]) -> None:
-        """Count the records of a mask from `_at_a_glance`, and expect the first one with each ID in the output."""
+        """Count the records that `_at_a_glance` selects, and expect the first record with each ID in the output."""
         log = log.at(np.flatnonzero(at_once))
         rows: dict[bytes | None, int] = {}
         list(map(rows.setdefault, log.ids, range(len(log.ids))))
@@ -169,7 +169,7 @@ class TaskReplay:
         self._report.timeline.add_all("duplicates", log.times_ms[~unique])
 
     def _forget(self, tracking_id: bytes | None) -> None:
-        """Drop expired sightings of a frequent ID, because judging takes longer with each sighting of an ID."""
+        """Drop expired sightings of a frequent ID, because each sighting of an ID makes judging slower."""
         known = [] if tracking_id is None else self._model.sightings.get(tracking_id, [])
         if tracking_id is None or len(known) < self._forget_at.get(tracking_id, _MANY_SIGHTINGS):
             return
@@ -182,7 +182,7 @@ class TaskReplay:
         return self._plan.place(source)
 
     def doubtful(self, tracking_id: bytes | None, time_ms: int, *, timed: bool) -> bool:
-        """Return whether the verdict on a record or, if ``timed`` is false, on any record of its ID, was in doubt."""
+        """Return whether the verdict on a record or, if ``timed`` is false, on any record with its ID, was in doubt."""
         until_ms = BEFORE_ALL_TIME if tracking_id is None else self._doubt.until_ms(tracking_id)
         return time_ms <= until_ms if timed else until_ms > BEFORE_ALL_TIME
 
@@ -218,7 +218,7 @@ class TaskReplay:
                 self._violation("unbalanced", row, f"{text}, but the offset after it is committed")
 
     def _certain(self, row: Row, verdict: ModelVerdict) -> bool:
-        """Return whether the verdict is the only possible one; if not, count the record as not provable."""
+        """Return whether only this verdict is possible; otherwise, count the record as not provable."""
         if self._pending:
             return False
         if row.odd.doubt_ms is None or row.id is None or verdict.kind == "dead_letter":
@@ -235,7 +235,7 @@ class TaskReplay:
         return True
 
     def _dead_by_evidence(self, row: Row, letter: Filed) -> None:
-        """Handle the dead letter of a record without a fault; a worker's clock or the broker may be the cause."""
+        """Check the dead letter of a record without a fault, which a broker, a registry, a clock, or a flow caused."""
         far_ahead = row.time_ms > row.odd.before_ms + self._plan.topology.max_clock_skew_ms
         by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
         if letter.reason == FLOW_FAILED and self._plan.flowed is not None:
@@ -260,7 +260,7 @@ class TaskReplay:
         self._count_dead(row)
 
     def _by_evidence(self, letter: Filed, code: str | None) -> str | None:
-        """Return why the dead letter of a record with this fault is accepted without proof, or None if it is not."""
+        """Return why the dead letter of a record with this fault needs no proof, or None if it needs proof."""
         if letter.reason == SCHEMA_UNKNOWN and code in FRAMING_FAULTS:
             return None
         return by_evidence(self._plan.topology).get(letter.reason)
@@ -286,7 +286,7 @@ class TaskReplay:
         return made
 
     def _compare_flow(self, row: Row, kept: Flowed, flowed: FlowOutputs) -> None:
-        """Compare the records that the flow had to send for a source record with those that it has sent."""
+        """Compare the records that the flow had to send for a source record with the records that the flow has sent."""
         whys, certain = self._flow_may
         options = [self._flow_made(row, why) for why in whys]
         certain = certain and not self._pending
@@ -418,7 +418,7 @@ class TaskReplay:
         self._count("dead_letters", row.time_ms if dated else None)
 
     def _count(self, outcome: str, time_ms: int | None) -> None:
-        """Count a judged record in the books and over event time; ``outcome`` is the name of a field in `Books`."""
+        """Count a judged record in the books and the timeline; ``outcome`` is the name of a field in `Books`."""
         if not self._pending:
             setattr(self.books, outcome, getattr(self.books, outcome) + 1)
             self._report.timeline.add(outcome, time_ms)

@@ -45,7 +45,7 @@ class Violation:
 
     kind: ViolationKind
     place: str
-    """``topic/partition offset n`` of the record."""
+    """The place of the record, as ``topic/partition offset n``."""
     text: str
 
 
@@ -57,24 +57,24 @@ class Books:
     partition: int
     read: int = 0
     unique: int = 0
-    """Number of records forwarded as the first ones with their IDs, including conflicts that the topology forwards."""
+    """The number of records that were forwarded as the first ones with their IDs, including forwarded conflicts."""
     exempt: int = 0
-    """Number of records without an ID or a value that are marked and forwarded without being judged."""
+    """The number of records without an ID or a value that are marked and forwarded without being judged."""
     duplicates: int = 0
     conflicts: int = 0
-    """Number of duplicates that have a different payload."""
+    """The number of duplicates that have a different payload."""
     late: int = 0
     dead_letters: int = 0
     replayed: int = 0
-    """Number of records in ``read`` that were sent again by ``dedup replay``."""
+    """The number of records in ``read`` that were sent again by ``dedup replay``."""
     pending: int = 0
-    """Number of offsets from the committed offset to the end, as in `dedup status`, or 0 if they hold no record."""
+    """The number of offsets from the committed offset to the end, as in `dedup status`, or 0 if they hold no record."""
     skipped: int = 0
-    """Number of offsets that were never judged, because they precede the topology's start."""
+    """The number of offsets that were never judged, because they precede the topology's start."""
     not_provable: int = 0
-    """Number of records in ``read`` that were judged although the log no longer shows their correct verdict."""
+    """The number of records in ``read`` for which the log alone cannot show that the verdict was right."""
     ended: int | None = None
-    """Number of records that ended in a topic or were rightly dropped; None if the number is unknown."""
+    """The number of records that ended in a topic or were rightly dropped; None if the number is unknown."""
 
     @property
     def balanced(self) -> bool:
@@ -85,7 +85,7 @@ class Books:
 
 @dataclass(slots=True)
 class Timeline:
-    """The number of verdicts over event time, in at most a few hundred steps whatever the time span."""
+    """The number of verdicts over event time, in at most a few hundred steps for any time span."""
 
     step_ms: int = _FIRST_BUCKET_MS
     counts: dict[int, list[int]] = field(default_factory=dict)
@@ -131,9 +131,9 @@ class Report:
     counts: dict[ViolationKind, int] = field(default_factory=lambda: dict.fromkeys(MEANINGS, 0))
     samples: list[Violation] = field(default_factory=list)
     sample: int = 1
-    """One tracking ID out of this many was judged."""
+    """The verification judged one tracking ID out of this many."""
     unsampled: int = 0
-    """Number of records not judged, because their IDs are not in the sample."""
+    """The number of records that were not judged, because their IDs are not in the sample."""
     not_provable: dict[str, int] = field(default_factory=dict)
     """Maps each reason to the number of records that are not provable for that reason."""
     timeline: Timeline = field(default_factory=Timeline)

@@ -1,4 +1,4 @@
-"""Keeps rows on disk in buckets that fit into memory. All rows of a tracking ID are in the same bucket."""
+"""Keeps rows on disk in buckets that fit into memory. All rows with the same tracking ID are in the same bucket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from dedup.verify.compare import Column
 
 BUCKET_ROWS: Final = 60_000
-"""Average number of log rows per bucket. A replay of this many rows takes tens of MB of memory."""
+"""The average number of log rows per bucket. A replay of this many rows takes tens of MB of memory."""
 _PENDING_ROWS: Final = 20_000
 _PENDING_BYTES: Final = 8 << 20
 _LENGTH_BYTES: Final = 8
@@ -31,12 +31,12 @@ def buckets_for(rows: int) -> int:
 
 
 def place_of(tracking_id: bytes | None, content: bytes) -> int:
-    """Hash a record's ID or, without an ID, its item of `contents_of`. The hash decides if the record is sampled."""
+    """Return a hash of the ID or, without an ID, of the content. The hash decides whether the record is in a sample."""
     return int.from_bytes(blake2b(content if tracking_id is None else tracking_id, digest_size=8).digest(), "little")
 
 
 def places_of(ids: Sequence[bytes | None], contents: Sequence[bytes]) -> Column:
-    """Hash each record's ID or, without an ID, its item of `contents_of`. The hashes differ between processes."""
+    """Return a hash of each ID or, without an ID, of the content. The hashes differ between processes."""
     known = [content if own is None else own for own, content in zip(ids, contents, strict=True)]
     return np.fromiter(map(hash, known), np.int64, len(known))
 
@@ -48,7 +48,7 @@ def stand_in(value: bytes | None) -> bytes:
 
 
 class Spill:
-    """Stores rows in buckets on disk; the rows of a bucket are read in the order in which they were added.
+    """Stores rows in buckets on disk, and returns the rows of a bucket in the order in which they were added.
 
     A row consists of ``numbers`` 64-bit integers, kept as arrays, and of ``others`` other values, kept as lists.
     """
@@ -66,9 +66,10 @@ class Spill:
         """Maps each bucket to the file offsets of its chunks."""
 
     def add(self, places: Column, columns: Sequence[Any], size_bytes: int = 0) -> None:
-        """Add rows to the buckets for the hashes ``places``; ``size_bytes`` is the size of the rows' long values.
+        """Add rows to the buckets for the hashes ``places``.
 
-        ``columns`` are the arrays or lists of numbers, and then the lists of other values.
+        ``columns`` contains arrays or lists of numbers, followed by lists of other values. ``size_bytes`` is the size
+        of the rows' long values.
         """
         numbers = np.array(columns[: self._numbers], np.int64)
         others = columns[self._numbers :]
@@ -109,7 +110,7 @@ class Spill:
         self.rows = self._pending_rows = self._pending_bytes = 0
 
     def close(self) -> None:
-        """Free the disk space."""
+        """Delete the file on disk."""
         self._file.close()
 
     def flush(self) -> None:

@@ -17,7 +17,7 @@ from dedup.worker_view import STUCK_S, Kind, Noted, Peer, TaskPulse
 
 EVERY_S: Final = 1.0
 KEPT: Final = 300
-"""Number of samples that are kept, which cover five minutes."""
+"""Number of samples that are kept; together, they cover five minutes."""
 PLOTTED: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 
 
@@ -25,19 +25,21 @@ _COLUMNS: Final = ("time_ms", *PLOTTED, "lag_records", "median_s", "p99_s")
 
 Sample = Mapping[str, float | None]
 """Maps the names in `_COLUMNS` to the metrics at one moment. Rates are per second since the previous sample. The lag is
-None while no task knows the end of its partition. Latencies are those of the records that were committed since the
-previous sample, or None if there were none.
+None while no task knows the end of its partition. Latencies cover the records that were committed since the previous
+sample, and are None if there were no such records.
 """
 
 
 class Growth(NamedTuple):
-    """What a worker judged between two moments, and its lag at the second one."""
+    """The counts and latencies of the records that a worker judged between two moments, and its lag at the later
+    moment.
+    """
 
     covered_ms: int
     counts: Counter[str]
-    """The number of records by verdict, and of conflicts."""
+    """The number of records by verdict, and the number of conflicts."""
     latencies: list[int]
-    """The records' end-to-end latencies by the buckets of the histogram."""
+    """The number of records in each bucket of the histogram of end-to-end latency."""
     lag_records: int | None
 
 
@@ -47,11 +49,15 @@ class MetricHistory:
 
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
     _last: dict[int, tuple[TaskNumbers, Counter[str], list[int]]] = field(default_factory=dict)
-    """Maps the id() of a task's counters to the counters (so that the id() stays unique), verdicts, and latencies."""
+    """Maps the id() of a task's counters to the counters (so that the id() stays unique), the verdicts, and the
+    latencies.
+    """
     _last_ms: int | None = None
 
     def sample(self, pulses: Iterable[TaskPulse], now_ms: int) -> Growth | None:
-        """Add a sample of the metrics since the previous call, and return it as counts, or None on the first call."""
+        """Add a sample of the metrics since the previous call, and return the growth of the metrics as counts, or None
+        on the first call.
+        """
         counts: Counter[str] = Counter()
         latencies = [0] * (len(END_TO_END_BUCKETS_S) + 1)
         lags: list[int] = []
@@ -80,7 +86,9 @@ class MetricHistory:
 
 
 def quantile(counts: Sequence[int], share: float) -> float | None:
-    """Return a quantile, in seconds, of a histogram of end-to-end latency, or None if the histogram is empty."""
+    """Return the quantile ``share`` of a histogram of end-to-end latency in seconds, or None if the histogram is
+    empty.
+    """
     total = sum(counts)
     if not total:
         return None
@@ -128,7 +136,9 @@ class Notice:
 
 
 def notices(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) -> list[Notice]:
-    """Return the current issues of a worker and its tasks, errors first, and at most `MOST_NOTICES` of them."""
+    """Return the current issues of a worker and its tasks, errors first; if there are more than `MOST_NOTICES` issues,
+    the last notice only says how many more there are.
+    """
     found = sorted([*_worker(seen, samples, peers), *_tasks(seen.tasks)], key=lambda notice: notice.level != "error")
     shown, more = found[:MOST_NOTICES], found[MOST_NOTICES:]
     return [*shown, Notice(more[0].level, f"{len(more):,} more; /api/status has all tasks.")] if more else shown
@@ -190,11 +200,11 @@ class Summary:
     p99_s: float | None
     state_bytes: int | None
     totals: dict[str, int]
-    """Records by verdict, conflicts, fenced groups, and damaged stores since the worker's start."""
+    """The numbers of records by verdict, conflicts, fenced task groups, and damaged stores since the worker's start."""
 
 
 def summary(seen: WorkerSeen, samples: Sequence[Sample]) -> Summary:
-    """Return the figures of this worker."""
+    """Return the figures of one worker from its current state and its latest samples."""
     counted, last = seen.total(), samples[-1] if samples else None
     running = [task for task in seen.tasks if task.state == "running"]
     latencies = [sample["p99_s"] for sample in samples if sample["p99_s"] is not None]
@@ -228,7 +238,8 @@ def board(
 ) -> dict[str, Any]:
     """Return the dashboard's content for one request, with all times in milliseconds.
 
-    ``others`` contains the `summary` of each other worker or, if it did not answer, its name and the reason (`why`).
+    ``others`` contains the `summary` of each other worker or, for a worker that did not respond, its name and the
+    reason (`why`).
     """
     own = asdict(summary(seen, history.samples))
     return {
@@ -242,7 +253,7 @@ def board(
 
 
 def _newest(latest: Iterable[Noted]) -> Iterator[Noted]:
-    """Yield the newest records of each kind, newest first."""
+    """Yield at most `MOST_CASES` records of each kind, newest first."""
     by_kind: dict[Kind, list[Noted]] = {kind: [] for kind in _KINDS}
     for noted in latest:
         by_kind[noted.kind].append(noted)

@@ -1,11 +1,13 @@
-"""The last hour of a group: its metrics, and which worker had which partition.
+"""Collects and merges data about the last hour of a fleet: its metrics, and the owners of each partition over time.
 
-Each worker remembers the hour in memory only. It adds its own metrics up in slots of ten seconds, and it remembers who
-has which partition: for its own partitions with the state of the task, for those of other workers as the last
-assignment says. The worker whose page is open merges what all workers remember. Slots begin at the same times on all
-workers and contain counts, so that the merged metrics are those that a single worker with all tasks would have.
+Each worker keeps its data about the last hour in memory only. The worker adds up its own metrics in slots of ten
+seconds, and records the owner of each partition. For its own partitions, a worker also records the state of the task;
+the worker knows the owners of other partitions from the last assignment. The worker whose page is open merges the data
+of all workers. Slots begin at the same times on all workers and contain counts, so the merged metrics equal those of a
+single worker that runs all tasks.
 
-If a worker ends, its slots and the states of its tasks are lost. Other workers still know which partitions it had.
+If a worker ends, its slots and the states of its tasks are lost. The other workers still know which partitions the
+ended worker owned.
 """
 
 from __future__ import annotations
@@ -25,41 +27,41 @@ from dedup.worker_view import Peer, TaskPulse
 
 SLOT_MS: Final = 10_000
 SLOTS: Final = 360
-"""Number of slots that are kept, which cover one hour."""
+"""Number of slots that a worker keeps; together, they cover one hour."""
 HOUR_MS: Final = SLOT_MS * SLOTS
 RANGES_S: Final = (300, 900, 3600)
-"""The time ranges that the page offers."""
+"""The time ranges, in seconds, that the dashboard offers."""
 COUNTED: Final = (*PLOTTED, "conflict")
 MOST_SPANS: Final = 2_048
 MOST_ROWS: Final = 16
-"""Maximum number of lines of the time line. If there are more partitions, partitions with the same owners share one."""
+"""Maximum number of rows of the timeline. If there are more partitions, partitions with the same owners share a row."""
 MOST_MOVES: Final = 8
 _JOINED_MS: Final = 20_000
-"""Changes of owners that are not farther apart belong to one rebalance."""
+"""Two successive changes of owner that are at most this far apart belong to the same rebalance."""
 _DETAILED: Final = {"restoring": 2, "assigned": 1, "running": 0}
-"""The states of a span. If partitions share a line, the state with the greatest number is shown."""
+"""Maps each state of a span to its rank. If partitions share a row, the row shows the state with the greatest rank."""
 State = Literal["restoring", "running", "assigned"]
-"""The state of the teller's own task, or `assigned` if only the assignment is known."""
+"""The state of a task as its own worker reports it, or `assigned` if only the assignment is known."""
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
-"""A number that another worker may send: sums of them still fit in 64 bits."""
+"""A number in another worker's response; sums of such numbers fit in 64 bits."""
 
 
 class Slot(NamedTuple):
-    """What one worker judged in ten seconds, and how it stood at their end."""
+    """The counts of the records that one worker judged in ten seconds, with the worker's lag and state size."""
 
     number: Count
-    """The slot's start, in units of `SLOT_MS` since the epoch."""
+    """The start of the slot, in units of `SLOT_MS` since 1970-01-01 UTC."""
     covered_ms: Count
-    """The time that the counts cover, which is shorter if the worker started within the slot."""
+    """The time in ms that the counts cover; it is shorter than the slot if the worker started within the slot."""
     counts: tuple[Count, ...]
-    """The number of records by the kinds in `COUNTED`."""
+    """The number of records of each kind in `COUNTED`."""
     latencies: tuple[Count, ...]
     lag_records: Count | None
     state_bytes: Count | None
 
 
 class Span(NamedTuple):
-    """The time during which a worker had a partition, in one state."""
+    """A period during which a worker owned a partition and the partition's state did not change."""
 
     topic: str
     partition: int
@@ -67,24 +69,24 @@ class Span(NamedTuple):
     state: State
     from_ms: int
     to_ms: int | None
-    """The end, or None if the span goes on."""
+    """The end of the span in ms, or None if the span has not ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHour:
-    """What one worker remembers of the last hour."""
+    """The data that one worker has collected about the last hour."""
 
     format: int
     topology: str
     worker: str
     since_ms: int
-    """The time at which this worker began to remember."""
+    """The time in ms at which this worker began to collect data."""
     slots: tuple[Slot, ...]
     spans: tuple[Span, ...]
 
     @property
     def is_sound(self) -> bool:
-        """Whether it is as long as this release allows, and all slots have as many counts as this release expects."""
+        """Return whether this release accepts the number of slots and spans, and the number of counts in each slot."""
         if len(self.slots) > SLOTS or len(self.spans) > MOST_SPANS:
             return False
         counts, latencies = len(COUNTED), len(END_TO_END_BUCKETS_S) + 1
@@ -92,21 +94,25 @@ class WorkerHour:
 
 
 class Memory:
-    """What this worker remembers of the last hour."""
+    """Collects this worker's data about the last hour."""
 
     def __init__(self, now_ms: int) -> None:
         self._since_ms: Final = now_ms
         self._slots: Final[deque[Slot]] = deque(maxlen=SLOTS)
         self._ended: Final[deque[tuple[tuple[str, int], str | None, State, int, int]]] = deque(maxlen=MOST_SPANS)
         self._now: dict[tuple[str, int], tuple[str | None, State, int]] = {}
-        """For each partition, the owner (None for this worker), the state, and the time since when."""
+        """Maps each partition to its owner (None for this worker), its state, and the time in ms when this state
+        began.
+        """
 
     def begins(self, now_ms: int) -> bool:
-        """Return whether the next counts begin a new slot."""
+        """Return whether counts that are added at ``now_ms`` begin a new slot."""
         return not self._slots or self._slots[-1].number != now_ms // SLOT_MS
 
     def add(self, grown: Growth, now_ms: int, state_bytes: int | None = None) -> None:
-        """Add what was judged until now. ``state_bytes`` is read when a slot begins, because reading it takes time."""
+        """Add the growth of the counts since the previous call to the slot of ``now_ms``. Only the first call of a slot
+        needs ``state_bytes``, because determining the size takes time.
+        """
         number, counts = now_ms // SLOT_MS, tuple(grown.counts[name] for name in COUNTED)
         before = self._slots[-1] if self._slots else None
         if before is not None and before.number == number:
@@ -120,13 +126,13 @@ class Memory:
             )
             return
         while self._slots and self._slots[-1].number >= number:
-            self._slots.pop()  # the clock was set back
+            self._slots.pop()  # The clock was set back.
         self._slots.append(
             Slot(number, grown.covered_ms, counts, tuple(grown.latencies), grown.lag_records, state_bytes)
         )
 
     def look(self, pulses: Iterable[TaskPulse], peers: Iterable[Peer], now_ms: int) -> None:
-        """Remember who has which partition now."""
+        """Record the current owner and the current state of each partition."""
         found: dict[tuple[str, int], tuple[str | None, State]] = {
             place: (None if peer.here else peer.worker, "assigned") for peer in peers for place in peer.partitions
         }
@@ -144,7 +150,7 @@ class Memory:
         self._ended.extend((place, *known, now_ms) for place, known in before.items())
 
     def told(self, topology: str, worker: str, now_ms: int, *, version: int) -> WorkerHour:
-        """Return what this worker remembers, with the newest spans if they are too many."""
+        """Return this worker's data about the last hour, with the newest spans if there are more than `MOST_SPANS`."""
         oldest_ms = now_ms - HOUR_MS
         spans = [
             Span(*place, owner or worker, state, from_ms, to_ms)
@@ -157,9 +163,10 @@ class Memory:
 
 
 def merged(hours: Sequence[WorkerHour], now_ms: int, *, of: str | None = None) -> dict[str, Any]:
-    """Return the last hour of all workers, or of one, as plain data.
+    """Merge the data of several workers about the last hour, and return the result as plain data.
 
-    The time line is always that of all workers.
+    If ``of`` is the name of a worker, the metrics are those of this worker only. The timeline always covers all
+    workers.
     """
     owned = _owners(hours, now_ms)
     plotted = [hour for hour in hours if of in {None, hour.worker}]
@@ -175,7 +182,7 @@ def merged(hours: Sequence[WorkerHour], now_ms: int, *, of: str | None = None) -
 
 
 def _metrics(hours: Sequence[WorkerHour], owned: Mapping[Any, Sequence[Span]], now_ms: int) -> dict[str, Any]:
-    """Return the columns for the plots, and the figures of each range."""
+    """Return the columns for the plots, and the counts and latencies for each time range."""
     last = now_ms // SLOT_MS
     numbers = range(last - SLOTS + 1, last + 1)
     by_number: defaultdict[int, list[tuple[str, Slot]]] = defaultdict(list)
@@ -183,14 +190,14 @@ def _metrics(hours: Sequence[WorkerHour], owned: Mapping[Any, Sequence[Span]], n
         for slot in hour.slots:
             by_number[slot.number].append((hour.worker, slot))
     owners = _owners_by_slot(owned, numbers)
-    # The newest slot is shown once all workers have begun it; until then, a sum would lack the others' part.
+    # The newest slot is shown once all workers have begun it; until then, a sum would lack counts of other workers.
     newest = [hour.slots[-1].number for hour in hours if hour.slots and hour.slots[-1].number >= last - 1]
     end = min(newest, default=last)
     rows = [
         {
             "time_ms": min((number + 1) * SLOT_MS, now_ms),
             **_point([slot for _, slot in by_number[number] if number <= end]),
-            # A worker that had partitions then, but whose slot is missing.
+            # True if the slot of a worker that owned partitions at that time is missing.
             "partial": bool(owners[number] - {worker for worker, _ in by_number[number]}) and number != last,
         }
         for number in numbers
@@ -203,7 +210,7 @@ def _metrics(hours: Sequence[WorkerHour], owned: Mapping[Any, Sequence[Span]], n
 
 
 def _point(slots: Sequence[Slot]) -> dict[str, float | None]:
-    """Return the metrics of one slot, which are all None if no worker has it."""
+    """Return the metrics of one slot, all of which are None if no worker has data for this slot."""
     rates: dict[str, float | None] = dict.fromkeys(COUNTED)
     if slots:
         for at, name in enumerate(COUNTED):
@@ -222,7 +229,7 @@ def _point(slots: Sequence[Slot]) -> dict[str, float | None]:
 
 
 def _figures(slots: Sequence[Slot]) -> dict[str, Any]:
-    """Return what was judged in a range, and how long it took."""
+    """Return the number of records of each kind in a time range, and quantiles of their end-to-end latency."""
     counts = _sums([slot.counts for slot in slots], len(COUNTED))
     latencies = _sums([slot.latencies for slot in slots], len(END_TO_END_BUCKETS_S) + 1)
     quantiles = {"median_s": quantile(latencies, 0.5), "p99_s": quantile(latencies, 0.99)}
@@ -239,7 +246,7 @@ def _sum_known(values: Iterable[int | None]) -> int | None:
 
 
 def _owners_by_slot(owned: Mapping[Any, Sequence[Span]], numbers: range) -> defaultdict[int, set[str]]:
-    """Return the workers that had partitions during the whole of a slot."""
+    """Map each slot to the workers that owned at least one partition during the whole slot."""
     found: defaultdict[int, set[str]] = defaultdict(set)
     spans = (span for of_place in owned.values() for span in of_place)
     periods = {(span.worker, span.from_ms // SLOT_MS, _end(span) // SLOT_MS) for span in spans}
@@ -255,7 +262,9 @@ def _end(span: Span) -> int:
 
 
 def _owners(hours: Sequence[WorkerHour], now_ms: int) -> dict[tuple[str, int], list[Span]]:
-    """Return for each partition who had it, oldest first. What a worker says about itself prevails."""
+    """Map each partition to the spans of its owners, oldest first. A worker's own spans take precedence over the spans
+    that other workers report about it.
+    """
     since_ms = {hour.worker: hour.since_ms for hour in hours}
     pieces: defaultdict[tuple[str, int], dict[Span, bool]] = defaultdict(dict)
     for hour in hours:
@@ -263,7 +272,8 @@ def _owners(hours: Sequence[WorkerHour], now_ms: int) -> dict[tuple[str, int], l
             own = span.worker == hour.worker
             end_ms = now_ms if span.to_ms is None else min(span.to_ms, now_ms)
             if not own:
-                # Another worker knows only the assignment, which counts for the time before the owner remembers.
+                # Another worker knows only the assignment, which is used only for the time before the owner began to
+                # collect data.
                 end_ms = min(end_ms, since_ms.get(span.worker, now_ms))
             start_ms = max(span.from_ms, now_ms - HOUR_MS)
             if start_ms < end_ms:
@@ -273,7 +283,7 @@ def _owners(hours: Sequence[WorkerHour], now_ms: int) -> dict[tuple[str, int], l
 
 
 def _painted(spans: Sequence[Span], rank: Callable[[Span], Any]) -> list[Span]:
-    """Return spans that do not overlap: at each moment, the one with the greatest rank remains."""
+    """Return spans that do not overlap; at each moment, only the span with the greatest rank remains."""
     cuts = sorted({cut for span in spans for cut in (span.from_ms, _end(span))})
     begun = sorted(spans, key=lambda span: span.from_ms, reverse=True)
     active: list[Span] = []
@@ -293,12 +303,12 @@ def _painted(spans: Sequence[Span], rank: Callable[[Span], Any]) -> list[Span]:
 
 
 class _Step(NamedTuple):
-    """The time during which a worker had a partition, in any state."""
+    """A period during which a worker owned a partition, in any state."""
 
     worker: str
     from_ms: int
     ready_ms: int | None
-    """The time since when its task runs, or None if it does not run or nobody knows."""
+    """The time in ms at which the task began to run, or None if the task has not run or no worker knows the time."""
 
 
 def _steps(spans: Iterable[Span]) -> list[_Step]:
@@ -311,7 +321,9 @@ def _steps(spans: Iterable[Span]) -> list[_Step]:
 
 
 def _moves(steps: Mapping[tuple[str, int], Sequence[_Step]]) -> list[dict[str, Any]]:
-    """Return the hand-overs, newest first, with all partitions that moved between two workers in one rebalance."""
+    """Return the changes of owner, newest first; each entry covers all partitions that moved from one worker to another
+    in one rebalance.
+    """
     changes = sorted(
         (new.from_ms, old.worker, new.worker, place, new.ready_ms)
         for place, of_place in steps.items()
@@ -340,7 +352,7 @@ def _moves(steps: Mapping[tuple[str, int], Sequence[_Step]]) -> list[dict[str, A
 
 
 def _rebalances(times_ms: Iterable[int]) -> dict[int, int]:
-    """Return for each time the number of its rebalance."""
+    """Map each time of a change of owner to the number of the rebalance to which the change belongs."""
     found: dict[int, int] = {}
     number, before_ms = 0, None
     for at_ms in sorted(times_ms):
@@ -352,7 +364,9 @@ def _rebalances(times_ms: Iterable[int]) -> dict[int, int]:
 def _rows(
     owned: Mapping[tuple[str, int], Sequence[Span]], steps: Mapping[tuple[str, int], Sequence[_Step]]
 ) -> list[dict[str, Any]]:
-    """Return the lines of the time line, those that changed owners first."""
+    """Return the rows of the timeline, sorted by last owner. If there are too many rows, those with the fewest changes
+    of owner are combined into one row.
+    """
     rebalance = _rebalances(step.from_ms for of_place in steps.values() for step in of_place)
     groups: defaultdict[Any, list[tuple[str, int]]] = defaultdict(list)
     for place, of_place in steps.items():
@@ -371,13 +385,14 @@ def _rows(
         }
         for places in sorted(shown, key=lambda places: (steps[places[0]][-1].worker, places))
     ]
-    # Different owners at one time cannot be drawn as one line.
+    # Partitions that have different owners at the same time cannot be drawn in one row.
     return [*rows, {"label": "others", "partitions": len(rest), "spans": []}] if rest else rows
 
 
 def _together(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans of a line, which is `running` only while all of its partitions run."""
-    # Tasks of one rebalance start within milliseconds, and equal spans need to be compared only once.
+    """Return the spans of one row of the timeline; the row is `running` only while all of its partitions run."""
+    # Tasks of one rebalance start within milliseconds, so times are rounded to seconds. Equal spans then need to be
+    # compared only once.
     rounded = {
         Span("", 0, span.worker, span.state, span.from_ms // 1000 * 1000, _end(span) // 1000 * 1000) for span in spans
     }
@@ -385,7 +400,7 @@ def _together(spans: Sequence[Span]) -> list[Span]:
 
 
 def _label(places: Sequence[tuple[str, int]]) -> str:
-    """Return the partitions' names, such as `orders/0-3, 7`."""
+    """Return the names of the partitions in short form, such as `orders/0-3, 7`."""
     parts = []
     for topic, of_topic in groupby(sorted(places), key=itemgetter(0)):
         numbers = [number for _, number in of_topic]
@@ -397,7 +412,7 @@ def _label(places: Sequence[tuple[str, int]]) -> str:
 
 
 def _lost(hours: Sequence[WorkerHour], owned: Mapping[Any, Sequence[Span]], now_ms: int) -> Iterator[dict[str, Any]]:
-    """Yield the workers that had partitions in this hour and whose metrics of that time nobody has."""
+    """Yield each worker that owned partitions in the last hour and whose metrics of that time are lost."""
     since_ms = {hour.worker: hour.since_ms for hour in hours}
     until: Counter[str] = Counter()
     for spans in owned.values():

@@ -1,11 +1,12 @@
-"""Implements the web server of a worker: read-only pages on loopback or, if a token is set, on any address.
+"""Implements the web server of a worker, which serves read-only pages on loopback or, if a token is set, on any
+address.
 
 To look up an ID, a worker asks the owners of the other partitions only for their own state (``?here=1``), so a request
 is never forwarded twice. A lookup answers "not known" only if every partition that may contain the ID was searched.
 
 Probes and the dashboard's own files need no token, because they contain no data. If no token is set, the server rejects
-requests whose Host header does not name loopback, so that a website in a user's browser cannot read the pages through
-the website's own host name (DNS rebinding). The plotting library is uPlot 1.6.32 from npm.
+requests whose Host header does not name loopback, because otherwise a website in a user's browser could read them
+through its own host name (DNS rebinding). The dashboard's plotting library is uPlot 1.6.32 from npm.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ OK: Final = 200
 async def ask_owners(own: LookedUp, peers: Sequence[Peer], token: Secret | None) -> dict[str, Any]:
     """Return what this worker and the owners of the other partitions know about an ID, as plain data.
 
-    ``unreached`` in the result lists the partitions that could not be searched, with reasons. No error is raised.
+    ``unreached`` in the result lists the partitions that could not be searched, with the reasons. The function raises
+    no error if an owner does not respond.
     """
     asked, unreached = set(own.asked), list[dict[str, Any]]()
     sightings = [{**asdict(seen), "worker": own.worker} for seen in own.sightings]
@@ -77,7 +79,9 @@ async def ask_owners(own: LookedUp, peers: Sequence[Peer], token: Secret | None)
 
 
 async def summaries(topology: str, peers: Sequence[Peer], session: ClientSession) -> list[dict[str, Any]]:
-    """Return the `summary` of each other worker with its URL or, if it did not answer, its name and the reason."""
+    """Return the `summary` and the URL of each other worker or, for a worker that did not respond, its name, its URL,
+    and the reason.
+    """
     others = [peer for peer in peers if not peer.here]
     answers = await asyncio.gather(*(_get(session, peer, "/api/summary") for peer in others))
     return [_summary_of(topology, peer, answer) for peer, answer in zip(others, answers, strict=True)]
@@ -100,7 +104,7 @@ def _summary_of(topology: str, peer: Peer, answer: dict[str, Any] | str) -> dict
 
 
 async def hours(own: WorkerHour, peers: Sequence[Peer], session: ClientSession) -> list[WorkerHour]:
-    """Return what this worker and the others remember of the last hour, without those that do not answer."""
+    """Return the last-hour data of this worker, and of each other worker that responds with valid data."""
     others = [peer for peer in peers if not peer.here]
     answers = await asyncio.gather(*(_get(session, peer, "/api/hour?here=1") for peer in others))
     found = [own]
@@ -117,7 +121,7 @@ _ANOTHER: Final = "it is a worker of another topology or release"
 
 
 def _session(token: Secret | None, timeout_s: float) -> ClientSession:
-    """Return a client for other workers' pages."""
+    """Return an HTTP client for the pages of other workers, which sends the token if one is set."""
     headers = {"Accept-Encoding": "identity"}
     if token is not None:
         headers["Authorization"] = f"Bearer {token.get_secret_value()}"
@@ -134,7 +138,7 @@ async def _ask(session: ClientSession, peer: Peer, own: LookedUp) -> dict[str, A
 
 
 async def _get(session: ClientSession, peer: Peer, path: str) -> dict[str, Any] | str:
-    """Return the JSON that another worker serves, or the reason why none was received."""
+    """Return the JSON object that another worker serves, or the reason why no object was received."""
     if peer.url is None:
         return "it serves no pages"
     try:
@@ -158,7 +162,7 @@ async def _get(session: ClientSession, peer: Peer, path: str) -> dict[str, Any] 
 
 
 _STATIC: Final = Path(__file__).with_name("static")
-"""The files of the dashboard. Every file in this directory is public."""
+"""The directory of the dashboard's files; every file in this directory is public."""
 OPEN_PAGES: Final = frozenset({"/live", "/ready"})
 _OWN_FILES: Final = frozenset({"/", "/static"})
 _SECURITY_HEADERS: Final[Mapping[str, str]] = {
@@ -172,9 +176,9 @@ _SECURITY_HEADERS: Final[Mapping[str, str]] = {
     ),
 }
 _SHARED_S: Final = 0.5
-"""How long one snapshot is used for all requests, because it takes time to add up the sizes of 256 stores."""
+"""How long the server uses one snapshot for all requests, because adding up the sizes of 256 stores takes time."""
 _HOURS_SHARED_S: Final = 1.0
-"""How long the answers of all workers about the last hour are used for all requests."""
+"""How long the server uses the last-hour data of all workers for all requests before it asks the workers again."""
 _MOST_ID_BYTES: Final = 65_536
 log: Final = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -209,7 +213,9 @@ class Answers(Protocol):
 
 
 class WebServer:
-    """The web server of one worker, used with ``async with``. If the server cannot listen, it only logs a warning."""
+    """The web server of one worker, for use with ``async with``. If the server cannot listen, it only logs a
+    warning.
+    """
 
     def __init__(self, settings: Web, answers: Answers) -> None:
         self._settings: Final = settings
@@ -220,21 +226,23 @@ class WebServer:
         self._memory: Final = Memory(_now_ms())
         self._sampling: asyncio.Task[None] | None = None
         self._board: asyncio.Task[dict[str, Any]] | None = None
-        """The dashboard content that is being made or was made last."""
+        """The asyncio task that creates the dashboard content, or the last one that did."""
         self._made_s = 0.0
         """The time at which the dashboard content was made, according to the monotonic clock."""
         self._hours: asyncio.Task[list[WorkerHour]] | None = None
-        """What all workers remember of the last hour, which is being asked for or was asked for last."""
+        """The asyncio task that collects the last-hour data of all workers, or the last one that did."""
         self._asked_s = 0.0
-        """The time at which the other workers were asked for it, according to the monotonic clock."""
+        """The time at which the last-hour data had been collected, according to the monotonic clock."""
         self._peers: ClientSession | None = None
-        """A client for the figures of other workers, kept open while the server runs."""
+        """An HTTP client for the figures of other workers, which stays open while the server runs."""
         self.url: str | None = None
         """The URL at which the server listens, or None while it does not listen."""
 
     @property
     def advertised(self) -> str | None:
-        """The pages' URL for other machines, from `web.advertise`, the listening address, or the host's name."""
+        """Return the pages' URL for other machines, from `web.advertise`, the listening address, or the host name;
+        return None if the server does not listen.
+        """
         if self.url is None or self._settings.advertise is not None:
             return None if self.url is None else self._settings.advertise
         if self._settings.host.strip("[]") not in {"0.0.0.0", "::"}:  # noqa: S104  # compared, not listened on
@@ -361,7 +369,7 @@ class WebServer:
         return _json(await ask_owners(found, self._answers.peers(), self._settings.token))
 
     async def _dashboard(self, _: web.Request) -> web.Response:
-        # All open pages share one board, even while the server waits for a worker that does not answer.
+        # All open pages share one dashboard content, even while the server waits for a worker that does not respond.
         old = self._board is None or (self._board.done() and time.monotonic() - self._made_s > _SHARED_S)
         if self._board is None or old:
             self._board = asyncio.create_task(self._made_board(), name="dashboard")
@@ -386,7 +394,7 @@ class WebServer:
         if self._hours is None or old:
             self._hours = asyncio.create_task(self._all_hours(), name="last hour")
         remembered = await asyncio.shield(self._hours)
-        # The hour of many workers takes a while to merge, and batches must not wait for it.
+        # Merging the data of many workers takes a while, and batches must not wait for the merge.
         made = await asyncio.to_thread(merged, remembered, _now_ms(), of=request.query.get("worker"))
         return web.Response(body=msgspec.json.encode(made), content_type="application/json")
 

@@ -1,7 +1,7 @@
 """Builds the Faust app of a topology, with a table of sightings and agents that pass batches to tasks.
 
-The table is read-only, because a sighting may be stored only in the transaction of its record. Each task restores its
-own state, so Faust's recovery service never starts.
+The table is read-only, because a task must store a sighting in the same transaction as the verdict on its record. Each
+task restores its own state, so Faust's recovery service never starts.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from dedup.worker.topics import Cluster
 from dedup.worker.transport import BatchSchema, DedupApp, refused
 
 _METADATA_MAX_AGE_MS: Final = 10_000
-"""A partition that is added to a source topic is assigned after at most this time."""
+"""The maximum time, in ms, until a partition that is added to a source topic is assigned to a worker."""
 NOWHERE: Final = "no-pages.invalid"
-"""The host name that a worker without web pages announces; such a host can never exist (RFC 2606)."""
+"""The host name that a worker without web pages announces; a host with this name can never exist (RFC 2606)."""
 
 
 def identity(worker_id: str | None, url: str | None) -> str:
@@ -78,7 +78,7 @@ class TableManager(FaustTableManager):
     app: DedupApp
 
     async def on_start(self) -> None:
-        """Register the changelog, so that Faust assigns its partitions together with the feeding partitions."""
+        """Register the changelog, whose partitions Faust then assigns together with the feeding partitions."""
         await self._update_channels()
 
     async def on_rebalance(
@@ -88,43 +88,43 @@ class TableManager(FaustTableManager):
         app = self.app
         self._recovery_started.set()
         await self._update_channels()
-        # Faust may assign this worker a standby of a partition whose task also runs here.
+        # Faust may assign this worker a standby of a partition whose task also runs on this worker.
         ours = {tp.partition for tp in assigned if tp.topic in app.sub_topologies["dedup"]}
         standbys = {tp.partition for tp in app.assignor.assigned_standbys() if tp.topic in self.changelog_topics}
         app.standbys.assign(standbys - ours)
         app.pool.keep_only(standbys | ours)
         if not app.flow_control.is_active():
-            app.flow_control.resume()  # not again, because this empties the agents' queues
+            app.flow_control.resume()  # `resume` empties the agents' queues, so it must not run twice
         app.consumer.resume_flow()
-        await app._fetcher.maybe_start()  # noqa: SLF001  # as at the end of Faust's own recovery
+        await app._fetcher.maybe_start()  # noqa: SLF001  # Faust's own recovery ends with this call, too
         self.on_actives_ready()
         self.on_standbys_ready()
 
     def on_partitions_revoked(self, revoked: set[TP]) -> None:
-        """Stop the standbys; Faust calls this when the worker stops."""
+        """Stop the standbys. Faust calls this method when the worker stops."""
         self.app.standbys.assign(())
 
     async def on_stop(self) -> None:
         """Stop Faust's fetcher and the tables."""
-        await self.app._fetcher.stop()  # noqa: SLF001  # as Faust's own manager does
+        await self.app._fetcher.stop()  # noqa: SLF001  # Faust's own manager does this, too
         for table in self.values():
             await table.stop()
 
     async def wait_until_recovery_completed(self) -> bool:
-        """Return immediately, because there is no app-wide recovery."""
+        """Return False immediately, because there is no app-wide recovery."""
         return False
 
 
 class GroupAssignor(PartitionAssignor):
-    """Faust's sticky assignor, which assigns whole task groups instead of single partitions.
+    """A variant of Faust's sticky assignor that assigns whole task groups instead of single partitions.
 
-    Faust treats each group as one partition; this class converts partitions to group numbers and back. Workers with
-    different group sizes cannot join the same consumer group, because the names of their assignors differ.
+    Faust treats each task group as one partition, and this class converts partitions to group numbers and back. Workers
+    with different group sizes cannot join the same consumer group, because the names of their assignors differ.
     """
 
     app: DedupApp
     _counts: Mapping[str, int]
-    """The partition count of each topic in the cluster."""
+    """Maps each topic in the cluster to its partition count."""
 
     @property
     def name(self) -> str:
@@ -135,7 +135,7 @@ class GroupAssignor(PartitionAssignor):
     def _size(self) -> int:
         return self.app.factory.topology.group_size
 
-    def on_assignment(self, assignment: Any) -> None:  # Faust's signature
+    def on_assignment(self, assignment: Any) -> None:  # Faust defines this signature
         """Accept an assignment that names this worker by a former address.
 
         A static member that restarts within the session timeout gets its old assignment back (KIP-345).
@@ -151,13 +151,13 @@ class GroupAssignor(PartitionAssignor):
             assignment = type(assignment)(assignment.version, assignment.assignment, user_data)
         super().on_assignment(assignment)
 
-    def _perform_assignment(self, cluster: Any, member_metadata: Any) -> Any:  # Faust's signature
+    def _perform_assignment(self, cluster: Any, member_metadata: Any) -> Any:  # Faust defines this signature
         topics = {topic for metadata in member_metadata.values() for topic in metadata.subscription}
         self._counts = {topic: len(cluster.partitions_for_topic(topic) or ()) for topic in topics}
         return super()._perform_assignment(cluster, member_metadata)
 
-    def _get_client_metadata(self, metadata: Any) -> ClientMetadata:  # type: ignore[override]  # Faust calls it on the instance
-        """Return a member's previous assignment, converted to groups."""
+    def _get_client_metadata(self, metadata: Any) -> ClientMetadata:  # type: ignore[override]  # Faust calls this method on the instance
+        """Return a member's previous assignment, converted from partitions to task groups."""
         found = super()._get_client_metadata(metadata)
         before = found.assignment
         found.assignment = ClientAssignment(
@@ -166,15 +166,15 @@ class GroupAssignor(PartitionAssignor):
         )
         return found
 
-    def _get_copartitioned_groups(self, topics: Any, cluster: Any, subscriptions: Any) -> Any:  # type: ignore[override]  # as above
-        """Return the sets of topics that are assigned alike, by number of task groups."""
+    def _get_copartitioned_groups(self, topics: Any, cluster: Any, subscriptions: Any) -> Any:  # type: ignore[override]  # Faust calls this method on the instance
+        """Map each number of task groups to the sets of topics whose task groups are assigned together."""
         found: defaultdict[int, list[set[str]]] = defaultdict(list)
         for partitions, alike in super()._get_copartitioned_groups(topics, cluster, subscriptions).items():
             found[-(-partitions // self._size)] += alike
         return found
 
     def _global_table_standby_assignments(self, assignments: Any, partitions_by_topic: Any) -> Any:  # Faust's signature
-        """Convert a finished assignment from groups to partitions, in place of Faust's step for global tables."""
+        """Convert a finished assignment from task groups to partitions, instead of assigning global tables."""
         return {
             member: ClientAssignment(
                 actives={topic: self._partitions(topic, groups) for topic, groups in made.actives.items()},
@@ -197,8 +197,9 @@ STORES.aliases["dedup"] = "dedup.worker.app:SightingsStore"
 
 def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> DedupApp:
     """Build the Faust app of a topology. Call `create_app` in the event loop that will run the app."""
-    # Faust needs a directory. A topology's name contains no dot, so ".faust" is never a state directory. The path is
-    # absolute, because Faust would look for a relative table directory below the data directory.
+    # Faust needs a directory for its own data. A topology's name contains no dot, so ".faust" is never a state
+    # directory. The directory's path is absolute, because Faust would look for a relative table directory below the
+    # data directory.
     directory = settings.state_dir.absolute() / ".faust"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     app = DedupApp(
@@ -208,7 +209,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         cache="memory://",
         TableManager=TableManager,
         PartitionAssignor=GroupAssignor,
-        # This guarantee makes Faust read only committed records and use dedup's TransactionManager instead of its own.
+        # `exactly_once` makes Faust read only committed records and use dedup's TransactionManager instead of its own.
         processing_guarantee="exactly_once",
         version=1,
         datadir=str(directory),
@@ -245,6 +246,6 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
     )
     for name, topics in app.sub_topologies.items():
         channel = app.topic(*topics, schema=BatchSchema(), acks=False, internal=False)
-        # With this strategy, an agent that fails crashes the app instead of skipping the batch.
+        # With `CrashingSupervisor`, an agent that fails crashes the app instead of skipping the batch.
         app.agent(channel, name=name, supervisor_strategy=CrashingSupervisor)(app.tasks.process_all)
     return app

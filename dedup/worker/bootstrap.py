@@ -45,9 +45,10 @@ _INSTEAD: Final = (
 async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = _STALLED_S) -> T:
     """Run the blocking function ``work`` in a daemon thread, and return its result.
 
-    ``work`` receives a function to which it reports the bytes that it transfers. Raises any exception that ``work``
-    raises, and CheckpointUnusable if no bytes are transferred for ``stalled_s``. The thread is not from the event
-    loop's pool, because unresponsive storage would exhaust that pool, which also resolves host names.
+    ``work`` receives a function to which it reports the number of bytes in each transferred piece. Raises any exception
+    that ``work`` raises, and CheckpointUnusable if no bytes are transferred for ``stalled_s`` seconds. The thread is
+    not from the event loop's pool, because unresponsive storage would exhaust that pool, which also resolves host
+    names.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -63,7 +64,7 @@ async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = 
         tell: Callable[[], None]
         try:
             tell = partial(done.set_result, work(moved))
-        except BaseException as error:  # noqa: BLE001  # raised again where the transfer is awaited
+        except BaseException as error:  # noqa: BLE001  # the error is raised again where the transfer is awaited
             tell = partial(done.set_exception, error)
         with contextlib.suppress(RuntimeError):  # the event loop is closed, so nothing awaits the result
             loop.call_soon_threadsafe(lambda: None if done.done() else tell())
@@ -96,7 +97,7 @@ class WantedCheckpoint:
     @property
     def scratch_home(self) -> Path:
         """The parent of the temporary directories into which the topology's checkpoints are written."""
-        # This is not below the topology's own directory, whose existence means that there is state.
+        # The temporary directories are not in the topology's own directory, which exists only if there is state.
         return self.directory.parents[1] / SCRATCH / self.identity.topology
 
 
@@ -109,7 +110,7 @@ class Bootstrap:
         """The number of failed attempts to use a checkpoint that existed or may have existed."""
         self._slots: Final = asyncio.Semaphore(_MOST_AT_ONCE)
         self._tried: Final[set[Checkpoint]] = set()
-        """The checkpoints that were used. A checkpoint is needed again only if its store was lost or damaged."""
+        """The checkpoints that were used here. A checkpoint is needed again only if its store was lost or damaged."""
         self._fresh: Final[dict[Path, Checkpoint]] = {}
         """Maps each directory to the checkpoint that was written into it, until the store is opened."""
         self._swept: Final[set[Path]] = set()
@@ -117,7 +118,7 @@ class Bootstrap:
     async def prepare(self, wire: Wire, wanted: WantedCheckpoint) -> None:
         """Fill the partition's directory from its checkpoint if the directory is empty and the checkpoint is usable.
 
-        Raises StateIncompatible and changes nothing if the checkpoint belongs to another changelog or topology.
+        If the checkpoint belongs to another changelog or topology, raises StateIncompatible and changes nothing.
         """
         if wanted.scratch_home not in self._swept:
             # Earlier processes may have left partly written checkpoints.
@@ -132,7 +133,7 @@ class Bootstrap:
             self._count(wanted, str(error))
 
     def opened(self, directory: Path, open_store: Callable[[], Store]) -> Store:
-        """Open the store; if the store comes from a checkpoint and is unusable, delete it and open an empty store."""
+        """Return the opened store. If a store that comes from a checkpoint is unusable, return an empty one."""
         taken = self._fresh.pop(directory, None)
         if taken is None:
             return open_store()
@@ -180,7 +181,7 @@ class Bootstrap:
         if found.segment_ms != wanted.segment_ms:
             return "it was made with another guard period or grace, so sightings now belong to different segments."
         if found.position < bounds.start:
-            # Owners delete only records that no live segment needs, so all remaining records must be read anyway.
+            # Owners delete only changelog records that no live segment needs, so a restore must read all the others.
             return (
                 f"it ends at changelog position {found.position}, and the changelog begins at {bounds.start} now, so "
                 "nothing in it is needed anymore. Run `dedup checkpoint` more often."

@@ -1,4 +1,4 @@
-"""Provides tasks with a clock that never goes back: the wall-clock time at the start plus the time elapsed since then.
+"""Provides tasks with a clock that never goes back: it adds the elapsed time to the wall-clock time of its start.
 
 The boot clock measures the elapsed time, because the monotonic clock stops while the machine is suspended. When a
 broker reports that it appended a batch at a later time, the clock advances to that time.
@@ -12,7 +12,7 @@ from typing import Final
 
 log: Final = logging.getLogger(__name__)
 _TELL_MS: Final = 1_000
-"""The smallest lag behind the broker's clock, in ms, that is logged."""
+"""The smallest difference from the broker's clock, in ms, that is logged."""
 
 
 def _since_boot_s() -> float:
@@ -32,7 +32,7 @@ class SteadyClock:
         return int((self._offset_s + _since_boot_s()) * 1000)
 
     def heard(self, broker_ms: int) -> None:
-        """Advance the clock to the broker's time if the clock is behind it, and log a large difference."""
+        """Advance the clock to the broker's time if the clock is behind that time, and log a large difference."""
         behind_ms = broker_ms - self.now_ms()
         if behind_ms <= 0:
             return

@@ -1,13 +1,14 @@
 """Implements `dedup replay`, which sends dead letters to their source, or late records to the output, exactly once.
 
 A dead letter is sent to its source partition, where it is judged like any other record. A late record would be late
-again, so it is sent to the output, with a header saying that the guarantee does not cover it. A record that cannot be
-sent, for example because only its digest was kept, is reported and stays in its topic.
+again, so it is sent to the output, with the header `dedup-verdict`, which excludes the record from dedup's guarantee. A
+record that cannot be sent, for example because only its digest was kept, is reported and stays in its topic.
 
 The sent records and the new position, which is an offset of the group `NAME.replay`, are committed in one transaction.
-The broker forgets the replay position `offsets.retention.minutes` after the last replay, and a transactional commit
-cannot prevent that. Therefore, each replay also sets a replay mark without expiry in the group `NAME.replay-mark`, by a
-non-transactional commit. If there is a replay mark but no position, nothing is sent until the user says where to begin.
+The broker forgets the replay position when `offsets.retention.minutes` have passed since the last replay, and a
+transactional commit cannot prevent that. Therefore, each replay also sets a replay mark without expiry in the group
+`NAME.replay-mark`, by a non-transactional commit. If there is a replay mark but no position, nothing is sent until the
+user says where to begin.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dedup.worker.topics import Cluster
 WAIT_MS: Final = 200
 _MOST_UNKNOWN: Final = 10
 Begin = Literal["last", "start"]
-"""Where to begin if a position is forgotten: after the last finished replay (`last`), or at the first record."""
+"""Where a replay with no position begins: after the last finished replay (`last`) or at the first record (`start`)."""
 _DEAD_HEADERS: Final = (REASON, DETAIL, SOURCE, TIMESTAMP)
 _LATE_HEADERS: Final = (SOURCE, TIMESTAMP)
 
@@ -71,7 +72,7 @@ class Replay:
     plan: ReplayPlan
     done: Replayed = field(init=False, default_factory=Replayed)
     refused: dict[TopicPartition, dict[int, str]] = field(init=False, default_factory=dict)
-    """Maps each partition to its refused records: the offset of each one, and the reason for the refusal."""
+    """Maps each partition to a mapping from the offset of each refused record to the reason for the refusal."""
 
     async def run(self) -> Replayed:
         """Send the records that the plan's topic contains when the replay starts, up to the plan's limit.
@@ -139,7 +140,8 @@ class Replay:
             try:
                 await self._partition(side, end)
             except CommitUnknown:
-                # The committed offset, read in a new epoch, shows the outcome of the transaction.
+                # The next attempt reads the committed offset in a new epoch, and thus learns the outcome of the
+                # transaction.
                 unknown += 1
                 if unknown > _MOST_UNKNOWN:
                     raise
@@ -160,7 +162,7 @@ class Replay:
             timeout_ms=self.settings.transaction_timeout_ms,
         )
         await session.open()
-        # The position is committed in any case, so that offsets.retention.minutes begins again.
+        # The position is committed in any case, so that `offsets.retention.minutes` is counted from now on.
         position = await self._begin(session, side)
         fetcher = FeedFetcher(self.wire, await TopicCheck.of(self.wire, side.topic), wait_ms=WAIT_MS)
         fetcher.begin(side, position)
@@ -223,7 +225,7 @@ class Replay:
         if self.plan.output:
             added.insert(0, (VERDICT, b"late"))  # both headers are last, where `dedup verify` expects them
         elif any(name == REPLAYED for name, _ in own):
-            added = []  # the record keeps its first position
+            added = []  # the header keeps the record's first position
         timestamp_ms = int(kept[TIMESTAMP])
         return target, (columns.offsets[row], timestamp_ms, columns.keys[row], columns.values[row], [*own, *added])
 

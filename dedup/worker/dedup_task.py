@@ -1,4 +1,4 @@
-"""Does the work of a `dedup` task: judges records, buffers their sightings, and creates the records to send."""
+"""Implements a `dedup` task, which judges records, buffers their sightings, and creates the records to send."""
 
 from __future__ import annotations
 
@@ -51,26 +51,30 @@ from dedup.worker.task import Frozen, TaskWork
 
 log: Final = logging.getLogger(__name__)
 _SAMPLED_IDS: Final = 8
-"""Number of IDs per sample. Hashing them takes less time than judging a few hundred records."""
+"""The number of IDs in a sample. Hashing the IDs of a sample takes less time than judging a few hundred records."""
 _SAMPLE_EVERY: Final = 1000
-"""The number of records between two samples, so that not every small batch is sampled."""
+"""The smallest number of records between two samples; without this limit, a task would sample every small batch."""
 FOREIGN: Final = (
     "{topic}/{partition} offset {offset} was not written by a repartition task: it lacks the headers dedup-source and "
     "dedup-timestamp. Stop any other program that writes to that topic, then run `dedup reset`."
 )
 _WARM_IDS: Final = 20_000
-"""The number of IDs that each commit after a restart loads into the Bloom filters, in about 10 ms. From a filter's log,
-eight times as many IDs are loaded.
+"""The number of IDs that each commit after a restart loads into the Bloom filters, in about 10 ms. If a filter has a
+log, each commit loads eight times as many IDs from that log.
 """
 _MOST_FOLDS: Final = 3
-"""How many times a whole batch is folded, each time without one more refused record, before it is judged in parts."""
+"""The number of times that a whole batch is folded before it is judged in parts; each fold leaves out one more refused
+record.
+"""
 PIECE: Final = 64
-"""The number of records per part. For each record that its topic does not accept, the part is folded once more."""
+"""The number of records in each part of a batch that is judged in parts. For each record that its target topic does not
+accept, a part is folded once more.
+"""
 _IN_COLUMNS_FROM: Final = 32
-"""For fewer sightings than this, `fill` is faster than setting up the byte table of `equal_records`."""
+"""The smallest number of sightings for which `equal_records`, which sets up a table of bytes, is faster than `fill`."""
 _NO_HEADERS: Final[list[Header]] = []
 _CLOCK_TOLERANCE_MS: Final = 1_000
-"""A difference between clocks that is smaller than this never causes records to be judged again."""
+"""The smallest difference between clocks, in ms, that can cause records to be judged again."""
 
 
 @dataclass(slots=True)
@@ -79,11 +83,11 @@ class Placement:
 
     feeding: TopicPartition
     count: int
-    """Number of partitions of the topic."""
+    """The number of partitions of the topic."""
     numbers: TaskNumbers
     warned: bool = False
     passed: int = _SAMPLE_EVERY
-    """Number of records since the last sample."""
+    """The number of records since the last sample."""
 
     def sample(self, ids: Sequence[bytes | None]) -> None:
         """Count the sampled IDs and the misplaced IDs, and warn about the first misplaced ID."""
@@ -128,7 +132,7 @@ def record_key_of(state_key: bytes) -> bytes | None:
 
 
 def note_format(rows: Rows, row: int, plan: DedupPlan, judged: Judged) -> None:
-    """Count a dead letter that has another format, and log the first one of each topic and format."""
+    """Count a dead letter with an unexpected format, and log the first one of each topic and format."""
     fault = rows.extracted.faults.get(row)
     if fault is None or not fault.format_name:
         return
@@ -186,7 +190,7 @@ def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
         timestamps_ms.append(int(timestamp))
         headers.append(list(own[:-2]))
     plain = replace(batch, timestamps_ms=timestamps_ms, headers=headers)
-    # A list with a single feed would mean that all records have this feed.
+    # A list with a single feed means that all records have this feed, which also holds for a batch of one record.
     return Unwrapped(plain, feeds, sources, frozenset(idle_rows))
 
 
@@ -226,8 +230,8 @@ class DedupPlan:
     feeding: TopicPartition
     changelog: TopicPartition
     feeds: tuple[Feed, ...]
-    """The source partitions whose records can reach this task, except partitions that were added later; just one if the
-    task reads the source topic directly.
+    """The source partitions whose records can reach this task, except partitions that were added later. If the task
+    reads the source topic directly, there is only one source partition.
     """
     source_topics: tuple[str, ...]
     wrapped: bool
@@ -243,7 +247,7 @@ class DedupPlan:
     logged: set[Hashable] = field(default_factory=set)
     """The messages that have already been logged. All tasks of the worker share this set."""
     by_arrival: bool = False
-    """True if a record without an append time must stop the task, which reads the source topic directly."""
+    """True if the task reads the source topic directly and must stop at a record without an append time."""
     partitions: int = 1
     """The partition count of the source topic, to detect misplaced IDs, or 1 if the task reads a repartition topic."""
 
@@ -253,9 +257,9 @@ class Future:
     """Records of one transaction that have event times in the future, according to the worker's clock."""
 
     least_ms: int
-    """The smallest event time of these records."""
+    """The smallest event time of the records in the future."""
     put_forward_ms: int
-    """By how many ms brokers' times had advanced the clock when the first of these records was judged."""
+    """The time in ms by which brokers had advanced the clock when the first record in the future was judged."""
 
 
 class DedupTask(TaskWork):
@@ -281,7 +285,7 @@ class DedupTask(TaskWork):
         self._applied = StreamTime.before(plan.feeds)
         self._stream_time = self._applied
         self._future: Future | None = None
-        """Records of the open transaction that were judged as being in the future."""
+        """The records of the open transaction that were judged to be in the future, or None."""
         self._placement: Final = Placement(plan.feeding, plan.partitions, numbers)
 
     @property
@@ -310,7 +314,9 @@ class DedupTask(TaskWork):
         return self.store, self._buffer
 
     async def restore(self, committed: int | None) -> int:
-        """See `TaskWork`. Raises StateIncompatible and changes nothing if the state does not match the topology."""
+        """Implement `TaskWork.restore`. If the state does not match the topology, raises StateIncompatible and changes
+        nothing.
+        """
         plan = self.plan
         if self._keeping.prepare is not None:
             await self._keeping.prepare()
@@ -357,9 +363,9 @@ class DedupTask(TaskWork):
         """Return an offset at or above which the changelog contains all sightings that end at ``oldest_ms`` or later.
 
         The owner of a partition truncates its changelog only below an offset that an applied task record contains.
-        Therefore, restore can tell such a truncation from a loss of records. The offset does not rise when the
-        changelog begins later than before: if somebody else has truncated the changelog, this disk may hold the only
-        copy of the deleted records.
+        Therefore, a restore can distinguish such a truncation from a loss of records. The returned offset does not rise
+        when the changelog begins later than before: if somebody else has truncated the changelog, this disk may hold
+        the only copy of the deleted records.
         """
         store, _ = self._opened()
         births = [birth for start, birth in store.segments().items() if start + self._segment_ms > oldest_ms]
@@ -378,7 +384,7 @@ class DedupTask(TaskWork):
         refuse_other_feeding(record, plan.feeding_topic_id, plan.feeding)
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
-        """See `TaskWork`."""
+        """Implement `TaskWork.judge`."""
         judged = self._judged_in(_MOST_FOLDS, batch, refusals)
         if judged is not None:
             return judged
@@ -393,8 +399,8 @@ class DedupTask(TaskWork):
     def _judged_in(self, most_folds: int, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch] | None:
         """Judge a batch, or return None and change nothing if topics still refuse a record after ``most_folds`` folds.
 
-        Each fold makes one refused record a dead letter, because a dead letter may change the verdicts on later
-        records.
+        Each fold turns only one refused record into a dead letter, because a dead letter may change the verdicts on
+        later records.
         """
         plan = self.plan
         source = unwrap(batch, plan.source_topics) if plan.wrapped else Unwrapped(batch, plan.feeds, batch.offsets)
@@ -418,13 +424,13 @@ class DedupTask(TaskWork):
                 self.recent.note(rows, outcome, now_ms)
                 self._placement.sample(rows.extracted.ids)
                 return batches + self._remember(rows, outcome, now_ms)
-            refusals.rows.update(misfits)  # so that no record is measured twice
+            refusals.rows.update(misfits)  # the known misfits need not be measured again
             topic, first = min(misfits, key=itemgetter(1))
             refused[first] = refusal(topic, misfits[topic, first])
         return None
 
     def _note_future(self, rows: Rows, outcome: Outcome, ceiling_ms: int) -> None:
-        """Remember records whose event time is in the future, because a broker's clock may show that it is not."""
+        """Remember records that are in the future by this worker's clock, because a broker's clock may disagree."""
         if outcome.dead or outcome.clamped:
             future = [time_ms for time_ms in rows.extracted.times_ms if time_ms > ceiling_ms]
             if future:
@@ -501,7 +507,7 @@ class DedupTask(TaskWork):
         return _longest(found.get(state_key, []))
 
     def freeze(self, next_offset: int) -> Frozen:
-        """See `TaskWork`."""
+        """Implement `TaskWork.freeze`."""
         _, buffer = self._opened()
         plan, stream_time = self.plan, self._stream_time
         judged, self._judged = self._judged, Judged()
@@ -533,7 +539,7 @@ class DedupTask(TaskWork):
         return Frozen(closing, apply, lambda append_time_ms: self._confirm(future, append_time_ms))
 
     def discard(self) -> None:
-        """See `TaskWork`."""
+        """Implement `TaskWork.discard`."""
         if self._buffer is not None:
             self._buffer.discard()
         self._stream_time = self._applied
@@ -541,8 +547,8 @@ class DedupTask(TaskWork):
         super().discard()
 
     def close(self) -> None:
-        """See `TaskWork`."""
-        # The next owner of the store must not share it with this task.
+        """Implement `TaskWork.close`."""
+        # This task forgets the store first, because it must not share the store with the next owner.
         store, self.store, self._buffer = self.store, None, None
         if store is not None:
             self._keeping.release(store)

@@ -17,7 +17,7 @@ from dedup.kafka.record_batch import FeedBatch, Header, Line, RecordBatch, Topic
 from dedup.worker.record_collector import FLOW, PART, SOURCE, VERDICT, Misfits, RecordCollector, Refusals, Route
 
 _Sent = tuple[int, str, bool, Line]
-"""A record to send: its source row, its topic, whether it goes to the output with its source's key, and its line."""
+"""A record to send: its source row, its topic, True if it goes to the output with its source's key, and its line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +26,18 @@ class FlowCollector(RecordCollector):
 
     flow: Flow
     targets: Mapping[str, Route]
-    """The topics to which the flow may send."""
+    """Maps the name of each topic to which the flow may send records to the topic's route."""
     stop: bool
     """True if the worker stops when the flow fails."""
     known: dict[tuple[int, str, int], list[FlowRecord] | Fault] = field(default_factory=dict)
-    """The flow's result for each offset, verdict, and timestamp of a batch, which may have to be folded again."""
+    """Maps each (offset, verdict, timestamp) of a batch to the flow's result, in case the batch is folded again."""
     spent_s: list[float] = field(default_factory=list)
-    """The time that the flow took in each fold of that batch."""
+    """The time, in seconds, that the flow took in each fold of the current batch."""
 
     def publish(
         self, batch: FeedBatch, rows: Rows, outcome: Outcome, refusals: Refusals, misfits: Misfits
     ) -> list[RecordBatch]:
-        """See `RecordCollector.publish`."""
+        """Return the batches as `RecordCollector.publish` does, with the records that the flow yields as the output."""
         batches = RecordCollector.publish(self, batch, rows, outcome, refusals, misfits)
         if not misfits:
             outcome.flow_seconds = sum(self.spent_s)
@@ -74,7 +74,7 @@ class FlowCollector(RecordCollector):
     def _by_partition(
         self, rows: Rows, output: Route, sent: list[_Sent]
     ) -> list[tuple[TopicPartition, Iterable[Line]]]:
-        """Return the records by target partition, in order.
+        """Return the records to send, grouped by target partition and in log order.
 
         In a topology without a repartition topic, an output record with its source's key keeps its source partition.
         Otherwise, the key or, if there is none, the tracking ID determines the partition.

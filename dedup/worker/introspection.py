@@ -58,10 +58,10 @@ from dedup.worker.transport import DedupApp
 from dedup.worker_view import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse
 
 _FRESH_S: Final = 2.0
-"""Maximum age of a response from a partition's leader; the leader of a quiet partition responds five times a second."""
+"""The maximum age, in seconds, of a partition leader's response; a leader without new records responds every 0.2 s."""
 _Record = tuple[bytes | None, bytes | None, Sequence[tuple[str, bytes | None]]]
 Value = float | Durations | Mapping[str, float] | None
-"""One sample's value (None if unknown), or a mapping from the values of the metric's last label to sample values."""
+"""The value of a sample (None if unknown), or a mapping from the values of the metric's last label to sample values."""
 
 
 def _stream_time_s(task: TaskSeen) -> float | None:
@@ -82,7 +82,7 @@ COUNTER_READERS: Final[Mapping[str, Callable[[TaskNumbers], Value]]] = {
     "dedup_commit_seconds": lambda numbers: numbers.commits,
     "dedup_end_to_end_seconds": lambda numbers: numbers.end_to_end,
 }
-"""Metrics that are read from the counters of every task that runs or ran in this worker."""
+"""Maps each metric of the tasks that run or ran in this worker to the function that reads it from a task's counters."""
 TASK_READERS: Final[Mapping[str, Callable[[TaskSeen], Value]]] = {
     "dedup_stream_time_seconds": _stream_time_s,
     "dedup_state_ids": lambda task: task.state_ids,
@@ -95,7 +95,7 @@ TASK_READERS: Final[Mapping[str, Callable[[TaskSeen], Value]]] = {
     "dedup_last_stable_offset_lag": lambda task: task.unstable_records,
     "dedup_seconds_since_commit": lambda task: task.seconds_since_commit,
 }
-"""Metrics that are read from every task that this worker has now."""
+"""Maps each metric of the tasks that this worker has now to the function that reads it from a task."""
 WORKER_READERS: Final[Mapping[str, Callable[[WorkerSeen], Value]]] = {
     "dedup_standby_lag_records": lambda seen: {str(partition): lag for partition, lag in seen.standby_lag.items()},
     "dedup_group_transactions_total": lambda seen: {each: seen.transactions.get(each, 0) for each in RESULTS},
@@ -104,7 +104,7 @@ WORKER_READERS: Final[Mapping[str, Callable[[WorkerSeen], Value]]] = {
     "dedup_corrupted_total": lambda seen: seen.corrupted,
     "dedup_checkpoints_unusable_total": lambda seen: seen.checkpoints_unusable,
 }
-"""Metrics of the worker as a whole."""
+"""Maps each metric of the worker as a whole to the function that reads it."""
 
 
 class _Scrape(Collector):
@@ -118,7 +118,7 @@ class _Scrape(Collector):
         self._tasks: Final = [((task.sub_topology, task.topic, str(task.partition)), task) for task in seen.tasks]
 
     def collect(self) -> Iterator[Family]:
-        """Yield every metric in `METRICS`, including metrics without a sample."""
+        """Yield every metric in `METRICS`, including metrics that have no sample."""
         for metric in METRICS:
             yield _family(metric, self._values(metric.name))
 
@@ -146,7 +146,7 @@ def _family(metric: Metric, values: Iterable[tuple[tuple[str, ...], Value]]) -> 
 
 
 def _cumulated(durations: Durations) -> list[tuple[str, int]]:
-    """Return the buckets as Prometheus expects them: each bucket includes all lower ones."""
+    """Return the buckets in the form that Prometheus expects, in which each bucket includes all lower buckets."""
     bounds = [*map(floatToGoString, durations.bounds_s), "+Inf"]
     return list(zip(bounds, accumulate(durations.counts), strict=True))
 
@@ -160,7 +160,7 @@ def exposition(seen: WorkerSeen) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Introspection:
-    """Reads the state of the app and its tasks, and changes nothing."""
+    """Reads the state of the app and of its tasks without changing anything."""
 
     app: DedupApp
     topology: Topology
@@ -178,7 +178,7 @@ class Introspection:
         return None if self.app.schemas is None else self.app.schemas.waiting
 
     def seen(self) -> WorkerSeen:
-        """Return the worker's current state."""
+        """Return the current state of the worker and its tasks."""
         app = self.app
         return WorkerSeen(
             topology=self.topology.name,
@@ -230,7 +230,7 @@ class Introspection:
         )
 
     def look_up(self, text: str) -> LookedUp:
-        """Look up an ID in the state of this worker's partitions.
+        """Return what the state of this worker's partitions contains about an ID.
 
         Raises SettingsError if ``text`` cannot be an ID of this topology.
         """
@@ -263,12 +263,13 @@ class Introspection:
         if topology.then is not None:
             went = f"the flow {topology.then.name}"
         elif topology.output is not None:
-            # With a repartition topic, the output partition depends on the record key, which is not in a sighting.
+            # With a repartition topic, the output partition depends on the record key, which a sighting does not
+            # contain.
             went = f"{topology.output.topic}/{source_partition}" if topology.direct else topology.output.topic
         return SeenId(partition, sighting.first_ms, sighting.last_ms, guarded_ms, place, live, went)
 
     def pulse(self) -> Iterator[TaskPulse]:
-        """Yield the counters and the lag of every task, which are cheap to read."""
+        """Yield the counters and the lag of every task; reading them is cheap."""
         for feeding, task in self.app.tasks.running.items():
             lag = self._lag(feeding, task)
             yield TaskPulse(task.numbers, lag, feeding.topic, feeding.partition, task.state.value)
@@ -281,7 +282,8 @@ class Introspection:
             yield from task.work.recent.shown(self.topology.source.topics, ids=ids)
 
     def peers(self) -> tuple[Peer, ...]:
-        """Return the group's members as of the last assignment, sorted by name, or nothing before the first assignment.
+        """Return the group's members as of the last assignment, sorted by name. Before the first assignment, the result
+        is empty.
 
         Each member announces its address when it joins, as with `application.server` in Kafka Streams (KIP-67). Some
         members may have died since the last assignment.
@@ -295,7 +297,7 @@ class Introspection:
         peers = []
         for name, assigned in tasks.items():
             url = URL(name)
-            # The URL of a worker has no fragment if its release does not offer its pages to other workers.
+            # The URL of a worker has no fragment if the worker's release does not offer its pages to other workers.
             hidden = url.host == NOWHERE or not url.fragment
             address = None if hidden else str(url.with_fragment(None)).rstrip("/")
             owned = tuple(sorted(task for task in assigned if task[0] in feeding))
@@ -303,7 +305,7 @@ class Introspection:
         return tuple(sorted(peers, key=lambda peer: peer.worker))
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
-        """Return a source record, truncated if it is long, or None if the log does not contain it.
+        """Return a source record, truncated if it is long, or None if the log does not contain the record.
 
         Raises NoAnswer if the broker does not respond. Raises StateIncompatible if the topic is not a source of this
         topology or if the fetch is refused.
@@ -387,7 +389,7 @@ def _names(source: SourceSpec, path: Path) -> Collection[str]:
 def _leaves(fmt: Format, names: Iterable[str], text: str) -> list[Leaf]:
     found: list[Leaf] = []
     for name in names:
-        with suppress(ValueError, KeyError):  # the text is no value of this type, or the type is refused
+        with suppress(ValueError, KeyError):  # the text is not a value of this type, or the type is refused
             found.append(_FROM_TEXT[fmt][name](text))
     return [*found, _LACKING[text]] if text in _LACKING else found
 
@@ -444,7 +446,7 @@ _FROM_TEXT: Final[Mapping[Format, Mapping[str, Callable[[str], Leaf]]]] = {
 }
 """Maps each type that an ID can have in a format to the function that parses a user's input as that type."""
 _LACKING: Final[Mapping[str, Leaf]] = {"null": None, "{}": ABSENT}
-"""The inputs that stand for a null part and for an absent part."""
+"""Maps the inputs that stand for a null part and for an absent part to the values of these parts."""
 _ANY_TYPE: Final[Mapping[Format, Sequence[str]]] = {
     "avro": [name for name in _FROM_TEXT["avro"] if name not in {"enum", "int", "fixed"}],
     "protobuf": ["string", "bytes", "bool", "int64"],
@@ -452,7 +454,7 @@ _ANY_TYPE: Final[Mapping[Format, Sequence[str]]] = {
     "cbor": list(_FROM_TEXT["cbor"]),
     "csv": ["text"],
 }
-"""The types that a member may have in an unknown schema, without types that are parsed like another listed type."""
+"""The types that a member may have in an unknown schema, except types that are parsed like another listed type."""
 
 
 def _array(name: str, text: str, count: int) -> list[str]:
@@ -475,7 +477,7 @@ def _records(topology: Topology, text: str) -> list[_Record]:
     """Return one record for each ID that a user's input may stand for."""
     rule, framing = topology.tracking_id.rule, topology.source.framing
     if framing is not None and isinstance(rule, RawContentRule):
-        return [(None, text.encode(), []), (None, *framed("header", text.encode()))]  # the framing belongs to the ID
+        return [(None, text.encode(), []), (None, *framed("header", text.encode()))]  # the ID includes the framing
     found: list[_Record] = []
     for key, value, headers in _unframed(rule, topology.name, text):
         written, added = (None, ()) if value is None else framed(framing, value)
@@ -506,7 +508,7 @@ def _unframed(rule: Rule, name: str, text: str) -> list[_Record]:
 
 
 def _of_parts(parts: Sequence[Part], written: Sequence[str]) -> _Record:
-    """Return a record with these parts. An empty object stands for an absent part."""
+    """Return a record that has the given parts. An empty object stands for an absent part."""
     key: bytes | None = None
     headers: list[tuple[str, bytes | None]] = []
     members: list[tuple[Path, str]] = []
@@ -536,7 +538,7 @@ def _is_json(text: str) -> bool:
 
 
 def _nested(members: list[tuple[Path, str]]) -> str:
-    """Return a JSON value that has these literals at these paths."""
+    """Return a JSON value that has each given literal at its path."""
     at_once: dict[str | int, list[tuple[Path, str]]] = {}
     for path, literal in members:
         if not path:

@@ -1,12 +1,12 @@
-"""Manages a topology's layout: the number of partitions per transaction, and the partition counts at the beginning.
+"""Manages a topology's layout: the number of partitions per transaction, and its topics' initial partition counts.
 
 Workers with different layouts use different transactional IDs, which do not fence each other. Therefore, the layout is
 stored in the cluster, as a record in the topic ``<name>.layout``, to which only the transactional ID ``<name>.layout``
-writes. A topology without such a topic has the first layout: one partition per transaction.
+writes. A topology without a layout topic has the first layout: one partition per transaction.
 
-A change first writes a layout with `changing_to`, then fences every transactional ID of the old and the new layout, and
-finally writes the new layout. A task group reads the layout *after* its own InitProducerId. Either the group finds the
-change and ends, or the change has yet to fence the group's ID.
+A change of the layout first writes a layout with `changing_to`, then fences every transactional ID of the old and the
+new layout, and finally writes the new layout. A task group reads the layout *after* its own InitProducerId. Either the
+group finds the change and ends, or the change has not fenced the group's ID yet and will do so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _UNAUTHORIZED: Final = 29
 _MOST_ATTEMPTS: Final = 50
 _LOOK_AGAIN_MS: Final = 200
 _PATIENCE_S: Final = 10.0
-"""How long a starting worker waits for another process to finish a change before it writes the layout itself."""
+"""The time in seconds that a starting worker waits for another process's change before it writes the layout itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Layout:
     """Describes how the partitions of a topology are grouped."""
 
     partitions: int = 1
-    """Number of partitions per transaction."""
+    """The number of partitions per transaction."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Maps each topic with tasks to its partition count when the state began; empty if no layout was ever written."""
     changing_to: int | None = None
@@ -54,12 +54,12 @@ class Layout:
 
 
 def encode_layout(layout: Layout) -> bytes:
-    """Encode a layout as a record value."""
+    """Return a layout encoded as a record value."""
     return json.dumps({"version": _VERSION, **asdict(layout)}, sort_keys=True, separators=(",", ":")).encode()
 
 
 def decode_layout(value: bytes, topic: str) -> Layout:
-    """Decode a record value. Raises StateIncompatible for a value that this release does not know."""
+    """Decode a layout from a record value. Raises StateIncompatible for a value that this release cannot read."""
     try:
         fields = json.loads(value)
         if fields.pop("version") != _VERSION:
@@ -95,7 +95,7 @@ async def read_layout(wire: Wire, topology: Topology) -> Layout:
     position, found = bounds.start, Layout()
     while position < bounds.end:
         at = position
-        fetched = await answered(wire, lambda: wire.fetch(place, at, max_bytes=_FETCH_BYTES, wait_ms=PAUSE_MS))  # noqa: B023  # awaited here
+        fetched = await answered(wire, lambda: wire.fetch(place, at, max_bytes=_FETCH_BYTES, wait_ms=PAUSE_MS))  # noqa: B023  # the lambda is awaited here
         for value in fetched.values:
             found = decode_layout(value or b"", topic)
         if fetched.next_offset <= position:
@@ -105,9 +105,9 @@ async def read_layout(wire: Wire, topology: Topology) -> Layout:
 
 
 async def refuse_other_layout(wire: Wire, topology: Topology, cluster: Cluster) -> Layout:
-    """Return the layout. Raise StateIncompatible if it is being changed or if this process uses another layout.
+    """Return the layout. Raises StateIncompatible if the layout is being changed or this process uses another one.
 
-    Call this function after InitProducerId.
+    Call `refuse_other_layout` after InitProducerId.
     """
     found, wanted = await read_layout(wire, topology), topology.group_size
     if found.changing_to is not None:
@@ -134,7 +134,7 @@ async def refuse_other_layout(wire: Wire, topology: Topology, cluster: Cluster) 
 def _fits(counts: Mapping[str, int], ours: Mapping[str, int], topology: Topology, cluster: Cluster) -> bool:
     """Return whether a layout with ``counts`` fits topics whose partition counts are ``ours``."""
     if cluster.begun_with and cluster.begun_with != counts:
-        return False  # the layout was written anew since this process started
+        return False  # the layout was rewritten after this process started
     grown = () if topology.direct else topology.source.topics
     same = all(count == ours.get(name) or (name in grown and count < ours[name]) for name, count in counts.items())
     return same and counts.keys() == ours.keys()
@@ -155,7 +155,7 @@ async def with_layout(topology: Topology, cluster: Cluster, wire: Wire, *, fresh
         return topology
     found = await read_layout(wire, topology)
     if found.counts or not fresh:
-        # If another worker of a new fleet is writing the layout, `establish` waits for it.
+        # If another worker of a new fleet is writing the layout, `establish` waits for that worker.
         return topology.grouped_by(found.changing_to or found.partitions)
     return topology.grouped_by(auto_group_size(max(counts_of(topology, cluster).values())))
 
@@ -185,14 +185,14 @@ async def alone(topology: Topology, cluster: Cluster, wire: Wire, command: str) 
 
 
 def counts_of(topology: Topology, cluster: Cluster) -> dict[str, int]:
-    """Return the number of partitions of each topic with tasks."""
+    """Return the partition count of each topic that has tasks."""
     return cluster.source_partitions(topology)
 
 
 def transactional_ids(topology: Topology, cluster: Cluster, size: int) -> list[str]:
     """Return every transactional ID that a topology's tasks have if ``size`` partitions share a transaction.
 
-    Topics that the cluster lacks are left out.
+    The result leaves out topics that the cluster lacks.
     """
     feeding = [name for name in topology.feeding_topics if name in cluster.topics]
     ids = [topology.transactional_id("dedup", place.partition, size=size) for place in cluster.places(feeding)]
@@ -206,7 +206,7 @@ def transactional_ids(topology: Topology, cluster: Cluster, size: int) -> list[s
 
 @dataclass(frozen=True, slots=True)
 class LayoutChange:
-    """Writes layouts. To finish a change that was interrupted, run it again."""
+    """Writes layouts. To finish an interrupted change of the layout, call `run` again."""
 
     topology: Topology
     cluster: Cluster
@@ -235,25 +235,26 @@ class LayoutChange:
 
         If ``anew`` is True, the state begins anew with the partitions that the topics have now. If ``unless_there`` is
         True and another process has written a layout, nothing is changed. Raises TaskMigrated if another process
-        changes the layout at the same time; may also raise CommitUnknown.
+        changes the layout at the same time, or CommitUnknown if the outcome of a transaction is unknown.
         """
         session = self._session(self.topology.layout_id)
         await session.open()
-        # Now that other writers are fenced, this is the newest layout until the next writer opens its session.
+        # Other writers are fenced now, so ``before`` is the newest layout until the next writer opens its session.
         before = await read_layout(self.wire, self.topology)
         if unless_there and before.counts and before.changing_to is None:
             return
         counts = counts_of(self.topology, self.cluster) if anew or not before.counts else before.counts
         await self._write(session, Layout(before.partitions, counts, partitions))
         crashpoints.reached("after_changing")
-        # A worker may ask any broker for the topic. A broker that does not know the topic yet would mean "no layout".
+        # A worker may ask any broker for the layout topic. If a broker does not know the topic yet, the worker would
+        # assume that no layout was written.
         while not await self.wire.known_everywhere(self.topology.layout_topic):
             await self.wire.pause(PAUSE_MS)
         await self.fence(before, partitions)
         await self._write(session, Layout(partitions, counts))
 
     async def fence(self, layout: Layout, *sizes: int) -> None:
-        """Fence all owners with this layout, or with groups of one of these sizes, and end their transactions."""
+        """Fence all owners that use ``layout`` or groups of one of the ``sizes``, and end their transactions."""
         for size in sorted({layout.partitions, layout.changing_to or layout.partitions, *sizes}):
             for transactional_id in transactional_ids(self.topology, self.cluster, size):
                 await self._session(transactional_id).open()
@@ -266,7 +267,8 @@ class LayoutChange:
         """Write a layout; afterward, every reader gets this layout or a newer one.
 
         A broker responds to EndTxn before it writes the markers, and readers get the previous layout until the markers
-        are written. A worker that read the previous layout after its ID was fenced would continue.
+        are written. A worker that began a new epoch after the fence and read the previous layout would continue to use
+        that layout.
         """
         line: Line = (OWN_ROW, SteadyClock().now_ms(), _KEY, encode_layout(layout), [])
         session.add(fill(TopicPartition(self.topology.layout_topic, 0), [line], compression="none"))
@@ -281,8 +283,8 @@ class LayoutChange:
 async def change_layout(topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin) -> None:
     """Change the number of partitions per transaction to the topology's number, and keep the state and the offsets.
 
-    Raises DedupError if workers are running or another process changes the layout, or StateIncompatible if topics are
-    missing. An interrupted change is completed.
+    The function also completes a change that was interrupted. Raises DedupError if workers are running or another
+    process changes the layout, or StateIncompatible if topics are missing.
     """
     await Group(wire, topology.name).refuse_members()
     have = await admin.topics(known_names(topology))
@@ -302,7 +304,7 @@ async def change_layout(topology: Topology, settings: Settings, wire: KafkaWire,
         try:
             await change.run(topology.group_size)
         except CommitUnknown:
-            # The leader of a topic that was just created may not know it yet.
+            # The leader of a topic that was just created may not know the topic yet.
             if attempt + 1 == _MOST_ATTEMPTS:
                 raise
             await wire.refresh()

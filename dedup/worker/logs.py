@@ -26,7 +26,7 @@ NOISY: Final = (
     "dedup.worker.app",
     "dedup.worker.transport",
 )
-"""Loggers that always have the level WARNING, because aiokafka prints record values at the debug level."""
+"""The loggers whose level is at least WARNING, because aiokafka prints record values at the debug level."""
 
 
 class JsonFormatter(logging.Formatter):

@@ -1,4 +1,4 @@
-"""Finds the offset at which a task starts to read: the committed offset or, without one, the offset given by `start`.
+"""Finds the offset at which a task starts to read: the committed offset or, if there is none, the offset from `start`.
 
 The metadata of each committed offset contains topic IDs (KIP-516), because Kafka stores offsets by topic name and a
 recreated topic has different records at the same offsets.
@@ -103,7 +103,7 @@ async def committed_position(wire: Wire, group: str, source: TopicPartition, *, 
 
 
 def offset_note(feeding_id: str, changelog_id: str | None = None) -> str:
-    """Return the note on a committed offset: the feeding topic's ID and, for a task with state, the changelog's ID."""
+    """Return a committed offset's note: the ID of the feeding topic and, if the task has state, of the changelog."""
     return f"{_FEEDING}={feeding_id}" + (f" {CHANGELOG}={changelog_id}" if changelog_id is not None else "")
 
 

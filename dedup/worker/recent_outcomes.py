@@ -38,13 +38,13 @@ class _Case:
 
 @dataclass(slots=True)
 class Recent:
-    """The latest samples of one task, from the open transaction and from committed ones."""
+    """The latest samples of one task, from the open transaction and from committed transactions."""
 
     _open: list[_Case] = field(init=False, default_factory=list)
     _committed: Final[dict[Kind, deque[_Case]]] = field(init=False, default_factory=dict)
 
     def note(self, rows: Rows, outcome: Outcome, now_ms: int) -> None:
-        """Keep a few samples from a batch that was just judged; `commit` makes them visible."""
+        """Keep a few samples from a batch that was just judged; `commit` makes the samples visible."""
         if outcome.duplicates or outcome.repeats or outcome.conflicts or outcome.late or outcome.dead:
             self._open.extend(_cases(rows, outcome, now_ms))
 
@@ -92,7 +92,7 @@ def _cases(rows: Rows, outcome: Outcome, now_ms: int) -> list[_Case]:
 
 
 def _about(duration_ms: int) -> str:
-    """Format a duration, rounded to seconds from ten seconds up and to minutes from ten minutes up."""
+    """Format a duration, rounded to seconds if it is 10 s or longer, and to minutes if it is 10 min or longer."""
     unit_ms = 1 if duration_ms < _SECONDS_FROM_MS else 1_000 if duration_ms < _MINUTES_FROM_MS else 60_000
     return format_duration(round(duration_ms / unit_ms) * unit_ms)
 

@@ -41,7 +41,7 @@ _TIME_RANGE: Final = re.compile(r"timestamp should be within \[(-?\d{1,19}), (-?
 Misfits = dict[tuple[str, int], str]
 """Maps a topic and a feeding offset to the reason why the topic does not accept the record at that offset."""
 FLOW: Final = ""
-"""Stands for a topic in `Misfits` if the topology's flow failed at a record."""
+"""The value that stands for the topic in `Misfits` if the topology's flow failed at the record."""
 TRUSTED_MS: Final = 60_000
 SOURCE: Final = "dedup-source"
 TIMESTAMP: Final = "dedup-timestamp"
@@ -51,7 +51,7 @@ VERDICT: Final = "dedup-verdict"
 _FIRST_TIME: Final = "dedup-first-time"
 _FIRST_SOURCE: Final = "dedup-first-source"
 PART: Final = "dedup-part"
-"""The header that says which of several records, such as ``1/2``, a record is that a flow yielded for one record."""
+"""The header that numbers the records that a flow yields for one record, such as ``1/2`` for the first of two."""
 IDLE: Final = "dedup-idle"
 DIGEST: Final = "dedup-digest"
 ID: Final = "dedup-id"
@@ -59,11 +59,11 @@ ID: Final = "dedup-id"
 REPLAYED: Final = "dedup-replayed"
 """The header of a record that `dedup replay` has sent; it contains the position where the record was first judged."""
 SLACK_BYTES: Final = 65_536
-"""How much larger than a source record a late record or dead letter may be, because of the added headers."""
+"""The number of bytes by which added headers may make a late record or dead letter larger than its source record."""
 _LATE_ADDED: Final = 2
-"""Number of headers that `RecordCollector` adds to a late record (source position and timestamp)."""
+"""The number of headers that `RecordCollector` adds to a late record (source position and timestamp)."""
 _DEAD_ADDED: Final = 4
-"""Number of headers that `RecordCollector` adds to a dead letter, which also has a reason and a detail."""
+"""The number of headers that `RecordCollector` adds to a dead letter, which also has a reason and a detail."""
 
 
 # This table shows what is sent in place of a refused record when the records of the transaction are judged again:
@@ -89,7 +89,7 @@ class Refusals:
     """The records that brokers have refused since the last commit, and their replacements."""
 
     rows: Misfits = field(default_factory=dict)
-    """Records that a topic does not accept. Whether a record would be sent to that topic depends on its verdict."""
+    """The records that a topic does not accept. A record's verdict decides whether it would be sent to that topic."""
     digests: set[tuple[str, int]] = field(default_factory=set)
     """The topics and feeding offsets of the late records and dead letters that are replaced by a digest."""
     cuts: dict[TopicPartition, set[int]] = field(default_factory=dict)
@@ -100,16 +100,18 @@ class Refusals:
     def learn(
         self, refusal: RecordRefused, side_topics: SideTopics, before: Collection[tuple[str, int]] | None = None
     ) -> int | None:
-        """Record the refusal of a batch; return the offset of a record that no topic accepts, or None.
+        """Record the refusal of a batch, and return the offset of a record that no topic accepts, or None if there is
+        none.
 
-        ``before`` has the records of `rows` that were known before this transaction's refusals; None means all of them.
-        Raises ``refusal`` if it concerns only dedup's own records, which nothing can replace.
+        ``before`` contains the records that were in `rows` before this transaction's refusals; None means all records
+        in `rows`. Raises ``refusal`` if it concerns only dedup's own records, which nothing can replace.
         """
         topic = refusal.topic
-        # A flow may have made several records of a batch from one record, which no cut can separate.
+        # A flow may have made several records of a batch from one record, and no cut can separate such records.
         rows = list(dict.fromkeys(row for row in refusal.rows if row != OWN_ROW))
         if not rows:
-            # The topic's limit is read again, and smaller batches may help, but only one such attempt is made.
+            # Only one more attempt is made, because the topic's limit is read again and smaller batches may be
+            # accepted.
             if not refusal.too_large or (topic, OWN_ROW) in self.digests:
                 raise refusal
             self.digests.add((topic, OWN_ROW))
@@ -132,7 +134,7 @@ class Refusals:
         return None
 
     def untimely(self, topic: str, timestamp_ms: int) -> str | None:
-        """Return why the broker will refuse a timestamp, or None if the broker accepts it or has not stated a range."""
+        """Return why the broker will refuse a timestamp, or None if it accepts the timestamp or stated no range."""
         allowed = self.times_ms.get(topic)
         if allowed is None or allowed[0] <= timestamp_ms <= allowed[1]:
             return None
@@ -141,12 +143,12 @@ class Refusals:
 
 
 def refusal(topic: str, why: str) -> Fault:
-    """Return the fault of a misfit: a record that the topic, or the flow if it is `FLOW`, does not accept."""
+    """Return the fault of a record that the topic refuses or, if ``topic`` is `FLOW`, at which the flow failed."""
     return Fault(FaultKind.UNREADABLE, FLOW_FAILED if topic == FLOW else "refused_by_broker", why)
 
 
 def faults_of(batch: FeedBatch, refused: Mapping[int, Fault]) -> dict[int, Fault]:
-    """Return a fault for each record that is refused (by its feeding offset) or has a header name not in UTF-8."""
+    """Return a fault for each row that is refused (by its feeding offset) or has a header name that is not UTF-8."""
     faults = {}
     for row, offset in enumerate(batch.offsets):
         if offset in refused:
@@ -159,9 +161,9 @@ def faults_of(batch: FeedBatch, refused: Mapping[int, Fault]) -> dict[int, Fault
 class Limits:
     """The size limits of the topics that a worker writes to. All tasks of a worker share one `Limits` object.
 
-    A limit is trusted for a minute, so that an increase of `max.message.bytes` is noticed without a restart. When a
-    limit is older than a minute, a record that seems too large is sent anyway, and the limit is read again only if the
-    broker refuses the record.
+    A limit is trusted for a minute, so that a worker notices an increase of `max.message.bytes` without a restart. When
+    a limit is older than a minute, a record that seems too large is sent anyway, and the limit is read again only if
+    the broker refuses the record.
     """
 
     def __init__(self, known: Mapping[str, Limit], clock: SteadyClock, wire: Wire) -> None:
@@ -191,7 +193,7 @@ class Limits:
         )
 
     async def look_again(self, target: TopicPartition) -> None:
-        """Read the size limit of the partition's topic again; keep the known limit if the broker does not respond."""
+        """Read the size limit of the partition's topic again. If the broker does not respond, keep the known limit."""
         try:
             limit = await self._wire.limit(target)
         except NoAnswer as error:
@@ -206,7 +208,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A topic to write to and its partition count."""
+    """A topic to which records are sent, and its partition count."""
 
     topic: str
     partitions: int
@@ -275,7 +277,7 @@ class RecordCollector:
     def fitting(
         self, target: TopicPartition, lines: Iterable[Line], refusals: Refusals, misfits: Misfits
     ) -> list[RecordBatch]:
-        """Return lines (records to send) as batches, and add lines that the topic does not accept to ``misfits``."""
+        """Return the lines (records to send) as batches, but add lines that the topic refuses to ``misfits``."""
         if refusals.rows or target.topic in refusals.times_ms:
             lines = list(_taken_there(lines, target.topic, refusals, misfits))
         batches = []
@@ -319,9 +321,9 @@ class RecordCollector:
         rows: Rows,
         outcome: Outcome,
         route: Route,
-        misfits: Misfits,  # noqa: ARG002  # a flow may fail
+        misfits: Misfits,  # noqa: ARG002  # only `FlowCollector` uses this parameter
     ) -> list[tuple[TopicPartition, Iterable[Line]]]:
-        """Return the records to forward, by partition. Records at which a flow fails are added to ``misfits``."""
+        """Return the records to forward, by partition, and add records at which a flow fails to ``misfits``."""
         forwarded = self.forwarded(outcome)
         if not forwarded:
             return []
@@ -346,7 +348,7 @@ class RecordCollector:
         return sorted(extra.union(outcome.unique)) if extra else outcome.unique
 
     def _lines(self, batch: FeedBatch, rows: Rows, outcome: Outcome, forwarded: list[int]) -> Iterator[Line]:
-        """Yield the forwarded records, unchanged except for the headers and timestamps that a policy sets."""
+        """Yield the forwarded records, which are unchanged except for the headers and timestamps that a policy sets."""
         marks: dict[int, list[Header]] = {}
         for row, exempt in outcome.exempt.items():
             marks.setdefault(row, []).append((VERDICT, exempt.encode()))
@@ -393,7 +395,7 @@ class RecordCollector:
 
     @staticmethod
     def _line(batch: FeedBatch, row: int, added: list[Header]) -> Line:
-        # The side topics use LogAppendTime, so any valid timestamp can be sent.
+        # The side topics use LogAppendTime, so any valid timestamp can be sent to them.
         headers = [*batch.headers[row], *added]
         return batch.offsets[row], max(batch.timestamps_ms[row], 0), batch.keys[row], batch.values[row], headers
 

@@ -41,7 +41,7 @@ class RepartitionPlan:
     """The index of the feeding topic in ``source.topics``."""
     start: Start
     by_arrival: bool = False
-    """True if a record without an append time must stop the task."""
+    """True if the task must stop at a record without an append time."""
 
 
 class RepartitionTask(TaskWork):
@@ -72,11 +72,12 @@ class RepartitionTask(TaskWork):
         """Return the records as batches for the partitions of their IDs, and add their source positions as headers."""
         plan = self._plan
         extracted = plan.extractor(batch.keys, batch.values, batch.headers, batch.timestamps_ms)
-        # A record without an ID also needs a verdict, so it is sent to a `dedup` task, too.
+        # A record without an ID also needs a verdict, so it is also sent to a `dedup` task.
         fallback = batch.feeding.partition % plan.partitions
         with_id = [row for row, key in enumerate(extracted.ids) if key is not None]
         chosen = [fallback] * len(batch)
-        # The `dedup` task may know the schema by then, and would find an ID that belongs to another partition.
+        # A record with an unknown schema becomes a dead letter here: the `dedup` task may know the schema by then, and
+        # would find an ID that belongs to another partition.
         unknown = {row: fault for row, fault in extracted.faults.items() if fault.code == SCHEMA_UNKNOWN}
         for row, partition in zip(
             with_id, partitions([extracted.ids[row] or b"" for row in with_id], plan.partitions), strict=True
@@ -113,10 +114,10 @@ class RepartitionTask(TaskWork):
         rows = Rows(extracted, batch.offsets, (Feed(self._plan.topic, batch.feeding.partition),))
         outcome = Outcome(dead=dead)
         self.recent.note(rows, outcome, self._clock.now_ms())
-        return self.collector.publish(batch, rows, outcome, refusals, {})  # none is left out
+        return self.collector.publish(batch, rows, outcome, refusals, {})  # `publish` leaves out no dead letter
 
     def idle(self) -> list[RecordBatch]:
-        """Return one marker per partition of the repartition topic, each saying that this feed has no new records."""
+        """Return one marker per partition of the repartition topic, which says that this feed has no new records."""
         topic, partition = self._plan.feeding
         now_ms = self._clock.now_ms()
         headers: list[Header] = [(IDLE, f"{topic}/{partition}".encode()), (TIMESTAMP, str(now_ms).encode())]

@@ -1,8 +1,8 @@
 """Implements `dedup reset`, which deletes the offsets, changelog, repartition topic, and local state of a topology.
 
-After a reset, the topology starts as if it were new. An interrupted reset can be run again. Before a reset deletes
-topics or local state, it replaces the group's offsets with offsets that have a note. No worker starts while the note
-exists.
+After a reset, the topology starts as if it were new. To finish an interrupted reset, run `dedup reset` again. Before a
+reset deletes topics or local state, it replaces the group's offsets with offsets that have a note. While this note
+exists, no worker starts.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Doomed:
     group: str
     topics: tuple[str, ...]
     partitions: tuple[Path, ...]
-    """State directories on this machine."""
+    """The state directories on this machine."""
     checkpoints: tuple[str, ...] = ()
-    """URLs of the checkpoints, if `state.checkpoint` is set."""
+    """The URLs of the checkpoints, if `state.checkpoint` is set."""
 
 
 def local_state(topology: Topology, state_dir: Path) -> tuple[Path, ...]:
@@ -75,7 +75,7 @@ class Reset:
     admin: Admin
 
     async def look(self) -> Doomed:
-        """Return what a reset would delete. Raises DedupError if the group still has members."""
+        """Return everything that a reset would delete. Raises DedupError if the group still has members."""
         await Group(self.wire, self.topology.name).refuse_members()
         have = await self.admin.topics(state_topics(self.topology))
         places = tuple(storage.place(self.topology.name, each) for storage, each in await self._checkpoints())
@@ -85,7 +85,7 @@ class Reset:
     async def run(self, doomed: Doomed, to: Start | None) -> dict[TopicPartition, int]:
         """Delete the state, recreate the topics, and return the offsets that were set (none if ``to`` is None)."""
         topology = self.topology
-        await self.look()  # a worker may have joined in the meantime
+        await self.look()  # a worker may have joined the group in the meantime
         have = await self.admin.topics(known_names(topology))
         left = {name: topic for name, topic in have.items() if name not in doomed.topics}
         wanted = missing_topics(topology, self.settings, left)
@@ -102,7 +102,7 @@ class Reset:
         # The checkpoints belong to the deleted changelog, so workers would refuse them.
         for storage, partition in await self._checkpoints():
             await transfer(lambda _, s=storage, p=partition: s.delete(topology.name, p), str(storage))  # type: ignore[misc]
-        # No changelog exists now, so the recorded ends are older than any new state.
+        # No changelog exists now, so the recorded ends precede any new state.
         await self._leave_mark(left, offsets)
         made = await self.admin.create(wanted)
         await self._until(len(made), made, "not visible yet")
@@ -178,7 +178,7 @@ class Reset:
     async def _write(
         self, session: Session, changelog: TopicPartition, line: Line, offsets: Mapping[TopicPartition, int]
     ) -> None:
-        """Commit one record and the offsets, and retry if the outcome is unknown, because the commit is idempotent."""
+        """Commit one record and the offsets, and repeat the idempotent commit if the outcome is unknown."""
         for attempt in range(MOST_ATTEMPTS):
             try:
                 await session.open()

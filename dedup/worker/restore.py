@@ -1,12 +1,12 @@
 """Restores a store, in batches, from its own position to the end of the changelog, and maintains standbys.
 
-InitProducerId ends all earlier transactions of the task, and a restore ends at the high watermark that is read after
-that. The store's *position* must reach the high watermark, because the last offsets may belong to transaction markers
-or to records that were compacted away.
+InitProducerId ends all earlier transactions of the task, and a restore ends at the high watermark that the task reads
+after InitProducerId. The store's *position* must reach the high watermark, because the last offsets may belong to
+transaction markers or to records that were compacted away.
 
-A changed guard period or grace is noticed only if their sum changes, because the state contains only the width of its
-segments, which is half of that sum. A standby is a copy of another worker's store that is kept up to date from the
-changelog.
+A restore notices a change of the guard period or the grace only if their sum changes, because the state contains only
+the width of its segments, which is half of that sum. A standby is a copy of another worker's store that is kept up to
+date from the changelog.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from dedup.worker.topics import Cluster
 
 log: Final = logging.getLogger(__name__)
 _WIDTHS: Final = 2
-"""The sum of guard period and grace, as a number of segment widths."""
+"""The sum of the guard period and the grace, as a number of segment widths."""
 FETCH_BYTES: Final = 1 << 20
-"""Maximum number of compressed bytes in a step. Larger steps are slower, because their objects do not fit into the
-processor's cache, and other tasks wait during a step.
+"""The maximum number of compressed bytes that a restore reads in one step. Larger steps are slower, because their
+objects do not fit into the processor's cache, and other tasks wait during a step.
 """
 WAIT_MS: Final = 500
 _LOOK_BACK: Final = 256
@@ -48,7 +48,7 @@ Progress = Callable[[int, int], None]
 
 
 def changed(record: TaskRecord | None, window: Window) -> bool:
-    """Return whether a task record was written with a different sum of guard period and grace."""
+    """Return whether a task record was written with a different sum of the guard period and the grace."""
     return record is not None and record.segment_ms != window.segment_ms
 
 
@@ -97,7 +97,7 @@ class Restored:
 
     records: int
     start: int
-    """The changelog's first offset."""
+    """The changelog's first offset at the time of the restore."""
     end: int
     record: TaskRecord | None = None
     """The newest task record that was read, as it was written, or None if there was none."""
@@ -118,7 +118,7 @@ async def restore(
     Raises StateIncompatible if the store does not match the changelog or if the changelog contains an unfinished seed.
     """
     bounds = await fitted(wire, changelog, store, window, accept)
-    # A store without a task record may contain part of a seed, whose mark must be read again.
+    # A store without a task record may contain part of a seed, so the seed mark must be read again.
     position = bounds.start if store.task_record is None else max(store.position, bounds.start)
     begin, records = position, 0
     newest: TaskRecord | None = None
@@ -153,8 +153,8 @@ async def restore(
 async def last_task_record(wire: Wire, changelog: TopicPartition, *, stable: bool = True) -> TaskRecord | None:
     """Return the newest committed task record of a changelog partition, or None if there is none.
 
-    With ``stable``, the function waits until no transaction is open on the partition. Without ``stable``, it takes only
-    what is committed now: a worker that was killed can hold a transaction open until the transaction times out.
+    With ``stable``, the function waits until no transaction is open on the partition. Without ``stable``, the function
+    reads only records that are committed now, because the transaction of a killed worker stays open until it times out.
     """
     bounds = await bounds_of(wire, changelog)
     begin, step = bounds.end, _LOOK_BACK
@@ -178,9 +178,9 @@ async def fitted(
 ) -> LogBounds:
     """Ensure that the store can be restored from its changelog, and return the changelog's bounds.
 
-    If the window requires segments of a different width, the store is cleared, so that its state is read again. Raises
-    StateIncompatible and changes nothing if the store does not match the changelog or if the changelog lacks records
-    that must be read. Also raises any exception that ``accept`` raises.
+    If the window requires segments of a different width, the store is cleared, so that its state is read from the
+    changelog again. Raises StateIncompatible and changes nothing if the store does not match the changelog or if the
+    changelog lacks records that must be read. Also raises any exception that ``accept`` raises.
     """
     record = store.task_record
     if record is not None:
@@ -290,7 +290,8 @@ def _other_grid(writes: Writes, window: Window) -> bool:
 
 # If the group's offsets are deleted, a `repartition` task, which has no task record, would begin at `start`, and every
 # record would get a second verdict. The changelog's task records show which source partitions were read. Both workers
-# and tasks check this when they start, because a group can be deleted while its only worker is frozen.
+# and tasks check for lost offsets when they start, because a group's offsets can be deleted while its only worker is
+# frozen.
 
 
 @dataclass(slots=True)
@@ -301,7 +302,7 @@ class LostOffsets:
     cluster: Cluster
     wire: Wire
     look: asyncio.Task[set[Feed]] | None = field(init=False, default=None)
-    """The search of the changelogs that is in progress, shared by all tasks that wait for its result."""
+    """The search of the changelogs that is in progress, if any; all tasks that wait for its result share the search."""
 
     async def refuse_any(self) -> None:
         """Raise StateIncompatible if any source partition was read but the group no longer has an offset for it."""
@@ -312,7 +313,7 @@ class LostOffsets:
         missing = [feed for feed in feeds if await self._has_none(feed)]
         read = await self._read_feeds() if missing else set()
         # Meanwhile, another worker may have read the first record of a partition that was empty until now. The markers
-        # of its transaction reach the changelog and the offsets in any order.
+        # of that worker's transaction reach the changelog and the group's offsets in any order.
         lost = [feed for feed in missing if feed in read and await self._has_none(feed, stable=True)]
         if lost:
             raise self._refusal(lost)
@@ -325,7 +326,7 @@ class LostOffsets:
         """
         if self.look is None or self.look.done():
             self.look = asyncio.create_task(self._read_feeds(), name="look for lost offsets")
-        # A task that is revoked must not cancel the read for the other tasks.
+        # A task that is revoked must not cancel the search for the other tasks.
         if feed in await asyncio.shield(self.look):
             raise self._refusal([feed])
 
@@ -353,9 +354,9 @@ class LostOffsets:
 
 IDLE_MS: Final = 100
 _STEP_BYTES: Final = 256 << 10
-"""Maximum number of changelog bytes that a standby applies per step; the worker's own records wait during a step."""
+"""The maximum size of a standby's step, in bytes of the changelog; the worker's own records wait during a step."""
 SHARE: Final = 1.0
-"""How long all standbys together pause after a step, as a multiple of the time that the step took."""
+"""The length of the pause that all standbys make after a step, as a multiple of the time that the step took."""
 
 
 @dataclass(slots=True)
@@ -367,7 +368,7 @@ class Standbys:
     window: Window
     fingerprint: bytes
     keeping: Callable[[int], Keeping]
-    """Returns how the store of a partition is opened and released."""
+    """Returns the functions that open and release the store of a partition."""
     lag: dict[int, int] = field(init=False, default_factory=dict)
     """Maps each partition to the number of changelog offsets that are not applied yet."""
     _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
@@ -375,14 +376,14 @@ class Standbys:
     _loops: dict[int, asyncio.Task[None]] = field(init=False, default_factory=dict)
 
     def assign(self, partitions: Iterable[int]) -> None:
-        """Follow the changelogs of these partitions, and stop all other standbys."""
+        """Follow the changelogs of the given partitions, and stop all other standbys."""
         wanted = set(partitions)
         self.release(self._loops.keys() - wanted)
         for partition in sorted(wanted - self._loops.keys()):
             self._loops[partition] = asyncio.create_task(self._follow(partition), name=f"standby {partition}")
 
     def release(self, partitions: Iterable[int]) -> None:
-        """Stop the standbys of these partitions and release their stores, because tasks may be about to open them."""
+        """Stop the standbys of the given partitions and release their stores, which tasks may be about to open."""
         for partition in list(partitions):
             loop = self._loops.pop(partition, None)
             if loop is not None:
@@ -399,7 +400,7 @@ class Standbys:
             if keeping.prepare is not None:
                 await keeping.prepare()
             if not self._is_own(partition):
-                return  # a client has lost the cancellation, so a task may already use the store
+                return  # a client has swallowed the cancellation, so a task may already use the store
             store = self._stores[partition] = keeping.open()
             bounds = await fitted(
                 self.wire,
@@ -418,7 +419,7 @@ class Standbys:
                 self._stores.pop(partition).close()
 
     def _is_own(self, partition: int) -> bool:
-        """Return whether the calling loop is still the one that follows the partition."""
+        """Return whether the calling loop is still the loop that follows the partition."""
         return self._loops.get(partition) is asyncio.current_task()
 
     async def _step(self, changelog: TopicPartition, store: Store, position: int) -> int:

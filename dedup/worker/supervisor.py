@@ -20,11 +20,11 @@ LOOK_S: Final = 0.1
 FIRST_BACK_OFF_S: Final = 0.5
 _LONGEST_BACK_OFF_S: Final = 30.0
 _CALM_S: Final = 60.0
-"""A worker that dies after running for at least this long is restarted with the shortest back-off."""
+"""The run time, in seconds, after which a worker that dies is restarted with the shortest back-off."""
 FINAL: Final = frozenset({2, 3})
-"""Exit codes after which a restart would not help (a usage error or incompatible state)."""
+"""The exit codes after which a restart would not help (a usage error or incompatible state)."""
 NO_BROKER: Final = 5
-"""The exit code if no broker can be reached; it ends the fleet only if the worker never ran longer than `_CALM_S`."""
+"""The exit code if no broker is reachable; it ends the fleet only if the worker never ran longer than `_CALM_S`."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class FleetPlan:
     config: Path | None
     overrides: tuple[str, ...]
     settings: Settings
-    """Settings with a `worker_id`, which must be different on each machine."""
+    """The settings, including a `worker_id`, which must be different on each machine."""
     workers: int
     exit_when_done: bool = False
     onto_existing_output: bool = False
@@ -108,7 +108,7 @@ def supervise(plan: FleetPlan) -> int:
 
 
 def _look_after(child: Child, line: list[str], now_s: float) -> int:
-    """Restart a dead worker after its back-off; return an exit code that ends the fleet, or 0 to continue."""
+    """Restart a dead worker after its back-off, and return an exit code that ends the fleet, or 0 to continue."""
     if child.finished:
         return 0
     if child.start_at_s is not None:

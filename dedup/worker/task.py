@@ -1,14 +1,14 @@
 """Implements a task, which has one feeding partition, one store, and one changelog partition.
 
-A task exists only for the duration of one assignment. It judges the records of its feeding partition and keeps their
-sightings until they are committed; its `TaskGroup` sends the results and commits them. Correctness depends on the order
-of the steps: the group fences the previous owner (InitProducerId), and `start` then reads the committed offset,
-restores the store to the end of the changelog, and returns the offset to read from. After that, each batch is processed
-in the same way:
+A task exists only for the duration of one assignment. A task judges the records of its feeding partition and keeps
+their sightings until they are committed; its `TaskGroup` sends the results and commits them. Correctness depends on the
+order of the steps. First, the group fences the previous owner (InitProducerId). Then, `start` reads the committed
+offset, restores the store to the end of the changelog, and returns the offset to read from. After that, these methods
+process each batch:
 
-    process(batch)   judge it (pure), keep its sightings in the write buffer's open generation, send the results
-    capture()        freeze the generation and return the task record, for the transaction that the group now commits
-    applied()        apply the generation to the store, after EndTxn
+    process(batch)   judges a batch (pure), keeps sightings in the write buffer's open generation, and sends the results
+    capture()        freezes the generation and returns the task record, for the transaction that the group now commits
+    applied()        applies the generation to the store, after EndTxn
 
 While a commit is in flight, later batches are judged, but their results are sent only after the commit. The store never
 contains an uncommitted sighting. After a crash before EndTxn, the broker aborts the transaction. After a crash between
@@ -38,8 +38,8 @@ from dedup.worker.recent_outcomes import Recent
 from dedup.worker.record_collector import RecordCollector, Refusals
 
 _EVENT_TIME_MS: Final = 60_000
-"""A timestamp that is this much older than the record's arrival counts as an event time, not as a delay of the log. (A
-follower that is stuck can hide records for `replica.lag.time.max.ms`, 30 s.)
+"""A timestamp that is more than this many ms older than the record's arrival counts as an event time, not as a delay of
+the log. (A follower that is stuck can hide records for `replica.lag.time.max.ms`, 30 s.)
 """
 _MOST_WAITING: Final = 16_000
 """The number of records that a task may judge during a commit before it waits for the commit to end."""
@@ -82,18 +82,18 @@ class Frozen:
     apply: Callable[[Mapping[TopicPartition, int]], None]
     """Applies the generation to the store, given the offset after the last record written to each partition."""
     confirm: Callable[[int], None] = lambda _: None
-    """Receives the time in ms when a broker appended the records; raises ClockBehind if this disproves a verdict."""
+    """Receives the time, in ms, of the append at the broker; raises ClockBehind if that time disproves a verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committing:
-    """Settings for committing a task's offset."""
+    """The settings for committing a task's offset."""
 
     group: str
     confirm: Callable[[], Awaitable[None]]
     """Raises StateIncompatible if a topic has changed since the process started; see `TopicCheck`."""
     note: str = ""
-    """Metadata of the committed offset; see `offset_note`."""
+    """The metadata of the committed offset; see `offset_note`."""
     pin_start: bool = False
     """True if the task commits its starting position at once, because `latest` may be another offset after a crash."""
 
@@ -111,7 +111,7 @@ class TaskWork(abc.ABC):
         by_arrival: bool = False,
     ) -> None:
         self.by_arrival: Final = by_arrival
-        """True if a record whose timestamp is not the broker's must stop the task."""
+        """True if the task must stop at a record whose timestamp the broker did not set."""
         self._wire: Final = wire
         self.collector: Final = collector
         self._clock: Final = clock
@@ -134,7 +134,7 @@ class TaskWork(abc.ABC):
         """In a new epoch, return whether another owner has written state since this task's last commit."""
         return False
 
-    def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # for work that keeps state
+    def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # only work that keeps state needs the offset
         """Capture the results of all batches judged so far; later batches belong to the next transaction."""
         judged, self._judged = self._judged, Judged()
         noted = self.recent.freeze()
@@ -159,21 +159,21 @@ class TaskWork(abc.ABC):
 
 
 class SharedTransaction(Protocol):
-    """What a task needs from its `TaskGroup`, whose tasks share one transaction."""
+    """The part of a `TaskGroup` that its tasks use to share one transaction."""
 
     dirty: asyncio.Event
-    """Set while there is something to commit."""
+    """An event that is set while the transaction contains something to commit."""
     sendable: asyncio.Event
-    """Cleared while a commit is in flight, when records for the next transaction may not be sent yet."""
+    """An event that is cleared during a commit, when records for the next transaction may not be sent yet."""
     open_for_batches: asyncio.Event
-    """Cleared while records are judged again after a refusal, so that no batch is added until the next commit."""
+    """An event that is cleared while refused records are judged again; no batch is added until the next commit."""
 
     @property
     def epoch(self) -> int:
         """The current producer epoch."""
 
     def send(self, batches: Sequence[RecordBatch], feeding: TopicPartition) -> None:
-        """Add record batches made from a feeding partition's records to the transaction."""
+        """Add record batches, made from records of the partition ``feeding``, to the transaction."""
 
     def give_up(self) -> None:
         """Close every task of the group at once, so that nothing more is committed in this assignment."""
@@ -181,7 +181,7 @@ class SharedTransaction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What a task contributes to a transaction that is being committed."""
+    """One task's contribution to a transaction that is being committed."""
 
     task: Task
     position: Position
@@ -207,9 +207,9 @@ class Task:
         self.numbers: Final = TaskNumbers()
         self.state = TaskState.CREATED
         self.dirty = False
-        """True while there is something to commit."""
+        """True while the task has something to commit."""
         self.damage: TaskCorrupted | None = None
-        """The damage that was found in the task's store."""
+        """The damage that was found in the task's store, or None."""
         self._committing = committing
         self._transaction: Final = transaction
         self._wire: Final = wire
@@ -217,7 +217,7 @@ class Task:
         """The part of the task that depends on its kind."""
         self._refusals = Refusals()
         self.next_offset = 0
-        """The feeding offset after the last judged record."""
+        """The feeding offset that follows the last judged record."""
         self._leader_epoch = -1
         """The leader epoch of the record before the next offset, or -1 if it is unknown."""
         self._committed: int | None = None
@@ -225,14 +225,14 @@ class Task:
         self._expected = 0
         """The offset at which the next batch from the transport must begin."""
         self._held: list[FeedBatch] = []
-        """Batches that were judged but are not known to be committed; they are judged again if a record is refused."""
+        """The batches that were judged but may not be committed yet; they are judged again if a record is refused."""
         self._waiting: list[list[RecordBatch]] = []
-        """For each batch that was judged while a commit is in flight, the record batches that wait to be sent."""
+        """The record batches that wait to be sent, in one list per batch that was judged during a commit."""
         self._waiting_records = 0
         self._in_flight = False
         """True while the task's results are in a transaction that is being committed."""
         self._ending: StateIncompatible | None = None
-        """Why the task stops once everything that it has judged is committed."""
+        """The reason why the task stops once everything that it has judged is committed, or None."""
         self._idle_said = False
         """True if idle markers were sent since the task was last captured."""
         self._idle_in_flight = False
@@ -258,10 +258,11 @@ class Task:
         self.state = state
 
     async def start(self) -> int:
-        """Restore the state, and return the offset to read from; the group must have been opened.
+        """Restore the state, and return the offset to read from. The task's group must be open already.
 
-        May be called again after TaskCorrupted. If its group is closed in the meantime, the task does not run
-        afterward. Raises StateIncompatible, TaskCorrupted, CommitUnknown, or BrokerUnavailable.
+        The method may be called again after it has raised TaskCorrupted. If the task's group is closed in the meantime,
+        the task does not run afterward. Raises StateIncompatible, TaskCorrupted, CommitUnknown, or BrokerUnavailable;
+        see `dedup.errors`.
         """
         if self.state is TaskState.CREATED:
             self._move(TaskState.RESTORING)
@@ -287,7 +288,7 @@ class Task:
     async def _restore(self) -> None:
         # This process may have been frozen during a reset, so its disk may hold the state of another changelog.
         await self._committing.confirm()
-        # The offset is not taken from aiokafka, which reads it before the previous owner is fenced.
+        # The offset is not taken from aiokafka, which reads the offset before the previous owner is fenced.
         found = await committed_position(self._wire, self._committing.group, self.feeding)
         if found is not None:
             refuse_other_topics(found.note, self._committing.note, self.feeding)
@@ -306,7 +307,7 @@ class Task:
     async def process(self, batch: FeedBatch) -> None:
         """Judge a batch and add the resulting records to the group's transaction."""
         if self.state is not TaskState.RUNNING or self._ending is not None:
-            return  # revoked in the meantime, or ending: the next owner of the partition reads these records again
+            return  # the task was revoked or is ending, and the partition's next owner reads these records
         if batch.follows != self._expected:
             raise InvariantBroken(
                 f"{self.task_id}: a batch arrived that follows offset {batch.follows}, but the last one ended at "
@@ -337,7 +338,7 @@ class Task:
             raise
 
     def _with_append_times(self, batch: FeedBatch) -> FeedBatch:
-        """Return the records before the first one whose timestamp is not the broker's, and remember why to stop."""
+        """Return the records before the first one whose timestamp the broker did not set, and remember why to stop."""
         created = batch.first_created()
         if created is None:
             return batch
@@ -346,7 +347,7 @@ class Task:
 
     @contextmanager
     def noting_damage(self) -> Iterator[None]:
-        """Remember damage that is found in the task's store inside the ``with`` block, because it must be deleted."""
+        """Remember damage that the ``with`` block finds in the task's store; a damaged store must be deleted."""
         try:
             yield
         except TaskCorrupted as damage:
@@ -356,7 +357,8 @@ class Task:
     def _not_yet_judged(self, batch: FeedBatch) -> FeedBatch | None:
         if batch.offsets[0] >= self.next_offset:
             return batch
-        # The group's offset may be stale, expired or deleted; the task record says what was already judged.
+        # The group's offset may be stale, expired, or deleted, but the task record says which records were already
+        # judged.
         if batch.offsets[-1] < self.next_offset:
             self.numbers.replayed += len(batch)
             return None
@@ -372,7 +374,7 @@ class Task:
         self._soil()
 
     def say_idle(self) -> bool:
-        """Write this feed's idle markers in a transaction and return True, or return False if a transaction is open."""
+        """Write this feed's idle markers in a transaction, and return True; return False if a transaction is open."""
         if not self.all_committed:
             return False
         self._mark_idle()
@@ -393,7 +395,7 @@ class Task:
         self._waiting_records = 0
 
     def capture(self) -> Captured:
-        """Capture everything judged so far for the transaction that the group now commits."""
+        """Capture everything that was judged so far, for the transaction that the group now commits."""
         self.dirty, self._in_flight = False, True
         self._idle_said, self._idle_in_flight = False, self._idle_said
         position = self.position
@@ -420,8 +422,8 @@ class Task:
             raise self._ending
 
     def learn(self, refusals: Sequence[RecordRefused]) -> None:
-        """Remember the refused batches of a transaction; raise RecordRefused if a record has no replacement left."""
-        # A flow may have made records of several partitions from one record, and all of them may be refused at once.
+        """Remember the refused batches of a transaction. Raises RecordRefused if a record has no replacement left."""
+        # A flow may have made records for several partitions from one record, and all of them may be refused at once.
         before = frozenset(self._refusals.rows)
         for refused in refusals:
             offset = self._refusals.learn(refused, self.work.collector.side_topics, before)
@@ -453,7 +455,7 @@ class Task:
         self.work.discard()
         self._waiting.clear()
         self._waiting_records = 0
-        # The transaction that is gone may have contained an offset or idle markers alone.
+        # The aborted transaction may have contained nothing but an offset or idle markers.
         unfinished, idle = self._in_flight or self.dirty, self._idle_said or self._idle_in_flight
         self._in_flight = self._idle_in_flight = False
         held, self._held = self._held, []
@@ -469,7 +471,7 @@ class Task:
         self.send_waiting()
 
     def close_now(self) -> None:
-        """Discard everything that is not committed, and release the store, which a running `start` does itself."""
+        """Discard everything that is not committed, and release the store, unless a running `start` will release it."""
         if self.state is TaskState.CLOSED:
             return
         restoring = self.state is TaskState.RESTORING

@@ -40,7 +40,7 @@ from dedup.worker.topics import Cluster, routes_of
 
 _ONLY_WORKERS_FOLLOW: Final = "Only `dedup run` reads partitions that are added while it runs; continue with it."
 _PRODUCE_BYTES: Final = 64 << 10
-"""Smaller batches wait for others or for the commit, because each request takes CPU time in worker and broker."""
+"""The size below which a batch waits for other batches or for the commit, because each request costs CPU time."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class TaskFactory:
     wire: Wire
     clock: SteadyClock
     memory: RocksMemory | None
-    """The memory that the stores share, or None to keep the state in `MemoryStore`s, for `TopologyTestDriver`."""
+    """The memory that the stores share, or None if `MemoryStore`s keep the state, as in `TopologyTestDriver`."""
     pool: StorePool | None = None
     """Keeps released stores open for their next owner, or None if the next owner may be another process."""
     bootstrap: Bootstrap | None = field(init=False, default=None)
@@ -66,9 +66,9 @@ class TaskFactory:
     """The size limits of topics, shared by all tasks so that all of them learn from a refusal."""
 
     flow: Flow | None = field(init=False, default=None)
-    """The topology's flow, or None if it has none."""
+    """The topology's flow, or None if the topology has no flow."""
     transactions: Counter[str] = field(init=False, default_factory=Counter)
-    """The number of transactions of all task groups since the start, by result."""
+    """The number of transactions of all task groups since the worker's start, by result."""
 
     def __post_init__(self) -> None:
         """Import the flow, which may raise TopologyError.
@@ -109,9 +109,9 @@ class TaskFactory:
         return Keeping(opening, prepare) if pool is None else Keeping(opening, prepare, partial(pool.put, partition))
 
     def open_store(self, partition: int) -> Store:
-        """Return a partition's store: the one that was kept open, the one on disk, or a new, empty one.
+        """Return a partition's store: the store that the pool kept open, the store on disk, or a new, empty store.
 
-        Raises TaskCorrupted or StateIncompatible.
+        Raises TaskCorrupted or StateIncompatible if the store on disk cannot be used; see `RocksStore.open`.
         """
         waiting = None if self.pool is None else self.pool.take(partition)
         if waiting is not None:
@@ -133,18 +133,18 @@ class TaskFactory:
         return self.topology.state_fingerprint(self.cluster.source_partitions(self.topology))
 
     def wipe(self, feeding: TopicPartition) -> None:
-        """Delete a partition's local state, which can be restored from the changelog."""
+        """Delete the local state of a partition, which can be restored from the changelog."""
         waiting = None if self.pool is None else self.pool.take(feeding.partition)
         if waiting is not None:
             waiting.close()
         delete_store(self.wanted(feeding.partition).directory)
 
     def grouped(self, feeding: Iterable[TopicPartition]) -> list[Members]:
-        """Return the feeding partitions group by group. Raises InvariantBroken unless each group is complete.
+        """Return the feeding partitions, one tuple per task group. Raises InvariantBroken if a group is incomplete.
 
-        Partitions that were added to a topic are grouped, too. The leader of the consumer group may learn of such
-        partitions before or after this worker does, so the last group may lack them. If the topic may not grow, the
-        tasks of added partitions refuse to start.
+        Partitions that were added to a topic later are grouped, too. The leader of the consumer group may learn of such
+        partitions before or after this worker does, so the last task group may lack them. If the topic may not grow,
+        the tasks of added partitions refuse to start.
         """
         size, counts = self.topology.group_size, self.cluster.source_partitions(self.topology)
         by_group: defaultdict[tuple[str, int], list[TopicPartition]] = defaultdict(list)
@@ -160,7 +160,7 @@ class TaskFactory:
         return [tuple(members) for members in by_group.values()]
 
     def build(self, members: Members) -> TaskGroup:
-        """Return a new group with a task for each of these feeding partitions, as `grouped` returns them."""
+        """Return a new task group with one task for each of the feeding partitions, which `grouped` has returned."""
         self.wire.pin(self.check.topic_ids)
         topology, first = self.topology, members[0]
         dedup = topology.direct or first.topic not in topology.source.topics
@@ -240,7 +240,8 @@ class TaskFactory:
             partitions=target.partitions,
             extractor=extractor_of(topology, fingerprint=False),
             topic=source.topics.index(feeding.topic),
-            # `latest` would skip what producers sent to a new partition before a worker noticed it.
+            # `latest` would skip the records that producers sent to a new partition before a worker noticed the
+            # partition.
             start="earliest" if self.cluster.is_new(feeding) else source.start,
             by_arrival=topology.by_arrival,
         )

@@ -1,10 +1,11 @@
 """Implements a task group, whose tasks share a transactional ID and are assigned, fenced, and committed together.
 
-A transaction costs a broker several milliseconds, whatever it contains. Therefore, n tasks of the same kind commit in
-one transaction, which contains the records, the task records, and the offsets of all of them:
+A transaction costs a broker several milliseconds, no matter how many records the transaction contains. Therefore, n
+tasks of the same kind commit in one transaction, which contains the records, the task records, and the offsets of all
+these tasks:
 
-    open()        fence the previous owner (InitProducerId), once per assignment; each task then starts by itself
-    commit()      capture all tasks at once, await all sends, add all offsets, EndTxn, apply each task's results
+    open()        fences the previous owner (InitProducerId), once per assignment; each task then starts by itself
+    commit()      captures all tasks at once, awaits all sends, adds all offsets, sends EndTxn, and applies all results
 
 The transaction belongs to the whole group. If a record is refused, every task of the group judges its uncommitted
 records again in a new epoch. If a task fails, the group is closed.
@@ -26,7 +27,7 @@ from dedup.worker.task import Captured, Task, TaskState
 
 log: Final = logging.getLogger(__name__)
 Members = tuple[TopicPartition, ...]
-"""The feeding partitions of a group, which identify it."""
+"""The feeding partitions of a task group, which identify the group."""
 
 
 class TaskGroup:
@@ -71,20 +72,22 @@ class TaskGroup:
         return self._session.epoch
 
     async def open(self) -> None:
-        """Begin a new epoch, which fences another owner of the group and ends any transaction that it left open.
+        """Begin a new epoch, which fences another owner of the group and ends any transaction that this owner left
+        open.
 
-        Raises CommitUnknown, BrokerUnavailable, or StateIncompatible.
+        Raises CommitUnknown, BrokerUnavailable, or StateIncompatible; see `dedup.errors`.
         """
         await self._session.open()
-        # A change of the layout fences this ID from now on, or it has begun already and is found here.
+        # Either a change of the layout fences this ID later, or the change has already begun, and the next line finds
+        # the change.
         await self._refuse_layout()
 
     def send(self, batches: Sequence[RecordBatch], feeding: TopicPartition) -> None:
-        """Add record batches made from a feeding partition's records to the transaction."""
+        """Add record batches, made from records of the partition ``feeding``, to the transaction."""
         self._session.add(batches, feeding)
 
     async def commit(self) -> None:
-        """Commit everything judged so far, and apply it to the stores; do nothing if there is nothing to commit.
+        """Commit everything that was judged so far, if anything, and apply the results to the stores.
 
         After TaskMigrated, CommitUnknown, or TaskCorrupted is raised, the group must be discarded.
         """
@@ -106,7 +109,8 @@ class TaskGroup:
                 self.open_for_batches.set()
 
     async def _commit_once(self) -> Sequence[Captured]:
-        # No await separates these lines, because the sent records, the applied state, and the offsets must match.
+        # No await separates the following lines, because the sent records, the applied state, and the offsets must
+        # match.
         self.dirty.clear()
         self.sendable.clear()
         try:
@@ -116,7 +120,7 @@ class TaskGroup:
             ends = await self._commit_confirmed(captured)
             self._transactions["committed"] += 1
             if not self._may_apply():
-                return ()  # the next owners of the stores find this commit in the changelog
+                return ()  # the next owners of the stores read the results from the changelog
             self._apply(captured, ends)
             for task in self.tasks.values():
                 task.send_waiting()
@@ -150,20 +154,21 @@ class TaskGroup:
         return ends
 
     def _may_apply(self) -> bool:
-        """Return whether the group may still use its stores; it may have been closed while its commit was in flight."""
+        """Return whether the group may still use its stores, that is, was not closed while its commit was in flight."""
         return not self.closed
 
     @staticmethod
     def _apply(captured: Sequence[Captured], ends: Mapping[TopicPartition, int]) -> None:
         """Apply every task's results, even if one of them fails, because all of them have been committed.
 
-        Then raises the first error. A task that has not applied its results restores them from the changelog.
+        If any task fails, raises the first error afterward. A task that has not applied its results restores them from
+        the changelog.
         """
         errors: list[Exception] = []
         for each in captured:
             try:
                 each.task.applied(each, ends)
-            except Exception as error:  # noqa: BLE001  # raised below
+            except Exception as error:  # noqa: BLE001  # the first error is raised below
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -184,7 +189,7 @@ class TaskGroup:
             for task in self._running():
                 task.judge_again()
         except BaseException:
-            # A waiting call to `close` must not commit an offset without the state that belongs to it.
+            # A waiting call to `close` must not commit an offset without the state that belongs to the offset.
             self.give_up()
             raise
         finally:
@@ -194,7 +199,7 @@ class TaskGroup:
         return [task for task in self.tasks.values() if task.state is TaskState.RUNNING]
 
     def _learn(self, refused: Sequence[RecordRefused]) -> None:
-        """Tell each task which of its records were refused; raise RecordRefused if one of them has no replacement."""
+        """Tell each task its refused records. Raises RecordRefused if one of these records has no replacement left."""
         if not refused:
             return
         more = f", and {len(refused) - 1} more batches" if len(refused) > 1 else ""
@@ -209,21 +214,21 @@ class TaskGroup:
             self.tasks[feeding].learn(own)
 
     async def _look_at_limits(self, refused: Sequence[RecordRefused]) -> None:
-        """Read again the size limits of topics that refused a record for its size; all tasks share the limits."""
+        """Read again the size limits of the topics that refused a record for its size. All tasks share these limits."""
         too_large = sorted({(each.topic, each.partition) for each in refused if each.too_large})
         for task in self._running()[:1]:
             for topic, partition in too_large:
                 await task.work.collector.limits.look_again(TopicPartition(topic, partition))
 
     def give_up(self) -> None:
-        """Close every task at once, so that nothing more is committed in this assignment."""
+        """Close every task of the group at once, so that nothing more is committed in this assignment."""
         self.closed = True
         self.dirty.clear()
         for task in self.tasks.values():
             task.close_now()
 
     async def close(self, *, drain: bool) -> None:
-        """Release the stores and the session. If ``drain`` is True, first commit everything judged so far."""
+        """Release the stores and the session. If ``drain`` is True, first commit everything that was judged so far."""
         try:
             if drain and self._running():
                 await self.commit()

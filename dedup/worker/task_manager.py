@@ -1,4 +1,4 @@
-"""Manages the task groups of a worker, which open on assignment, commit at intervals, and close on revocation."""
+"""Manages a worker's task groups: opens them on assignment, commits at intervals, and closes them on revocation."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from dedup.worker.task_group import Members, TaskGroup
 log: Final = logging.getLogger(__name__)
 CANCEL_AGAIN_S: Final = 0.5
 _GROUP_INTERVAL_S: Final = 0.0075
-"""Commit interval per busy group. A transaction costs 0.7-1.5 ms of CPU, so commits take at most a fifth of a core."""
+"""The commit interval per busy group. A commit takes 0.7-1.5 ms of CPU, so all commits take up to a fifth of a core."""
 _LONGEST_INTERVAL_S: Final = 1.0
-"""The maximum commit interval. Readers wait while a transaction is open, and the broker aborts it after its timeout."""
+"""The longest commit interval for busy groups, because open transactions delay readers and may time out."""
 _LEAST_REST: Final = 0.5
-"""Share of the commit interval that is reserved for judging, regardless of how long the last commit took."""
+"""The share of the commit interval that is reserved for judging, regardless of how long the last commit took."""
 _MOST_RESTORES: Final = 2
 FIRST_PAUSE_S: Final = 0.2
-"""The pause before rebuilding a task whose commit got no response; the pause doubles until a commit succeeds."""
+"""The pause before a task whose commit got no response is rebuilt; the pause doubles until a commit succeeds."""
 LONGEST_PAUSE_S: Final = 10.0
 _MOST_NAMED: Final = 8
-"""Maximum number of groups that one log line names."""
+"""The maximum number of task groups that one log line names."""
 
 
 async def ended(loops: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel these asyncio tasks and wait until all of them have ended.
+    """Cancel the given asyncio tasks, and wait until all of them have ended.
 
     Each task is canceled repeatedly, because an aiokafka client that is closing may swallow a cancellation.
     """
@@ -52,7 +52,7 @@ class Membership(Protocol):
     """The consumer group member that reads partitions on behalf of the tasks."""
 
     rebalancing: bool
-    """True while the group rebalances. A partition's new owner may then fence the task before this worker closes it."""
+    """True during a rebalance. A partition's new owner may then fence the task before this worker closes the task."""
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
         """Start to read a partition at a position, and return a number that identifies this reading."""
@@ -61,7 +61,7 @@ class Membership(Protocol):
         """Stop reading a partition until `begin` is called for it."""
 
     def rejoin(self) -> None:
-        """Ask the group for a new assignment."""
+        """Ask the consumer group for a new assignment."""
 
     async def is_member(self) -> bool | None:
         """Return whether this worker is still a member of the group, or None if the coordinator does not respond."""
@@ -73,10 +73,10 @@ class Outage:
 
     tries: int = 0
     since_s: float = 0.0
-    """Monotonic time of the first failure since the last commit."""
+    """The monotonic time, in seconds, of the first failure since the last commit."""
 
     def next_pause_s(self, now_s: float) -> float:
-        """Count an attempt to rebuild the task, and return how long to wait before this attempt."""
+        """Count an attempt to rebuild the task, and return the pause before this attempt, in seconds."""
         if not self.tries:
             self.since_s = now_s
         self.tries += 1
@@ -87,10 +87,10 @@ class Factory(Protocol):
     """Builds the task groups of a topology; see `TaskFactory`."""
 
     def grouped(self, feeding: Iterable[TopicPartition]) -> list[Members]:
-        """Return the feeding partitions group by group. Raises InvariantBroken unless each group is complete."""
+        """Return the feeding partitions, one tuple per task group. Raises InvariantBroken if a group is incomplete."""
 
     def build(self, members: Members) -> TaskGroup:
-        """Return a new group with a task for each of these feeding partitions."""
+        """Return a new task group with one task for each of the feeding partitions ``members``."""
 
     def wipe(self, feeding: TopicPartition) -> None:
         """Delete the local state of a feeding partition's task."""
@@ -107,21 +107,21 @@ class TaskManager:
         self._tasks: dict[TopicPartition, Task] = {}
         self._loops: dict[Members, asyncio.Task[None]] = {}
         self._lives: dict[TopicPartition, int] = {}
-        """Maps each partition to the number from `Membership.begin`; batches with other numbers are dropped."""
+        """Maps each partition to the number from `Membership.begin`; batches with another number are dropped."""
         self._member: Final = member
         self._waiting: Final[set[Members]] = set()
-        """The groups whose last commit got no response."""
+        """The task groups whose last commit got no response."""
         self._waits: Final = Gathered(self._say_waits)
         self._goes_on: Final = Gathered(self._say_goes_on)
         self._damaged: Final[Counter[TopicPartition]] = Counter()
         self.fenced = 0
         self.corrupted = 0
         self.ended: Final[dict[Place, TaskNumbers]] = {}
-        """The counters of closed tasks."""
+        """Maps each task's place to the counters of the closed tasks that had this place."""
         self.opened: Final = asyncio.Event()
-        """Set while there is an assignment, even an empty one."""
+        """An event that is set while there is an assignment, even an empty one."""
         self.failure: Final[asyncio.Future[BaseException]] = asyncio.get_running_loop().create_future()
-        """Completed with the error when an error must stop the worker."""
+        """A future that is completed with the first error that must stop the worker."""
 
     @property
     def running(self) -> Mapping[TopicPartition, Task]:
@@ -129,7 +129,8 @@ class TaskManager:
         return self._tasks
 
     async def assign(self, feeding: Iterable[TopicPartition]) -> None:
-        """Close the groups of all other partitions, and start the groups of these partitions that are not open yet.
+        """Close the task groups of all other partitions, and start the task groups of ``feeding`` that are not open
+        yet.
 
         Groups that stay assigned are left unchanged. A group that was fenced is no longer open, so it is started again.
         The closed groups make no last commit, because their new owners may have fenced them by now.
@@ -150,7 +151,8 @@ class TaskManager:
         """Pass each batch to its task, in order; Faust runs `process_all` as the body of each agent."""
         async for batch in batches:
             await self.process(batch)
-            # Judging never yields to the event loop, so a commit in flight would wait for the whole queue.
+            # Judging never yields to the event loop, so without this line, a commit in flight would wait for the whole
+            # queue.
             await asyncio.sleep(0)
 
     async def process(self, batch: FeedBatch) -> None:
@@ -165,13 +167,13 @@ class TaskManager:
             if members is not None:  # otherwise, the next owner of the store finds the damage
                 await self._heal(members, error)
         except StateIncompatible as error:
-            self.fail(error)  # not raised, because Faust would log a traceback before the sentence
+            self.fail(error)  # the error is not raised, because Faust would log a traceback before its message
         except Exception as error:
             self.fail(error)
             raise
 
     async def _live(self, members: Members) -> None:
-        """Run a group; on an error, rebuild it, restore its state, rejoin the consumer group, or stop the worker."""
+        """Run a task group; on errors, rebuild it, restore its state, rejoin the consumer group, or stop the worker."""
         try:
             await self._run_again_and_again(members)
         except TaskMigrated as error:
@@ -189,7 +191,7 @@ class TaskManager:
             self.fail(error)
 
     async def _run_again_and_again(self, members: Members) -> None:
-        """Run a group until it is closed; build it again whenever the outcome of a commit is unknown."""
+        """Run a task group until it is closed, and build a new one whenever the outcome of a commit is unknown."""
         outage = Outage()
         while True:
             try:
@@ -200,7 +202,7 @@ class TaskManager:
                 return
 
     async def _run(self, members: Members, outage: Outage) -> None:
-        """Open a group, start its tasks, and commit until the group is closed."""
+        """Open a task group, start its tasks, and commit until the group is closed."""
         group = self._groups[members]
         await group.open()
         starts = [self._start(group, task, outage) for task in group.tasks.values()]
@@ -215,9 +217,10 @@ class TaskManager:
             raise errors[0]
 
     async def _build_again(self, members: Members, error: CommitUnknown, outage: Outage) -> None:
-        """Build a new group after a pause, while other groups continue.
+        """Build a new task group after a pause, while other task groups continue.
 
-        Raises ``error`` if this worker has left the consumer group, because a new task group would fence the new owner.
+        Raises ``error`` if this worker has left the consumer group, because a new task group would fence the
+        partitions' new owner.
         """
         member, group = self._member(), self._groups.get(members)
         if group is None:
@@ -274,7 +277,7 @@ class TaskManager:
             return
         log.warning("%s: %s", task.task_id, error)
         if self._tasks.get(feeding) is not task:
-            return  # the next assignment's task has opened the directory by now, and finds the damage itself
+            return  # the task of the next assignment has opened the directory by now, and finds the damage itself
         self._factory.wipe(feeding)
         self._give_back(members)
 
@@ -300,7 +303,7 @@ class TaskManager:
         return self._loops.get(members) is asyncio.current_task()
 
     def _give_back(self, members: Members) -> None:
-        """Forget a closed group, which the next assignment opens again, and ask for that assignment."""
+        """Forget a closed task group, and ask for an assignment, which opens the task group again."""
         group, _ = self._forget(members)
         self._keep_counters(group)
         self._member().rejoin()
@@ -326,17 +329,17 @@ class TaskManager:
                 outage.tries = 0
 
     def _interval_s(self) -> float:
-        """Return the commit interval, which is longer if many groups are busy, so that time is left for judging."""
+        """Return the commit interval in seconds, which is longer if many groups are busy, to leave time to judge."""
         busy = sum(1 for group in self._groups.values() if group.dirty.is_set())
         return max(self._commit_interval_s, min(_GROUP_INTERVAL_S * busy, _LONGEST_INTERVAL_S))
 
     def fail(self, error: BaseException) -> None:
-        """Make the worker stop with this error; later errors are ignored."""
+        """Make the worker stop with ``error``. Later errors are ignored."""
         if not self.failure.done():
             self.failure.set_result(error)
 
     async def close_all(self, *, drain: bool) -> None:
-        """Close every group, even if its commit fails; ``drain`` says whether to commit the judged records first."""
+        """Close every task group, even if its commit fails. If ``drain`` is True, first commit the judged records."""
         self.opened.clear()
         await self._close(set(self._groups), drain=drain)
 

@@ -1,7 +1,7 @@
 """Checks and creates the topics of a topology in a cluster, and determines their partitions, routes, and retention.
 
 By default, the topics that dedup creates keep records at least as long as the source topics do, because forwarded
-records keep their timestamps and a broker would soon delete old ones.
+records keep their timestamps and a broker would soon delete old records.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dedup.worker.record_collector import SLACK_BYTES, Route, Routes
 log: Final = logging.getLogger(__name__)
 FOR_EVER: Final = "-1"
 _BROKERS_DEFAULT_MS: Final = 604_800_000
-"""Default of Kafka's `log.retention.ms`, assumed for a topic whose configs the worker is not permitted to read."""
+"""Kafka's default of `log.retention.ms`, which is assumed for a topic whose configs the worker may not read."""
 _FLAG: Final = "--onto-existing-output"
 
 
@@ -38,7 +38,7 @@ class Retention(NamedTuple):
     """Describes how long a topic keeps records after their timestamps, and why."""
 
     ms: float
-    """Infinite if the topic keeps records forever."""
+    """The retention in ms, which is infinite if the topic keeps records forever."""
     why: str = ""
 
     def configs(self) -> dict[str, str]:
@@ -115,7 +115,8 @@ class Cluster:
     def may_grow(self, topology: Topology) -> tuple[str, ...]:
         """Return the topics to which partitions may be added while workers run.
 
-        With a repartition topic, every ID stays in its partition. The layout says which partitions are new.
+        With a repartition topic, every ID stays in its partition when partitions are added to a source topic. The
+        layout says which partitions are new.
         """
         return () if topology.direct or not self.begun_with else topology.source.topics
 
@@ -134,7 +135,7 @@ class Cluster:
 
     @property
     def limits(self) -> dict[str, Limit]:
-        """The size limits of each topic whose configs the worker is permitted to read."""
+        """Maps each topic whose configs the worker is permitted to read to its size limits."""
         return {name: topic.limit for name, topic in self.topics.items() if topic.limit is not None}
 
     def route(self, name: str | None) -> Route | None:
@@ -143,7 +144,7 @@ class Cluster:
 
 
 def routes_of(topology: Topology, cluster: Cluster, settings: Settings) -> Routes:
-    """Return the target topic of each verdict."""
+    """Return the routes of a topology, which contain the target topic of each verdict."""
     dead_letter = cluster.route(topology.dead_letter)
     if dead_letter is None:
         raise StateIncompatible(f"topic {topology.dead_letter!r} is missing; run `dedup apply`.")
@@ -169,7 +170,7 @@ def topic_names(topology: Topology) -> list[str]:
 
 
 def known_names(topology: Topology) -> list[str]:
-    """Return every topic that the topology may have, whether or not it needs the layout topic."""
+    """Return every topic that the topology may have, including the layout topic, which it may not need."""
     return list(dict.fromkeys((*topic_names(topology), topology.layout_topic)))
 
 
@@ -193,7 +194,8 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
     longest = _longest_retention(sources)
     chosen_ms = settings.topics.retention_ms
     like_source = {**base, **large, **(longest if chosen_ms is None else Retention(chosen_ms)).configs()}
-    # People have to look at these records, so they are kept at least as long as Kafka keeps records by default.
+    # People have to look at the records in side topics, so these records are kept at least as long as Kafka keeps
+    # records by default.
     unhurried = Retention(max(longest.ms, _BROKERS_DEFAULT_MS)).configs()
     side = {**base, **large, **unhurried, "message.timestamp.type": "LogAppendTime"}
     whole = {**base, **Retention(math.inf).configs()}
@@ -235,13 +237,13 @@ def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
 def _created(topology: Topology, have: Mapping[str, Topic]) -> Iterator[str]:
     """Yield a sentence for each source topic whose new records lack the append time that the topology needs."""
     for name in topology.source.topics if topology.by_arrival else ():
-        # Empty configs mean that the worker is not permitted to read them; the tasks check every batch.
+        # Empty configs mean that the worker is not permitted to read them. The tasks check every batch in any case.
         if have[name].configs.get("message.timestamp.type") == "CreateTime":
             yield create_time_fault(name, f"Every new record of source topic {name!r}")
 
 
 async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
-    """Return whether the group has judged nothing yet: it has no offset for a source topic or a feeding topic."""
+    """Return whether the group has judged nothing yet, that is, has no offset for a source or feeding topic."""
     have = await admin.topics([*topology.source.topics, *topology.feeding_topics])
     places = [place for topic in have.values() for place in topic.places]
     for place in places:
@@ -256,7 +258,7 @@ def state_topics(topology: Topology) -> tuple[str, ...]:
 
 
 def _refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "changed") -> None:
-    """Raise StateIncompatible if a state topic is missing; ``done`` is the verb in its message, such as "changed"."""
+    """Raise StateIncompatible if a state topic is missing; ``done`` is the verb in the message, such as "changed"."""
     if topology.changelog_topic not in have:
         raise StateIncompatible(
             f"the changelog topic {topology.changelog_topic!r} does not exist, but the group {topology.name!r} has "
@@ -297,7 +299,7 @@ async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_c
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A difference between an existing topic, which is left unchanged, and what `dedup apply` would create."""
+    """A difference between an existing topic, which stays unchanged, and the topic that `dedup apply` would create."""
 
     topic: str
     what: str
@@ -307,7 +309,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TopicPlan:
-    """Lists the topics that `dedup apply` will create, and how existing topics differ from what it would create."""
+    """Lists the topics that `dedup apply` will create, and how existing topics differ from those it would create."""
 
     make: tuple[WantedTopic, ...]
     as_wanted: tuple[str, ...]
@@ -316,12 +318,12 @@ class TopicPlan:
 
 
 def plan_topics(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -> TopicPlan:
-    """Return what `dedup apply` will do. Raises StateIncompatible if a source topic is missing."""
+    """Return the plan of `dedup apply`. Raises StateIncompatible if a source topic is missing."""
     sources = {name: topic for name, topic in have.items() if name in topology.source.topics}
     wanted = missing_topics(topology, settings, sources)
     log_topic = None if topology.direct else have.get(topology.repartition_topic)
     if log_topic is not None:
-        # Partitions may have been added to the sources since; only the changelog has to fit.
+        # Source topics may have more partitions by now, but only the changelog must match the repartition topic.
         fitting = {name: topic.partitions for name, topic in have.items()}
         fitting[topology.changelog_topic] = log_topic.partitions
         wanted = [replace(topic, partitions=fitting.get(topic.name, topic.partitions)) for topic in wanted]
@@ -343,7 +345,7 @@ def _differences(found: Topic, wanted: WantedTopic) -> Iterator[Difference]:
         if known is None or set(known.split(",")) == set(value.split(",")):
             continue
         if key == "max.message.bytes" and int(known) >= int(value):
-            continue  # a larger limit does no harm
+            continue  # a larger limit causes no problem
         yield Difference(found.name, key, known, value)
 
 
@@ -369,7 +371,7 @@ async def broker_findings(topology: Topology, settings: Settings) -> list[Findin
 
 
 def compare(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -> list[Finding]:
-    """Return the findings about existing topics; a finding is an error if it makes a worker refuse to start."""
+    """Return the findings about a topology's topics. A finding is an error if it makes a worker refuse to start."""
     try:
         plan = plan_topics(topology, settings, have)
     except StateIncompatible as error:
@@ -416,18 +418,19 @@ def _sources(topology: Topology, have: Mapping[str, Topic]) -> Iterator[Finding]
 
 
 # A renamed topology, or a second one with the same output, begins at `start` without state and would forward records
-# that the output already holds. The order of the two checks prevents races. The first check looks for records below the
-# output's last stable offset. The second check finds out whether this fleet has written to its changelog, which every
-# transaction of a task does before it ends. `dedup reset` and `--onto-existing-output` mark all records below the
-# output's ends as old, so that workers that start later need no option and `dedup verify` skips these records.
+# that the output already holds. The order of the following two checks prevents races. The first check looks for records
+# below the output's last stable offset. The second check finds out whether this fleet has written to its changelog,
+# which every transaction of a task does before it ends. `dedup reset` and `--onto-existing-output` mark all records
+# below the output's ends as old, so that workers that start later need no option and `dedup verify` skips these
+# records.
 
 
 async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, *, meant: bool) -> None:
     """Check that a new group may write to the output.
 
     Raises StateIncompatible and changes nothing if the output contains committed records that this topology has not
-    written, unless they are marked as old. If ``meant`` is True, because the user wants to write to existing output,
-    the function instead marks the existing records as old.
+    written, unless these records are marked as old. If ``meant`` is True, because the user wants to write to existing
+    output, the function instead marks the existing records as old.
     """
     if topology.output is None:
         return
@@ -448,7 +451,7 @@ async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, 
 
 
 async def _has_written(topology: Topology, wire: KafkaWire, admin: Admin) -> bool:
-    """Return whether a fleet of this topology has already started: it has written to its changelog or has offsets."""
+    """Return whether a fleet of this topology has ever written to its changelog or committed offsets."""
     for topic in (await admin.topics([topology.changelog_topic])).values():
         if any((await ends_of(wire, topic.places)).values()):
             return True

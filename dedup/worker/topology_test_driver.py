@@ -1,7 +1,8 @@
 """Defines `TopologyTestDriver`, with which users test a topology file without a broker, as in Kafka Streams (KIP-247).
 
 The driver runs the tasks, task groups, and transactions of a worker, with an in-memory cluster and in-memory stores.
-Only the code that moves records between the tasks differs: each call judges and commits its records before it returns.
+Only the code that moves records between the tasks differs: each call of `feed` judges and commits its records before it
+returns.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class OutputRecord:
     """The record's own headers, followed by the headers that dedup has added."""
 
     @property
-    def json(self) -> Any:  # noqa: ANN401  # any JSON value
-        """The value, decoded as JSON."""
+    def json(self) -> Any:  # noqa: ANN401  # the result is any JSON value
+        """The record's value, decoded as JSON."""
         return json.loads(self.value or b"null")
 
     def header(self, name: str) -> bytes | None:
@@ -75,12 +76,13 @@ class DriverClock(SteadyClock):
         return self._time_ms
 
     def advance(self, by_ms: int) -> None:
-        """Advance the clock."""
+        """Advance the clock by a number of milliseconds."""
         self._time_ms += by_ms
 
 
 class TopologyTestDriver:
-    """Runs a topology in this process, without a broker, for tests of a topology file. Use it with ``with``.
+    """Runs a topology in this process, without a broker, for tests of a topology file. Use the driver as a context
+    manager.
 
     The code of a worker judges and commits every record before `feed` returns. Only the event times of records advance
     stream time, and only `advance_clock` advances the clock, so results do not depend on how fast a test runs. Times
@@ -123,7 +125,7 @@ class TopologyTestDriver:
         self._counts: Final = counts
         self._factory: Final = _factory(topology, counts, self._clock, self._wire)
         self._groups: Final[dict[TopicPartition, TaskGroup]] = {}
-        """Maps each feeding partition to its task group."""
+        """Maps each feeding partition to the task group that reads it."""
         self._read_to: Final[dict[str, int]] = {}
         self._stopped_by: Exception | None = None
         # A test may itself run in an event loop, so the tasks run in an event loop in another thread.
@@ -138,7 +140,7 @@ class TopologyTestDriver:
         self.close()
 
     def close(self) -> None:
-        """Close the tasks. Closing twice is allowed; every other call then raises ValueError."""
+        """Close the tasks. Closing a driver twice is safe; any other call on a closed driver raises ValueError."""
         if not self._closed:
             self._thread.submit(self._runner.run, self._close_groups()).result()
             self._thread.submit(self._runner.close).result()
@@ -158,13 +160,13 @@ class TopologyTestDriver:
 
         A value is bytes, a string, None for a tombstone, or an object or array that is encoded as JSON. All ``values``
         get the same ``key``, ``headers``, and ``timestamp``, which is the clock's time by default. ``topic`` may be
-        omitted if there is only one source topic. Without ``partition``, Kafka's default partitioner chooses it by the
-        key; without a key, it is partition 0.
+        omitted if there is only one source topic. Without ``partition``, Kafka's default partitioner chooses the
+        partition by the key; a record without a key goes to partition 0.
 
         With `event_time: arrival`, the append time is the clock's time, so passing a ``timestamp`` raises ValueError.
 
-        Raises the error with which a worker would stop, such as `RecordFailed` if a policy is `fail`. The batch is then
-        not committed, and every later call raises the same error.
+        Raises the error with which a worker would stop, such as `RecordFailed` if a policy is `fail`. After an error,
+        the batch is not committed, and every later call raises the same error.
         """
         if timestamp is not None and self.topology.by_arrival:
             raise ValueError("with `event_time: arrival`, the time of a record is the clock's; use `advance_clock`")
@@ -237,20 +239,20 @@ class TopologyTestDriver:
         return self._read_role("output", None if output is None else output.topic)
 
     def read_late(self) -> list[OutputRecord]:
-        """Return the late records; see `read`. Raises ValueError if they have no topic."""
+        """Return the late records; see `read`. Raises ValueError if the topology has no topic for late records."""
         late = self.topology.late
         return self._read_role("late", late.topic if isinstance(late, LateTo) else None)
 
     def read_duplicates(self) -> list[OutputRecord]:
-        """Return the duplicates; see `read`. Raises ValueError if they have no topic."""
+        """Return the duplicates; see `read`. Raises ValueError if the topology has no topic for duplicates."""
         return self._read_role("duplicates", self.topology.duplicates)
 
     def read_conflicts(self) -> list[OutputRecord]:
-        """Return the duplicates with another payload; see `read`. Raises ValueError if they have no topic."""
+        """Return the conflicts; see `read`. Raises ValueError if the topology has no topic for conflicts."""
         return self._read_role("conflicts", self.topology.conflicts_go_to)
 
     def read_dead_letters(self) -> list[OutputRecord]:
-        """Return the dead letters, whose header `dedup-reason` says what is wrong; see `read`."""
+        """Return the dead letters, whose header `dedup-reason` says what is wrong with them; see `read`."""
         return self.read(self.topology.dead_letter)
 
     def _read_role(self, role: str, topic: str | None) -> list[OutputRecord]:
@@ -276,7 +278,7 @@ class TopologyTestDriver:
         if self._stopped_by is not None:
             raise self._stopped_by
 
-    def _run(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:  # noqa: ANN401  # the work's
+    def _run(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:  # noqa: ANN401  # the arguments of `work`
         self._refuse_if_over()
         try:
             self._thread.submit(self._runner.run, work(*arguments)).result()
@@ -292,7 +294,7 @@ class TopologyTestDriver:
                 await group.open()
                 for task in group.tasks.values():
                     await task.start()
-                await group.commit()  # the position to start from, unless it is the earliest one
+                await group.commit()  # commits the position to start from, unless it is the earliest offset
 
     async def _close_groups(self) -> None:
         for group in self._groups.values():
@@ -305,7 +307,7 @@ class TopologyTestDriver:
         return [cluster.places(topics) for topics in dict.fromkeys((sources, self.topology.feeding_topics))]
 
     async def _judge(self, fed: TopicPartition) -> None:
-        """Judge the new records of the partition, and then those that the repartition topic has received from it."""
+        """Judge the new records of a partition, and then the records that reached the repartition topic from it."""
         for place in (fed, *(place for hop in self._hops[1:] for place in hop)):
             group = self._groups[place]
             task = group.tasks[place]
@@ -333,7 +335,7 @@ def _factory(topology: Topology, counts: Mapping[str, int], clock: SteadyClock, 
     refuse_misfits(topology, topics)
     for topic in topics.values():
         wire.create(topic)
-    # How many partitions share a transaction does not change what the transaction writes.
+    # The number of partitions that share a transaction does not affect the records in the transaction.
     return TaskFactory(topology.grouped_by(1), settings, Cluster(topics), wire, clock, None)
 
 

@@ -44,12 +44,12 @@ _GATHER_SHARE: Final = 4
 """To collect a larger batch, the fetcher waits at most the commit interval divided by this number."""
 _MOST_GATHER_MS: Final = 25
 _HEARTBEATS: Final = 5
-"""Minimum number of heartbeats within a session timeout."""
+"""The minimum number of heartbeats within a session timeout."""
 _MOST_HEARTBEAT_MS: Final = 200
 _REBALANCE_IN_PROGRESS: Final = 27
 """The error code of a heartbeat during a rebalance; the member still owns its partitions until it rejoins."""
 _NOT_READ: Final = -1
-"""Returned in place of a reading's number if the reading did not begin."""
+"""The value that `begin` returns in place of a reading's number if the reading did not begin."""
 
 
 def refused(what: str) -> Callable[..., NoReturn]:
@@ -71,24 +71,25 @@ class BatchSchema(faust.Schema[Any, Any]):
         """Return a decoder that returns the batch unchanged."""
         create_event = app.create_event
 
-        async def decode(message: Any, *, propagate: bool = False) -> Any:  # Faust's signature
+        async def decode(message: Any, *, propagate: bool = False) -> Any:  # Faust defines this signature
             return create_event(message.key, message.value, message.headers, message)
 
         return decode
 
 
-class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
+class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore[misc]  # the base class has no types
     """Passes new assignments from aiokafka to Faust, which passes them to the tasks.
 
     Tasks continue while the consumer group rebalances, because owners are fenced by their transactional IDs, not by
-    their membership. Therefore, Faust never learns of revoked partitions; it would empty the queues of its agents.
+    their membership. Therefore, the listener does not tell Faust about revoked partitions; otherwise, Faust would empty
+    its agents' queues.
     """
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer: Final = consumer
 
     async def on_partitions_revoked(self, revoked: Iterable[Any]) -> None:
-        """Note that the group rebalances; the next assignment says which partitions are lost."""
+        """Remember that the group rebalances; the next assignment shows which partitions are lost."""
         self._consumer.rebalancing = True
 
     async def on_partitions_assigned(self, assigned: Iterable[Any]) -> None:
@@ -97,7 +98,7 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
         consumer.client.pause(*assigned)
         consumer.app.on_rebalance_start()
         await consumer.close_if_expelled()
-        # Faust's generation stays the same, because streams drop messages of an older one.
+        # Faust's generation stays the same, because Faust's streams drop messages of an older generation.
         await consumer.on_partitions_assigned({TP(tp.topic, tp.partition) for tp in assigned})
         consumer.app.on_rebalance_end()
 
@@ -146,12 +147,12 @@ class Consumer(FaustConsumer):
         self._joined_as = ""
         """The member ID that the group gave to this worker; it changes if the worker is expelled and joins again."""
         self._held: dict[TP, deque[Answer]] = {}
-        """Maps each partition whose next records wait for a schema to the answers that are held back."""
+        """Maps each partition whose next records wait for a schema to the fetch responses that are held back."""
         self._passed: dict[TP, int] = {}
-        """Maps each partition to the offset below which everything except markers and aborted records was delivered."""
+        """Maps each partition to the offset below which every committed record was delivered."""
 
     async def on_start(self) -> None:
-        """Start without joining the group; Faust subscribes when its agents are running."""
+        """Start the client without joining the group. Faust subscribes when its agents are running."""
         app = self.app
         self.client = aiokafka.AIOKafkaConsumer(
             **app.wire.connection.client_options(),
@@ -159,7 +160,7 @@ class Consumer(FaustConsumer):
             group_instance_id=app.settings.worker_id,
             partition_assignment_strategy=[app.assignor],
             enable_auto_commit=False,
-            # This option affects only aiokafka's own positions, which are not used.
+            # `auto_offset_reset` affects only aiokafka's own positions, which are not used.
             auto_offset_reset="earliest",
             max_poll_interval_ms=3_600_000,
             fetch_max_wait_ms=_POLL_MS,
@@ -172,7 +173,7 @@ class Consumer(FaustConsumer):
         self.fetcher = FeedFetcher(app.wire, app.factory.check, wait_ms=_POLL_MS, gather_ms=gather_ms)
 
     async def on_stop(self) -> None:
-        """Leave the group after all tasks have been closed."""
+        """Leave the consumer group after all tasks have been closed."""
         if self.app.schemas is not None:
             self.app.schemas.close()
         await super().on_stop()
@@ -180,7 +181,7 @@ class Consumer(FaustConsumer):
         await self.client.stop()
 
     async def _leave(self) -> None:
-        """Leave the group on a clean stop; without this, a static member's partitions wait for the session timeout."""
+        """Leave the group on a clean stop; otherwise, a static member's partitions wait for the session timeout."""
         coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public API for this
         if coordinator.generation > 0 and coordinator.coordinator_id is not None:
             try:
@@ -208,7 +209,7 @@ class Consumer(FaustConsumer):
         self.fetcher.halt(feeding)
 
     def pause_partitions(self, tps: Iterable[TP]) -> None:
-        """Pause partitions, except those whose tasks continue; Faust calls this with all assigned partitions."""
+        """Pause partitions, except those whose tasks continue; Faust calls this method with all assigned partitions."""
         super().pause_partitions([tp for tp in tps if self.fetcher.position(TopicPartition(*tp)) is None])
 
     async def is_member(self) -> bool | None:
@@ -243,8 +244,8 @@ class Consumer(FaustConsumer):
         self._joined_as = member_id
 
     def lost_membership(self) -> DedupError | None:
-        """Return an error if the group membership was lost permanently, or None otherwise."""
-        coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka reports it only in getmany
+        """Return an error if this worker has lost its group membership permanently, or None otherwise."""
+        coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka reports a lost membership only in getmany
         routine = getattr(coordinator, "_coordination_task", None)
         pending = getattr(coordinator, "_pending_exception", None)
         if pending is None and (routine is None or not routine.done() or self.client._closed):  # noqa: SLF001
@@ -255,7 +256,7 @@ class Consumer(FaustConsumer):
         )
 
     def rejoin(self) -> None:
-        """Ask for a new assignment after a group was fenced or lost its state, unless a rebalance is in progress."""
+        """Ask for a new assignment after a task group was fenced or lost its state, unless a rebalance is running."""
         if not self.rebalancing:
             self.client._coordinator.request_rejoin()  # noqa: SLF001  # aiokafka has no public API for this
 
@@ -267,7 +268,8 @@ class Consumer(FaustConsumer):
         try:
             if (lost := self.lost_membership()) is not None:
                 raise lost
-            # aiokafka considers a member alive as long as it polls. No records are returned: all partitions are paused.
+            # aiokafka considers a member alive as long as the member polls. This poll returns no records, because all
+            # partitions are paused.
             await self.client.getmany(timeout_ms=0)
             reading = [tp for tp in self._get_active_partitions() if tp not in self._held]
             found = await self.fetcher.poll([TopicPartition(*tp) for tp in reading])
@@ -287,19 +289,20 @@ class Consumer(FaustConsumer):
             parts = -(-count // BATCH_RECORDS)
             for part in range(parts):
                 if not self.flow_active:
-                    return  # the worker stops
+                    return  # the worker is stopping
                 if answer.reading.over:
-                    break  # its task was rebuilt and reads from another position, or a rebalance ended it
+                    break  # the task was rebuilt and reads from another position, or a rebalance ended this reading
                 columns = answer.columns.cut(part * count // parts, (part + 1) * count // parts)
                 # Faust drops messages below the last offset that it passed on, which may belong to an older reading.
                 self._read_offset[TP(*feeding)] = None
                 yield TP(*feeding), self._message(answer, columns, generation)
-            # This is set only after the last batch was taken, because the fetcher's position is ahead of the agents.
+            # `_passed` is set only after the last batch was taken, because the fetcher's position is ahead of the
+            # agents.
             if not answer.reading.over:
                 self._passed[TP(*feeding)] = answer.next_offset
 
     def _resolved(self, found: Iterable[Answer], schemas: SchemaResolver) -> Iterator[Answer]:
-        """Yield the answers whose schemas are known, and hold back the others, without reordering any partition."""
+        """Yield the responses whose schemas are known, and hold back the others, without reordering any partition."""
         for answer in found:
             self._held.setdefault(TP(*answer.source), deque()).append(answer)
         source = self.app.factory.topology.source
@@ -332,7 +335,7 @@ class Consumer(FaustConsumer):
         return ConsumerMessage(*fields, generation_id=generation)
 
     async def wait_empty(self) -> None:
-        """Commit and close every task; Faust calls this when the worker stops."""
+        """Commit and close every task. Faust calls this method when the worker stops."""
         self.fetcher.forget()
         await self.app.tasks.close_all(drain=True)
 
@@ -345,7 +348,7 @@ class Consumer(FaustConsumer):
         return {TP(tp.topic, tp.partition) for tp in self.client.assignment()}
 
     def topic_partitions(self, topic: str) -> int | None:
-        """Return the partition count of a topic, if known."""
+        """Return the partition count of a topic, or None if the count is unknown."""
         known = self.client.partitions_for_topic(topic)
         return None if known is None else len(known)
 
@@ -369,12 +372,12 @@ class TransactionManager(FaustTransactionManager):
     app: DedupApp
 
     async def on_rebalance(self, assigned: set[TP], revoked: set[TP], newly_assigned: set[TP]) -> None:
-        """Close the tasks of lost partitions, and open those of new ones; Faust has paused the new partitions."""
+        """Close the tasks of lost partitions, and open tasks for new partitions, which Faust has paused."""
         app = self.app
         feeding = {TopicPartition(*tp) for tp in assigned if tp.topic in app.feeding_topics}
         for lost in app.tasks.running.keys() - feeding:
             app.member.halt(lost)
-        # A task may need the store of a standby.
+        # A task of this worker may need a store that a standby holds.
         app.standbys.release(tp.partition for tp in feeding if tp.topic in app.sub_topologies["dedup"])
         await app.tasks.assign(feeding)
         app.member.rebalancing = False
@@ -387,7 +390,7 @@ class TransactionManager(FaustTransactionManager):
             )
 
     async def send(self, topic: str, *_: Any, **__: Any) -> NoReturn:
-        """Raise InvariantBroken."""
+        """Raise InvariantBroken, because a send by Faust would not be part of the task's transaction."""
         refused(f"topic.send() to {topic!r}")()
 
     send_and_wait = send

@@ -41,25 +41,25 @@ from dedup.worker.transport import DedupApp
 
 log: Final = logging.getLogger(__name__)
 LOOK_S: Final = 0.25
-"""Pause between two requests about other workers' partitions."""
+"""The pause, in seconds, between two requests about other workers' partitions."""
 _ASK_WITHIN_S: Final = 5.0
 FETCH_BYTES: Final = 1 << 16
 _LONGEST_LOOK_S: Final = 1.0
 _END_LOOK_S: Final = 0.05
 MAINTENANCE_EVERY_S: Final = 30.0
 KEEP_MS: Final = 86_400_000
-"""Minimum age of the records that are deleted from the repartition topic, because `dedup verify` replays that topic."""
+"""The minimum age of records that are deleted from the repartition topic, because `dedup verify` replays that topic."""
 
 
 class _Checked:
-    """A transport whose `write` raises ConnectionResetError once it is closed."""
+    """A transport whose `write` raises ConnectionResetError once the transport is closed."""
 
     __slots__ = ("_inner",)
 
-    def __init__(self, inner: Any) -> None:  # noqa: ANN401  # uvloop has no types for it
+    def __init__(self, inner: Any) -> None:  # noqa: ANN401  # uvloop has no types for transports
         self._inner: Final = inner
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute of the transport
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # the result is any attribute
         return getattr(self._inner, name)
 
     def write(self, data: bytes) -> None:
@@ -75,14 +75,14 @@ class Loop(uvloop.Loop):
     handles only OSError in this case, so a lost connection would crash the worker with a traceback.
     """
 
-    async def create_connection(self, *args: Any, **options: Any) -> tuple[Any, Any]:  # noqa: ANN401  # uvloop's signature
+    async def create_connection(self, *args: Any, **options: Any) -> tuple[Any, Any]:  # noqa: ANN401  # uvloop defines this signature
         """Connect as uvloop does, and return a transport that refuses to write once the connection is closed."""
         transport, protocol = await super().create_connection(*args, **options)
         return _Checked(transport), protocol
 
 
 def kept_worker_id(settings: Settings) -> str:
-    """Return the worker's ID, which is either configured or generated once and stored in the state directory.
+    """Return the worker's ID, which is configured, or else generated once and stored in the state directory.
 
     The ID makes the worker a static member of the group (KIP-345), so a worker that was killed gets its partitions back
     immediately when it restarts.
@@ -125,7 +125,7 @@ class IdleFeeds:
     quiet: dict[TopicPartition, _Quiet] = field(init=False, default_factory=dict)
 
     def look(self, tasks: Mapping[TopicPartition, Task], now_ms: int) -> None:
-        """Mark each feed as idle once it has had no lag for long enough; mark it again only after another record."""
+        """Mark each feed as idle once it has had no lag for `idle_after_ms`, and again only after another record."""
         for feeding in self.quiet.keys() - tasks.keys():
             del self.quiet[feeding]
         for feeding, task in tasks.items():
@@ -135,7 +135,7 @@ class IdleFeeds:
             if quiet is None or quiet.task is not task or quiet.next_offset != task.next_offset:
                 quiet = self.quiet[feeding] = _Quiet(task, now_ms, task.next_offset)
             if quiet.said:
-                continue  # already marked as idle
+                continue  # the feed is already marked as idle
             if task.state is not TaskState.RUNNING or not self.caught_up(feeding, task):
                 quiet.since_ms = now_ms
             elif now_ms - quiet.since_ms >= self.idle_after_ms and task.say_idle():
@@ -145,7 +145,7 @@ class IdleFeeds:
 
 @dataclass(slots=True)
 class Finish:
-    """Checks for `--exit-when-done` whether the group has finished all records that existed at the start.
+    """Checks, for `--exit-when-done`, whether the group has judged and committed all records that existed at the start.
 
     No worker may exit while another worker still has work, because partitions may still move between workers.
     Therefore, the check includes the partitions of other workers, according to the group's committed offsets.
@@ -155,7 +155,7 @@ class Finish:
     ends: dict[TopicPartition, int]
     """The end of each source partition at the start, and later also the ends of the repartition topic's partitions."""
     repartitioned: bool = False
-    """Whether the ends of the repartition topic are known."""
+    """True if the ends of the repartition topic's partitions are known."""
     others_at_s: float = 0.0
     waits: bool = False
 
@@ -165,14 +165,14 @@ class Finish:
             async with asyncio.timeout(_ASK_WITHIN_S):
                 return await self._reached()
         except TimeoutError:
-            return False  # a leader or coordinator is unavailable: the caller checks for signals and polls again
+            return False  # a leader or coordinator is unavailable, so the caller checks for signals and polls again
 
     async def _reached(self) -> bool:
         while await self._done():
             if self.repartitioned or "repartition" not in self.app.sub_topologies:
                 return True
             # The repartition topic has its final end now. The ends of source partitions are still checked, because a
-            # rebalance may assign them to this worker.
+            # rebalance may assign source partitions to this worker.
             (topic,) = self.app.sub_topologies["dedup"]
             hop = [TopicPartition(topic, number) for number in range(self.app.member.topic_partitions(topic) or 0)]
             self.ends |= await ends_of(self.app.wire, hop)
@@ -237,7 +237,7 @@ MakePages = Callable[[Introspection], AbstractAsyncContextManager[Pages]]
 
 @dataclass(slots=True)
 class Maintenance:
-    """Deletes records that no restore needs, and limits the size of the state; `run` works until it is canceled.
+    """Deletes records that no restore needs, and limits the size of the state; `run` does this until it is canceled.
 
     Deleting changelog records is safe at any moment, even for an owner that is about to be fenced: the records belong
     to expired segments, which no later owner needs because stream time never decreases. Records of the repartition
@@ -251,10 +251,10 @@ class Maintenance:
     """Maps each partition to the offset below which records were last deleted."""
     warned: bool = field(init=False, default=False)
     truncated: set[TopicPartition] = field(init=False, default_factory=set)
-    """Changelog partitions that somebody else has truncated; each of them is logged only once."""
+    """The changelog partitions that somebody else has truncated; each one is logged only once."""
 
     async def run(self) -> None:
-        """Do the periodic work until canceled; stop the worker with an error if its state is too large."""
+        """Do the periodic work until canceled. If the state is too large, stop the worker with an error."""
         while True:
             await asyncio.sleep(MAINTENANCE_EVERY_S)
             try:
@@ -264,7 +264,7 @@ class Maintenance:
                 self.app.tasks.fail(error)
                 return
             except (BrokerUnavailable, NoAnswer) as error:
-                # A failure costs only disk space on the broker, and the next round tries again.
+                # A failed deletion costs only disk space on the broker, and the next round tries again.
                 if not self.warned:
                     log.warning("old records were not deleted: %s", error, extra=ASIDE)
                     self.warned = True
@@ -307,7 +307,7 @@ class Maintenance:
             log.info("%s: records below %d are deleted", partition, offset)
 
     def _log_if_truncated(self, dedup_task: DedupTask, begin: int) -> None:
-        """Log an error once if the changelog lacks records that live segments need, which dedup never deletes."""
+        """Log an error once if the changelog lacks records that live segments need; dedup never deletes these."""
         record = dedup_task.store.task_record if dedup_task.store is not None else None
         if record is None or not record.counts_on_more(begin) or dedup_task.plan.changelog in self.truncated:
             return
@@ -345,7 +345,7 @@ async def background_loops(app: DedupApp, topology: Topology, introspection: Int
 
 
 async def _look_for_dead_letters(app: DedupApp, clock: SteadyClock) -> None:
-    """Log when nearly all records become dead letters, and again when this is no longer the case."""
+    """Log a message when nearly all records become dead letters, and another when this is no longer the case."""
     share = DeadShare()
     share.look((), clock.now_ms())
     while True:
@@ -367,13 +367,13 @@ async def _look_for_idle_feeds(app: DedupApp, feeds: IdleFeeds, clock: SteadyClo
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of one run. By default, a worker runs until it is stopped and serves no pages."""
+    """The options of one run. By default, a worker runs until it is stopped and serves no pages."""
 
     exit_when_done: bool = False
     on_tick: Callable[[DedupApp], None] | None = None
-    """Called periodically, for a progress display."""
+    """A function that the worker calls periodically, for a progress display."""
     make_pages: MakePages | None = None
-    """Creates the web pages from the worker's introspection; None means no pages."""
+    """A function that creates the web pages from the worker's introspection, or None if there are no pages."""
     onto_existing_output: bool = False
     """True if a new group may write to an output that already holds records; see `refuse_used_output`."""
 
@@ -382,7 +382,7 @@ async def run_worker(topology: Topology, settings: Settings, options: RunOptions
     """Run a worker until it stops, and return its app.
 
     The worker stops on a signal, on a failure, or, with `exit_when_done`, when all records that existed at the start
-    are done. Raises the error that made the worker fail.
+    are judged and committed. Raises the error that made the worker fail.
     """
     settings = settings.model_copy(update={"worker_id": kept_worker_id(settings)})
     before = gc.get_threshold()
@@ -391,7 +391,7 @@ async def run_worker(topology: Topology, settings: Settings, options: RunOptions
         with own_state(settings.state_dir, topology.name):
             return await _run_alone(topology, settings, options)
     finally:
-        gc.set_threshold(*before)  # the process may go on with something else
+        gc.set_threshold(*before)  # the process may continue with other work
 
 
 async def _run_alone(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:
@@ -416,7 +416,7 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         introspection = Introspection(app, topology)
-        # The pages are announced to the group when the worker joins it.
+        # The worker announces its pages to the group when it joins, so the pages are created first.
         async with options.make_pages(introspection) if options.make_pages else nullcontext() as pages:
             if pages is not None:
                 app.conf.canonical_url = URL(identity(app.settings.worker_id, pages.advertised))
@@ -439,7 +439,7 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
 async def _cluster(
     topology: Topology, settings: Settings, wire: KafkaWire, options: RunOptions
 ) -> tuple[Topology, Cluster]:
-    """Return the topology with its layout, and the cluster with all of its topics."""
+    """Return the topology with its layout, and the cluster with all topics of the topology."""
     async with Admin(wire.connection) as admin:
         marked = TopicPartition(topology.source.topics[0], 0)
         found = await committed_position(wire, topology.name, marked, stable=False)
@@ -460,7 +460,7 @@ async def _until_over(app: DedupApp, stop: asyncio.Event, options: RunOptions, e
     finish = Finish(app, ends) if options.exit_when_done else None
     member, failure = app.member, app.tasks.failure
     while not stop.is_set() and not failure.done() and not app.crashed:
-        # aiokafka does not report a lost group membership, so this loop checks for it.
+        # aiokafka does not report a lost group membership, so this loop checks the membership.
         lost = member.lost_membership()
         if lost is not None:
             app.tasks.fail(lost)
@@ -475,6 +475,6 @@ async def _until_over(app: DedupApp, stop: asyncio.Event, options: RunOptions, e
 
 
 def main_loop(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:
-    """Run a worker in a new event loop."""
+    """Run a worker in a new event loop, and return the worker's app."""
     with asyncio.Runner(loop_factory=Loop) as runner:
         return runner.run(run_worker(topology, settings, options))
