@@ -162,7 +162,7 @@ def _fetch(context: MavenContext, jar: Jar) -> Path:
 
 
 def maven(repository: Path, progress: Callable[[int], None]) -> MavenContext:
-    """Return a client of Maven Central that stores files in ``repository`` and reports bytes to ``progress``."""
+    """Return a Maven Central client that stores files in ``repository`` and reports byte counts to ``progress``."""
 
     @contextlib.contextmanager
     def file(_name: str, _size_bytes: int) -> Iterator[Callable[[int], None]]:

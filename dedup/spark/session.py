@@ -133,7 +133,7 @@ class HadoopDirectory:
         return str(self.files.makeQualified(self.path))
 
     def at(self, name: str, parent: Any = None) -> Any:  # noqa: ANN401
-        """Return the path of a file in ``parent``, or in this directory if ``parent`` is None."""
+        """Return the path of a file in ``parent``, or in `path` if ``parent`` is None."""
         return self._jvm.org.apache.hadoop.fs.Path(self.path if parent is None else parent, name)
 
     def read(self, path: Any) -> str:  # noqa: ANN401

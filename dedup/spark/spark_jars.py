@@ -4,7 +4,7 @@ The module does not use Spark's own resolver, Ivy. Ivy fails if a Maven cache co
 requests a jar that some mirrors lack.
 
 `spark-jars.lock` lists the jars for every supported version of Spark with their SHA-256 digests. The command `python -m
-dedup.spark.spark_jars` prints a new lock file that includes the jars for the installed version of PySpark.
+dedup.spark.spark_jars` prints a new lock file that lists the jars for the installed version of PySpark.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Judges one partition of a micro-batch in an attempt of a Spark task, with the same code as a worker's task.
+"""Judges one partition of a micro-batch in a Spark task attempt, using the same code as a worker's task.
 
 Every transaction contains the sent records, their sightings, the task record with the next offset to judge, and the
 group's offset. An attempt begins at the next offset to judge, whatever Spark does:
@@ -56,7 +56,7 @@ _REGISTRY_WITHIN_S: Final = 600.0
 _MARGIN: Final = 4
 """The broker aborts a transaction after a timeout, so an attempt commits after a quarter of that time."""
 _BROKER_TROUBLE: Final = 5
-"""Exit code of BrokerUnavailable and RegistryUnavailable; a new attempt may avoid these errors, like TaskMigrated."""
+"""Exit code of BrokerUnavailable and RegistryUnavailable; another attempt might succeed, as after TaskMigrated."""
 
 REPORT: Final = "report binary"
 """The row that an attempt sends to the driver: a pickled `PartitionReport`, or a pickled error."""
@@ -110,8 +110,8 @@ def _clock_and_memory() -> tuple[SteadyClock, RocksMemory]:
 def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Judge and commit the rows of one Spark partition, and yield one row of `REPORT`, or nothing if there are no rows.
 
-    If a new attempt may avoid an error, the function raises the error, so that Spark starts a new attempt. If every
-    attempt would meet an error, the function puts the error into the report, and the driver raises the error.
+    If another attempt might succeed, the function raises the error so that Spark starts one. If every attempt would
+    fail with the same error, the function puts the error into the report, and the driver raises the error.
     """
     gc.set_threshold(GC_THRESHOLD)
     batches = feed_batches(arrow)

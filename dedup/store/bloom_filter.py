@@ -357,7 +357,7 @@ class SegmentFilter:
         """Load more IDs in about the time that reading ``keys`` keys takes, and return the part of ``keys`` that is
         left.
 
-        If all IDs are loaded and a snapshot is due, the rest of the time is used to write the snapshot.
+        If all IDs are loaded and a snapshot is due, the method spends the remaining time on writing it.
         ``read_keys(key, limit)`` returns up to ``limit`` keys of the segment that follow ``key``, in ascending order.
         """
         while keys > 0 and self._load is not None:

@@ -1,6 +1,6 @@
 """Verifies a topology that reads its source topic directly, by replaying each source partition in log order.
 
-A compacted source cannot be replayed, so the module makes only the checks that do not depend on order.
+A compacted source cannot be replayed, so the module runs only the checks that do not depend on order.
 """
 
 from __future__ import annotations

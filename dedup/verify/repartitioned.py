@@ -1,8 +1,8 @@
 """Verifies a topology with a repartition topic.
 
 Every source record must be in the repartition topic, unchanged and only once. The verdicts on the records of the
-repartition topic must be those of the model. If records were deleted from the repartition topic, the module makes only
-the checks that do not depend on order (`findings.OrderFree`) for these records.
+repartition topic must be those of the model. For source records whose copies were deleted from the
+repartition topic, the module runs only the checks that do not depend on order (`findings.OrderFree`).
 """
 
 from __future__ import annotations

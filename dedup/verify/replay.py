@@ -153,7 +153,7 @@ class TaskReplay:
         return ~special[first]
 
     def _judge_at_once(self, log: Log, at_once: npt.NDArray[np.bool_]) -> None:
-        """Count the records that `_at_a_glance` selects, and expect the first record with each ID in the output."""
+        """Count the records that `_at_a_glance` selects, and expect the output to contain the first with each ID."""
         log = log.at(np.flatnonzero(at_once))
         rows: dict[bytes | None, int] = {}
         list(map(rows.setdefault, log.ids, range(len(log.ids))))

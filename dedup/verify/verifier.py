@@ -5,7 +5,7 @@ offsets. Only then does the verifier read the ends of the topics that workers wr
 the committed offsets are before these ends. Records that workers judge during the verification are *pending*.
 
 The verifier replays a partition if a log still contains the partition's records in order (`direct`, `repartitioned`).
-If no log contains the records in order, the verifier makes only the checks that do not depend on order
+If no log contains the records in order, the verifier runs only the checks that do not depend on order
 (`findings.OrderFree`). Records whose verdicts cannot be checked are counted as not provable, never as correct.
 
 Memory use depends little on the size of the topics, because records are sorted into buckets on disk (`spill`).
