@@ -15,7 +15,7 @@ from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, Worker, until
 from tests.integration.transactions import assert_none_open, open_transactions
 from tests.integration.watch import Watch
-from tests.integration.workload import Event, workload
+from tests.integration.workload import Event, endless, workload
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(400)]
 
@@ -79,7 +79,7 @@ def frozen_in_a_transaction(job: Job, *accidents: str) -> Worker:
 def test_f22_frozen_broker(job: Job, rough: Rough) -> None:
     """It answers nothing for as long as the worker's own deadline of a request, and then goes on."""
     with Watch(job):
-        with job.stream(workload(120, 40_000), per_s=1_000):
+        with job.stream(endless(120), per_s=1_000):
             worker = frozen_in_a_transaction(job)
             rough.kafka.process.pause()
             try:
@@ -105,7 +105,7 @@ def proxied_job(make_job: MakeJob, rough: Rough) -> Job:
 def test_f24_network(proxied_job: Job, rough: Rough, fault: str) -> None:
     job, proxy = proxied_job, rough.proxy
     with Watch(job):
-        with job.stream(workload(121, 60_000), per_s=1_000):
+        with job.stream(endless(121), per_s=1_000):
             half_open = fault.startswith("to the ")
             worker = frozen_in_a_transaction(job, SOON) if half_open else job.start("a", SOON)
             if not half_open:
@@ -147,7 +147,7 @@ def test_f24_network(proxied_job: Job, rough: Rough, fault: str) -> None:
 def test_f25_an_end_that_arrives_in_the_next_transaction(job: Job) -> None:
     """It must not commit the half of it that was sent by then: a new epoch had begun before."""
     with Watch(job):
-        with job.stream(workload(122, 20_000), per_s=1_000):
+        with job.stream(endless(122), per_s=1_000):
             worker = job.start("a", "end_arrives_late=6")
             worker.until_logged("the late EndTxn was answered")
             job.until_progress(500)
@@ -207,7 +207,7 @@ def test_a_broker_that_is_away_is_one_line_when_it_goes_and_one_when_it_is_back(
     worker = job.start("a", "answers_within=4000")
     worker.until_logged("running from offset", times=job.partitions)
     before = len(worker.log.splitlines())
-    with job.stream(workload(130, 20_000), per_s=500):
+    with job.stream(endless(130), per_s=500):
         job.until_progress(1_000)
         rough.kafka.kill() if how == "killed" else rough.kafka.process.pause()
         try:

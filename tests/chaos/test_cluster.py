@@ -17,7 +17,7 @@ from tests.integration.conftest import MakeJob
 from tests.integration.fleet import KEPT, Job, Worker, until
 from tests.integration.transactions import assert_none_open
 from tests.integration.watch import Watch
-from tests.integration.workload import workload
+from tests.integration.workload import endless
 from tests.kafka_cluster import KafkaCluster
 
 __all__ = ["cluster", "kafka"]
@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.broker, pytest.mark.timeout(400)]
 IN, OUT, CHANGELOG = "input", "output", "changelog"
 TRANSACTIONS, GROUP = "transaction coordinator", "group coordinator"
 TARGETS = (IN, OUT, CHANGELOG, TRANSACTIONS, GROUP)
-LONG = pytest.mark.long
+LONG, SLOW = pytest.mark.long, pytest.mark.slow
+AT_EACH_CHANGE = (OUT, TRANSACTIONS)
 
 
 class ClusterAdmin(Admin):
@@ -109,13 +110,13 @@ def ends_well(job: Job, worker: Worker) -> None:
 
 @pytest.mark.parametrize(
     ("target", "way"),
-    [(target, "kill") for target in TARGETS]
+    [pytest.param(target, "kill", marks=() if target in AT_EACH_CHANGE else SLOW) for target in TARGETS]
     + [pytest.param(target, "pause", marks=() if target == TRANSACTIONS else LONG) for target in TARGETS],
 )
 def test_f23_a_leader_goes(job: Job, cluster: KafkaCluster, target: str, way: str) -> None:
     """While it is away the work goes on with the others; it comes back, and nothing was lost or doubled."""
     with Watch(job):
-        with job.stream(workload(140, 60_000), per_s=800):
+        with job.stream(endless(140), per_s=800):
             worker = job.start()
             job.until_progress(300)
             node = cluster.nodes[node_of(job, target)]
@@ -132,7 +133,7 @@ def test_f23_below_min_isr(job: Job, cluster: KafkaCluster) -> None:
     """The output takes nothing with a replica missing: the worker stands still, commits nothing, and resumes."""
     job.admin.configure(job.output, min_insync_replicas="3")
     with Watch(job):
-        with job.stream(workload(141, 60_000), per_s=500):
+        with job.stream(endless(141), per_s=500):
             worker = job.start()
             job.until_progress(300)
             node = cluster.nodes[leader(job, job.topology.source.topics[0])]
@@ -148,6 +149,7 @@ def test_f23_below_min_isr(job: Job, cluster: KafkaCluster) -> None:
         ends_well(job, worker)
 
 
+@SLOW
 @pytest.mark.parametrize("hops", ["direct", pytest.param("repartitioned", marks=LONG)])
 def test_f79_each_node_restarted_in_good_order(
     make_job: MakeJob, kafka: RunningKafka, cluster: KafkaCluster, topic_names: Callable[[str], str], hops: str
@@ -156,7 +158,7 @@ def test_f79_each_node_restarted_in_good_order(
     document = {} if hops == "direct" else {"source": {"topics": [topic_names("rolled-in")]}}
     job = make_job(config={"brokers": kafka.bootstrap.split(",")}, document=document)
     with Watch(job):
-        with job.stream(workload(143, 90_000), per_s=800):
+        with job.stream(endless(143), per_s=800):
             workers = [job.start(name) for name in "ab"]
             for worker in workers:
                 worker.until_logged("running from offset")
@@ -185,7 +187,7 @@ def stands_still(job: Job) -> bool:
 def test_f23_two_of_three_away(job: Job, cluster: KafkaCluster) -> None:
     """No quorum and nobody to write to: the worker waits, and goes on when they are back."""
     with Watch(job):
-        with job.stream(workload(142, 60_000), per_s=500):
+        with job.stream(endless(142), per_s=500):
             worker = job.start()
             job.until_progress(300)
             for number in (2, 3):

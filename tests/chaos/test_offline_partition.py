@@ -10,7 +10,7 @@ from tests.chaos.three_nodes import cluster, kafka
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until
 from tests.integration.watch import Watch
-from tests.integration.workload import workload
+from tests.integration.workload import endless
 from tests.kafka_cluster import KafkaCluster
 
 __all__ = ["cluster", "kafka"]
@@ -39,7 +39,7 @@ def test_f83_one_offline_output_partition_holds_up_its_own_task_alone(make_job: 
     """Was: all tasks of the worker were built anew every two seconds, without an end."""
     job: Job = make_job(config={"brokers": cluster.bootstrap.split(",")})
     with Watch(job):
-        with job.stream(workload(190, 36_000), per_s=600):
+        with job.stream(endless(190), per_s=600):
             worker = job.start()
             job.until_progress(1_000)
             cluster.nodes[LONE].kill()

@@ -20,7 +20,7 @@ from tests.chaos.secured import CERTIFIED, PASSWORD, USER, Secured, as_client, b
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, Worker, until
 from tests.integration.watch import Watch
-from tests.integration.workload import BASE_MS, Event, workload
+from tests.integration.workload import BASE_MS, Event, endless, workload
 
 pytestmark = pytest.mark.broker
 secured, kafka, admin = security.secured, security.kafka, security.admin
@@ -123,7 +123,7 @@ def test_f28_a_permission_withdrawn_while_running(make_job: MakeJob, secured: Se
     as_client(job, f"127.0.0.1:{secured.sasl_port}", secured.sasl())
     with Watch(job):
         worker = job.start(environ=SECRETS)
-        with job.stream(workload(151, 40_000), per_s=1_000):
+        with job.stream(endless(151), per_s=1_000):
             job.until_progress(300)
             withdraw(job.admin.client, taken)
             assert worker.wait() == REFUSED, worker.log

@@ -17,7 +17,7 @@ from tests.integration.conftest import MakeJob
 from tests.integration.fleet import KEPT, Job, until
 from tests.integration.stores import tree
 from tests.integration.watch import Watch
-from tests.integration.workload import BASE_MS, SECONDS, Event, workload
+from tests.integration.workload import BASE_MS, SECONDS, Event, endless, workload
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
 
@@ -283,7 +283,7 @@ def test_f64_rolling_upgrade(make_job: MakeJob) -> None:
     """Workers of an old and a new topology in one group: partitions and their state go to and fro between them."""
     job = make_job(partitions=4)
     with Watch(job):
-        with job.stream(workload(139, 60_000, partitions=4), per_s=800):
+        with job.stream(endless(139, partitions=4), per_s=800):
             old = job.start("one")
             job.until_progress(200)
             edit(job, guard_period="2d", late=f"{job.name}-late")

@@ -12,7 +12,7 @@ from tests.brokers import INSIDE
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until
 from tests.integration.watch import Watch
-from tests.integration.workload import workload
+from tests.integration.workload import endless
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(600)]
 
@@ -104,7 +104,7 @@ def test_a_fleet_is_killed_and_scaled(make_job: MakeJob, box: Callable[[Job, int
     boxed = {"brokers": [INSIDE], "state_dir": "/var/lib/dedup", "session_timeout": "6s", "web": {"enabled": False}}
     (job.directory / "boxed.json").write_text(json.dumps(boxed), encoding="utf-8")
     with Watch(job):
-        with job.stream(workload(160, 200_000, partitions=12), per_s=800):
+        with job.stream(endless(160, partitions=12), per_s=800):
             first, second, third = (box(job, number) for number in range(3))
             for each in (first, second, third):
                 each.until_logged("running from offset")

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -191,17 +192,18 @@ class Job:
         assert refused == []
 
     @contextlib.contextmanager
-    def stream(self, events: Sequence[Event], *, per_s: int) -> Iterator[threading.Thread]:
+    def stream(self, events: Iterable[Event], *, per_s: int) -> Iterator[threading.Thread]:
         """A thread sends the events at about this rate until the block ends; then raises what it has met."""
-        pieces = [events[at : at + max(1, per_s // 20)] for at in range(0, len(events), max(1, per_s // 20))]
+        left, size = iter(events), max(1, per_s // 20)
         ended = threading.Event()
         met: list[BaseException] = []
 
         def feed() -> None:
             began = time.monotonic()
             try:
-                for number, piece in enumerate(pieces):
-                    if ended.wait(max(0.0, began + number / 20 - time.monotonic())):
+                for number in count():
+                    piece = list(islice(left, size))
+                    if not piece or ended.wait(max(0.0, began + number / 20 - time.monotonic())):
                         return
                     self._produce(self.producer, piece)
                     self.sent.extend(piece)
@@ -370,6 +372,12 @@ class Job:
         found = Counter(id_of(message.value()) for message in output)
         assert [each for each, times in found.items() if times > 1] == []
         assert set(found) == expected.ids - refused_ids
-        assert len(self.read(self.topology.dead_letter)) == expected.bad + len(refused_ids)
+        bad = expected.bad
+        if report.read > expected.total:  # a producer that met a dead broker has sent some records again
+            bad = sum(
+                id_of(message.value()) is None for topic in self.topology.source.topics for message in self.read(topic)
+            )
+        assert bad >= expected.bad
+        assert len(self.read(self.topology.dead_letter)) == bad + len(refused_ids)
         assert_order_kept(output)
         return report

@@ -17,7 +17,7 @@ import pytest
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, Worker, until
 from tests.integration.watch import Watch
-from tests.integration.workload import Expected, workload
+from tests.integration.workload import Expected, endless, workload
 
 pytestmark = pytest.mark.broker
 
@@ -157,7 +157,7 @@ def test_f11_churn(make_job: MakeJob) -> None:
     job = make_job(partitions=4)
     with Watch(job):
         stays = job.start("stays")
-        with job.stream(workload(15, 60_000, partitions=4), per_s=1_000):
+        with job.stream(endless(15, partitions=4), per_s=1_000):
             job.until_progress(100)
             for number in range(3):
                 guest = job.start(f"guest-{number % 2}")
@@ -179,7 +179,7 @@ def drained(job: Job, worker: Worker) -> None:
 
 def test_f04_sigterm_twice_under_load_drains(job: Job) -> None:
     worker = job.start("a", "slow_commit=100")
-    with job.stream(workload(16, 20_000), per_s=1_000):
+    with job.stream(endless(16), per_s=1_000):
         job.until_progress(100)
         worker.signal(signal.SIGTERM)
         worker.signal(signal.SIGTERM)

@@ -15,7 +15,7 @@ from tests import odd_names
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until
 from tests.integration.watch import Watch
-from tests.integration.workload import BASE_MS, SECONDS, Event, workload
+from tests.integration.workload import BASE_MS, SECONDS, Event, endless, workload
 
 pytestmark = pytest.mark.broker
 
@@ -156,7 +156,7 @@ def test_a_fold_during_a_commit_in_flight(job: Job) -> None:
     with Watch(job):
         worker = job.start("a", "slow_commit=150", "small_batches=20", "die_judging_in_commit=12")
         worker.until_logged("running from offset", times=job.partitions)
-        with job.stream(workload(27, 20_000), per_s=1_000):
+        with job.stream(endless(27), per_s=1_000):
             assert worker.wait() == 137, worker.log
             back = job.start("a", "slow_commit=150", "small_batches=20")
             job.until_progress(1_000)
@@ -167,7 +167,7 @@ def test_a_fold_during_a_commit_in_flight(job: Job) -> None:
 
 def test_f14_another_process_takes_our_transactional_id(job: Job) -> None:
     """The owner is fenced, discards the task, and takes the partition over anew."""
-    with Watch(job), job.stream(workload(28, 20_000), per_s=1_000):
+    with Watch(job), job.stream(endless(28), per_s=1_000):
         worker = job.start()
         job.until_progress(200)
         taker = Producer({"bootstrap.servers": job.kafka.bootstrap, "transactional.id": f"{job.name}.dedup.0"})

@@ -17,7 +17,7 @@ from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until
 from tests.integration.planting import commit
 from tests.integration.watch import Watch
-from tests.integration.workload import workload
+from tests.integration.workload import endless, workload
 
 pytestmark = pytest.mark.broker
 
@@ -105,7 +105,7 @@ def test_f80_the_group_of_a_running_worker(hops_job: Job) -> None:
     elsewhere = job.admin.create_topic(f"{job.name}-elsewhere", job.partitions)
     commit(job.kafka, job.name, elsewhere, {0: 0, 1: 0})
     with Watch(job):
-        with job.stream(workload(180, 30_000), per_s=1_000):
+        with job.stream(endless(180), per_s=1_000):
             worker = job.start()
             job.until_progress(300)
             assert delete_group(job) == KafkaError.NON_EMPTY_GROUP

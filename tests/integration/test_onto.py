@@ -17,7 +17,7 @@ from dedup.worker.topics import refuse_used_output
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, Worker
 from tests.integration.watch import Watch
-from tests.integration.workload import BASE_MS, Event, id_of, workload
+from tests.integration.workload import BASE_MS, Event, endless, id_of
 
 pytestmark = pytest.mark.broker
 INCOMPATIBLE = 3
@@ -81,7 +81,7 @@ def test_f82_a_renamed_topology_is_refused_unless_it_is_meant(make_job: MakeJob,
 def test_f82_a_second_topology_on_the_output_of_one_that_runs(make_job: MakeJob) -> None:
     job = make_job()
     with Watch(job):
-        with job.stream(workload(182, 20_000), per_s=500):
+        with job.stream(endless(182), per_s=500):
             first = job.start("a")
             job.until_progress(500)
             second = make_second(make_job, job)
@@ -117,7 +117,7 @@ def test_a_worker_that_died_before_its_first_commit_starts_again_on_an_empty_dis
 def test_workers_that_start_at_the_same_moment_and_later_with_empty_disks(make_job: MakeJob) -> None:
     job = make_job(partitions=4)
     with Watch(job):
-        with job.stream(workload(183, 20_000, partitions=4), per_s=800):
+        with job.stream(endless(183, partitions=4), per_s=800):
             fleet: list[Worker] = []
             for moment in range(2):
                 fleet += [job.start(f"{moment}-{number}") for number in range(2)]

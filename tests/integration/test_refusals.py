@@ -13,7 +13,7 @@ from tests.integration.conftest import MakeJob
 from tests.integration.fleet import KEPT, Job
 from tests.integration.stores import state_of, topic_id, tree
 from tests.integration.watch import Watch
-from tests.integration.workload import BASE_MS, Event, workload
+from tests.integration.workload import BASE_MS, Event, endless, workload
 
 pytestmark = pytest.mark.broker
 INCOMPATIBLE = 3
@@ -174,7 +174,7 @@ def test_f13_two_topologies_of_one_name(done: Job) -> None:
 @pytest.mark.parametrize("same_id", [True, False])
 def test_f12_two_workers_with_one_state_directory(job: Job, same_id: bool) -> None:
     """The second is refused; the first goes on."""
-    with Watch(job), job.stream(workload(36, 40_000), per_s=1_000):
+    with Watch(job), job.stream(endless(36), per_s=1_000):
         first = job.start("a")
         first.until_logged("running from offset", times=job.partitions)
         second = job.start("a" if same_id else "b", state_of="a")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 
 from confluent_kafka import Message
 
@@ -38,14 +39,21 @@ def workload(
 
     An event takes 10 ms. ``scattered``: equal IDs are in any partition.
     """
+    found = endless(seed, partitions=partitions, topics=topics, scattered=scattered, jitter_ms=jitter_ms)
+    return list(islice(found, events))
+
+
+def endless(
+    seed: int, *, partitions: int = 2, topics: int = 1, scattered: bool = False, jitter_ms: int = 20_000
+) -> Iterator[Event]:
+    """Yield the events of `workload` without an end, for a test that takes as long as its machine needs."""
     dice = random.Random(seed)
-    made: list[Event] = []
     next_id = 0
-    for number in range(events):
+    for number in count():
         kind = dice.random()
         time_ms = BASE_MS + number * STEP_MS + dice.randint(-jitter_ms, 0)
         if kind < 0.005:
-            made.append(Event(dice.randrange(partitions), dice.choice(BAD), time_ms, topic=dice.randrange(topics)))
+            yield Event(dice.randrange(partitions), dice.choice(BAD), time_ms, topic=dice.randrange(topics))
             continue
         if kind < 0.25 and next_id:
             chosen = max(0, next_id - 1 - dice.randrange(60))
@@ -56,8 +64,7 @@ def workload(
         value = b'{"id":"order-%d","n":%d,"pad":"%s"}' % (chosen, number, b"x" * 40)
         key = b"k%d" % (chosen % 17)
         partition = dice.randrange(partitions) if scattered else chosen % partitions
-        made.append(Event(partition, value, time_ms, key, topic=dice.randrange(topics)))
-    return made
+        yield Event(partition, value, time_ms, key, topic=dice.randrange(topics))
 
 
 @dataclass(frozen=True, slots=True)
