@@ -12,7 +12,15 @@ import typer
 from typer.testing import CliRunner
 
 from dedup.cli import main as entry
-from dedup.errors import BrokerUnavailable, StateIncompatible, VerificationFailed
+from dedup.errors import (
+    AuthorMistake,
+    BrokerUnavailable,
+    InvariantBroken,
+    SettingsError,
+    StateIncompatible,
+    TopologyError,
+    VerificationFailed,
+)
 from dedup.quantities import instant
 
 ROOT = Path(__file__).parents[3]
@@ -317,6 +325,11 @@ class TestMain:
     def test_errors_become_a_sentence_and_an_exit_code(self, monkeypatch, capsys, error, code):
         assert self.run(monkeypatch, raises=error) == code
         assert capsys.readouterr().err == "x y z\n"
+
+    @pytest.mark.parametrize("mistake", [AuthorMistake, TopologyError, SettingsError])
+    def test_a_mistake_lists_at_least_one_problem(self, mistake):
+        with pytest.raises(InvariantBroken, match=mistake.__name__):
+            mistake([])
 
     def test_an_interruption_is_130(self, monkeypatch):
         assert self.run(monkeypatch, raises=KeyboardInterrupt()) == 130

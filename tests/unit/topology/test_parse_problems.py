@@ -111,6 +111,13 @@ def test_the_least_file_has_none():
         ),
         ("late:", "8:1: late: has no value; write one, or leave the key out"),
         ("output: null", "8:1: output: has no value; write one, or leave the key out"),
+        ("routes: [a, null]", "8:13: routes[1]: has no value; write one, or leave the item out"),
+        ("routes: [a, ~]", "8:13: routes[1]: has no value; write one, or leave the item out"),
+        ("routes:\n- a\n-\n- b", "10:2: routes[1]: has no value; write one, or leave the item out"),
+        (
+            "conflicts: {exclude: [a, null]}",
+            "8:26: conflicts.exclude[1]: has no value; write one, or leave the item out",
+        ),
         ("transactions: {partitions: 0}", '8:28: transactions.partitions: "0" must be auto, or 1 to 256'),
         ("transactions: {partitions: all}", '8:28: transactions.partitions: "all" must be auto, or 1 to 256'),
         ("transactions: {partitions: true}", '8:28: transactions.partitions: "True" must be auto, or 1 to 256'),
@@ -146,6 +153,27 @@ def test_a_mistake_in_one_line(line, said):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
+        (
+            "topics: [clicks]",
+            "topics: [clicks, null]",
+            "4:20: source.topics[1]: has no value; write one, or leave the item out",
+        ),
+        (
+            "topics: [clicks]",
+            "topics: [clicks]\n  format: csv\n  columns: [id, null]",
+            "6:17: source.columns[1]: has no value; write one, or leave the item out",
+        ),
+        (
+            "field: id",
+            "fields: [id, null]",
+            "6:16: tracking_id.fields[1]: has no value; write one, or leave the item out",
+        ),
+        ("field: id", "parts: [null]", "6:11: tracking_id.parts[0]: has no value; write one, or leave the item out"),
+        (
+            "field: id",
+            "field: id\n  normalize: [null]",
+            "7:15: tracking_id.normalize[0]: has no value; write one, or leave the item out",
+        ),
         ("dedup: 1", "dedup: 2", '1:8: dedup: "2" is not a version this program reads; write 1'),
         ("dedup: 1", "dedup: true", '1:8: dedup: "True" is not a version this program reads; write 1'),
         ("dedup: 1\n", "", '1:1: the key "dedup" is missing'),
