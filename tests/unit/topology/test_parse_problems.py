@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
+from dedup.core.extract_one import Format
 from dedup.errors import TopologyError
 from dedup.topology.parse import parse
 
@@ -16,6 +19,8 @@ tracking_id:
   field: id
 guard_period: 24h
 """
+
+FORMATS = " | ".join(get_args(Format))
 
 
 def problems(text: str) -> list[str]:
@@ -167,6 +172,15 @@ def test_a_mistake_in_one_line(line, said):
             "field: id",
             "fields: [id, null]",
             "6:16: tracking_id.fields[1]: has no value; write one, or leave the item out",
+        ),
+        *(
+            (
+                "topics: [clicks]",
+                f"topics: [clicks]\n  format: {written}{more}",
+                f"5:11: source.format: is not one of {FORMATS}",
+            )
+            for written in ("[csv]", "[]", "{csv: true}")
+            for more in ("", "\n  schema_id: none\n  schema: a.avsc", "\n  columns: [id]")
         ),
         ("field: id", "parts: [null]", "6:11: tracking_id.parts[0]: has no value; write one, or leave the item out"),
         (
