@@ -35,10 +35,24 @@ SIMPLEST = str(ROOT / "topologies" / "simplest.yaml")
 SETTINGS = Settings(brokers=("localhost:1",), topics=TopicDefaults(replication_factor=3, min_insync_replicas=2))
 
 
-def topology(rule: str = "field: id", more: str = "", source: str = "topics: [c]"):
+AVRO = '{"type":"record","name":"R","fields":[{"name":"f","type":"long"}]}'
+VALUES = {
+    "json": ("", "", b'{"f": 7}'),
+    "json_schema": ("", "", b'\0\0\0\0\1{"f": 7}'),
+    "avro": (", schema_id: none, schema: s", AVRO, b"\x0e"),
+    "protobuf": (", schema_id: none, schema: s", "message M { int64 f = 1; }", b"\x08\x07"),
+    "msgpack": ("", "", b"\x81\xa1f\x07"),
+    "cbor": ("", "", b"\xa1\x61f\x07"),
+    "csv": (", columns: [f]", "", b"7"),
+}
+"""Of each format, the keys of the source that it needs, the schema, and the value whose member f is 7."""
+
+
+def topology(rule: str = "field: id", more: str = "", source: str = "topics: [c]", schema: str = ""):
     return parse(
         f"dedup: 1\nname: t\nsource: {{{source}}}\ntracking_id: {{{rule}}}\nguard_period: 10s\noutput: {{topic: out}}\n{more}\n",
         name="t.yaml",
+        read_file=lambda name: schema,
     )
 
 
@@ -285,6 +299,26 @@ class TestStateKeys:
         assert b"\x09\x01\x0b\x02\x04\x07" in state_keys(made, "[null, 7]")
         assert b"\x09\x01\x0c\x02\x04\x07" in state_keys(made, "[{}, 7]")
         assert state_keys(made, '["", 7]') == [b"\x09\x01\x01\x02\x04\x07"]
+
+    @pytest.mark.parametrize("fmt", VALUES)
+    @pytest.mark.parametrize(
+        ("key", "headers", "text"),
+        [
+            (b"k", [("h", b"7")], '["k", "7", 7]'),
+            (b"k", [("h", b"7")], '["k", 7, 7]'),
+            (b"k", [("h", None)], '["k", null, 7]'),
+            (b"k", [], '["k", { }, 7]'),
+            (None, [("h", b"")], '[null, "", 7]'),
+        ],
+    )
+    @pytest.mark.parametrize("alternatives", [False, True])
+    def test_a_composite_has_its_key_and_headers_in_every_format(self, fmt, key, headers, text, alternatives):
+        parts = "parts: [{key: true, absent: as_value}, {header: h, absent: as_value}, {field: f}]"
+        source, schema, value = VALUES[fmt]
+        rule = f"first_of: [{{header: other}}, {{{parts}}}]" if alternatives else parts
+        made = topology(rule, source=f"topics: [c], format: {fmt}{source}", schema=schema)
+        found = extract_one(extractor_of(made).recipe, key, value, headers, 0)
+        assert found.id in state_keys(made, text)
 
     def test_what_is_nested_too_deep_to_be_json_is_a_text_or_no_id(self):
         deep = "[" * 2_500
