@@ -326,7 +326,10 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
 
     For example, the input ``7`` may stand for the string "7" or the number 7. Users write a composite ID as a JSON
     array of its parts, and a content ID as the content itself.
+
+    Raises SettingsError if ``text`` cannot be an ID of the topology.
     """
+    _utf8(text)  # refuses what no rule below can encode
     if isinstance(topology.tracking_id.rule, FirstOfRule):
         return _of_alternatives(topology, topology.tracking_id.rule.alternatives, text)
     source, keys = topology.source, list[bytes]()
@@ -346,6 +349,16 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
     if not keys:
         raise SettingsError([Problem("ID", f"{text!r} cannot be an ID of {topology.name!r}: {why}")])
     return keys
+
+
+def _utf8(text: str) -> bytes:
+    """Encode a user's input. In an argument of a command, each byte that is not UTF-8 is an unpaired surrogate."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise SettingsError(
+            [Problem("ID", f"{text!r} is not UTF-8; only an ID that is UTF-8 can be looked up")]
+        ) from None
 
 
 def _of_alternatives(topology: Topology, alternatives: Sequence[Alternative], text: str) -> list[bytes]:
@@ -532,7 +545,7 @@ def _divided(parts: Sequence[Part], written: Sequence[str]) -> tuple[bytes | Non
     members: list[str] = []
     for part, literal in zip(parts, written, strict=True):
         absent = json.loads(literal) == {}
-        text = None if absent or literal == "null" else _text_of(literal).encode()
+        text = None if absent or literal == "null" else _utf8(_text_of(literal))
         match part.rule:
             case FieldRule():
                 members.append(_NOTHING if absent else literal)

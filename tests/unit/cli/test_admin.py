@@ -327,6 +327,22 @@ class TestStateKeys:
             with pytest.raises(SettingsError, match="ID"):
                 state_keys(topology(rule), deep)
 
+    @pytest.mark.parametrize("rule", ["key: true", "header: h", "field: f", "fields: [f, g]", "content: true"])
+    @pytest.mark.parametrize("source", ["", ", format: msgpack", ", format: json_schema"])
+    def test_what_is_not_utf8_is_refused(self, rule, source):
+        made = topology(rule, source=f"topics: [c]{source}")
+        for text in ("\udcff", '["\udcff", 7]'):
+            with pytest.raises(SettingsError, match="is not UTF-8"):
+                state_keys(made, text)
+
+    @pytest.mark.parametrize("fmt", VALUES)
+    def test_an_escape_that_is_not_utf8_is_refused(self, fmt):
+        source, schema, _ = VALUES[fmt]
+        made = topology("parts: [{key: true}, {field: f}]", source=f"topics: [c], format: {fmt}{source}", schema=schema)
+        for text in ('["\\ud800", 7]', '["k", "\\ud800"]'):
+            with pytest.raises(SettingsError, match="ID: "):
+                state_keys(made, text)
+
     def test_what_can_be_no_id_is_refused_with_the_reason(self):
         with pytest.raises(SettingsError, match="cannot be an ID of 't'"):
             state_keys(topology("field: id"), "")
@@ -563,6 +579,12 @@ def test_lookup_says_what_a_worker_knows(url, tmp_path, tracking_id, code, text)
     found, output = dedup("lookup", str(path), tracking_id, "--url", url, "--set", "brokers=localhost:1")
     assert found == code
     assert text in output
+
+
+def test_explain_and_lookup_refuse_an_id_that_is_not_utf8():
+    said = "ID: '\\udcff' is not UTF-8; only an ID that is UTF-8 can be looked up"
+    for command in ("explain", "lookup"):
+        assert dedup(command, SIMPLEST, "\udcff", "--set", "brokers=localhost:1") == (2, said)
 
 
 def test_lookup_without_a_worker_says_so():
