@@ -414,7 +414,9 @@ def _leaves(fmt: Format, names: Iterable[str], text: str) -> list[Leaf]:
 
 
 def _integer(text: str) -> Number:
-    return Number(str(int(text)))
+    if not _JSON_INTEGER.fullmatch(text):
+        raise ValueError(text)
+    return Number(text)
 
 
 def _decimal(text: str) -> Number:
@@ -430,7 +432,8 @@ def _instant(text: str) -> Instant:
     return Instant(time_ms // 1000 * 10**9 + (int(f"{fraction[1]:0<9.9}") if fraction else 0))
 
 
-_JSON_NUMBER: Final = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+_JSON_INTEGER: Final = re.compile(r"-?(0|[1-9][0-9]*)")
+_JSON_NUMBER: Final = re.compile(rf"{_JSON_INTEGER.pattern}(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _FRACTION: Final = re.compile(r"\.(\d+)")
 _BOOLEANS: Final[Mapping[str, Leaf]] = {"true": True, "false": False}
 _FROM_TEXT: Final[Mapping[Format, Mapping[str, Callable[[str], Leaf]]]] = {

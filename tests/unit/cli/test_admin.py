@@ -274,6 +274,20 @@ class TestStateKeys:
         assert b"\x09\x01\x0b\x02\x01x" in state_keys(composite, '[null, "x"]')
         assert state_keys(topology("key: true", source=f"topics: [c], format: {fmt}"), "7") == [b"\x027"]
 
+    @pytest.mark.parametrize("text", ["1_000", "٣", "007", "-01", "+7", " 7", "7.", "00.5", "01e2", "٣.5", "-", "--7"])
+    @pytest.mark.parametrize("fmt", ["msgpack", "cbor"])
+    def test_a_number_is_written_as_in_json(self, fmt, text):
+        found = state_keys(topology("field: f", source=f"topics: [c], format: {fmt}"), text)
+        assert found == [b"\x01" + text.encode(), b"\x02" + text.encode()]
+
+    @pytest.mark.parametrize(("text", "key"), [("0", b"\x04\0"), ("-0", b"\x04\0"), ("-7", b"\x04\xf9")])
+    def test_an_integer_may_be_zero_or_negative(self, text, key):
+        assert key in state_keys(topology("field: f", source="topics: [c], format: cbor"), text)
+
+    @pytest.mark.parametrize(("text", "key"), [("0.5", b"\x065e-1"), ("-10.25E+1", b"\x06-1025e-1")])
+    def test_a_decimal_may_have_a_fraction_and_an_exponent(self, text, key):
+        assert key in state_keys(topology("field: f", source="topics: [c], format: cbor"), text)
+
     def test_a_composite_is_a_list_of_its_parts(self):
         assert state_keys(topology("fields: [a.b, a.c]"), '["x", 7]') == [b"\x09\x02\x01x\x02\x04\x07"]
         for text in ("x", '["x"]', '{"a": 1}'):
