@@ -103,6 +103,28 @@ class TestTry:
             "2 records: 1 duplicate",
         ]
 
+    @pytest.mark.parametrize(
+        ("source", "given", "said"),
+        [
+            ("csv, columns: [id, b, c], delimiter: tab", "\t\t\na\tb\tc\n", ["1: id_missing", "2: unique"]),
+            ("csv, columns: [id]", " \n\n\r\n  \r\nx", ["1: unique", "4: unique", "5: unique"]),
+            (
+                "csv, columns: [id, b], delimiter: tab",
+                "a\t \r\nb\tc\r\r\na\tb",
+                ["1: unique", "2: not_csv", "3: duplicate"],
+            ),
+            ("csv, columns: [id, b], delimiter: tab", "a\tb\r", ["1: not_csv"]),
+            ("bytes", " \n  \n \n\n", ["1: unique", "2: unique", "3: duplicate"]),
+            ("json", ' \n\t\n{"id":1}\r\r\n', ["3: unique"]),
+        ],
+    )
+    def test_white_space_is_content_where_a_worker_takes_it_as_content(self, tmp_path, source, given, said):
+        rule = "content: true" if source == "bytes" else "field: id"
+        path = topology(tmp_path, rule, source=f"topics: [c], format: {source}")
+        told = [json.loads(line) for line in dedup("try", path, "-", "--json", NOW, given=given)[1].splitlines()]
+        found = [(each["line"], each["verdict"], each["reason"].partition(":")[0]) for each in told]
+        assert [f"{line}: {why if verdict == 'dead letter' else verdict}" for line, verdict, why in found] == said
+
     def test_no_records(self, tmp_path):
         assert dedup("try", topology(tmp_path), "-", given="") == (0, "no records\n")
 
