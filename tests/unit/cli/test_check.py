@@ -440,6 +440,30 @@ class TestFlow:
         assert code == 2
         assert [each["code"] for each in json.loads(output)[0]["findings"]][-1] == "flow_not_deterministic"
 
+    @pytest.mark.parametrize("fmt", ["msgpack", "cbor", "avro", "protobuf", "json"])
+    def test_samples_may_be_whole_records(self, tmp_path, fmt):
+        self.made(tmp_path, FLOW)
+        (name,) = (path.stem for path in tmp_path.glob("*.py"))
+        (tmp_path / f"{name}.py").write_text(FLOW.replace('record.json["country"]', "str(record.key + record.value)"))
+        more = f"output: {{topic: out}}\nthen: {name}:flow"
+        path = topology(tmp_path, more=more, source=f"topics: [c], format: {fmt}")
+        samples = tmp_path / "records.jsonl"
+        samples.write_text('{"key": "k", "value_base64": "gaJpZAc="}\n{"value_base64": "gaJpZAc="}\n', encoding="utf-8")
+        options = ("--allow-code", "--samples", str(samples))
+        code, output = dedup("check", path, *options, "--envelope")
+        assert code == 0, output
+        assert "the flow fails at 1 of 2 samples, first with: TypeError" in output
+        if fmt != "json":
+            assert dedup("check", path, *options)[1].startswith("--envelope: is needed")
+        samples.write_text("[]\n", encoding="utf-8")
+        code, output = dedup("check", path, *options, "--envelope")
+        assert (code, "records.jsonl:1:1: is not an envelope" in output) == (2, True)
+
+    def test_envelopes_need_samples(self, tmp_path):
+        path, _ = self.made(tmp_path, FLOW)
+        code, output = dedup("check", path, "--allow-code", "--envelope")
+        assert (code, "add --samples" in output) == (2, True)
+
     def test_spark_and_chaos_refuse_a_flow(self, tmp_path):
         path, _ = self.made(tmp_path, FLOW)
         code, output = dedup("spark", "backfill", path, "--input", "x", "--out", "y")
