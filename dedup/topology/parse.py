@@ -25,9 +25,11 @@ from dedup.core.tracking_id import (
     KeyRule,
     Part,
     PartsRule,
+    Path,
     RawContentRule,
     Rule,
     TrackingId,
+    format_path,
     has_key,
     parse_path,
 )
@@ -409,11 +411,17 @@ def _columns_fit(document: Document) -> Iterator[Problem]:
         return
     for at in [*_members_at(document), ("event_time", "field")]:
         text = document.get(at)
+        if not isinstance(text, str):
+            continue
+        path: Path | None = None
         with suppress(ValueError):  # the check of the key reports the error
-            path = parse_path(text if isinstance(text, str) else "")
-            if len(path) > 1 or path[0] not in columns:
-                hint = did_you_mean(str(path[0]), [name for name in columns if isinstance(name, str)])
-                yield Problem(document.place(at), f'{dotted(at)}: "{text}" is not a column{hint or "; name a column"}')
+            path = parse_path(text)
+        if text in columns and path != (text,):
+            written = format_path((text,)).replace("'", "''")
+            yield Problem(document.place(at), f"{dotted(at)}: for the column \"{text}\", write '{written}'")
+        elif path is not None and (len(path) > 1 or path[0] not in columns):
+            hint = did_you_mean(str(path[0]), [name for name in columns if isinstance(name, str)])
+            yield Problem(document.place(at), f'{dotted(at)}: "{text}" is not a column{hint or "; name a column"}')
 
 
 _TAKEN: Final = {
