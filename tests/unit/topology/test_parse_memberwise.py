@@ -82,7 +82,7 @@ def test_what_csv_becomes():
     made = topology(CSV, "fields: [id, '[\"a.b\"]']", more, source="delimiter: semicolon")
     assert (made.source.columns, made.source.delimiter) == (("id", "placed at", "a.b"), "semicolon")
     assert made.event_time == FieldTime(("placed at",), "ms")
-    assert "read, csv with the columns id, placed at, a.b, from earliest" in describe(made)
+    assert "read, csv with the delimiter semicolon and the columns id, placed at, a.b, from earliest" in describe(made)
     found = extractor_of(made)([None], [b"x;7;y"], [[]], [0])
     assert (found.ids, found.times_ms, found.faults) == ([b"\x09\2\1x\2\1y"], [7], {})
     assert topology(CSV).source.delimiter == "comma"
