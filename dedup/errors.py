@@ -34,6 +34,9 @@ class AuthorMistake(DedupError):
     exit_code = 2
 
     def __init__(self, problems: list[Problem]) -> None:
+        # Callers show only the problems, so that an error without any would look like success.
+        if not problems:
+            raise InvariantBroken(f"{type(self).__name__} was raised without any problem.")
         self.problems: Final = problems
         super().__init__("\n".join(str(problem) for problem in problems))
 

@@ -202,11 +202,11 @@ class _Reading:
             value = _scalar(event)
             if type(value) is int and at in self._texts:
                 value = event.value
-            if value is None and key_place is not None:
-                # An empty value has no position of its own, so the problem is reported at the value's key.
-                place = key_place
-                text = f"{dotted(at)}: has no value; write one, or leave the key out"
-                self._document.problems.append(Problem(place, text))
+            if value is None and at:
+                # An empty value has no position of its own, so the problem is reported at the value's key, if any.
+                place = key_place or place
+                text = f"has no value; write one, or leave the {'key' if key_place else 'item'} out"
+                self._document.problems.append(Problem(place, f"{dotted(at)}: {text}"))
             self._document.note(at, place, key_place=key_place, written=event.value)
             return value
         if len(at) >= _MOST_DEPTH:

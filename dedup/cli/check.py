@@ -40,6 +40,12 @@ if TYPE_CHECKING:
 
     CheckCode = Callable[[Stage], list[Finding]]
 
+_SamplesOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="With --allow-code, run the flow on the JSON value in each line of this file.", exists=True, dir_okay=False
+    ),
+]
 _STDIN: Final = Path("-")
 LOOK_S: Final = 0.3
 """The polling interval of `dedup check --watch` in seconds, which is too short for a person to notice."""
@@ -55,14 +61,10 @@ def check(
     watch: Annotated[bool, typer.Option("--watch", help="Check again after each save until Ctrl-C.")] = False,
     *,
     allow_code: Annotated[bool, typer.Option("--allow-code", help="Import the flow that `then` names.")] = False,
-    samples: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --allow-code, run the flow on the JSON value in each line of this file.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
+    samples: _SamplesOption = None,
+    envelope: Annotated[
+        bool, typer.Option("--envelope", help="Read each line of --samples as a whole record, not only as a value.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check topology and ingest files, print each error with its position, and warn about likely mistakes.
@@ -76,7 +78,8 @@ def check(
 
     Without --allow-code, the command runs no code that a topology names. With --allow-code, the command imports the
     flow. With --samples, the command also runs the flow on each line of a file in each of two processes, and reports
-    failures and different results. A sample has no key and no headers.
+    failures and different results. A sample has no key and no headers. With --envelope, each sample is instead a whole
+    record, as in `dedup try --envelope`. Binary formats such as Avro need --envelope.
 
     Examples: dedup check topologies/*.yaml
 
@@ -90,7 +93,9 @@ def check(
         raise typer.BadParameter("--watch and --json exclude each other")
     if samples is not None and not allow_code:
         raise typer.BadParameter("--samples runs the flow; add --allow-code")
-    check_code = partial(_flow_findings, samples=samples) if allow_code else None
+    if envelope and samples is None:
+        raise typer.BadParameter("--envelope says how samples are written; add --samples")
+    check_code = partial(_flow_findings, samples=samples, envelope=envelope) if allow_code else None
     settings = read_settings(config, overrides) if broker else None
     if not watch:
         _check_once(topologies, settings, check_code, as_json=as_json)
@@ -125,7 +130,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return known.st_mtime_ns, known.st_size, known.st_ino
 
 
-def _flow_findings(topology: Stage, *, samples: Path | None) -> list[Finding]:
+def _flow_findings(topology: Stage, *, samples: Path | None, envelope: bool) -> list[Finding]:
     """Import a topology's flow, run it on the samples, and return the findings."""
     from dedup.cli.try_records import entries
     from dedup.core.flow import FlowRecord
@@ -139,7 +144,7 @@ def _flow_findings(topology: Stage, *, samples: Path | None) -> list[Finding]:
         return []
     start_ms, output = time_of("--samples", A_TIME), topology.forwards_to[0]
     with samples.open("rb") as lines:
-        made = entries(lines, name=str(samples), envelope=False, start_ms=start_ms, source=topology.source)
+        made = entries(lines, name=str(samples), envelope=envelope, start_ms=start_ms, source=topology.source)
         records = [FlowRecord(output, each.key, each.value, each.headers, each.timestamp_ms) for each in made]
     return sample_findings(topology, records)
 

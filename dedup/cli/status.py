@@ -209,14 +209,20 @@ def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> list[di
 def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: Settings) -> dict[str, Any]:
     """Ask each worker in ``urls`` about a tracking ID, and merge the answers.
 
-    Raises NotReached if ``urls`` is empty, or if one of these URLs does not belong to a worker of the topology.
+    Raises NotReached if ``urls`` is empty, or if one of these URLs does not belong to a worker of the topology. Raises
+    SettingsError if the ID is not UTF-8.
     """
     if not urls:
         raise NotReached("web.port is 0 or web is off, so no worker's address is known. Name one with --url.")
+    try:
+        page = f"/api/ids/{urllib.parse.quote(tracking_id, safe='')}"
+    except UnicodeEncodeError:
+        text = f"{tracking_id!r} is not UTF-8; only an ID that is UTF-8 can be looked up"
+        raise SettingsError([Problem("ID", text)]) from None
     together: dict[str, Any] = {"topology": topology.name, "id": tracking_id}
     together |= {"sightings": [], "asked": [], "unreached": []}
     for url in urls:
-        found = ask(url, "/api/ids/" + urllib.parse.quote(tracking_id, safe=""), settings)
+        found = ask(url, page, settings)
         if found["topology"] != topology.name:
             raise NotReached(f"{url} is a worker of {found['topology']!r}, not of {topology.name!r}. Name another.")
         # Each worker asks the owners of partitions that it does not hold, so several workers may report the same

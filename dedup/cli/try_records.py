@@ -91,6 +91,9 @@ class _Envelope(msgspec.Struct):
 def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int, source: SourceSpec) -> Iterator[Entry]:
     """Yield the records in a file, and skip blank lines.
 
+    A line that contains only white space is a record if the source has the format csv or bytes, in which white space is
+    content.
+
     Line n has the timestamp ``start_ms`` plus n-1 seconds, unless ``envelope`` is set and the line contains a
     timestamp. The value of a record does not need to be JSON. Values get the framing of the ``source``, unless they are
     given in base64.
@@ -102,9 +105,10 @@ def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int,
         why = f"is needed, because the topology reads {source.format}; "
         why += 'write each line as {"value_base64": ..., "timestamp": ms}'
         raise AuthorMistake([Problem("--envelope", why)])
+    plain = not envelope and source.format in {"csv", "bytes"}
     for number, line in enumerate(lines, 1):
-        text = line.rstrip(b"\r\n")
-        if not text.strip():
+        text = line[:-2] if line.endswith(b"\r\n") else line.removesuffix(b"\n")
+        if not (text if plain else text.strip()):
             continue
         timestamp_ms = start_ms + (number - 1) * 1_000
         if not envelope:

@@ -212,7 +212,7 @@ def _topic_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     if source.schema is not None:
         read += f" of the schema {source.schema.name}"
     if source.columns:
-        read += f" with the columns {', '.join(source.columns)}"
+        read += f" with the delimiter {source.delimiter} and the columns {', '.join(source.columns)}"
     for topic in source.topics:
         yield topic, f"read, {read}, from {source.start}"
     labels = dict(topology.outlets)

@@ -25,9 +25,11 @@ from dedup.core.tracking_id import (
     KeyRule,
     Part,
     PartsRule,
+    Path,
     RawContentRule,
     Rule,
     TrackingId,
+    format_path,
     has_key,
     parse_path,
 )
@@ -307,9 +309,16 @@ _TIMESTAMPS: Final = TYPED | {"msgpack", "cbor"}
 _WITH_TIMESTAMPS: Final = "`source.format: avro`, `protobuf`, `msgpack`, or `cbor`"
 
 
+def _format_of(document: Document) -> Format | None:
+    """Return the format of the values, or None if the file does not write a format as text."""
+    written: Format | None = document.get(_FORMAT)
+    # A list or a mapping is not hashable, and thus cannot be looked up in a set of formats.
+    return written if isinstance(written, str) else None
+
+
 def _format_fits(document: Document) -> Iterator[Problem]:
     """Report keys that do not apply to the format of the values, and missing keys that the format needs."""
-    found, schema_id = document.get(("source", "format")), document.get(_SCHEMA_ID)
+    found, schema_id = _format_of(document), document.get(_SCHEMA_ID)
     if found in MEMBERWISE:
         yield from _memberwise_fits(document)
     if found in TYPED:
@@ -348,7 +357,7 @@ def _typed_fits(document: Document) -> Iterator[Problem]:
 def _memberwise_fits(document: Document) -> Iterator[Problem]:
     excluded: list[At] = [(*at, "content", "exclude") for at in _rules_at(document)]
     for at in filter(document.has, [*excluded, ("conflicts", "exclude"), ("sink", "columns")]):
-        text = f"a value of format {document.get(('source', 'format'))} is compared and kept as bytes"
+        text = f"a value of format {_format_of(document)} is compared and kept as bytes"
         yield _at_key(document, at, f"needs `source.format: json`; {text}")
 
 
@@ -358,8 +367,8 @@ def _at_key(document: Document, at: At, text: str) -> Problem:
 
 def _schema_fits(document: Document, *, read_file: Callable[[str], str]) -> Iterator[Problem]:
     """Report a schema that cannot be read, and members that the schema lacks or whose types are not allowed."""
-    name, fmt = document.get(_SCHEMA), document.get(("source", "format"))
-    if not isinstance(name, str) or fmt not in TYPED:
+    name, fmt = document.get(_SCHEMA), _format_of(document)
+    if not isinstance(name, str) or fmt is None or fmt not in TYPED:
         return
     place, said = document.place(_SCHEMA), f'{dotted(_SCHEMA)}: "{name}"'
     try:
@@ -392,7 +401,7 @@ def _members_at(document: Document) -> Iterator[At]:
 def _columns_fit(document: Document) -> Iterator[Problem]:
     """Report format csv without columns, columns with another format, and paths that are not column names."""
     columns = document.get(_COLUMNS)
-    if document.get(_FORMAT) != "csv":
+    if _format_of(document) != "csv":
         for at in filter(document.has, (_COLUMNS, ("source", "delimiter"))):
             yield _at_key(document, at, "needs `source.format: csv`")
         return
@@ -402,11 +411,17 @@ def _columns_fit(document: Document) -> Iterator[Problem]:
         return
     for at in [*_members_at(document), ("event_time", "field")]:
         text = document.get(at)
+        if not isinstance(text, str):
+            continue
+        path: Path | None = None
         with suppress(ValueError):  # the check of the key reports the error
-            path = parse_path(text if isinstance(text, str) else "")
-            if len(path) > 1 or path[0] not in columns:
-                hint = did_you_mean(str(path[0]), [name for name in columns if isinstance(name, str)])
-                yield Problem(document.place(at), f'{dotted(at)}: "{text}" is not a column{hint or "; name a column"}')
+            path = parse_path(text)
+        if text in columns and path != (text,):
+            written = format_path((text,)).replace("'", "''")
+            yield Problem(document.place(at), f"{dotted(at)}: for the column \"{text}\", write '{written}'")
+        elif path is not None and (len(path) > 1 or path[0] not in columns):
+            hint = did_you_mean(str(path[0]), [name for name in columns if isinstance(name, str)])
+            yield Problem(document.place(at), f'{dotted(at)}: "{text}" is not a column{hint or "; name a column"}')
 
 
 _TAKEN: Final = {
@@ -427,7 +442,7 @@ def _member_fits(document: Document, at: At, schema: str, unit: TimeUnit | None)
         return  # the check of the key reports the error
     said, file = f'{dotted(at)}: "{text}"', document.get(_SCHEMA)
     time = None if unit is None else FieldTime(path, unit)
-    fmt: Format = document.get(("source", "format"))
+    fmt: Format = document.get(_FORMAT)
     types = member_types(fmt, schema, path, time, first=True)
     if not types:
         known = member_names(fmt, schema, path, first=True)

@@ -59,7 +59,8 @@ from dedup.worker_view import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPu
 
 _FRESH_S: Final = 2.0
 """The maximum age, in seconds, of a partition leader's response; a leader without new records responds every 0.2 s."""
-_Record = tuple[bytes | None, bytes | None, Sequence[tuple[str, bytes | None]]]
+_Headers = Sequence[tuple[str, bytes | None]]
+_Record = tuple[bytes | None, bytes | None, _Headers]
 Value = float | Durations | Mapping[str, float] | None
 """The value of a sample (None if unknown), or a mapping from the values of the metric's last label to sample values."""
 
@@ -325,14 +326,17 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
 
     For example, the input ``7`` may stand for the string "7" or the number 7. Users write a composite ID as a JSON
     array of its parts, and a content ID as the content itself.
+
+    Raises SettingsError if ``text`` cannot be an ID of the topology.
     """
+    _utf8(text)  # refuses what no rule below can encode
     if isinstance(topology.tracking_id.rule, FirstOfRule):
         return _of_alternatives(topology, topology.tracking_id.rule.alternatives, text)
     source, keys = topology.source, list[bytes]()
     why = "it is not one"
     if source.is_memberwise and member_paths(topology.tracking_id.rule):
         recipe = Recipe(topology.tracking_id, fmt=source.format)
-        found = [of_leaves(recipe, None, b"", (), 0, leaves) for leaves in _typed(topology, text)]
+        found = [of_leaves(recipe, key, b"", headers, 0, leaves) for key, headers, leaves in _typed(topology, text)]
     else:
         fmt: Format = "bytes" if source.is_memberwise else source.format
         recipe = Recipe(topology.tracking_id, fmt=fmt, schema_id=source.schema_id)
@@ -345,6 +349,16 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
     if not keys:
         raise SettingsError([Problem("ID", f"{text!r} cannot be an ID of {topology.name!r}: {why}")])
     return keys
+
+
+def _utf8(text: str) -> bytes:
+    """Encode a user's input. In an argument of a command, each byte that is not UTF-8 is an unpaired surrogate."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise SettingsError(
+            [Problem("ID", f"{text!r} is not UTF-8; only an ID that is UTF-8 can be looked up")]
+        ) from None
 
 
 def _of_alternatives(topology: Topology, alternatives: Sequence[Alternative], text: str) -> list[bytes]:
@@ -362,19 +376,24 @@ def _of_alternatives(topology: Topology, alternatives: Sequence[Alternative], te
     return keys
 
 
-def _typed(topology: Topology, text: str) -> Iterator[tuple[Leaf, ...]]:
-    """Yield the members of each ID that a user's input may stand for, with the types that a schema may define."""
-    paths = member_paths(topology.tracking_id.rule)
+def _typed(topology: Topology, text: str) -> Iterator[tuple[bytes | None, _Headers, tuple[Leaf, ...]]]:
+    """Yield the key, the headers, and the members of each ID that a user's input may stand for.
+
+    The members have the types that a schema may define.
+    """
+    rule, paths = topology.tracking_id.rule, member_paths(topology.tracking_id.rule)
+    key: bytes | None = None
+    headers: _Headers = []
     texts = [text]
-    rule = topology.tracking_id.rule
-    if isinstance(rule, PartsRule) and len(paths) < len(rule.parts):
-        text = f"the ID of {topology.name!r} has parts beside the value; `dedup explain` finds it"
-        raise SettingsError([Problem("ID", text)])
-    if isinstance(rule, FieldsRule | PartsRule):
+    if isinstance(rule, PartsRule):
+        key, headers, literals = _divided(rule.parts, _array(topology.name, text, len(rule.parts)))
+        texts = list(map(_text_of, literals))
+    elif isinstance(rule, FieldsRule):
         texts = list(map(_text_of, _array(topology.name, text, len(paths))))
     source = topology.source
     types = [_names(source, path) for path in paths]
-    yield from product(*(_leaves(source.format, names, part) for names, part in zip(types, texts, strict=True)))
+    for leaves in product(*(_leaves(source.format, names, part) for names, part in zip(types, texts, strict=True))):
+        yield key, headers, leaves
 
 
 def _names(source: SourceSpec, path: Path) -> Collection[str]:
@@ -395,7 +414,9 @@ def _leaves(fmt: Format, names: Iterable[str], text: str) -> list[Leaf]:
 
 
 def _integer(text: str) -> Number:
-    return Number(str(int(text)))
+    if not _JSON_INTEGER.fullmatch(text):
+        raise ValueError(text)
+    return Number(text)
 
 
 def _decimal(text: str) -> Number:
@@ -411,7 +432,8 @@ def _instant(text: str) -> Instant:
     return Instant(time_ms // 1000 * 10**9 + (int(f"{fraction[1]:0<9.9}") if fraction else 0))
 
 
-_JSON_NUMBER: Final = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+_JSON_INTEGER: Final = re.compile(r"-?(0|[1-9][0-9]*)")
+_JSON_NUMBER: Final = re.compile(rf"{_JSON_INTEGER.pattern}(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _FRACTION: Final = re.compile(r"\.(\d+)")
 _BOOLEANS: Final[Mapping[str, Leaf]] = {"true": True, "false": False}
 _FROM_TEXT: Final[Mapping[Format, Mapping[str, Callable[[str], Leaf]]]] = {
@@ -445,7 +467,9 @@ _FROM_TEXT: Final[Mapping[Format, Mapping[str, Callable[[str], Leaf]]]] = {
     "csv": {"text": str},
 }
 """Maps each type that an ID can have in a format to the function that parses a user's input as that type."""
-_LACKING: Final[Mapping[str, Leaf]] = {"null": None, "{}": ABSENT}
+_NOTHING: Final = "{}"
+"""The input that stands for an absent part."""
+_LACKING: Final[Mapping[str, Leaf]] = {"null": None, _NOTHING: ABSENT}
 """Maps the inputs that stand for a null part and for an absent part to the values of these parts."""
 _ANY_TYPE: Final[Mapping[Format, Sequence[str]]] = {
     "avro": [name for name in _FROM_TEXT["avro"] if name not in {"enum", "int", "fixed"}],
@@ -498,7 +522,7 @@ def _unframed(rule: Rule, name: str, text: str) -> list[_Record]:
             pairs = list(zip(paths, _array(name, text, len(paths)), strict=True))
             return [(None, _nested(pairs).encode(), [])]
         case PartsRule(parts):
-            return [_of_parts(parts, _array(name, text, len(parts)))]
+            return [_of_parts(rule, _array(name, text, len(parts)))]
         case ContentRule() | RawContentRule():
             return [(None, text.encode(), [])]
         case FirstOfRule():
@@ -507,25 +531,34 @@ def _unframed(rule: Rule, name: str, text: str) -> list[_Record]:
             assert_never(never)
 
 
-def _of_parts(parts: Sequence[Part], written: Sequence[str]) -> _Record:
-    """Return a record that has the given parts. An empty object stands for an absent part."""
+def _of_parts(rule: PartsRule, written: Sequence[str]) -> _Record:
+    """Return a record that has the given parts."""
+    key, headers, literals = _divided(rule.parts, written)
+    members = [each for each in zip(member_paths(rule), literals, strict=True) if each[1] != _NOTHING]
+    return key, _nested(members).encode(), headers
+
+
+def _divided(parts: Sequence[Part], written: Sequence[str]) -> tuple[bytes | None, _Headers, list[str]]:
+    """Return the key and the headers that are among the given parts, and the literals of the other parts.
+
+    An empty object stands for an absent part.
+    """
     key: bytes | None = None
     headers: list[tuple[str, bytes | None]] = []
-    members: list[tuple[Path, str]] = []
+    members: list[str] = []
     for part, literal in zip(parts, written, strict=True):
-        text = None if literal == "null" else _text_of(literal).encode()
+        absent = json.loads(literal) == {}
+        text = None if absent or literal == "null" else _utf8(_text_of(literal))
         match part.rule:
-            case _ if json.loads(literal) == {}:
-                continue
+            case FieldRule():
+                members.append(_NOTHING if absent else literal)
             case KeyRule():
                 key = text
             case HeaderRule(header):
-                headers.append((header, text))
-            case FieldRule(path):
-                members.append((path, literal))
+                headers += [] if absent else [(header, text)]
             case never:
                 assert_never(never)
-    return key, _nested(members).encode(), headers
+    return key, headers, members
 
 
 def _is_json(text: str) -> bool:

@@ -46,6 +46,7 @@ def problems(text, reads=parse_ingest):
             'x.yaml:5:14: dead_letter: "x-source-offsets" holds the source offsets; name another',
         ),
         (FILES + "tracking_id: {}", "takes exactly one of field and fields"),
+        (FILES + "tracking_id: {fields: [a, null]}", "x.yaml:5:27: tracking_id.fields[1]: has no value; write one, or leave the item out"),
         (FILES.replace("name: x", "name: X"), 'name: "X" is not a valid name'),
         (
             FILES.replace("files: {directory: d}", "table: {url: 'postgresql://u:pw@h/d', table: t, column: n}"),

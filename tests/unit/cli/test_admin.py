@@ -35,10 +35,24 @@ SIMPLEST = str(ROOT / "topologies" / "simplest.yaml")
 SETTINGS = Settings(brokers=("localhost:1",), topics=TopicDefaults(replication_factor=3, min_insync_replicas=2))
 
 
-def topology(rule: str = "field: id", more: str = "", source: str = "topics: [c]"):
+AVRO = '{"type":"record","name":"R","fields":[{"name":"f","type":"long"}]}'
+VALUES = {
+    "json": ("", "", b'{"f": 7}'),
+    "json_schema": ("", "", b'\0\0\0\0\1{"f": 7}'),
+    "avro": (", schema_id: none, schema: s", AVRO, b"\x0e"),
+    "protobuf": (", schema_id: none, schema: s", "message M { int64 f = 1; }", b"\x08\x07"),
+    "msgpack": ("", "", b"\x81\xa1f\x07"),
+    "cbor": ("", "", b"\xa1\x61f\x07"),
+    "csv": (", columns: [f]", "", b"7"),
+}
+"""Of each format, the keys of the source that it needs, the schema, and the value whose member f is 7."""
+
+
+def topology(rule: str = "field: id", more: str = "", source: str = "topics: [c]", schema: str = ""):
     return parse(
         f"dedup: 1\nname: t\nsource: {{{source}}}\ntracking_id: {{{rule}}}\nguard_period: 10s\noutput: {{topic: out}}\n{more}\n",
         name="t.yaml",
+        read_file=lambda name: schema,
     )
 
 
@@ -260,6 +274,20 @@ class TestStateKeys:
         assert b"\x09\x01\x0b\x02\x01x" in state_keys(composite, '[null, "x"]')
         assert state_keys(topology("key: true", source=f"topics: [c], format: {fmt}"), "7") == [b"\x027"]
 
+    @pytest.mark.parametrize("text", ["1_000", "٣", "007", "-01", "+7", " 7", "7.", "00.5", "01e2", "٣.5", "-", "--7"])
+    @pytest.mark.parametrize("fmt", ["msgpack", "cbor"])
+    def test_a_number_is_written_as_in_json(self, fmt, text):
+        found = state_keys(topology("field: f", source=f"topics: [c], format: {fmt}"), text)
+        assert found == [b"\x01" + text.encode(), b"\x02" + text.encode()]
+
+    @pytest.mark.parametrize(("text", "key"), [("0", b"\x04\0"), ("-0", b"\x04\0"), ("-7", b"\x04\xf9")])
+    def test_an_integer_may_be_zero_or_negative(self, text, key):
+        assert key in state_keys(topology("field: f", source="topics: [c], format: cbor"), text)
+
+    @pytest.mark.parametrize(("text", "key"), [("0.5", b"\x065e-1"), ("-10.25E+1", b"\x06-1025e-1")])
+    def test_a_decimal_may_have_a_fraction_and_an_exponent(self, text, key):
+        assert key in state_keys(topology("field: f", source="topics: [c], format: cbor"), text)
+
     def test_a_composite_is_a_list_of_its_parts(self):
         assert state_keys(topology("fields: [a.b, a.c]"), '["x", 7]') == [b"\x09\x02\x01x\x02\x04\x07"]
         for text in ("x", '["x"]', '{"a": 1}'):
@@ -286,12 +314,48 @@ class TestStateKeys:
         assert b"\x09\x01\x0c\x02\x04\x07" in state_keys(made, "[{}, 7]")
         assert state_keys(made, '["", 7]') == [b"\x09\x01\x01\x02\x04\x07"]
 
+    @pytest.mark.parametrize("fmt", VALUES)
+    @pytest.mark.parametrize(
+        ("key", "headers", "text"),
+        [
+            (b"k", [("h", b"7")], '["k", "7", 7]'),
+            (b"k", [("h", b"7")], '["k", 7, 7]'),
+            (b"k", [("h", None)], '["k", null, 7]'),
+            (b"k", [], '["k", { }, 7]'),
+            (None, [("h", b"")], '[null, "", 7]'),
+        ],
+    )
+    @pytest.mark.parametrize("alternatives", [False, True])
+    def test_a_composite_has_its_key_and_headers_in_every_format(self, fmt, key, headers, text, alternatives):
+        parts = "parts: [{key: true, absent: as_value}, {header: h, absent: as_value}, {field: f}]"
+        source, schema, value = VALUES[fmt]
+        rule = f"first_of: [{{header: other}}, {{{parts}}}]" if alternatives else parts
+        made = topology(rule, source=f"topics: [c], format: {fmt}{source}", schema=schema)
+        found = extract_one(extractor_of(made).recipe, key, value, headers, 0)
+        assert found.id in state_keys(made, text)
+
     def test_what_is_nested_too_deep_to_be_json_is_a_text_or_no_id(self):
         deep = "[" * 2_500
         assert len(state_keys(topology("field: id"), deep)) == 1
         for rule in ("fields: [a, b]", "content: {exclude: [a]}"):
             with pytest.raises(SettingsError, match="ID"):
                 state_keys(topology(rule), deep)
+
+    @pytest.mark.parametrize("rule", ["key: true", "header: h", "field: f", "fields: [f, g]", "content: true"])
+    @pytest.mark.parametrize("source", ["", ", format: msgpack", ", format: json_schema"])
+    def test_what_is_not_utf8_is_refused(self, rule, source):
+        made = topology(rule, source=f"topics: [c]{source}")
+        for text in ("\udcff", '["\udcff", 7]'):
+            with pytest.raises(SettingsError, match="is not UTF-8"):
+                state_keys(made, text)
+
+    @pytest.mark.parametrize("fmt", VALUES)
+    def test_an_escape_that_is_not_utf8_is_refused(self, fmt):
+        source, schema, _ = VALUES[fmt]
+        made = topology("parts: [{key: true}, {field: f}]", source=f"topics: [c], format: {fmt}{source}", schema=schema)
+        for text in ('["\\ud800", 7]', '["k", "\\ud800"]'):
+            with pytest.raises(SettingsError, match="ID: "):
+                state_keys(made, text)
 
     def test_what_can_be_no_id_is_refused_with_the_reason(self):
         with pytest.raises(SettingsError, match="cannot be an ID of 't'"):
@@ -529,6 +593,12 @@ def test_lookup_says_what_a_worker_knows(url, tmp_path, tracking_id, code, text)
     found, output = dedup("lookup", str(path), tracking_id, "--url", url, "--set", "brokers=localhost:1")
     assert found == code
     assert text in output
+
+
+def test_explain_and_lookup_refuse_an_id_that_is_not_utf8():
+    said = "ID: '\\udcff' is not UTF-8; only an ID that is UTF-8 can be looked up"
+    for command in ("explain", "lookup"):
+        assert dedup(command, SIMPLEST, "\udcff", "--set", "brokers=localhost:1") == (2, said)
 
 
 def test_lookup_without_a_worker_says_so():

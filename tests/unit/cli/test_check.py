@@ -12,7 +12,15 @@ import typer
 from typer.testing import CliRunner
 
 from dedup.cli import main as entry
-from dedup.errors import BrokerUnavailable, StateIncompatible, VerificationFailed
+from dedup.errors import (
+    AuthorMistake,
+    BrokerUnavailable,
+    InvariantBroken,
+    SettingsError,
+    StateIncompatible,
+    TopologyError,
+    VerificationFailed,
+)
 from dedup.quantities import instant
 
 ROOT = Path(__file__).parents[3]
@@ -94,6 +102,28 @@ class TestTry:
             "line 4     duplicate  ",
             "2 records: 1 duplicate",
         ]
+
+    @pytest.mark.parametrize(
+        ("source", "given", "said"),
+        [
+            ("csv, columns: [id, b, c], delimiter: tab", "\t\t\na\tb\tc\n", ["1: id_missing", "2: unique"]),
+            ("csv, columns: [id]", " \n\n\r\n  \r\nx", ["1: unique", "4: unique", "5: unique"]),
+            (
+                "csv, columns: [id, b], delimiter: tab",
+                "a\t \r\nb\tc\r\r\na\tb",
+                ["1: unique", "2: not_csv", "3: duplicate"],
+            ),
+            ("csv, columns: [id, b], delimiter: tab", "a\tb\r", ["1: not_csv"]),
+            ("bytes", " \n  \n \n\n", ["1: unique", "2: unique", "3: duplicate"]),
+            ("json", ' \n\t\n{"id":1}\r\r\n', ["3: unique"]),
+        ],
+    )
+    def test_white_space_is_content_where_a_worker_takes_it_as_content(self, tmp_path, source, given, said):
+        rule = "content: true" if source == "bytes" else "field: id"
+        path = topology(tmp_path, rule, source=f"topics: [c], format: {source}")
+        told = [json.loads(line) for line in dedup("try", path, "-", "--json", NOW, given=given)[1].splitlines()]
+        found = [(each["line"], each["verdict"], each["reason"].partition(":")[0]) for each in told]
+        assert [f"{line}: {why if verdict == 'dead letter' else verdict}" for line, verdict, why in found] == said
 
     def test_no_records(self, tmp_path):
         assert dedup("try", topology(tmp_path), "-", given="") == (0, "no records\n")
@@ -318,6 +348,11 @@ class TestMain:
         assert self.run(monkeypatch, raises=error) == code
         assert capsys.readouterr().err == "x y z\n"
 
+    @pytest.mark.parametrize("mistake", [AuthorMistake, TopologyError, SettingsError])
+    def test_a_mistake_lists_at_least_one_problem(self, mistake):
+        with pytest.raises(InvariantBroken, match=mistake.__name__):
+            mistake([])
+
     def test_an_interruption_is_130(self, monkeypatch):
         assert self.run(monkeypatch, raises=KeyboardInterrupt()) == 130
 
@@ -404,6 +439,30 @@ class TestFlow:
         code, output = dedup("check", path, "--allow-code", "--samples", samples, "--json")
         assert code == 2
         assert [each["code"] for each in json.loads(output)[0]["findings"]][-1] == "flow_not_deterministic"
+
+    @pytest.mark.parametrize("fmt", ["msgpack", "cbor", "avro", "protobuf", "json"])
+    def test_samples_may_be_whole_records(self, tmp_path, fmt):
+        self.made(tmp_path, FLOW)
+        (name,) = (path.stem for path in tmp_path.glob("*.py"))
+        (tmp_path / f"{name}.py").write_text(FLOW.replace('record.json["country"]', "str(record.key + record.value)"))
+        more = f"output: {{topic: out}}\nthen: {name}:flow"
+        path = topology(tmp_path, more=more, source=f"topics: [c], format: {fmt}")
+        samples = tmp_path / "records.jsonl"
+        samples.write_text('{"key": "k", "value_base64": "gaJpZAc="}\n{"value_base64": "gaJpZAc="}\n', encoding="utf-8")
+        options = ("--allow-code", "--samples", str(samples))
+        code, output = dedup("check", path, *options, "--envelope")
+        assert code == 0, output
+        assert "the flow fails at 1 of 2 samples, first with: TypeError" in output
+        if fmt != "json":
+            assert dedup("check", path, *options)[1].startswith("--envelope: is needed")
+        samples.write_text("[]\n", encoding="utf-8")
+        code, output = dedup("check", path, *options, "--envelope")
+        assert (code, "records.jsonl:1:1: is not an envelope" in output) == (2, True)
+
+    def test_envelopes_need_samples(self, tmp_path):
+        path, _ = self.made(tmp_path, FLOW)
+        code, output = dedup("check", path, "--allow-code", "--envelope")
+        assert (code, "add --samples" in output) == (2, True)
 
     def test_spark_and_chaos_refuse_a_flow(self, tmp_path):
         path, _ = self.made(tmp_path, FLOW)

@@ -82,7 +82,7 @@ def test_what_csv_becomes():
     made = topology(CSV, "fields: [id, '[\"a.b\"]']", more, source="delimiter: semicolon")
     assert (made.source.columns, made.source.delimiter) == (("id", "placed at", "a.b"), "semicolon")
     assert made.event_time == FieldTime(("placed at",), "ms")
-    assert "read, csv with the columns id, placed at, a.b, from earliest" in describe(made)
+    assert "read, csv with the delimiter semicolon and the columns id, placed at, a.b, from earliest" in describe(made)
     found = extractor_of(made)([None], [b"x;7;y"], [[]], [0])
     assert (found.ids, found.times_ms, found.faults) == ([b"\x09\2\1x\2\1y"], [7], {})
     assert topology(CSV).source.delimiter == "comma"
@@ -101,7 +101,11 @@ def test_what_csv_becomes():
         ("json, columns: [id]", {}, "3:37: source.columns: needs `source.format: csv`"),
         ("msgpack, delimiter: tab", {}, "3:40: source.delimiter: needs `source.format: csv`"),
         (CSV, {"rule": "field: idd"}, '4:22: tracking_id.field: "idd" is not a column; did you mean "id"?'),
-        (CSV, {"rule": "field: a.b"}, f'4:22: tracking_id.field: "a.b" is not a column; {NAMES}'),
+        (CSV, {"rule": "field: a.c"}, f'4:22: tracking_id.field: "a.c" is not a column; {NAMES}'),
+        (CSV, {"rule": "field: a.b"}, """4:22: tracking_id.field: for the column "a.b", write '["a.b"]'"""),
+        (CSV, {"rule": "field: placed at"}, """4:22: tracking_id.field: for the column "placed at", write '["placed at"]'"""),
+        ('csv, columns: ["it\'s on"]', {"rule": "fields: [it's on]"}, """4:24: tracking_id.fields[0]: for the column "it's on", write '["it\'\'s on"]'"""),
+        (CSV, {"more": "event_time: {field: placed at, unit: ms}"}, """6:21: event_time.field: for the column "placed at", write '["placed at"]'"""),
         (CSV, {"rule": "field: 'id[0]'"}, '4:22: tracking_id.field: "id[0]" is not a column; did you mean "id"?'),
         (CSV, {"rule": "fields: [id, xyz]"}, f'4:28: tracking_id.fields[1]: "xyz" is not a column; {NAMES}'),
         (CSV, {"rule": "parts: [{key: true}, {field: xyz}]"}, f'4:44: tracking_id.parts[1].field: "xyz" is not a column; {NAMES}'),

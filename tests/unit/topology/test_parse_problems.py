@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
+from dedup.core.extract_one import Format
 from dedup.errors import TopologyError
 from dedup.topology.parse import parse
 
@@ -16,6 +19,8 @@ tracking_id:
   field: id
 guard_period: 24h
 """
+
+FORMATS = " | ".join(get_args(Format))
 
 
 def problems(text: str) -> list[str]:
@@ -111,6 +116,13 @@ def test_the_least_file_has_none():
         ),
         ("late:", "8:1: late: has no value; write one, or leave the key out"),
         ("output: null", "8:1: output: has no value; write one, or leave the key out"),
+        ("routes: [a, null]", "8:13: routes[1]: has no value; write one, or leave the item out"),
+        ("routes: [a, ~]", "8:13: routes[1]: has no value; write one, or leave the item out"),
+        ("routes:\n- a\n-\n- b", "10:2: routes[1]: has no value; write one, or leave the item out"),
+        (
+            "conflicts: {exclude: [a, null]}",
+            "8:26: conflicts.exclude[1]: has no value; write one, or leave the item out",
+        ),
         ("transactions: {partitions: 0}", '8:28: transactions.partitions: "0" must be auto, or 1 to 256'),
         ("transactions: {partitions: all}", '8:28: transactions.partitions: "all" must be auto, or 1 to 256'),
         ("transactions: {partitions: true}", '8:28: transactions.partitions: "True" must be auto, or 1 to 256'),
@@ -146,6 +158,36 @@ def test_a_mistake_in_one_line(line, said):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
+        (
+            "topics: [clicks]",
+            "topics: [clicks, null]",
+            "4:20: source.topics[1]: has no value; write one, or leave the item out",
+        ),
+        (
+            "topics: [clicks]",
+            "topics: [clicks]\n  format: csv\n  columns: [id, null]",
+            "6:17: source.columns[1]: has no value; write one, or leave the item out",
+        ),
+        (
+            "field: id",
+            "fields: [id, null]",
+            "6:16: tracking_id.fields[1]: has no value; write one, or leave the item out",
+        ),
+        *(
+            (
+                "topics: [clicks]",
+                f"topics: [clicks]\n  format: {written}{more}",
+                f"5:11: source.format: is not one of {FORMATS}",
+            )
+            for written in ("[csv]", "[]", "{csv: true}")
+            for more in ("", "\n  schema_id: none\n  schema: a.avsc", "\n  columns: [id]")
+        ),
+        ("field: id", "parts: [null]", "6:11: tracking_id.parts[0]: has no value; write one, or leave the item out"),
+        (
+            "field: id",
+            "field: id\n  normalize: [null]",
+            "7:15: tracking_id.normalize[0]: has no value; write one, or leave the item out",
+        ),
         ("dedup: 1", "dedup: 2", '1:8: dedup: "2" is not a version this program reads; write 1'),
         ("dedup: 1", "dedup: true", '1:8: dedup: "True" is not a version this program reads; write 1'),
         ("dedup: 1\n", "", '1:1: the key "dedup" is missing'),
