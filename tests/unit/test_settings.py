@@ -287,6 +287,16 @@ def test_a_mistake_on_the_command_line(override, said):
     assert said in problems("brokers: [a:1]", override)
 
 
+@pytest.mark.parametrize("key", ["brokers", "web.port", "commit_interval", "state_dir", "worker_id"])
+def test_bytes_that_are_not_utf8_are_refused_wherever_they_come_from(key):
+    variable = "DEDUP_" + key.replace(".", "__").upper()
+    said = f"{key}: the value is not UTF-8; write it in UTF-8"
+    assert f"--set {key}: {said}" in problems("brokers: [a:1]", f"{key}=a\udcff:1")
+    assert f"{variable}: {said}" in problems("brokers: [a:1]", **{variable: "\udcff"})
+    found = problems("brokers: [a:1]\nsecurity: {password: '${env:NAME}'}", NAME="\udcff")
+    assert any(each.endswith("security.password: the environment variable NAME is not UTF-8 text") for each in found)
+
+
 def test_an_unknown_variable_is_refused_but_not_those_of_tests():
     said = problems(
         "brokers: [a:1]", DEDUP_WEB__PROT="1", DEDUP_TEST_BROKER="x", DEDUP_JDBC_PASSWORD="y", DEDUP_CRASH_AT="y"
