@@ -11,6 +11,7 @@ shortest encoding. Source: github.com/msgpack/msgpack/blob/master/spec.md.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -69,6 +70,8 @@ _TIMESTAMP: Final = -1
 _SECOND_NS: Final = 10**9
 _LOW_34: Final = (1 << 34) - 1
 _MOST_FIXSTR: Final = 31
+_NO_FIELD: Final = re.compile(r'["\\\x00-\x1f]')
+"""The characters that msgspec refuses in the name of a field."""
 
 _Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
 _TIME_TYPES: Final[dict[TimeUnit, Any]] = {"rfc3339": str, "timestamp": msgspec.msgpack.Ext}
@@ -120,7 +123,7 @@ def _compiled(ids: Sequence[Path], time: FieldTime | None) -> _Columns | None:
     if time is not None:
         here[str(paths[-1][-1])] = _TIME_TYPES.get(time.unit, _Int64)
     names = Counter(_names(tree))
-    if any(not 0 < len(name.encode()) <= _MOST_FIXSTR for name in names):
+    if any(not 0 < len(name.encode()) <= _MOST_FIXSTR or _NO_FIELD.search(name) for name in names):
         return None
     encoded = [(name.encode(), times) for name, times in names.items()]
     return _Columns(

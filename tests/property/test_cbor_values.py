@@ -17,7 +17,7 @@ from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import Number, Unreadable
 from tests.property.test_message_pack_values import PATHS, looked_up, spliced
 
-NAMES = ["id", "a", "t", "é", ""]
+NAMES = ["id", "a", "t", "é", "", 'a"', "\\", "\n"]
 SCALARS = (
     st.none()
     | st.booleans()

@@ -16,8 +16,20 @@ from dedup.core.exact_json import ABSENT, Number, Unreadable
 from dedup.core.member_reader import MemberReader
 from dedup.core.message_pack import MessagePackReader
 
-NAMES = ["id", "a", "t", "é", ""]
-PATHS = [("id",), ("a", "id"), ("t",), ("a", 0, "id"), ("a", 1), ("é",), ("", "a"), ("a",)]
+NAMES = ["id", "a", "t", "é", "", 'a"', "\\", "\n"]
+PATHS = [
+    ("id",),
+    ("a", "id"),
+    ("t",),
+    ("a", 0, "id"),
+    ("a", 1),
+    ("é",),
+    ("", "a"),
+    ("a",),
+    ('a"',),
+    ("a", "\\"),
+    ("\n",),
+]
 SCALARS = (
     st.none()
     | st.booleans()

@@ -120,6 +120,15 @@ def test_paths_lead_through_maps_and_arrays_and_one_another():
     assert everywhere(recipe("a.id", event_time=FieldTime(("a", "id"), "ms")), value).time_ms == 7
 
 
+@pytest.mark.parametrize("name", ['"', "a\\b", "\n", "\0", "/", "\x7f", "\ufeff"])
+def test_a_name_that_msgspec_cannot_rename_a_field_to_is_read_nonetheless(name):
+    value = pack({"x": {name: 7}, name: "u"})
+    assert everywhere(Recipe(TrackingId(FieldRule((name,))), fmt="msgpack"), value).id == b"\1u"
+    nested = Recipe(TrackingId(KeyRule()), FieldTime(("x", name), "ms"), fmt="msgpack")
+    assert everywhere(nested, value).time_ms == 7
+    assert everywhere(nested, pack({"x": {}})).code == "time_missing"
+
+
 @pytest.mark.parametrize("levels", [100, 2_000, 10_000])
 @pytest.mark.parametrize("opened", [b"\x91", b"\x81\xa1x", b"\xdd\0\0\0\1"])
 def test_no_depth_is_too_deep_for_what_is_passed_over(levels, opened):
