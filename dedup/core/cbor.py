@@ -78,9 +78,7 @@ class _Cursor(Cursor):
 
     def item(self, wanted: PathTree) -> None:
         """Read one item, and store the requested values in `found`."""
-        start, head = self.at, self._head()
-        while head[0] == _TAG and head[2] == _SELF_DESCRIBED:  # this tag says only that the item is CBOR
-            start, head = self.at, self._head()
+        start, head = self.at, self._marked_head()
         if (head[0] == _ARRAY and wanted.elements) or (head[0] == _MAP and wanted.members):
             leaf: Leaf = Refused("map" if head[0] == _MAP else "array")
             self._inside(wanted, head)
@@ -137,7 +135,7 @@ class _Cursor(Cursor):
         if first >> 5 == _TEXT and first & 0x1F < _SHORT:
             self.at = start + 1
             return self._bytes(first & 0x1F)
-        head = self._head()
+        head = self._marked_head()
         if head[0] == _TEXT:
             return b"".join(self._chunks(head))
         self.at = start
@@ -218,7 +216,7 @@ class _Cursor(Cursor):
     def _tagged(self, tag: int) -> Leaf:
         """Return the value that a tag and its content represent, or `Refused` for a tag that the reader cannot use."""
         start = self.at
-        leaf = self._meaning(tag, self._head())
+        leaf = self._meaning(tag, self._marked_head())
         if leaf is not None:
             return leaf
         self.at = start
@@ -256,15 +254,15 @@ class _Cursor(Cursor):
         _, info, count = head
         if info != _INDEFINITE and count != 2:  # noqa: PLR2004 - RFC 8949, section 3.4.4
             return None
-        first = self._head()
+        first = self._marked_head()
         if first[0] not in {_UNSIGNED, _NEGATIVE}:
             return None
-        second = self._head()
+        second = self._marked_head()
         mantissa = None
         if second[0] in {_UNSIGNED, _NEGATIVE}:
             mantissa = _whole(second)
         elif second[0] == _TAG and second[2] in {_BIGNUM, _NEGATIVE_BIGNUM}:
-            content = self._head()
+            content = self._marked_head()
             mantissa = self._bignum(second[2], content) if content[0] == _BYTES else None
         if mantissa is None or (info == _INDEFINITE and not self._is_over()):
             return None
@@ -281,6 +279,13 @@ class _Cursor(Cursor):
             if inner != major or info == _INDEFINITE:
                 raise Damaged(f"a string of indefinite length has another item in it (before byte {self.at})")
             yield self._bytes(size)
+
+    def _marked_head(self) -> _Head:
+        """Return the head of the next item, and ignore all tags in front of it that only mark the item as CBOR."""
+        head = self._head()
+        while head[0] == _TAG and head[2] == _SELF_DESCRIBED:
+            head = self._head()
+        return head
 
     def _head(self) -> _Head:
         if self.at >= len(self._value):

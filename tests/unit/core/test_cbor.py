@@ -109,6 +109,29 @@ def test_only_names_on_the_path_count():
     assert everywhere(recipe("id"), b"\xa1\xa1\x62id\x01\x02").code == "id_missing"
 
 
+_MARK = b"\xd9\xd9\xf7"
+
+
+@pytest.mark.parametrize("mark", [_MARK, b"\xda\0\0\xd9\xf7", _MARK * 3])
+def test_the_tag_that_marks_cbor_is_ignored_everywhere(mark):
+    assert everywhere(recipe("id"), mark + b"\xa1" + mark + b"\x62id" + mark + b"\x01").id == b"\4\1"
+    assert everywhere(recipe("id"), b"\xa1" + mark + b"\x7f\x61i\x61d\xff\x01").id == b"\4\1"
+    # A reader that ignores the tag sees the same name twice.
+    assert everywhere(recipe("id"), b"\xa2\x62id\x01" + mark + b"\x62id\x02").code == "repeated_member"
+    assert everywhere(recipe("id"), b"\xa1\x62id\xc2" + mark + b"\x41\7").id == b"\4\7"
+    plain = everywhere(recipe("id"), b"\xa1\x62id\xc4\x82\x20\xc2\x41\7").id
+    parts = [b"\xa1\x62id\xc4", b"\x82", b"\x20", b"\xc2", b"\x41\7"]
+    assert everywhere(recipe("id"), mark.join(parts)).id == plain
+    raw = bytes(range(16))
+    assert everywhere(recipe("id"), b"\xa1\x62id\xd8\x25" + mark + b"\x50" + raw).id == b"\3" + raw
+    timed = recipe("id", event_time=FieldTime(("t",), "timestamp"))
+    assert everywhere(timed, b"\xa2\x62id\1\x61t\xc1" + mark + b"\7").time_ms == 7_000
+    assert everywhere(timed, b"\xa2\x62id\1\x61t\xc0" + mark + b"\x74" + b"2013-03-21T20:04:00Z").time_ms % 1_000 == 0
+    # A key with another tag is not text, and the tag must have an item behind it.
+    assert everywhere(recipe("id"), b"\xa1" + mark + b"\xd8\x20\x62id\x01").code == "id_missing"
+    assert everywhere(recipe("id"), b"\xbf" + mark + b"\xff").code == "not_cbor"
+
+
 @pytest.mark.parametrize("path", ["a.id", "a[1]", "list.id", "list[7]", "none", "text.x", "tagged.id"])
 def test_a_path_that_leads_nowhere_is_missing(path):
     value = pack({"a": {"b": 1}, "list": [1, {"id": 2}], "text": "x", "tagged": cbor2.CBORTag(259, {"id": 1})})
