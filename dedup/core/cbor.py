@@ -17,18 +17,7 @@ from uuid import UUID
 from dedup.core.avro import Instant, Leaf, Refused
 from dedup.core.event_time import FieldTime, rfc3339_ms
 from dedup.core.exact_json import ABSENT, Number
-from dedup.core.member_reader import (
-    MANY,
-    MS_NS,
-    Cursor,
-    ItemReader,
-    PathTree,
-    ended,
-    integer,
-    no_item,
-    runs_of,
-    text_of,
-)
+from dedup.core.member_reader import MANY, MS_NS, Cursor, ItemReader, PathTree, ended, integer, no_item, runs_of
 from dedup.core.tracking_id import Path
 from dedup.core.varint import Damaged
 
@@ -197,7 +186,7 @@ class _Cursor(Cursor):
                 return b"".join(self._chunks(head))
             case 3:
                 # A character must not be divided between two chunks.
-                return "".join(map(text_of, self._chunks(head)))
+                return "".join(map(self.text, self._chunks(head)))
             case 6:
                 return self._tagged(argument)
             case 7:
@@ -227,7 +216,7 @@ class _Cursor(Cursor):
         major, info, _ = head
         match tag:
             case 0 if major == _TEXT:
-                time_ms = rfc3339_ms("".join(map(text_of, self._chunks(head))))
+                time_ms = rfc3339_ms("".join(map(self.text, self._chunks(head))))
                 return None if time_ms is None else Instant(time_ms * MS_NS)
             case 1 if major == _SIMPLE and info in _FLOATS:
                 return _instant_of(struct.unpack(_FLOATS[info], self._value[self.at - _WIDTHS[info] : self.at])[0])

@@ -90,10 +90,21 @@ class Cursor(ABC):
         self.at = 0
         self.is_repeated = False
         """Whether a map has two members with the same name on a path."""
+        self.not_utf8: Unreadable | None = None
+        """The error for the first requested text that is not UTF-8."""
 
     @abstractmethod
     def item(self, wanted: PathTree) -> None:
         """Read one item, and store the requested values in `found`. Raises Damaged if the item is not valid."""
+
+    def text(self, raw: bytes) -> str:
+        """Decode a text. If it is not UTF-8, store the error, because the item may be damaged after the text."""
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            said = f"a string of the value is not UTF-8 (byte {error.start} of the string)"
+            self.not_utf8 = self.not_utf8 or Unreadable("not_utf8", said)
+            return ""
 
 
 class ItemReader(MemberReader):
@@ -104,19 +115,34 @@ class ItemReader(MemberReader):
     name: ClassVar[str]
     cursor: ClassVar[type[Cursor]]
 
+    def __init__(self, ids: Sequence[Path], time: FieldTime | None) -> None:
+        super().__init__(ids, time)
+        self._without_ids: Final = PathTree()
+        if time is not None:
+            self._without_ids.at(time.path).slots.append(len(ids))
+
     def read(self, value: bytes) -> list[Leaf]:
         """Return the members at the paths, then the event time. Raises Unreadable if the value is not one item."""
-        cursor = self.cursor(value, [ABSENT] * self.count)
+        found: list[Leaf] = [ABSENT] * self.count
+        fault = self._fault(value, self.wanted, found)
+        if fault is not None:
+            # Of several faults, all alternatives of an ID must report the same one, so the ID's own faults come last.
+            raise self._fault(value, self._without_ids, found) or fault
+        return self.leaves(found)
+
+    def _fault(self, value: bytes, wanted: PathTree, found: list[Leaf]) -> Unreadable | None:
+        """Store the requested parts of a value in ``found``, and return the error if the value cannot be read."""
+        cursor = self.cursor(value, found)
         try:
-            cursor.item(self.wanted)
+            cursor.item(wanted)
             if cursor.at < len(value):
                 raise Damaged(f"bytes follow its end (byte {cursor.at} of {len(value)})")
         except Damaged as damage:
-            raise not_of_format(value, self.code, self.name, damage) from None
+            return not_of_format(value, self.code, self.name, damage)
         if cursor.is_repeated:
             text = "a member on the path of the tracking ID or the event time is repeated"
-            raise Unreadable("repeated_member", text)
-        return self.leaves(cursor.found)
+            return Unreadable("repeated_member", text)
+        return cursor.not_utf8
 
 
 def runs_of(sizes: bytes) -> dict[int, re.Pattern[bytes]]:
@@ -156,14 +182,6 @@ def _type_name(found: Leaf) -> str:
 def integer(number: int) -> int | Number:
     """Return an integer as an int if it fits into 64 bits, and otherwise as a `Number`."""
     return number if -_INT64 <= number < _INT64 else Number(str(number))
-
-
-def text_of(raw: bytes) -> str:
-    """Decode a string that a value contains. Raises Unreadable if the string is not UTF-8."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise Unreadable("not_utf8", f"a string of the value is not UTF-8 (byte {error.start} of the string)") from None
 
 
 def not_of_format(value: bytes, code: str, name: str, damage: Damaged) -> Unreadable:

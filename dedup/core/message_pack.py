@@ -24,18 +24,7 @@ import msgspec
 from dedup.core.avro import Instant, Leaf, Refused
 from dedup.core.event_time import MAX_MS, MIN_MS, FieldTime, TimeUnit
 from dedup.core.exact_json import DECODE_REFUSALS
-from dedup.core.member_reader import (
-    MANY,
-    Cursor,
-    ItemReader,
-    PathTree,
-    ended,
-    integer,
-    no_item,
-    runs_of,
-    text_of,
-    time_leaf,
-)
+from dedup.core.member_reader import MANY, Cursor, ItemReader, PathTree, ended, integer, no_item, runs_of, time_leaf
 from dedup.core.tracking_id import Path
 from dedup.core.varint import Damaged
 
@@ -270,7 +259,7 @@ class _Cursor(Cursor):
         if first < _FIXMAP or first >= _NEGATIVE:
             return first if first < _FIXMAP else first - 0x100
         if first & 0xE0 == _FIXSTR or first in _STR:
-            return text_of(self._bytes(self._number(_STR[first]) if first in _STR else first & 0x1F))
+            return self.text(self._bytes(self._number(_STR[first]) if first in _STR else first & 0x1F))
         if first in {_NIL, _FALSE, _TRUE}:
             return None if first == _NIL else first == _TRUE
         if first in _FLOAT or self._entries(first)[0] is not None:

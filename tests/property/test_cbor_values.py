@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 
 from dedup.core.avro import Leaf, Refused
 from dedup.core.cbor import CborReader
-from dedup.core.event_time import FieldTime
+from dedup.core.event_time import FieldTime, RecordTime
 from dedup.core.exact_json import Number, Unreadable
-from tests.property.test_message_pack_values import PATHS, looked_up, spliced
+from dedup.core.extract_one import Recipe
+from dedup.core.tracking_id import TrackingId
+from tests.extraction import same_in_columns
+from tests.property.test_message_pack_values import PATHS, RULES, UNITS, doubtful, looked_up, spliced
 
 NAMES = ["id", "a", "t", "é", "", 'a"', "\\", "\n"]
 SCALARS = (
@@ -161,3 +164,9 @@ def test_a_value_that_cbor2_reads_is_well_formed(value, paths):
 def test_a_value_that_is_cut_off_or_goes_on_is_refused(value, paths, cut):
     assert code_of(value[: -min(cut, len(value))], paths) == "not_cbor"
     assert code_of(value + b"\0", paths) == "not_cbor"
+
+
+@given(RULES, UNITS, st.lists(doubtful(0xA0, 0x60, 0xF6), min_size=6, max_size=12))
+def test_one_of_several_faults_is_the_same_in_columns(rule, unit, values):
+    time = RecordTime() if unit is None else FieldTime(("t",), unit)
+    same_in_columns(Recipe(TrackingId(rule), time, fmt="cbor", fingerprint=True), values)

@@ -10,7 +10,17 @@ from dedup.core import tracking_id as encoding
 from dedup.core.event_time import FieldTime
 from dedup.core.extract import Recipe
 from dedup.core.extract_one import Fault, One, extract_one
-from dedup.core.tracking_id import FieldRule, FieldsRule, FirstOfRule, KeyRule, Part, PartsRule, TrackingId, parse_path
+from dedup.core.tracking_id import (
+    FieldRule,
+    FieldsRule,
+    FirstOfRule,
+    HeaderRule,
+    KeyRule,
+    Part,
+    PartsRule,
+    TrackingId,
+    parse_path,
+)
 from tests.extraction import everywhere
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "cbor.json").read_text())
@@ -70,8 +80,7 @@ def test_a_damaged_value_is_a_dead_letter(value, said, rule):
     one = Recipe(TrackingId(KeyRule()), fmt="cbor") if rule == "key" else recipe(rule)
     found = everywhere(one, value)
     assert (found.kind.value, found.code, found.format_name) == ("unreadable", "not_cbor", "")
-    if rule == "id":
-        assert found.detail == f"the value is not CBOR: {said}"
+    assert found.detail == f"the value is not CBOR: {said}"
 
 
 @pytest.mark.parametrize(
@@ -130,6 +139,24 @@ def test_the_tag_that_marks_cbor_is_ignored_everywhere(mark):
     # A key with another tag is not text, and the tag must have an item behind it.
     assert everywhere(recipe("id"), b"\xa1" + mark + b"\xd8\x20\x62id\x01").code == "id_missing"
     assert everywhere(recipe("id"), b"\xbf" + mark + b"\xff").code == "not_cbor"
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        (b"\xa1\x62id\x61\xff", "not_utf8"),
+        (b"\xa2\x62id\x61\xff\x61x\1", "not_utf8"),
+        (b"\xa2\x62id\x61\xff", "not_cbor"),
+        (b"\xa1\x62id\x61\xff\1", "not_cbor"),
+        (b"\xa2\x62id\x61\xff\x62id\1", "repeated_member"),
+        (b"\xa3\x61t\x61\xff\x62id\1\x62id\1", "not_utf8"),
+        (b"\xa3\x61t\1\x61t\1\x62id\x61\xff", "repeated_member"),
+    ],
+)
+@pytest.mark.parametrize("rule", [FieldRule(("id",)), FirstOfRule((HeaderRule("h"), FieldRule(("id",))))])
+def test_of_several_faults_damage_comes_first_and_the_event_time_precedes_the_id(value, code, rule):
+    found = everywhere(Recipe(TrackingId(rule), FieldTime(("t",), "rfc3339"), fmt="cbor"), value)
+    assert (found.kind.value, found.code) == ("unreadable", code)
 
 
 @pytest.mark.parametrize("path", ["a.id", "a[1]", "list.id", "list[7]", "none", "text.x", "tagged.id"])

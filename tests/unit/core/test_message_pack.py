@@ -10,7 +10,17 @@ from dedup.core import tracking_id as encoding
 from dedup.core.event_time import FieldTime
 from dedup.core.extract import Extractor, Recipe
 from dedup.core.extract_one import Fault, One, extract_one
-from dedup.core.tracking_id import FieldRule, FieldsRule, FirstOfRule, KeyRule, Part, PartsRule, TrackingId, parse_path
+from dedup.core.tracking_id import (
+    FieldRule,
+    FieldsRule,
+    FirstOfRule,
+    HeaderRule,
+    KeyRule,
+    Part,
+    PartsRule,
+    TrackingId,
+    parse_path,
+)
 from tests.extraction import everywhere
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "message_pack.json").read_text())
@@ -43,12 +53,12 @@ def test_a_vector_as_id_and_as_time(case, around):
     ("value", "said"),
     [
         (b"", "it ends where an item must follow (byte 0)"),
-        (b"\x81", "it ends where an item must follow (byte 1)"),
+        (b"\x81", "it ends inside a map or an array (byte 1)"),
         (b"\x81\xa2i", "it ends inside an item of 2 bytes (byte 2)"),
         (b"\x81\xa2id", "it ends where an item must follow (byte 4)"),
         (b"\x81\xa2id\xdb\xff\xff\xff\xff", "it ends inside an item of 4294967295 bytes (byte 9)"),
         (b"\x82\xa2id\x01\xa1x\xdd\xff\xff\xff\xff", "it ends inside a map or an array (byte 12)"),
-        (b"\xdf\xff\xff\xff\xff\xa2id\x01", "it ends where an item must follow (byte 9)"),
+        (b"\xdf\xff\xff\xff\xff\xa2id\x01", "it ends inside a map or an array (byte 9)"),
         (b"\x82\xa2id\x01\xa1x\xc6\xff\xff\xff\xff\0", "it ends inside an item of 4294967295 bytes (byte 12)"),
         (b"\x82\xa2id\x01\xa1x\xc1", "byte c1 begins no item (byte 7)"),
         (b"\xc1", "byte c1 begins no item (byte 0)"),
@@ -60,8 +70,7 @@ def test_a_damaged_value_is_a_dead_letter(value, said, rule):
     one = Recipe(TrackingId(KeyRule()), fmt="msgpack") if rule == "key" else recipe(rule)
     found = everywhere(one, value)
     assert (found.kind.value, found.code, found.format_name) == ("unreadable", "not_msgpack", "")
-    if rule == "id":
-        assert found.detail == f"the value is not MessagePack: {said}"
+    assert found.detail == f"the value is not MessagePack: {said}"
 
 
 @pytest.mark.parametrize(
@@ -99,6 +108,24 @@ def test_only_names_on_the_path_count():
     assert everywhere(recipe("id"), b"\x83\xc4\x02id\x01\xa2id\x02\x01\x02").id == b"\4\2"
     assert everywhere(recipe("id"), b"\x81\xc4\x02id\x01").code == "id_missing"
     assert everywhere(recipe("id"), b"\x81\xd9\x02id\x05").id == b"\4\5"
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        (b"\x81\xa2id\xa1\xff", "not_utf8"),
+        (b"\x82\xa2id\xa1\xff\xa1x\1", "not_utf8"),
+        (b"\x82\xa2id\xa1\xff", "not_msgpack"),
+        (b"\x81\xa2id\xa1\xff\1", "not_msgpack"),
+        (b"\x82\xa2id\xa1\xff\xa2id\1", "repeated_member"),
+        (b"\x83\xa1t\xa1\xff\xa2id\1\xa2id\1", "not_utf8"),
+        (b"\x83\xa1t\1\xa1t\1\xa2id\xa1\xff", "repeated_member"),
+    ],
+)
+@pytest.mark.parametrize("rule", [FieldRule(("id",)), FirstOfRule((HeaderRule("h"), FieldRule(("id",))))])
+def test_of_several_faults_damage_comes_first_and_the_event_time_precedes_the_id(value, code, rule):
+    found = everywhere(Recipe(TrackingId(rule), FieldTime(("t",), "rfc3339"), fmt="msgpack"), value)
+    assert (found.kind.value, found.code) == ("unreadable", code)
 
 
 @pytest.mark.parametrize("path", ["a.id", "a[1]", "list.id", "list[7]", "none", "text.x"])
