@@ -145,17 +145,26 @@ class ItemReader(MemberReader):
         return cursor.not_utf8
 
 
-def runs_of(sizes: bytes) -> dict[int, re.Pattern[bytes]]:
-    """Map each item size in bytes to a pattern that matches consecutive items of this size.
+def one_of(sizes: bytes) -> dict[int, bytes]:
+    """Map each item size in bytes to the text of a pattern that matches one item of this size.
 
     ``sizes`` contains, for each first byte of an item, the item's size, or 0 if the first byte does not determine the
-    size. Skipping a run of items in C is a hundred times as fast as skipping the items one by one.
+    size.
     """
     firsts: dict[int, bytes] = {}
     for first, size in enumerate(sizes):
         firsts[size] = firsts.get(size, b"") + b"\\x%02x" % first
+    return {size: b"[%s].{%d}" % (firsts[size], size - 1) for size in sorted(firsts) if size}
+
+
+def runs_of(sizes: bytes) -> dict[int, re.Pattern[bytes]]:
+    """Map each item size in bytes to a pattern that matches consecutive items of this size.
+
+    ``sizes`` is as for `one_of`. Skipping a run of items in C is a hundred times as fast as skipping the items one by
+    one.
+    """
     # The quantifier is possessive, because a run can have any number of items and the match never has to backtrack.
-    return {size: re.compile(b"(?s)(?:[%s].{%d})++" % (firsts[size], size - 1)) for size in firsts if size}
+    return {size: re.compile(b"(?s)(?:%s)++" % item) for size, item in one_of(sizes).items()}
 
 
 def time_leaf(found: Leaf, unit: TimeUnit) -> Leaf:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from time import process_time
 
 import cbor2
 import pytest
@@ -229,3 +230,71 @@ def test_runs_of_items_are_passed_over(items, times):
     assert extract_one(recipe("x.id"), b"k", value, [], 5).code == "id_missing"
     for end in range(0, len(value), 1 + len(value) // 50):
         assert extract_one(recipe("id"), b"k", value[:end], [], 5).code == "not_cbor"
+
+
+def jackson(item):
+    """Return an item as Jackson writes it: with maps and arrays of indefinite length."""
+    match item:
+        case list():
+            return b"\x9f" + b"".join(map(jackson, item)) + b"\xff"
+        case dict():
+            return b"\xbf" + b"".join(pack(key) + jackson(inner) for key, inner in item.items()) + b"\xff"
+        case _:
+            return pack(item)
+
+
+@pytest.mark.parametrize(
+    "tags", [b"", b"\xc1", b"\xc1\x81\xd8\x20" * 9, b"\x81" * 9, b"\xd9\1\2\xda\0\0\0\1\xdb" + b"\1" * 8]
+)
+@pytest.mark.parametrize("item", [1, 300, 1.5, "abc", "x" * 40, [], {}, [1, "x", 300], {"x": 1}, {"x": [], "yy": 300}])
+@pytest.mark.parametrize("times", [1, 2, 9, 50])
+def test_indefinite_lengths_and_tags_are_passed_over(item, times, tags):
+    """Beside the path, below it, and cut off anywhere."""
+    inner = tags + jackson(item)
+    members = b"".join(jackson(str(at)) + inner for at in range(times))
+    members += b"".join(inner + b"\1" for at in range(times))
+    value = b"\xbf\x61x\x9f" + inner * times + b"\xff\x61y\xbf" + members + b"\xff\x62id\7\xff"
+    assert everywhere(recipe("id"), value).id == b"\4\7"
+    assert extract_one(recipe(f"x[{times}]", "id"), b"k", value, [], 5).code == "id_missing"
+    assert extract_one(recipe("y.id"), b"k", value, [], 5).code == "id_missing"
+    for end in range(0, len(value), 1 + len(value) // 50):
+        assert extract_one(recipe("id"), b"k", value[:end], [], 5).code == "not_cbor"
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        b"\x9f\xc1\xff",
+        b"\xbf\x01\xff",
+        b"\xbf\x61x\xff",
+        b"\xbf\xc1\xff\xff",
+        b"\x81\xff",
+        b"\x9f\x81\xff",
+        b"\x82\1\xff",
+    ],
+)
+def test_the_end_of_an_indefinite_length_stands_where_an_item_may_be_missing(inside):
+    for value in (b"\xa2\x61x" + inside + b"\x62id\1", b"\xa2\x61x\x9f" + inside + b"\xff\x62id\1"):
+        found = everywhere(recipe("id"), value)
+        assert (found.code, found.detail[:39]) == ("not_cbor", "the value is not CBOR: byte ff begins n")
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [b"\x9f" + b"\1" * 200_000 + b"\xff", b"\xbf" + b"\1\x61a" * 70_000 + b"\xff", b"\xc1" * 200_000 + b"\1"],
+    ids=["array", "map", "tags"],
+)
+def test_skipping_is_about_as_fast_as_for_a_definite_length(inside):
+    # The event loop stands still meanwhile; item by item, this would take 50 times as long.
+    definite = b"\x9a" + (200_000).to_bytes(4) + b"\1" * 200_000
+    plain, other = (shortest(b"\xa2\x61x" + each + b"\x62id\1") for each in (definite, inside))
+    assert other < 15 * plain
+
+
+def shortest(value):
+    times = []
+    for _ in range(3):
+        begin = process_time()
+        assert extract_one(recipe("id"), b"k", value, [], 5).id == b"\4\1"
+        times.append(process_time() - begin)
+    return min(times)
