@@ -23,6 +23,7 @@ from dedup.core.varint import Damaged
 Delimiter = Literal["comma", "semicolon", "tab", "pipe"]
 _CHARACTERS: Final[dict[Delimiter, str]] = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 _BYTE_ORDER_MARK: Final = "\ufeff"
+_LINE_ENDS: Final = (b"\r\n", b"\n")
 _NUMBER: Final = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _SHORT_DIGITS: Final = 18
 """An integer of at most this many characters fits into 64 bits."""
@@ -74,6 +75,8 @@ class CsvLayout:
 class CsvReader(MemberReader):
     """Reads columns from CSV values."""
 
+    takes_at_once = True
+
     def __init__(self, layout: CsvLayout, ids: Sequence[Path], time: FieldTime | None) -> None:
         super().__init__(ids, time)
         self._layout: Final = layout
@@ -98,13 +101,10 @@ class CsvReader(MemberReader):
             found[-1] = _number(found[-1])
         return self.leaves(found)
 
-    def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return one column per path, followed by the event times, or None if any value cannot be read."""
-        return self._plain(values) or super().columns(values)
-
-    def _plain(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
+    def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
         """Return the columns if every row is simple enough to be split at each delimiter, and otherwise None."""
-        joined = b"\n".join(values)
+        end = next((end for end in _LINE_ENDS if values[0].endswith(end)), b"")
+        joined = b"\n".join([value.removesuffix(end) for value in values] if end else values)
         if b'"' in joined or b"\r" in joined or joined.startswith(_BYTE_ORDER_MARK.encode()):
             return None
         try:

@@ -22,6 +22,8 @@ MS_NS: Final = 1_000_000
 MANY: Final = 8
 """The minimum number of items for which searching for a run of equally long items is worthwhile."""
 _INT64: Final = 1 << 63
+_FEW: Final = 8
+"""With at most this many values, another attempt to read them at once is not worthwhile."""
 
 
 @dataclass(slots=True)
@@ -50,6 +52,8 @@ class MemberReader(ABC):
     """Reads the members at given paths, and the event time, from values of one format."""
 
     columnar: Final = True
+    takes_at_once = False
+    """Whether `at_once` can succeed."""
 
     def __init__(self, ids: Sequence[Path], time: FieldTime | None) -> None:
         self.has_time: Final = time is not None
@@ -66,8 +70,22 @@ class MemberReader(ABC):
         Raises Unreadable if the value does not have the format.
         """
 
+    def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:  # noqa: ARG002 - for other formats
+        """Return the columns of a batch of usual values much faster than `read` would, or None for any other batch."""
+        return None
+
     def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
         """Return one column per path, followed by the event times, or None if any value cannot be read."""
+        found = self.at_once(values)
+        if found is not None:
+            return found
+        if self.takes_at_once and len(values) > _FEW:  # one unusual value slows down only a few others
+            half = len(values) // 2
+            first = self.columns(values[:half])
+            second = None if first is None else self.columns(values[half:])
+            if first is None or second is None:
+                return None
+            return [left + right for left, right in zip(first, second, strict=True)]
         try:
             rows = list(map(self.read, values))
         except NotJudged:

@@ -22,7 +22,7 @@ from dedup.core.tracking_id import (
     TrackingId,
     parse_path,
 )
-from tests.extraction import everywhere
+from tests.extraction import FEW, everywhere, slow_rows
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "cbor.json").read_text())
 pack = cbor2.dumps
@@ -298,3 +298,8 @@ def shortest(value):
         assert extract_one(recipe("id"), b"k", value, [], 5).id == b"\4\1"
         times.append(process_time() - begin)
     return min(times)
+
+
+def test_one_unusual_record_is_judged_apart():
+    one = recipe("id", fingerprint=True)
+    assert slow_rows(one, pack({"id": "a"}), pack({"id": None})) - 1_000 <= FEW  # CBOR is always read one by one

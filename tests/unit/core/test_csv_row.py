@@ -6,8 +6,17 @@ from dedup.core.csv_row import CsvLayout
 from dedup.core.event_time import FieldTime
 from dedup.core.extract import Recipe
 from dedup.core.extract_one import One
-from dedup.core.tracking_id import FieldRule, FieldsRule, FirstOfRule, KeyRule, Part, PartsRule, TrackingId
-from tests.extraction import everywhere
+from dedup.core.tracking_id import (
+    FieldRule,
+    FieldsRule,
+    FirstOfRule,
+    KeyRule,
+    Part,
+    PartsRule,
+    RawContentRule,
+    TrackingId,
+)
+from tests.extraction import FEW, everywhere, slow_rows
 
 ROW = CsvLayout(("id", "at", "x"))
 
@@ -138,3 +147,18 @@ def test_payloads_are_compared_as_bytes():
     one = recipe("id", fingerprint=True)
     assert everywhere(one, b"a,b,c").id == everywhere(one, b'"a",b,c').id
     assert everywhere(one, b"a,b,c").fingerprint != everywhere(one, b'"a",b,c').fingerprint
+
+
+@pytest.mark.parametrize(
+    "odd", [b",1,x", b'"a",1,x', b"a,1,x\n", b"a,1,x\r\n", b"a,b,c", b"a,1", b"\xff", b"\xef\xbb\xbfa,1,x"]
+)
+def test_one_unusual_row_slows_down_only_a_few(odd):
+    one = recipe("id", event_time=FieldTime(("at",), "ms"), fingerprint=True)
+    assert slow_rows(one, b"a,1,x", odd) <= FEW
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+def test_rows_with_equal_ends_are_read_in_columns(end):
+    assert slow_rows(recipe("id", fingerprint=True), b"a,1,x" + end, b"b,2,y" + end) == 0
+    content = Recipe(TrackingId(RawContentRule()), fmt="csv", schema=ROW, fingerprint=True)
+    assert slow_rows(content, b"a,1,x" + end, b"b,2,y" + end) == 0

@@ -21,7 +21,7 @@ from dedup.core.tracking_id import (
     TrackingId,
     parse_path,
 )
-from tests.extraction import everywhere
+from tests.extraction import FEW, everywhere, slow_rows
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "message_pack.json").read_text())
 pack = msgspec.msgpack.encode
@@ -205,3 +205,33 @@ def test_runs_of_items_are_passed_over(items, times):
     assert extract_one(recipe("x.id"), b"k", value, [], 5).code == "id_missing"
     for end in range(0, len(value), 1 + len(value) // 50):
         assert extract_one(recipe("id"), b"k", value[:end], [], 5).code == "not_msgpack"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"id": None, "t": 1},
+        {"id": 1.5, "t": 1},
+        {"t": 1},
+        {"id": "", "t": 1},
+        {"id": 7, "t": "x"},
+        {"id": 7, "t": 1, "items": [{"id": 2}]},
+        {"id": 1 << 63, "t": 1},
+        [],
+    ],
+    ids=str,
+)
+def test_one_unusual_record_slows_down_only_a_few(odd):
+    one = recipe("id", event_time=FieldTime(("t",), "ms"), fingerprint=True)
+    assert slow_rows(one, pack({"id": "a", "t": 1}), pack(odd)) <= FEW
+    assert slow_rows(one, pack({"id": "a", "t": 1}), b"\x82\xa2id\1\xa2id\1") <= FEW
+
+
+def test_names_that_recur_elsewhere_are_no_reason_to_read_slowly():
+    nested = {"id": 1, "a": {"id": "u", "n": 1}, "items": [{"id": 2, "a": {"id": 3}}], "n": "\xa2id"}
+    for paths in (["id"], ["a.id"], ["id", "a.id", "a.n"]):
+        assert slow_rows(recipe(*paths, fingerprint=True), pack(nested), pack(nested)) == 0
+    for repeated in (b"\x82\xa2id\1\xa2id\1", b"\x82\xd9\2id\1\xa2id\1", b"\xde\0\2\xa2id\1\xdb\0\0\0\2id\1"):
+        for value in (repeated, b"\x81\xa1a" + repeated):
+            one = recipe("id" if value is repeated else "a.id", fingerprint=True)
+            assert everywhere(one, value).code == "repeated_member"
