@@ -18,7 +18,19 @@ from uuid import UUID
 from dedup.core.avro import Instant, Leaf, Refused
 from dedup.core.event_time import FieldTime, rfc3339_ms
 from dedup.core.exact_json import ABSENT, Number
-from dedup.core.member_reader import MANY, MS_NS, Cursor, ItemReader, PathTree, ended, integer, no_item, one_of, runs_of
+from dedup.core.member_reader import (
+    INVALID_TIMESTAMP,
+    MANY,
+    MS_NS,
+    Cursor,
+    ItemReader,
+    PathTree,
+    ended,
+    integer,
+    no_item,
+    one_of,
+    runs_of,
+)
 from dedup.core.tracking_id import Path
 from dedup.core.varint import Damaged
 
@@ -246,12 +258,12 @@ class _Cursor(Cursor):
         self._skip()
         return Refused(f"tag {tag}")
 
-    def _meaning(self, tag: int, head: _Head) -> Number | int | UUID | Instant | None:
+    def _meaning(self, tag: int, head: _Head) -> Number | int | UUID | Instant | Refused | None:
         major, info, _ = head
         match tag:
             case 0 if major == _TEXT:
                 time_ms = rfc3339_ms("".join(map(self.text, self._chunks(head))))
-                return None if time_ms is None else Instant(time_ms * MS_NS)
+                return INVALID_TIMESTAMP if time_ms is None else Instant(time_ms * MS_NS)
             case 1 if major == _SIMPLE and info in _FLOATS:
                 return _instant_of(struct.unpack(_FLOATS[info], self._value[self.at - _WIDTHS[info] : self.at])[0])
             case 1 if major in {_UNSIGNED, _NEGATIVE}:
@@ -339,9 +351,9 @@ def _whole(head: _Head) -> int:
     return head[2] if head[0] == _UNSIGNED else -1 - head[2]
 
 
-def _instant_of(seconds: float) -> Instant | None:
+def _instant_of(seconds: float) -> Instant | Refused:
     if not math.isfinite(seconds):
-        return None
+        return INVALID_TIMESTAMP
     # The result is rounded to microseconds, because the double nearest to 1700000000.123 is less than this number.
     numerator, denominator = seconds.as_integer_ratio()
     return Instant((2 * numerator * _SECOND_US + denominator) // (2 * denominator) * _US_NS)

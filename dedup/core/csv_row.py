@@ -53,10 +53,15 @@ class CsvLayout:
         elif "\n" in row or "\r" in row:
             raise Damaged("a line break that is not in quotes is inside of it")
         else:
-            cells = row.split(self.between)
-        if len(cells) != len(self.columns):
-            raise Damaged(f"it has {len(cells)} cells, and `source.columns` has {len(self.columns)}")
+            self._check(row.count(self.between) + 1)  # splitting a row takes many times its memory
+            return row.split(self.between)
+        self._check(len(cells))
         return cells
+
+    def _check(self, count: int) -> None:
+        if count != len(self.columns):
+            cells = "1 cell" if count == 1 else f"{count} cells"
+            raise Damaged(f"it has {cells}, and `source.columns` has {len(self.columns)}")
 
     def _quoted(self, row: str) -> list[str]:
         cells: list[str] = []
@@ -68,6 +73,8 @@ class CsvLayout:
                 return cells
             if row[at] != self.between:
                 break
+            if len(cells) == len(self.columns):
+                raise Damaged(f"it has more than {len(cells)} cells, and `source.columns` has {len(cells)}")
             at += 1
         raise Damaged(f"a quote or a line break is in the wrong place (character {at} of {len(row)})")
 
@@ -108,7 +115,8 @@ class CsvReader(MemberReader):
         if b'"' in joined or b"\r" in joined or joined.startswith(_BYTE_ORDER_MARK.encode()):
             return None
         try:
-            rows = [row.split(self._layout.between) for row in joined.decode().split("\n")]
+            # A row with too many cells is not split further, because its cells would take many times its memory.
+            rows = [row.split(self._layout.between, len(self._layout.columns)) for row in joined.decode().split("\n")]
         except UnicodeDecodeError:
             return None
         if len(rows) != len(values) or {*map(len, rows)} != {len(self._layout.columns)}:

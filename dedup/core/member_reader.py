@@ -21,6 +21,8 @@ from dedup.core.varint import Damaged
 MS_NS: Final = 1_000_000
 MANY: Final = 8
 """The minimum number of items for which searching for a run of equally long items is worthwhile."""
+INVALID_TIMESTAMP: Final = Refused("invalid timestamp")
+"""Stands for an item of a type for times whose content is not a time."""
 _INT64: Final = 1 << 63
 _FEW: Final = 8
 """With at most this many values, another attempt to read them at once is not worthwhile."""

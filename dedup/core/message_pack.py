@@ -25,7 +25,18 @@ import msgspec
 from dedup.core.avro import Instant, Leaf, Refused
 from dedup.core.event_time import MAX_MS, MIN_MS, FieldTime, TimeUnit
 from dedup.core.exact_json import DECODE_REFUSALS
-from dedup.core.member_reader import MANY, Cursor, ItemReader, PathTree, ended, integer, no_item, runs_of, time_leaf
+from dedup.core.member_reader import (
+    INVALID_TIMESTAMP,
+    MANY,
+    Cursor,
+    ItemReader,
+    PathTree,
+    ended,
+    integer,
+    no_item,
+    runs_of,
+    time_leaf,
+)
 from dedup.core.tracking_id import Path
 from dedup.core.varint import Damaged
 
@@ -342,8 +353,8 @@ def _extension(kind: int, content: bytes) -> Instant | Refused:
         case 12:
             nanoseconds, seconds = struct.unpack(">Iq", content)
         case _:
-            return Refused("invalid timestamp")
-    return Refused("invalid timestamp") if nanoseconds >= _SECOND_NS else Instant(seconds * _SECOND_NS + nanoseconds)
+            return INVALID_TIMESTAMP
+    return INVALID_TIMESTAMP if nanoseconds >= _SECOND_NS else Instant(seconds * _SECOND_NS + nanoseconds)
 
 
 class MessagePackReader(ItemReader):
