@@ -520,7 +520,7 @@ class Extractor:
         found = self._of_usual(batch, values, columns) if count > _FEW else None
         if found is not None:
             return found
-        odd = self._odd_rows(columns)
+        odd = self._odd_rows(batch, columns)
         if count <= _FEW or len(odd) == count:
             leaves = list(zip(*columns, strict=True)) or [()] * count
             rows = zip(*batch, leaves, strict=True)
@@ -535,17 +535,23 @@ class Extractor:
             pieces.append((part, self._of_columns(batch.only(part), [values[row] for row in part], own)))
         return self._merged(count, pieces)
 
-    def _odd_rows(self, columns: list[list[Leaf]]) -> set[int]:
-        """Return the rows with a member that is not a non-empty text or an integer, or not a time of the usual type."""
+    def _odd_rows(self, batch: _Batch, columns: list[list[Leaf]]) -> set[int]:
+        """Return the rows that certainly require `of_leaves`, because a part is missing or has an unusual type."""
         kinds: list[tuple[type, ...]] = [(str, int)] * len(columns)
         if isinstance(self.recipe.event_time, FieldTime):
             kinds[-1] = (str,) if self.recipe.event_time.unit == "rfc3339" else (int,)
-        return {
+        odd = {
             row
             for column, usual in zip(columns, kinds, strict=True)
             for row, leaf in enumerate(column)
             if type(leaf) not in usual or leaf == ""
         }
+        rule = self.recipe.tracking_id.rule
+        rules = [part.rule for part in rule.parts] if isinstance(rule, PartsRule) else [rule]
+        for each in rules:
+            if isinstance(each, KeyRule | HeaderRule):
+                odd.update(row for row, value in enumerate(_column(each, batch, iter(()))) if not value)
+        return odd
 
     def _of_usual(self, batch: _Batch, values: list[bytes], columns: list[list[Leaf]]) -> Extracted | None:
         """Return the results for values whose members have been read, or None if any row requires `of_leaves`."""

@@ -3,14 +3,16 @@
 import json
 from pathlib import Path
 from time import process_time
+from unittest import mock
 
 import cbor2
 import pytest
 
+from dedup.core import extract
 from dedup.core import tracking_id as encoding
 from dedup.core.event_time import FieldTime
-from dedup.core.extract import Recipe
-from dedup.core.extract_one import Fault, One, extract_one
+from dedup.core.extract import Extractor, Recipe
+from dedup.core.extract_one import Fault, One, extract_one, of_leaves
 from dedup.core.tracking_id import (
     FieldRule,
     FieldsRule,
@@ -303,3 +305,15 @@ def shortest(value):
 def test_one_unusual_record_is_judged_apart():
     one = recipe("id", fingerprint=True)
     assert slow_rows(one, pack({"id": "a"}), pack({"id": None})) - 1_000 <= FEW  # CBOR is always read one by one
+
+
+def test_rows_without_a_header_are_judged_apart():
+    rule = PartsRule((Part(FieldRule(("id",))), Part(HeaderRule("h"), True)))
+    one = Recipe(TrackingId(rule), fmt="cbor", fingerprint=True)
+    headers = [[("h", b"x")] if at % 3 else [] for at in range(999)]
+    values = [pack({"id": str(at)}) for at in range(999)]
+    with mock.patch.object(extract, "of_leaves", side_effect=of_leaves) as judged:
+        found = Extractor(one)([None] * 999, values, headers, [0] * 999)
+    assert judged.call_count == 333
+    for at in range(999):
+        assert found.ids[at] == extract_one(one, None, values[at], headers[at], 0).id
