@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest import mock
 
+from dedup.core import extract
 from dedup.core.extract import Extractor, Recipe
-from dedup.core.extract_one import Fault, One, extract_one
+from dedup.core.extract_one import Fault, One, extract_one, of_leaves, reader_for
 
 _ROWS = 9
+_MANY = 1_000
+FEW = 100
+"""The most of many rows that may be read or judged one by one because a single row is unusual."""
 
 
 def everywhere(recipe: Recipe, value: bytes | None, key: bytes | None = b"k") -> One | Fault:
@@ -33,3 +38,17 @@ def same_in_columns(recipe: Recipe, values: Sequence[bytes]) -> None:
                 assert row not in found.faults
             case Fault() as fault:
                 assert found.faults[row] == fault, f"{recipe.schema}: {value.hex()}"
+
+
+def slow_rows(recipe: Recipe, usual: bytes, odd: bytes) -> int:
+    """Return how many rows are read or judged one by one, if one odd row stands among many usual ones."""
+    values = [usual] * _MANY
+    values[_MANY // 2 + 7] = odd
+    same_in_columns(recipe, values)
+    reader = type(reader_for(recipe, b""))
+    with (
+        mock.patch.object(reader, "read", autospec=True, side_effect=reader.read) as read,
+        mock.patch.object(extract, "of_leaves", side_effect=of_leaves) as judged,
+    ):
+        Extractor(recipe)([None] * _MANY, values, [()] * _MANY, [0] * _MANY)
+    return read.call_count + judged.call_count

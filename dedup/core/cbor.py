@@ -8,6 +8,7 @@ memory for announced lengths, so it limits neither depth nor length. Source: RFC
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Iterator
 from functools import lru_cache
@@ -18,6 +19,7 @@ from dedup.core.avro import Instant, Leaf, Refused
 from dedup.core.event_time import FieldTime, rfc3339_ms
 from dedup.core.exact_json import ABSENT, Number
 from dedup.core.member_reader import (
+    INVALID_TIMESTAMP,
     MANY,
     MS_NS,
     Cursor,
@@ -26,8 +28,8 @@ from dedup.core.member_reader import (
     ended,
     integer,
     no_item,
+    one_of,
     runs_of,
-    text_of,
 )
 from dedup.core.tracking_id import Path
 from dedup.core.varint import Damaged
@@ -68,6 +70,19 @@ _US_NS: Final = 1_000
 _ELEMENTS, _KEYS, _VALUES = -1, -2, -3
 _NEXT: Final = {_ELEMENTS: _ELEMENTS, _KEYS: _VALUES, _VALUES: _KEYS}
 """Maps each kind of item in an array or a map of indefinite length to the kind of item that follows it."""
+_KNOWN: Final = b"|".join(b"(?:%s)" % pattern for pattern in one_of(_SIZES).values())
+_PAIRED: Final = {_ELEMENTS: re.compile(b"(?s)(?:%s)++" % _KNOWN), _KEYS: re.compile(b"(?s)(?:(?:%s){2})++" % _KNOWN)}
+"""Maps each kind of item that may be missing to a pattern for items of known lengths, after which it follows again."""
+_NESTED: Final = re.compile(rb"(?s)(?:[\xc0-\xd7\x81]|\xd8.|\xd9.{2}|\xda.{4}|\xdb.{8})++")
+"""Matches the heads of tags and of arrays with one element, each of which contains exactly one item."""
+_ENTRY_ITEMS: Final = {_ARRAY: 1, _MAP: 2}
+_INSIDE: Final = {
+    **{_ARRAY << 5 | count: count for count in range(_SHORT) if count != 1},
+    **{_MAP << 5 | count: 2 * count for count in range(_SHORT)},
+    _ARRAY << 5 | _INDEFINITE: _ELEMENTS,
+    _MAP << 5 | _INDEFINITE: _KEYS,
+}
+"""Maps the first byte of an array or a map to what must follow inside it, if the first byte says so."""
 
 _Head = tuple[int, int, int]
 """The decoded head of an item: its major type, its additional information, and its argument (0 if indefinite)."""
@@ -78,9 +93,7 @@ class _Cursor(Cursor):
 
     def item(self, wanted: PathTree) -> None:
         """Read one item, and store the requested values in `found`."""
-        start, head = self.at, self._head()
-        while head[0] == _TAG and head[2] == _SELF_DESCRIBED:  # this tag says only that the item is CBOR
-            start, head = self.at, self._head()
+        start, head = self.at, self._marked_head()
         if (head[0] == _ARRAY and wanted.elements) or (head[0] == _MAP and wanted.members):
             leaf: Leaf = Refused("map" if head[0] == _MAP else "array")
             self._inside(wanted, head)
@@ -137,7 +150,7 @@ class _Cursor(Cursor):
         if first >> 5 == _TEXT and first & 0x1F < _SHORT:
             self.at = start + 1
             return self._bytes(first & 0x1F)
-        head = self._head()
+        head = self._marked_head()
         if head[0] == _TEXT:
             return b"".join(self._chunks(head))
         self.at = start
@@ -146,49 +159,69 @@ class _Cursor(Cursor):
 
     def _skip(self) -> None:
         """Skip one item and everything that it contains."""
-        size = len(self._value)
+        value, size = self._value, len(self._value)
         if self.at < size:
-            end = self.at + _SIZES[self._value[self.at]]
+            end = self.at + _SIZES[value[self.at]]
             if self.at < end <= size:
                 self.at = end
                 return
-        # Each entry says what must follow: a number of items or, in an item of indefinite length, one key of `_NEXT`.
-        open_items = [1]
-        while open_items:
-            due = open_items[-1]
+        # What must follow is a number of items or, in an item of indefinite length, one key of `_NEXT`.
+        due, outer = 1, list[int]()
+        while due or outer:
             if due == 0:
-                open_items.pop()
+                due = outer.pop()
                 continue
             # Each item takes at least one byte, so the value cannot contain more items than bytes.
             if due > size - self.at or self.at == size:
                 raise ended(size)
-            known = _SIZES[self._value[self.at]]
-            if known and due >= MANY:
-                run = _RUNS[known].match(self._value, self.at, self.at + due * known)
-                if run is not None:
-                    open_items[-1] -= (run.end() - self.at) // known
-                    self.at = run.end()
-                    continue
-            if due in {_ELEMENTS, _KEYS} and self._is_over():
-                open_items.pop()
+            first = value[self.at]
+            known = _SIZES[first]
+            if known and self.at + known <= size:
+                due = self._skip_known(due, known)
                 continue
-            open_items[-1] = due - 1 if due > 0 else _NEXT[due]
-            self._open(open_items, self._head())
+            if first == _BREAK[0] and due in _PAIRED:
+                self.at += 1
+                due = 0
+                continue
+            due = due - 1 if due > 0 else _NEXT[due]
+            inside = self._enter(first)
+            if inside > 0 and due >= 0:
+                due += inside
+            elif inside:
+                outer.append(due)
+                due = inside
 
-    def _open(self, open_items: list[int], head: _Head) -> None:
-        """Skip a text or byte string, or add the items that an array, a map, or a tag contains to ``open_items``."""
-        major, info, argument = head
-        if major in {_BYTES, _TEXT}:
+    def _skip_known(self, due: int, known: int) -> int:
+        """Skip an item of the length ``known`` and possibly items that follow it. Return what must follow then."""
+        at = self.at
+        self.at += known
+        if due in _PAIRED:
+            run = _PAIRED[due].match(self._value, at)
+            if run is not None:
+                self.at = run.end()
+                return due
+        elif due >= MANY:
+            run = _RUNS[known].match(self._value, at, at + due * known)
+            if run is not None:
+                self.at = run.end()
+                return due - (self.at - at) // known
+        return due - 1 if due > 0 else _NEXT[due]
+
+    def _enter(self, first: int) -> int:
+        """Skip a string, or the head of another item. Return what must follow inside this item."""
+        inside = _INSIDE.get(first)
+        if inside is not None:
+            self.at += 1
+            return inside
+        nested = _NESTED.match(self._value, self.at)
+        if nested is not None:
+            self.at = nested.end()
+            return 1
+        head = self._head()
+        if head[0] in {_BYTES, _TEXT}:
             for _ in self._chunks(head):
                 pass
-        elif major in {_ARRAY, _MAP} and info == _INDEFINITE:
-            open_items.append(_ELEMENTS if major == _ARRAY else _KEYS)
-        elif major in {_ARRAY, _MAP, _TAG}:
-            more = 1 if major == _TAG else argument if major == _ARRAY else 2 * argument
-            if open_items[-1] >= 0:
-                open_items[-1] += more
-            else:
-                open_items.append(more)
+        return head[2] * _ENTRY_ITEMS.get(head[0], 0)
 
     def _leaf(self, head: _Head, start: int) -> Leaf:
         major, _, argument = head
@@ -199,7 +232,7 @@ class _Cursor(Cursor):
                 return b"".join(self._chunks(head))
             case 3:
                 # A character must not be divided between two chunks.
-                return "".join(map(text_of, self._chunks(head)))
+                return "".join(map(self.text, self._chunks(head)))
             case 6:
                 return self._tagged(argument)
             case 7:
@@ -218,19 +251,19 @@ class _Cursor(Cursor):
     def _tagged(self, tag: int) -> Leaf:
         """Return the value that a tag and its content represent, or `Refused` for a tag that the reader cannot use."""
         start = self.at
-        leaf = self._meaning(tag, self._head())
+        leaf = self._meaning(tag, self._marked_head())
         if leaf is not None:
             return leaf
         self.at = start
         self._skip()
         return Refused(f"tag {tag}")
 
-    def _meaning(self, tag: int, head: _Head) -> Number | int | UUID | Instant | None:
+    def _meaning(self, tag: int, head: _Head) -> Number | int | UUID | Instant | Refused | None:
         major, info, _ = head
         match tag:
             case 0 if major == _TEXT:
-                time_ms = rfc3339_ms("".join(map(text_of, self._chunks(head))))
-                return None if time_ms is None else Instant(time_ms * MS_NS)
+                time_ms = rfc3339_ms("".join(map(self.text, self._chunks(head))))
+                return INVALID_TIMESTAMP if time_ms is None else Instant(time_ms * MS_NS)
             case 1 if major == _SIMPLE and info in _FLOATS:
                 return _instant_of(struct.unpack(_FLOATS[info], self._value[self.at - _WIDTHS[info] : self.at])[0])
             case 1 if major in {_UNSIGNED, _NEGATIVE}:
@@ -256,15 +289,15 @@ class _Cursor(Cursor):
         _, info, count = head
         if info != _INDEFINITE and count != 2:  # noqa: PLR2004 - RFC 8949, section 3.4.4
             return None
-        first = self._head()
+        first = self._marked_head()
         if first[0] not in {_UNSIGNED, _NEGATIVE}:
             return None
-        second = self._head()
+        second = self._marked_head()
         mantissa = None
         if second[0] in {_UNSIGNED, _NEGATIVE}:
             mantissa = _whole(second)
         elif second[0] == _TAG and second[2] in {_BIGNUM, _NEGATIVE_BIGNUM}:
-            content = self._head()
+            content = self._marked_head()
             mantissa = self._bignum(second[2], content) if content[0] == _BYTES else None
         if mantissa is None or (info == _INDEFINITE and not self._is_over()):
             return None
@@ -281,6 +314,13 @@ class _Cursor(Cursor):
             if inner != major or info == _INDEFINITE:
                 raise Damaged(f"a string of indefinite length has another item in it (before byte {self.at})")
             yield self._bytes(size)
+
+    def _marked_head(self) -> _Head:
+        """Return the head of the next item, and ignore all tags in front of it that only mark the item as CBOR."""
+        head = self._head()
+        while head[0] == _TAG and head[2] == _SELF_DESCRIBED:
+            head = self._head()
+        return head
 
     def _head(self) -> _Head:
         if self.at >= len(self._value):
@@ -311,9 +351,9 @@ def _whole(head: _Head) -> int:
     return head[2] if head[0] == _UNSIGNED else -1 - head[2]
 
 
-def _instant_of(seconds: float) -> Instant | None:
+def _instant_of(seconds: float) -> Instant | Refused:
     if not math.isfinite(seconds):
-        return None
+        return INVALID_TIMESTAMP
     # The result is rounded to microseconds, because the double nearest to 1700000000.123 is less than this number.
     numerator, denominator = seconds.as_integer_ratio()
     return Instant((2 * numerator * _SECOND_US + denominator) // (2 * denominator) * _US_NS)

@@ -23,6 +23,7 @@ from dedup.core.varint import Damaged
 Delimiter = Literal["comma", "semicolon", "tab", "pipe"]
 _CHARACTERS: Final[dict[Delimiter, str]] = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 _BYTE_ORDER_MARK: Final = "\ufeff"
+_LINE_ENDS: Final = (b"\r\n", b"\n")
 _NUMBER: Final = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _SHORT_DIGITS: Final = 18
 """An integer of at most this many characters fits into 64 bits."""
@@ -52,10 +53,15 @@ class CsvLayout:
         elif "\n" in row or "\r" in row:
             raise Damaged("a line break that is not in quotes is inside of it")
         else:
-            cells = row.split(self.between)
-        if len(cells) != len(self.columns):
-            raise Damaged(f"it has {len(cells)} cells, and `source.columns` has {len(self.columns)}")
+            self._check(row.count(self.between) + 1)  # splitting a row takes many times its memory
+            return row.split(self.between)
+        self._check(len(cells))
         return cells
+
+    def _check(self, count: int) -> None:
+        if count != len(self.columns):
+            cells = "1 cell" if count == 1 else f"{count} cells"
+            raise Damaged(f"it has {cells}, and `source.columns` has {len(self.columns)}")
 
     def _quoted(self, row: str) -> list[str]:
         cells: list[str] = []
@@ -67,12 +73,16 @@ class CsvLayout:
                 return cells
             if row[at] != self.between:
                 break
+            if len(cells) == len(self.columns):
+                raise Damaged(f"it has more than {len(cells)} cells, and `source.columns` has {len(cells)}")
             at += 1
         raise Damaged(f"a quote or a line break is in the wrong place (character {at} of {len(row)})")
 
 
 class CsvReader(MemberReader):
     """Reads columns from CSV values."""
+
+    takes_at_once = True
 
     def __init__(self, layout: CsvLayout, ids: Sequence[Path], time: FieldTime | None) -> None:
         super().__init__(ids, time)
@@ -98,17 +108,15 @@ class CsvReader(MemberReader):
             found[-1] = _number(found[-1])
         return self.leaves(found)
 
-    def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return one column per path, followed by the event times, or None if any value cannot be read."""
-        return self._plain(values) or super().columns(values)
-
-    def _plain(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
+    def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
         """Return the columns if every row is simple enough to be split at each delimiter, and otherwise None."""
-        joined = b"\n".join(values)
+        end = next((end for end in _LINE_ENDS if values[0].endswith(end)), b"")
+        joined = b"\n".join([value.removesuffix(end) for value in values] if end else values)
         if b'"' in joined or b"\r" in joined or joined.startswith(_BYTE_ORDER_MARK.encode()):
             return None
         try:
-            rows = [row.split(self._layout.between) for row in joined.decode().split("\n")]
+            # A row with too many cells is not split further, because its cells would take many times its memory.
+            rows = [row.split(self._layout.between, len(self._layout.columns)) for row in joined.decode().split("\n")]
         except UnicodeDecodeError:
             return None
         if len(rows) != len(values) or {*map(len, rows)} != {len(self._layout.columns)}:

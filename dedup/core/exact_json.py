@@ -49,7 +49,7 @@ _MAGIC: Final[tuple[tuple[bytes, _Foreign], ...]] = (
     (b"\xff\xfe\x00\x00", _Foreign("utf_32", "bytes fffe0000: the byte order mark of UTF-32")),
     (b"\xff\xfe", _Foreign("utf_16", "bytes fffe: the byte order mark of UTF-16")),
     (b"\xfe\xff", _Foreign("utf_16", "bytes feff: the byte order mark of UTF-16")),
-    (b"\xef\xbb\xbf", _Foreign("utf_8_bom", "bytes efbbbf: a byte order mark, which JSON must not have")),
+    (b"\xef\xbb\xbf", _Foreign("utf_8_bom", "bytes efbbbf: the byte order mark of UTF-8")),
     (b"\x1f\x8b", _Foreign("gzip", "bytes 1f8b: gzip")),
     (b"\x28\xb5\x2f\xfd", _Foreign("zstd", "bytes 28b52ffd: Zstandard")),
     (b"\x04\x22\x4d\x18", _Foreign("lz4", "bytes 04224d18: LZ4")),

@@ -15,8 +15,6 @@ batch is split in half, and a batch of at most four rows takes the slow path. Th
 
 from __future__ import annotations
 
-from binascii import Error as NotHexadecimal
-from binascii import hexlify, unhexlify
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dedup.core import tracking_id as encoding
+from dedup.core.avro import Leaf
 from dedup.core.event_time import MAX_MS, MIN_MS, EventTime, FieldTime, TimeUnit, times_ms_of, typed_times_ms
 from dedup.core.exact_json import DECODE_REFUSALS, SHORT_BYTES, Unreadable, content_of, may_be_deep
 from dedup.core.extract_one import (
@@ -38,11 +37,9 @@ from dedup.core.extract_one import (
     Format,
     Headers,
     One,
-    Reader,
     Recipe,
     Schema,
     content_digest,
-    encode_scalar,
     extract_one,
     fault_of,
     leads_on,
@@ -53,10 +50,9 @@ from dedup.core.extract_one import (
     value_digest,
 )
 from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, payloads_of, refs_of, rows_by_ref
-from dedup.core.id_columns import PartMemo, composite_ids, instant_ids
+from dedup.core.id_columns import PartMemo, bytes_keys, composite_ids, instant_ids, kept, kept_if, scalar_keys
 from dedup.core.tracking_id import (
     CONTENT,
-    KEPT_BYTES,
     ContentRule,
     FieldRule,
     FieldsRule,
@@ -78,11 +74,6 @@ __all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_ex
 _WORD_BYTES: Final = 4
 _MARGIN_BYTES: Final = 2
 """The minimum number of bytes that follow a member name, which are a colon and a closing brace."""
-
-_UUID_CHARS: Final = 36
-_ROW: Final = _UUID_CHARS + 1
-"""The length of a UUID and the line feed after it."""
-_HYPHENS: Final = (8, 13, 18, 23)
 
 _Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
 _Seconds = Annotated[int, msgspec.Meta(ge=-(MAX_MS // 1000), le=MAX_MS // 1000)]
@@ -308,7 +299,7 @@ class Extracted:
     def as_alternative(self, index: int, lacking: Collection[int]) -> Extracted:
         """Return the batch with IDs encoded for alternative ``index``, without the faults of the rows ``lacking``."""
         begin = encoding.encode_alternative(index, b"")
-        keys = _kept([begin + (key or b"") for key in self.ids]) if self.ids else []
+        keys = kept([begin + (key or b"") for key in self.ids]) if self.ids else []
         ids = [None if key is None else made for key, made in zip(self.ids, keys, strict=True)]
         return replace(self, ids=ids, faults={row: fault for row, fault in self.faults.items() if row not in lacking})
 
@@ -519,23 +510,62 @@ class Extractor:
             return self._gathered([fault_of(refused)] * len(batch.values))
         if not reader.columnar:
             return self._one_by_one(batch)
-        return self._of_typed(batch, [value for value in values if value is not None], reader)
+        present = [value for value in values if value is not None]
+        columns = reader.columns(present)
+        return None if columns is None else self._of_columns(batch, present, columns)
 
-    def _of_typed(self, batch: _Batch, values: list[bytes], reader: Reader) -> Extracted | None:
-        columns = reader.columns(values)
-        if columns is None:
-            return None
-        paths, time = reader.count - reader.has_time, self.recipe.event_time
-        members: list[Any] = columns[:paths]
-        times_ms: list[int] | None = list(batch.timestamps_ms)
-        if isinstance(time, FieldTime):
-            times_ms = typed_times_ms(columns[-1], time.unit)
-        plain = all(set(map(type, column)) <= {str, int} for column in members)
-        ids = self._ids(batch, values, members) if plain and times_ms is not None else None
-        if ids is None or times_ms is None:
-            leaves = list(zip(*columns, strict=True)) or [()] * len(values)
+    def _of_columns(self, batch: _Batch, values: list[bytes], columns: list[list[Leaf]]) -> Extracted:
+        """Return the results for values whose members have been read, so that an odd row slows down few others."""
+        count = len(values)
+        found = self._of_usual(batch, values, columns) if count > _FEW else None
+        if found is not None:
+            return found
+        odd = self._odd_rows(batch, columns)
+        if count <= _FEW or len(odd) == count:
+            leaves = list(zip(*columns, strict=True)) or [()] * count
             rows = zip(*batch, leaves, strict=True)
             return self._gathered([of_leaves(self.recipe, *row) for row in rows])  # type: ignore[arg-type]
+        half = count // 2
+        parts: list[Sequence[int]] = [range(half), range(half, count)]
+        if odd:
+            parts = [[row for row in range(count) if row not in odd], sorted(odd)]
+        pieces: list[tuple[Sequence[int], Extracted]] = []
+        for part in parts:
+            own = [[column[row] for row in part] for column in columns]
+            pieces.append((part, self._of_columns(batch.only(part), [values[row] for row in part], own)))
+        return self._merged(count, pieces)
+
+    def _odd_rows(self, batch: _Batch, columns: list[list[Leaf]]) -> set[int]:
+        """Return the rows that certainly require `of_leaves`, because a part is missing or has an unusual type."""
+        kinds: list[tuple[type, ...]] = [(str, int)] * len(columns)
+        if isinstance(self.recipe.event_time, FieldTime):
+            kinds[-1] = (str,) if self.recipe.event_time.unit == "rfc3339" else (int,)
+        odd = {
+            row
+            for column, usual in zip(columns, kinds, strict=True)
+            for row, leaf in enumerate(column)
+            if type(leaf) not in usual or leaf == ""
+        }
+        rule = self.recipe.tracking_id.rule
+        rules = [part.rule for part in rule.parts] if isinstance(rule, PartsRule) else [rule]
+        for each in rules:
+            if isinstance(each, KeyRule | HeaderRule):
+                odd.update(row for row, value in enumerate(_column(each, batch, iter(()))) if not value)
+        return odd
+
+    def _of_usual(self, batch: _Batch, values: list[bytes], columns: list[list[Leaf]]) -> Extracted | None:
+        """Return the results for values whose members have been read, or None if any row requires `of_leaves`."""
+        time, times_ms = self.recipe.event_time, list(batch.timestamps_ms)
+        members: list[Any] = columns
+        if isinstance(time, FieldTime):
+            typed = typed_times_ms(columns[-1], time.unit)
+            if typed is None:
+                return None
+            members, times_ms = columns[:-1], typed
+        usual = all(set(map(type, column)) <= {str, int} for column in members)
+        ids = self._ids(batch, values, members) if usual else None
+        if ids is None:
+            return None
         fingerprints = list(map(value_digest, values)) if self.recipe.fingerprint else None
         return Extracted(list(ids), times_ms, fingerprints, {})
 
@@ -551,14 +581,14 @@ class Extractor:
                 (column,), normalize = members, self._normalize
                 if normalize is not None:
                     column = [normalize(value) if isinstance(value, str) else value for value in column]
-                return _kept_if(instant_ids(column)) if self._instants else scalar_keys(column)
+                return kept_if(instant_ids(column)) if self._instants else scalar_keys(column)
             case FieldsRule():
-                return _kept_if(composite_ids(members, self._memos))
+                return kept_if(composite_ids(members, self._memos))
             case PartsRule(parts):
                 left = iter(members)
                 columns = [_column(part.rule, batch, left) for part in parts]
                 ids = None if any(None in column for column in columns) else composite_ids(columns, self._memos)
-                return _kept_if(ids)
+                return kept_if(ids)
             case RawContentRule():
                 return bytes_keys([value for value in batch.values if value is not None])
             case ContentRule(exclude):
@@ -582,7 +612,7 @@ class Extractor:
             return None
         if self._normalize is not None:
             present = [normalize_bytes(value, self._normalize) for value in present]
-        return _kept_if(instant_ids(present)) if self._instants else bytes_keys(present)
+        return kept_if(instant_ids(present)) if self._instants else bytes_keys(present)
 
 
 def _column(rule: KeyRule | HeaderRule | FieldRule, batch: _Batch, members: Iterator[list[str | int]]) -> Sequence[Any]:
@@ -600,101 +630,3 @@ def _column(rule: KeyRule | HeaderRule | FieldRule, batch: _Batch, members: Iter
 def _only(headers: Headers, name: str) -> bytes | None:
     values = [value for header, value in headers if header == name]
     return values[0] if len(values) == 1 else None
-
-
-# The following functions compute the state keys of whole columns of IDs in C, with the same result as tracking_id.py.
-# Each function returns None if any row needs the slow path.
-
-
-def scalar_keys(column: list[str] | list[int] | list[str | int]) -> list[bytes] | None:
-    """Return the state keys of a column of strings and 64-bit integers, or None if any string is empty."""
-    kinds = set(map(type, column))
-    if kinds == {str}:
-        return text_keys(column)  # type: ignore[arg-type]
-    if kinds == {int}:
-        return _integer_keys(column)  # type: ignore[arg-type]
-    if "" in column:
-        return None
-    return [state_key(encode_scalar(value, instants=False)) for value in column]
-
-
-def text_keys(texts: list[str]) -> list[bytes] | None:
-    """Return the state keys of a column of strings that UTF-8 can encode, or None if any string is empty."""
-    joined = "\n".join(texts)
-    count = len(texts)
-    if len(joined) + 1 == _ROW * count and joined.isascii():
-        keys = _uuid_keys(joined.encode(), count)
-        if keys is not None:
-            return keys
-    lengths = set(map(len, texts))
-    if 0 in lengths:
-        return None
-    if _UUID_CHARS in lengths or joined.count("\n") != count - 1:
-        return _kept(map(encoding.encode_text, texts))
-    return _kept(("\x01" + joined.replace("\n", "\n\x01")).encode().split(b"\n"))
-
-
-def bytes_keys(values: Sequence[bytes]) -> list[bytes] | None:
-    """Return the state keys of IDs from record keys, headers, or raw values, or None if any ID is empty."""
-    count = len(values)
-    lengths = set(map(len, values))
-    if lengths == {_UUID_CHARS}:
-        keys = _uuid_keys(b"\n".join(values), count)
-        if keys is not None:
-            return keys
-    if 0 in lengths:
-        return None
-    if _UUID_CHARS in lengths:
-        return _kept(map(encoding.encode_bytes, values))
-    return _kept([encoding.BYTES + value for value in values])
-
-
-def _integer_keys(column: list[int]) -> list[bytes]:
-    numbers = np.array(column, np.int64)
-    sizes = numbers ^ (numbers >> 63)
-    width = int(sizes.max()).bit_length() // 8 + 1
-    if int(sizes.min()).bit_length() // 8 + 1 != width:
-        return list(map(encoding.encode_integer, column))
-    keys = np.empty((len(column), width + 1), np.uint8)
-    keys[:, 0] = encoding.INTEGER[0]
-    keys[:, 1:] = numbers.astype(">i8").view(np.uint8).reshape(len(column), 8)[:, 8 - width :]
-    return _rows(keys)
-
-
-def _kept_if(canonical: list[bytes] | None) -> list[bytes] | None:
-    return None if canonical is None else _kept(canonical)
-
-
-def _kept(canonical: Iterable[bytes]) -> list[bytes]:
-    keys = canonical if isinstance(canonical, list) else list(canonical)
-    if max(map(len, keys)) <= KEPT_BYTES:
-        return keys
-    return list(map(state_key, keys))
-
-
-def _uuid_keys(lines: bytes, count: int) -> list[bytes] | None:
-    """Return the state keys of lines with one canonical UUID each, or None if any line has another form."""
-    if lines[_UUID_CHARS::_ROW] != b"\n" * (count - 1):
-        return None
-    hyphens = b"-" * count
-    if any(lines[at::_ROW] != hyphens for at in _HYPHENS):
-        return None
-    digits = lines.translate(None, b"-\n")
-    if len(digits) != 32 * count:  # a line has additional hyphens or line feeds
-        return None
-    try:
-        packed = unhexlify(digits)
-    except NotHexadecimal:
-        return None
-    if hexlify(packed) != digits:  # a line has capital letters or white space
-        return None
-    keys = np.empty((count, 17), np.uint8)
-    keys[:, 0] = encoding.UUID[0]
-    keys[:, 1:] = np.frombuffer(packed, np.uint8).reshape(count, 16)
-    return _rows(keys)
-
-
-def _rows(keys: npt.NDArray[np.uint8]) -> list[bytes]:
-    # Unlike numpy's bytes type, its void type keeps trailing zero bytes.
-    rows: list[bytes] = keys.view(f"V{keys.shape[1]}").ravel().tolist()
-    return rows

@@ -32,7 +32,7 @@ from dedup.core.exact_json import (
     look_up,
 )
 from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, indexes_of, named, payload_of, schema_of, split
-from dedup.core.member_reader import MemberReader
+from dedup.core.member_reader import INVALID_TIMESTAMP, MemberReader
 from dedup.core.message_pack import message_pack_reader
 from dedup.core.proto_schema import Message, parse_proto
 from dedup.core.protobuf import ProtobufReader, protobuf_reader
@@ -275,6 +275,8 @@ def of_leaves(
     try:
         canonical = _canonical_id(recipe.tracking_id, key, value, headers, ABSENT, leaves)
         if isinstance(time, FieldTime):
+            if leaves[-1] == INVALID_TIMESTAMP and time.unit == "timestamp":
+                raise BadTime("time_unparsable", f"the event time at {format_path(time.path)} is an invalid timestamp")
             if isinstance(leaves[-1], Refused):
                 text = f"the event time at {format_path(time.path)} has the type {leaves[-1].type_name}"
                 raise BadTime("time_ill_typed", f"{text}, which is no time of unit {time.unit}")

@@ -21,7 +21,11 @@ from dedup.core.varint import Damaged
 MS_NS: Final = 1_000_000
 MANY: Final = 8
 """The minimum number of items for which searching for a run of equally long items is worthwhile."""
+INVALID_TIMESTAMP: Final = Refused("invalid timestamp")
+"""Stands for an item of a type for times whose content is not a time."""
 _INT64: Final = 1 << 63
+_FEW: Final = 8
+"""With at most this many values, another attempt to read them at once is not worthwhile."""
 
 
 @dataclass(slots=True)
@@ -50,6 +54,8 @@ class MemberReader(ABC):
     """Reads the members at given paths, and the event time, from values of one format."""
 
     columnar: Final = True
+    takes_at_once = False
+    """Whether `at_once` can succeed."""
 
     def __init__(self, ids: Sequence[Path], time: FieldTime | None) -> None:
         self.has_time: Final = time is not None
@@ -66,8 +72,22 @@ class MemberReader(ABC):
         Raises Unreadable if the value does not have the format.
         """
 
+    def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:  # noqa: ARG002 - for other formats
+        """Return the columns of a batch of usual values much faster than `read` would, or None for any other batch."""
+        return None
+
     def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
         """Return one column per path, followed by the event times, or None if any value cannot be read."""
+        found = self.at_once(values)
+        if found is not None:
+            return found
+        if self.takes_at_once and len(values) > _FEW:  # one unusual value slows down only a few others
+            half = len(values) // 2
+            first = self.columns(values[:half])
+            second = None if first is None else self.columns(values[half:])
+            if first is None or second is None:
+                return None
+            return [left + right for left, right in zip(first, second, strict=True)]
         try:
             rows = list(map(self.read, values))
         except NotJudged:
@@ -90,10 +110,21 @@ class Cursor(ABC):
         self.at = 0
         self.is_repeated = False
         """Whether a map has two members with the same name on a path."""
+        self.not_utf8: Unreadable | None = None
+        """The error for the first requested text that is not UTF-8."""
 
     @abstractmethod
     def item(self, wanted: PathTree) -> None:
         """Read one item, and store the requested values in `found`. Raises Damaged if the item is not valid."""
+
+    def text(self, raw: bytes) -> str:
+        """Decode a text. If it is not UTF-8, store the error, because the item may be damaged after the text."""
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            said = f"a string of the value is not UTF-8 (byte {error.start} of the string)"
+            self.not_utf8 = self.not_utf8 or Unreadable("not_utf8", said)
+            return ""
 
 
 class ItemReader(MemberReader):
@@ -104,32 +135,56 @@ class ItemReader(MemberReader):
     name: ClassVar[str]
     cursor: ClassVar[type[Cursor]]
 
+    def __init__(self, ids: Sequence[Path], time: FieldTime | None) -> None:
+        super().__init__(ids, time)
+        self._without_ids: Final = PathTree()
+        if time is not None:
+            self._without_ids.at(time.path).slots.append(len(ids))
+
     def read(self, value: bytes) -> list[Leaf]:
         """Return the members at the paths, then the event time. Raises Unreadable if the value is not one item."""
-        cursor = self.cursor(value, [ABSENT] * self.count)
+        found: list[Leaf] = [ABSENT] * self.count
+        fault = self._fault(value, self.wanted, found)
+        if fault is not None:
+            # Of several faults, all alternatives of an ID must report the same one, so the ID's own faults come last.
+            raise self._fault(value, self._without_ids, found) or fault
+        return self.leaves(found)
+
+    def _fault(self, value: bytes, wanted: PathTree, found: list[Leaf]) -> Unreadable | None:
+        """Store the requested parts of a value in ``found``, and return the error if the value cannot be read."""
+        cursor = self.cursor(value, found)
         try:
-            cursor.item(self.wanted)
+            cursor.item(wanted)
             if cursor.at < len(value):
                 raise Damaged(f"bytes follow its end (byte {cursor.at} of {len(value)})")
         except Damaged as damage:
-            raise not_of_format(value, self.code, self.name, damage) from None
+            return not_of_format(value, self.code, self.name, damage)
         if cursor.is_repeated:
             text = "a member on the path of the tracking ID or the event time is repeated"
-            raise Unreadable("repeated_member", text)
-        return self.leaves(cursor.found)
+            return Unreadable("repeated_member", text)
+        return cursor.not_utf8
+
+
+def one_of(sizes: bytes) -> dict[int, bytes]:
+    """Map each item size in bytes to the text of a pattern that matches one item of this size.
+
+    ``sizes`` contains, for each first byte of an item, the item's size, or 0 if the first byte does not determine the
+    size.
+    """
+    firsts: dict[int, bytes] = {}
+    for first, size in enumerate(sizes):
+        firsts[size] = firsts.get(size, b"") + b"\\x%02x" % first
+    return {size: b"[%s].{%d}" % (firsts[size], size - 1) for size in sorted(firsts) if size}
 
 
 def runs_of(sizes: bytes) -> dict[int, re.Pattern[bytes]]:
     """Map each item size in bytes to a pattern that matches consecutive items of this size.
 
-    ``sizes`` contains, for each first byte of an item, the item's size, or 0 if the first byte does not determine the
-    size. Skipping a run of items in C is a hundred times as fast as skipping the items one by one.
+    ``sizes`` is as for `one_of`. Skipping a run of items in C is a hundred times as fast as skipping the items one by
+    one.
     """
-    firsts: dict[int, bytes] = {}
-    for first, size in enumerate(sizes):
-        firsts[size] = firsts.get(size, b"") + b"\\x%02x" % first
     # The quantifier is possessive, because a run can have any number of items and the match never has to backtrack.
-    return {size: re.compile(b"(?s)(?:[%s].{%d})++" % (firsts[size], size - 1)) for size in firsts if size}
+    return {size: re.compile(b"(?s)(?:%s)++" % item) for size, item in one_of(sizes).items()}
 
 
 def time_leaf(found: Leaf, unit: TimeUnit) -> Leaf:
@@ -156,14 +211,6 @@ def _type_name(found: Leaf) -> str:
 def integer(number: int) -> int | Number:
     """Return an integer as an int if it fits into 64 bits, and otherwise as a `Number`."""
     return number if -_INT64 <= number < _INT64 else Number(str(number))
-
-
-def text_of(raw: bytes) -> str:
-    """Decode a string that a value contains. Raises Unreadable if the string is not UTF-8."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise Unreadable("not_utf8", f"a string of the value is not UTF-8 (byte {error.start} of the string)") from None
 
 
 def not_of_format(value: bytes, code: str, name: str, damage: Damaged) -> Unreadable:

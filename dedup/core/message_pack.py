@@ -6,11 +6,13 @@ memory for announced lengths, so it limits neither depth nor length.
 
 `columns` decodes values with msgspec, and uses `MessagePackReader.read` if the results might differ. Because msgspec
 keeps the last of several members with the same name, each name must occur only once in the bytes of a value, in its
-shortest encoding. Source: github.com/msgpack/msgpack/blob/master/spec.md.
+shortest encoding, or else msgspec must find as many different names in each map on a path as the map announces.
+Source: github.com/msgpack/msgpack/blob/master/spec.md.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +26,7 @@ from dedup.core.avro import Instant, Leaf, Refused
 from dedup.core.event_time import MAX_MS, MIN_MS, FieldTime, TimeUnit
 from dedup.core.exact_json import DECODE_REFUSALS
 from dedup.core.member_reader import (
+    INVALID_TIMESTAMP,
     MANY,
     Cursor,
     ItemReader,
@@ -32,7 +35,6 @@ from dedup.core.member_reader import (
     integer,
     no_item,
     runs_of,
-    text_of,
     time_leaf,
 )
 from dedup.core.tracking_id import Path
@@ -69,8 +71,11 @@ _TIMESTAMP: Final = -1
 _SECOND_NS: Final = 10**9
 _LOW_34: Final = (1 << 34) - 1
 _MOST_FIXSTR: Final = 31
+_NO_FIELD: Final = re.compile(r'["\\\x00-\x1f]')
+"""The characters that msgspec refuses in the name of a field."""
 
 _Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
+_MEMBERS: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _TIME_TYPES: Final[dict[TimeUnit, Any]] = {"rfc3339": str, "timestamp": msgspec.msgpack.Ext}
 
 
@@ -82,6 +87,8 @@ class _Columns(NamedTuple):
     """For each path, a function that returns the member at the path in a decoded value."""
     names: tuple[tuple[bytes, bytes, int], ...]
     """For each name in the paths, its shortest encoding, the end of every longer encoding, and its number of places."""
+    tree: dict[str, Any]
+    """The names on the paths, each with the names below it or, at the end of a path, with the type of the member."""
     has_timestamps: bool
     """Whether the last path leads to timestamps."""
 
@@ -93,7 +100,10 @@ class _Columns(NamedTuple):
             return None
         # Every row is known to have each of these members.
         joined, count = b"".join(values), len(values)
-        if any(joined.count(shortest) > times * count or longer in joined for shortest, longer, times in self.names):
+        often = any(
+            joined.count(shortest) > times * count or longer in joined for shortest, longer, times in self.names
+        )
+        if often and not _are_single(values, self.tree):
             return None
         columns = [list(map(member, rows)) for member in self.members]
         if self.has_timestamps:
@@ -120,15 +130,38 @@ def _compiled(ids: Sequence[Path], time: FieldTime | None) -> _Columns | None:
     if time is not None:
         here[str(paths[-1][-1])] = _TIME_TYPES.get(time.unit, _Int64)
     names = Counter(_names(tree))
-    if any(not 0 < len(name.encode()) <= _MOST_FIXSTR for name in names):
+    if any(not 0 < len(name.encode()) <= _MOST_FIXSTR or _NO_FIELD.search(name) for name in names):
         return None
     encoded = [(name.encode(), times) for name, times in names.items()]
     return _Columns(
         msgspec.msgpack.Decoder(_struct(tree)),
         tuple(attrgetter(_attribute(tree, path)) for path in paths),
         tuple((bytes((_FIXSTR + len(raw),)) + raw, bytes((len(raw),)) + raw, times) for raw, times in encoded),
+        tree,
         time is not None and time.unit == "timestamp",
     )
+
+
+def _are_single(maps: Sequence[bytes | msgspec.Raw], tree: dict[str, Any]) -> bool:
+    """Tell whether msgspec has seen every member of the maps on the paths, so that none of their names is repeated.
+
+    Every map must have each name of ``tree``. The check takes as long as decoding the batch again.
+    """
+    try:
+        members = list(map(_MEMBERS.decode, maps))
+    except DECODE_REFUSALS:  # one of the maps has a key that is not text
+        return False
+    # msgspec keeps one of several members with the same name, however the name is encoded.
+    if any(len(each) != _announced(memoryview(one)) for each, one in zip(members, maps, strict=True)):
+        return False
+    inside = [(name, below) for name, below in tree.items() if isinstance(below, dict)]
+    return all(_are_single([each[name] for each in members], below) for name, below in inside)
+
+
+def _announced(encoded: memoryview) -> int:
+    """Return the number of members that the first bytes of a map announce."""
+    first = encoded[0]
+    return int.from_bytes(encoded[1 : 1 + _MAP[first]]) if first in _MAP else first & 0x0F
 
 
 def _names(tree: dict[str, Any]) -> list[str]:
@@ -267,7 +300,7 @@ class _Cursor(Cursor):
         if first < _FIXMAP or first >= _NEGATIVE:
             return first if first < _FIXMAP else first - 0x100
         if first & 0xE0 == _FIXSTR or first in _STR:
-            return text_of(self._bytes(self._number(_STR[first]) if first in _STR else first & 0x1F))
+            return self.text(self._bytes(self._number(_STR[first]) if first in _STR else first & 0x1F))
         if first in {_NIL, _FALSE, _TRUE}:
             return None if first == _NIL else first == _TRUE
         if first in _FLOAT or self._entries(first)[0] is not None:
@@ -320,8 +353,8 @@ def _extension(kind: int, content: bytes) -> Instant | Refused:
         case 12:
             nanoseconds, seconds = struct.unpack(">Iq", content)
         case _:
-            return Refused("invalid timestamp")
-    return Refused("invalid timestamp") if nanoseconds >= _SECOND_NS else Instant(seconds * _SECOND_NS + nanoseconds)
+            return INVALID_TIMESTAMP
+    return INVALID_TIMESTAMP if nanoseconds >= _SECOND_NS else Instant(seconds * _SECOND_NS + nanoseconds)
 
 
 class MessagePackReader(ItemReader):
@@ -334,11 +367,11 @@ class MessagePackReader(ItemReader):
     def __init__(self, ids: Sequence[Path], time: FieldTime | None) -> None:
         super().__init__(ids, time)
         self._columns: Final = _compiled(ids, time)
+        self.takes_at_once = self._columns is not None
 
-    def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return one column per path, followed by the event times, or None if any value cannot be read."""
-        quick = None if self._columns is None else self._columns.decode(values)
-        return super().columns(values) if quick is None else quick
+    def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
+        """Return the columns of a batch, or None if msgspec cannot be trusted to read every value exactly."""
+        return None if self._columns is None else self._columns.decode(values)
 
 
 @lru_cache(maxsize=256)

@@ -11,13 +11,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dedup.core.avro import Leaf, Refused
-from dedup.core.event_time import FieldTime
+from dedup.core.event_time import FieldTime, RecordTime
 from dedup.core.exact_json import ABSENT, Number, Unreadable
+from dedup.core.extract_one import Recipe
 from dedup.core.member_reader import MemberReader
 from dedup.core.message_pack import MessagePackReader
+from dedup.core.tracking_id import FieldRule, FirstOfRule, HeaderRule, KeyRule, TrackingId
+from tests.extraction import same_in_columns
 
-NAMES = ["id", "a", "t", "é", ""]
-PATHS = [("id",), ("a", "id"), ("t",), ("a", 0, "id"), ("a", 1), ("é",), ("", "a"), ("a",)]
+NAMES = ["id", "a", "t", "é", "", 'a"', "\\", "\n"]
+PATHS = [
+    ("id",),
+    ("a", "id"),
+    ("t",),
+    ("a", 0, "id"),
+    ("a", 1),
+    ("é",),
+    ("", "a"),
+    ("a",),
+    ('a"',),
+    ("a", "\\"),
+    ("\n",),
+]
 SCALARS = (
     st.none()
     | st.booleans()
@@ -163,3 +178,29 @@ def test_a_repeated_name_is_refused_however_it_is_written(members, head):
     assert shown(reader, value) == expected
     columns = reader.columns([value] * 3)
     assert columns == (None if len(numbers) > 1 else [[*expected] * 3])
+
+
+def doubtful(a_map: int, text: int, null: int) -> st.SearchStrategy[bytes]:
+    """Return maps that may have a repeated name, a text that is not UTF-8, and no end.
+
+    The arguments are the first bytes of a map and a text without content, and of null, in the format of the maps.
+    """
+    name = st.sampled_from([b"id", b"t", b"x"]).map(lambda raw: bytes([text + len(raw)]) + raw)
+    leaf = st.sampled_from([b"\x01", bytes([text + 1, 0xFF]), bytes([text + 1]) + b"u", bytes([null])])
+    inner = st.builds(lambda *pair: bytes([a_map + 1]) + b"".join(pair), name, leaf)
+    members = st.lists(st.builds(lambda *pair: b"".join(pair), name, leaf | inner), max_size=5)
+    whole = members.map(lambda pairs: bytes([a_map + len(pairs)]) + b"".join(pairs))
+    return st.builds(lambda value, cut: value[: max(0, len(value) - cut)], whole, st.sampled_from([0, 0, 0, 1, 2, 3]))
+
+
+FIELDS = st.sampled_from([("id",), ("x",), ("x", "id"), ("t",), ("t", "x")]).map(FieldRule)
+RULES = FIELDS | st.lists(FIELDS | st.sampled_from([HeaderRule("h"), KeyRule()]), min_size=1, max_size=3).map(
+    lambda rules: FirstOfRule(tuple(rules))
+)
+UNITS = st.sampled_from([None, "ms", "rfc3339"])
+
+
+@given(RULES, UNITS, st.lists(doubtful(0x80, 0xA0, 0xC0), min_size=6, max_size=12))
+def test_one_of_several_faults_is_the_same_in_columns(rule, unit, values):
+    time = RecordTime() if unit is None else FieldTime(("t",), unit)
+    same_in_columns(Recipe(TrackingId(rule), time, fmt="msgpack", fingerprint=True), values)

@@ -26,7 +26,6 @@ SMALL_LINES = 80
 FEW_IMPORTERS = 3
 
 SMALL: Mapping[str, str] = {
-    "dedup.core.id_columns": "what batches of plain IDs do not need; in extract.py it would be over 700 lines",
     "dedup.embedded.flights": "the demo's data: where they come from, and nothing of Kafka",
     "dedup.embedded.watchdog": "a program of its own, started for each child: it must import nothing",
 }

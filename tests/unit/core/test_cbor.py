@@ -2,16 +2,29 @@
 
 import json
 from pathlib import Path
+from time import process_time
+from unittest import mock
 
 import cbor2
 import pytest
 
+from dedup.core import extract
 from dedup.core import tracking_id as encoding
 from dedup.core.event_time import FieldTime
-from dedup.core.extract import Recipe
-from dedup.core.extract_one import Fault, One, extract_one
-from dedup.core.tracking_id import FieldRule, FieldsRule, FirstOfRule, KeyRule, Part, PartsRule, TrackingId, parse_path
-from tests.extraction import everywhere
+from dedup.core.extract import Extractor, Recipe
+from dedup.core.extract_one import Fault, One, extract_one, of_leaves
+from dedup.core.tracking_id import (
+    FieldRule,
+    FieldsRule,
+    FirstOfRule,
+    HeaderRule,
+    KeyRule,
+    Part,
+    PartsRule,
+    TrackingId,
+    parse_path,
+)
+from tests.extraction import FEW, everywhere, slow_rows
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "cbor.json").read_text())
 pack = cbor2.dumps
@@ -70,8 +83,7 @@ def test_a_damaged_value_is_a_dead_letter(value, said, rule):
     one = Recipe(TrackingId(KeyRule()), fmt="cbor") if rule == "key" else recipe(rule)
     found = everywhere(one, value)
     assert (found.kind.value, found.code, found.format_name) == ("unreadable", "not_cbor", "")
-    if rule == "id":
-        assert found.detail == f"the value is not CBOR: {said}"
+    assert found.detail == f"the value is not CBOR: {said}"
 
 
 @pytest.mark.parametrize(
@@ -107,6 +119,47 @@ def test_only_names_on_the_path_count():
     assert everywhere(recipe("id"), b"\xa4\x42id\x01\x62id\x02\x01\x02\xd8\x20\x62id\x03").id == b"\4\2"
     assert everywhere(recipe("id"), b"\xa1\x42id\x01").code == "id_missing"
     assert everywhere(recipe("id"), b"\xa1\xa1\x62id\x01\x02").code == "id_missing"
+
+
+_MARK = b"\xd9\xd9\xf7"
+
+
+@pytest.mark.parametrize("mark", [_MARK, b"\xda\0\0\xd9\xf7", _MARK * 3])
+def test_the_tag_that_marks_cbor_is_ignored_everywhere(mark):
+    assert everywhere(recipe("id"), mark + b"\xa1" + mark + b"\x62id" + mark + b"\x01").id == b"\4\1"
+    assert everywhere(recipe("id"), b"\xa1" + mark + b"\x7f\x61i\x61d\xff\x01").id == b"\4\1"
+    # A reader that ignores the tag sees the same name twice.
+    assert everywhere(recipe("id"), b"\xa2\x62id\x01" + mark + b"\x62id\x02").code == "repeated_member"
+    assert everywhere(recipe("id"), b"\xa1\x62id\xc2" + mark + b"\x41\7").id == b"\4\7"
+    plain = everywhere(recipe("id"), b"\xa1\x62id\xc4\x82\x20\xc2\x41\7").id
+    parts = [b"\xa1\x62id\xc4", b"\x82", b"\x20", b"\xc2", b"\x41\7"]
+    assert everywhere(recipe("id"), mark.join(parts)).id == plain
+    raw = bytes(range(16))
+    assert everywhere(recipe("id"), b"\xa1\x62id\xd8\x25" + mark + b"\x50" + raw).id == b"\3" + raw
+    timed = recipe("id", event_time=FieldTime(("t",), "timestamp"))
+    assert everywhere(timed, b"\xa2\x62id\1\x61t\xc1" + mark + b"\7").time_ms == 7_000
+    assert everywhere(timed, b"\xa2\x62id\1\x61t\xc0" + mark + b"\x74" + b"2013-03-21T20:04:00Z").time_ms % 1_000 == 0
+    # A key with another tag is not text, and the tag must have an item behind it.
+    assert everywhere(recipe("id"), b"\xa1" + mark + b"\xd8\x20\x62id\x01").code == "id_missing"
+    assert everywhere(recipe("id"), b"\xbf" + mark + b"\xff").code == "not_cbor"
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        (b"\xa1\x62id\x61\xff", "not_utf8"),
+        (b"\xa2\x62id\x61\xff\x61x\1", "not_utf8"),
+        (b"\xa2\x62id\x61\xff", "not_cbor"),
+        (b"\xa1\x62id\x61\xff\1", "not_cbor"),
+        (b"\xa2\x62id\x61\xff\x62id\1", "repeated_member"),
+        (b"\xa3\x61t\x61\xff\x62id\1\x62id\1", "not_utf8"),
+        (b"\xa3\x61t\1\x61t\1\x62id\x61\xff", "repeated_member"),
+    ],
+)
+@pytest.mark.parametrize("rule", [FieldRule(("id",)), FirstOfRule((HeaderRule("h"), FieldRule(("id",))))])
+def test_of_several_faults_damage_comes_first_and_the_event_time_precedes_the_id(value, code, rule):
+    found = everywhere(Recipe(TrackingId(rule), FieldTime(("t",), "rfc3339"), fmt="cbor"), value)
+    assert (found.kind.value, found.code) == ("unreadable", code)
 
 
 @pytest.mark.parametrize("path", ["a.id", "a[1]", "list.id", "list[7]", "none", "text.x", "tagged.id"])
@@ -179,3 +232,88 @@ def test_runs_of_items_are_passed_over(items, times):
     assert extract_one(recipe("x.id"), b"k", value, [], 5).code == "id_missing"
     for end in range(0, len(value), 1 + len(value) // 50):
         assert extract_one(recipe("id"), b"k", value[:end], [], 5).code == "not_cbor"
+
+
+def jackson(item):
+    """Return an item as Jackson writes it: with maps and arrays of indefinite length."""
+    match item:
+        case list():
+            return b"\x9f" + b"".join(map(jackson, item)) + b"\xff"
+        case dict():
+            return b"\xbf" + b"".join(pack(key) + jackson(inner) for key, inner in item.items()) + b"\xff"
+        case _:
+            return pack(item)
+
+
+@pytest.mark.parametrize(
+    "tags", [b"", b"\xc1", b"\xc1\x81\xd8\x20" * 9, b"\x81" * 9, b"\xd9\1\2\xda\0\0\0\1\xdb" + b"\1" * 8]
+)
+@pytest.mark.parametrize("item", [1, 300, 1.5, "abc", "x" * 40, [], {}, [1, "x", 300], {"x": 1}, {"x": [], "yy": 300}])
+@pytest.mark.parametrize("times", [1, 2, 9, 50])
+def test_indefinite_lengths_and_tags_are_passed_over(item, times, tags):
+    """Beside the path, below it, and cut off anywhere."""
+    inner = tags + jackson(item)
+    members = b"".join(jackson(str(at)) + inner for at in range(times))
+    members += b"".join(inner + b"\1" for at in range(times))
+    value = b"\xbf\x61x\x9f" + inner * times + b"\xff\x61y\xbf" + members + b"\xff\x62id\7\xff"
+    assert everywhere(recipe("id"), value).id == b"\4\7"
+    assert extract_one(recipe(f"x[{times}]", "id"), b"k", value, [], 5).code == "id_missing"
+    assert extract_one(recipe("y.id"), b"k", value, [], 5).code == "id_missing"
+    for end in range(0, len(value), 1 + len(value) // 50):
+        assert extract_one(recipe("id"), b"k", value[:end], [], 5).code == "not_cbor"
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        b"\x9f\xc1\xff",
+        b"\xbf\x01\xff",
+        b"\xbf\x61x\xff",
+        b"\xbf\xc1\xff\xff",
+        b"\x81\xff",
+        b"\x9f\x81\xff",
+        b"\x82\1\xff",
+    ],
+)
+def test_the_end_of_an_indefinite_length_stands_where_an_item_may_be_missing(inside):
+    for value in (b"\xa2\x61x" + inside + b"\x62id\1", b"\xa2\x61x\x9f" + inside + b"\xff\x62id\1"):
+        found = everywhere(recipe("id"), value)
+        assert (found.code, found.detail[:39]) == ("not_cbor", "the value is not CBOR: byte ff begins n")
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [b"\x9f" + b"\1" * 200_000 + b"\xff", b"\xbf" + b"\1\x61a" * 70_000 + b"\xff", b"\xc1" * 200_000 + b"\1"],
+    ids=["array", "map", "tags"],
+)
+def test_skipping_is_about_as_fast_as_for_a_definite_length(inside):
+    # The event loop stands still meanwhile; item by item, this would take 50 times as long.
+    definite = b"\x9a" + (200_000).to_bytes(4) + b"\1" * 200_000
+    plain, other = (shortest(b"\xa2\x61x" + each + b"\x62id\1") for each in (definite, inside))
+    assert other < 15 * plain
+
+
+def shortest(value):
+    times = []
+    for _ in range(3):
+        begin = process_time()
+        assert extract_one(recipe("id"), b"k", value, [], 5).id == b"\4\1"
+        times.append(process_time() - begin)
+    return min(times)
+
+
+def test_one_unusual_record_is_judged_apart():
+    one = recipe("id", fingerprint=True)
+    assert slow_rows(one, pack({"id": "a"}), pack({"id": None})) - 1_000 <= FEW  # CBOR is always read one by one
+
+
+def test_rows_without_a_header_are_judged_apart():
+    rule = PartsRule((Part(FieldRule(("id",))), Part(HeaderRule("h"), True)))
+    one = Recipe(TrackingId(rule), fmt="cbor", fingerprint=True)
+    headers = [[("h", b"x")] if at % 3 else [] for at in range(999)]
+    values = [pack({"id": str(at)}) for at in range(999)]
+    with mock.patch.object(extract, "of_leaves", side_effect=of_leaves) as judged:
+        found = Extractor(one)([None] * 999, values, headers, [0] * 999)
+    assert judged.call_count == 333
+    for at in range(999):
+        assert found.ids[at] == extract_one(one, None, values[at], headers[at], 0).id

@@ -1,13 +1,25 @@
 """CSV values: what is one row, what is a missing cell, and one verdict for each way to be no row."""
 
+import tracemalloc
+
 import pytest
 
-from dedup.core.csv_row import CsvLayout
+from dedup.core.csv_row import CsvLayout, CsvReader
 from dedup.core.event_time import FieldTime
+from dedup.core.exact_json import Unreadable
 from dedup.core.extract import Recipe
 from dedup.core.extract_one import One
-from dedup.core.tracking_id import FieldRule, FieldsRule, FirstOfRule, KeyRule, Part, PartsRule, TrackingId
-from tests.extraction import everywhere
+from dedup.core.tracking_id import (
+    FieldRule,
+    FieldsRule,
+    FirstOfRule,
+    KeyRule,
+    Part,
+    PartsRule,
+    RawContentRule,
+    TrackingId,
+)
+from tests.extraction import FEW, everywhere, slow_rows
 
 ROW = CsvLayout(("id", "at", "x"))
 
@@ -57,11 +69,14 @@ def test_an_empty_cell_is_missing(row):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (b"", "it has 1 cells, and `source.columns` has 3"),
-        (b"\n", "it has 1 cells, and `source.columns` has 3"),
+        (b"", "it has 1 cell, and `source.columns` has 3"),
+        (b"\n", "it has 1 cell, and `source.columns` has 3"),
         (b"a,b", "it has 2 cells, and `source.columns` has 3"),
         (b"a,b,c,", "it has 4 cells, and `source.columns` has 3"),
         (b'"a","b"', "it has 2 cells, and `source.columns` has 3"),
+        (b'"a"', "it has 1 cell, and `source.columns` has 3"),
+        (b'a,b,c,"d",e', "it has more than 3 cells, and `source.columns` has 3"),
+        (b'a,b,c,"d', "it has more than 3 cells, and `source.columns` has 3"),
         (b"a,b,c\nd,e,f", "a line break that is not in quotes is inside of it"),
         (b"a,b,c\n\n", "a line break that is not in quotes is inside of it"),
         (b"a,b\r,c", "a line break that is not in quotes is inside of it"),
@@ -138,3 +153,30 @@ def test_payloads_are_compared_as_bytes():
     one = recipe("id", fingerprint=True)
     assert everywhere(one, b"a,b,c").id == everywhere(one, b'"a",b,c').id
     assert everywhere(one, b"a,b,c").fingerprint != everywhere(one, b'"a",b,c').fingerprint
+
+
+@pytest.mark.parametrize(
+    "odd", [b",1,x", b'"a",1,x', b"a,1,x\n", b"a,1,x\r\n", b"a,b,c", b"a,1", b"\xff", b"\xef\xbb\xbfa,1,x"]
+)
+def test_one_unusual_row_slows_down_only_a_few(odd):
+    one = recipe("id", event_time=FieldTime(("at",), "ms"), fingerprint=True)
+    assert slow_rows(one, b"a,1,x", odd) <= FEW
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+def test_rows_with_equal_ends_are_read_in_columns(end):
+    assert slow_rows(recipe("id", fingerprint=True), b"a,1,x" + end, b"b,2,y" + end) == 0
+    content = Recipe(TrackingId(RawContentRule()), fmt="csv", schema=ROW, fingerprint=True)
+    assert slow_rows(content, b"a,1,x" + end, b"b,2,y" + end) == 0
+
+
+@pytest.mark.parametrize("row", [b"a," * 1_000_000, b'"",' * 1_000_000], ids=["plain", "quoted"])
+def test_a_row_with_too_many_cells_is_refused_before_they_are_split(row):
+    reader = CsvReader(ROW, (("id",),), None)
+    tracemalloc.start()
+    with pytest.raises(Unreadable, match=r"cells, and `source\.columns` has 3"):
+        reader.read(row)
+    assert reader.columns([row] * 2) is None
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < 10 * len(row)

@@ -28,7 +28,7 @@ NAMED = [
     ("utf_16", JSON.encode("utf-16-be"), "byte 0 before a character: UTF-16 without a byte order mark"),
     ("utf_32", JSON.encode("utf-32"), "bytes fffe0000: the byte order mark of UTF-32"),
     ("utf_32", b"\x00\x00\xfe\xff" + JSON.encode("utf-32-be"), "bytes 0000feff: the byte order mark of UTF-32"),
-    ("utf_8_bom", JSON.encode("utf-8-sig"), "bytes efbbbf: a byte order mark"),
+    ("utf_8_bom", JSON.encode("utf-8-sig"), "bytes efbbbf: the byte order mark of UTF-8"),
     ("gzip", gzip.compress(JSON.encode(), mtime=0), "bytes 1f8b: gzip"),
     ("zstd", b"\x28\xb5\x2f\xfd\x00", "bytes 28b52ffd: Zstandard"),
     ("avro_file", b"Obj\x01\x04", 'the text "Obj" and byte 1: an Avro object container'),

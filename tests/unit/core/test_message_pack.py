@@ -10,8 +10,18 @@ from dedup.core import tracking_id as encoding
 from dedup.core.event_time import FieldTime
 from dedup.core.extract import Extractor, Recipe
 from dedup.core.extract_one import Fault, One, extract_one
-from dedup.core.tracking_id import FieldRule, FieldsRule, FirstOfRule, KeyRule, Part, PartsRule, TrackingId, parse_path
-from tests.extraction import everywhere
+from dedup.core.tracking_id import (
+    FieldRule,
+    FieldsRule,
+    FirstOfRule,
+    HeaderRule,
+    KeyRule,
+    Part,
+    PartsRule,
+    TrackingId,
+    parse_path,
+)
+from tests.extraction import FEW, everywhere, slow_rows
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "message_pack.json").read_text())
 pack = msgspec.msgpack.encode
@@ -43,12 +53,12 @@ def test_a_vector_as_id_and_as_time(case, around):
     ("value", "said"),
     [
         (b"", "it ends where an item must follow (byte 0)"),
-        (b"\x81", "it ends where an item must follow (byte 1)"),
+        (b"\x81", "it ends inside a map or an array (byte 1)"),
         (b"\x81\xa2i", "it ends inside an item of 2 bytes (byte 2)"),
         (b"\x81\xa2id", "it ends where an item must follow (byte 4)"),
         (b"\x81\xa2id\xdb\xff\xff\xff\xff", "it ends inside an item of 4294967295 bytes (byte 9)"),
         (b"\x82\xa2id\x01\xa1x\xdd\xff\xff\xff\xff", "it ends inside a map or an array (byte 12)"),
-        (b"\xdf\xff\xff\xff\xff\xa2id\x01", "it ends where an item must follow (byte 9)"),
+        (b"\xdf\xff\xff\xff\xff\xa2id\x01", "it ends inside a map or an array (byte 9)"),
         (b"\x82\xa2id\x01\xa1x\xc6\xff\xff\xff\xff\0", "it ends inside an item of 4294967295 bytes (byte 12)"),
         (b"\x82\xa2id\x01\xa1x\xc1", "byte c1 begins no item (byte 7)"),
         (b"\xc1", "byte c1 begins no item (byte 0)"),
@@ -60,8 +70,7 @@ def test_a_damaged_value_is_a_dead_letter(value, said, rule):
     one = Recipe(TrackingId(KeyRule()), fmt="msgpack") if rule == "key" else recipe(rule)
     found = everywhere(one, value)
     assert (found.kind.value, found.code, found.format_name) == ("unreadable", "not_msgpack", "")
-    if rule == "id":
-        assert found.detail == f"the value is not MessagePack: {said}"
+    assert found.detail == f"the value is not MessagePack: {said}"
 
 
 @pytest.mark.parametrize(
@@ -101,6 +110,24 @@ def test_only_names_on_the_path_count():
     assert everywhere(recipe("id"), b"\x81\xd9\x02id\x05").id == b"\4\5"
 
 
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        (b"\x81\xa2id\xa1\xff", "not_utf8"),
+        (b"\x82\xa2id\xa1\xff\xa1x\1", "not_utf8"),
+        (b"\x82\xa2id\xa1\xff", "not_msgpack"),
+        (b"\x81\xa2id\xa1\xff\1", "not_msgpack"),
+        (b"\x82\xa2id\xa1\xff\xa2id\1", "repeated_member"),
+        (b"\x83\xa1t\xa1\xff\xa2id\1\xa2id\1", "not_utf8"),
+        (b"\x83\xa1t\1\xa1t\1\xa2id\xa1\xff", "repeated_member"),
+    ],
+)
+@pytest.mark.parametrize("rule", [FieldRule(("id",)), FirstOfRule((HeaderRule("h"), FieldRule(("id",))))])
+def test_of_several_faults_damage_comes_first_and_the_event_time_precedes_the_id(value, code, rule):
+    found = everywhere(Recipe(TrackingId(rule), FieldTime(("t",), "rfc3339"), fmt="msgpack"), value)
+    assert (found.kind.value, found.code) == ("unreadable", code)
+
+
 @pytest.mark.parametrize("path", ["a.id", "a[1]", "list.id", "list[7]", "none", "text.x"])
 def test_a_path_that_leads_nowhere_is_missing(path):
     value = pack({"a": {"b": 1}, "list": [1, {"id": 2}], "text": "x"})
@@ -118,6 +145,15 @@ def test_paths_lead_through_maps_and_arrays_and_one_another():
     assert everywhere(recipe("a.id", "a"), value).code == "id_container"
     assert everywhere(recipe("a.id"), pack([1])).code == "id_missing"
     assert everywhere(recipe("a.id", event_time=FieldTime(("a", "id"), "ms")), value).time_ms == 7
+
+
+@pytest.mark.parametrize("name", ['"', "a\\b", "\n", "\0", "/", "\x7f", "\ufeff"])
+def test_a_name_that_msgspec_cannot_rename_a_field_to_is_read_nonetheless(name):
+    value = pack({"x": {name: 7}, name: "u"})
+    assert everywhere(Recipe(TrackingId(FieldRule((name,))), fmt="msgpack"), value).id == b"\1u"
+    nested = Recipe(TrackingId(KeyRule()), FieldTime(("x", name), "ms"), fmt="msgpack")
+    assert everywhere(nested, value).time_ms == 7
+    assert everywhere(nested, pack({"x": {}})).code == "time_missing"
 
 
 @pytest.mark.parametrize("levels", [100, 2_000, 10_000])
@@ -169,3 +205,33 @@ def test_runs_of_items_are_passed_over(items, times):
     assert extract_one(recipe("x.id"), b"k", value, [], 5).code == "id_missing"
     for end in range(0, len(value), 1 + len(value) // 50):
         assert extract_one(recipe("id"), b"k", value[:end], [], 5).code == "not_msgpack"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"id": None, "t": 1},
+        {"id": 1.5, "t": 1},
+        {"t": 1},
+        {"id": "", "t": 1},
+        {"id": 7, "t": "x"},
+        {"id": 7, "t": 1, "items": [{"id": 2}]},
+        {"id": 1 << 63, "t": 1},
+        [],
+    ],
+    ids=str,
+)
+def test_one_unusual_record_slows_down_only_a_few(odd):
+    one = recipe("id", event_time=FieldTime(("t",), "ms"), fingerprint=True)
+    assert slow_rows(one, pack({"id": "a", "t": 1}), pack(odd)) <= FEW
+    assert slow_rows(one, pack({"id": "a", "t": 1}), b"\x82\xa2id\1\xa2id\1") <= FEW
+
+
+def test_names_that_recur_elsewhere_are_no_reason_to_read_slowly():
+    nested = {"id": 1, "a": {"id": "u", "n": 1}, "items": [{"id": 2, "a": {"id": 3}}], "n": "\xa2id"}
+    for paths in (["id"], ["a.id"], ["id", "a.id", "a.n"]):
+        assert slow_rows(recipe(*paths, fingerprint=True), pack(nested), pack(nested)) == 0
+    for repeated in (b"\x82\xa2id\1\xa2id\1", b"\x82\xd9\2id\1\xa2id\1", b"\xde\0\2\xa2id\1\xdb\0\0\0\2id\1"):
+        for value in (repeated, b"\x81\xa1a" + repeated):
+            one = recipe("id" if value is repeated else "a.id", fingerprint=True)
+            assert everywhere(one, value).code == "repeated_member"
