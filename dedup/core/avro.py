@@ -335,6 +335,7 @@ class AvroReader:
         paths = [*ids, *([time.path] if time is not None else [])]
         self._time_slot: Final = len(ids) if time is not None else -1
         self._want: Final = _wanted(enumerate(paths))
+        self._without_ids: Final = _wanted([] if time is None else [(len(ids), time.path)])
         # A path through an array or a map leads to different positions in the values of a batch.
         self.columnar: Final = not any(_through_items(schema, path) for path in paths)
 
@@ -343,26 +344,35 @@ class AvroReader:
 
         Raises Unreadable unless the value is exactly one record.
         """
-        try:
-            return self._read(value)
-        except Damaged as damage:
-            raise self._not_avro(value, f"the value is not a record of the schema: {damage}") from None
+        found: list[Leaf] = [ABSENT] * self.count
+        fault = self._fault(value, self._want, found)
+        if fault is None:
+            return found
+        # Of several faults, all alternatives of an ID must report the same one: damage first, the ID's own faults last.
+        fault = self._fault(value, _NOTHING, found) or self._fault(value, self._without_ids, found) or fault
+        if isinstance(fault, Damaged):
+            fault = self._not_avro(value, f"the value is not a record of the schema: {fault}")
+        raise fault
 
-    def _read(self, value: bytes) -> list[Leaf]:
-        cursor = _Cursor(self, value)
-        cursor.walk(self._schema, self._want, 0)
+    def _fault(self, value: bytes, want: _Wanted, found: list[Leaf]) -> Damaged | Unreadable | None:
+        try:
+            self._read(value, want, found)
+        except (Damaged, Unreadable) as fault:
+            return fault
+        return None
+
+    def _read(self, value: bytes, want: _Wanted, found: list[Leaf]) -> None:
+        cursor = _Cursor(self, value, found)
+        cursor.walk(self._schema, want, 0)
         if cursor.at != len(value):
             raise Damaged(f"it continues after its record ends (byte {cursor.at} of {len(value)})")
-        return cursor.found
 
     def _not_avro(self, value: bytes, text: str) -> Unreadable:
         if value[:1] == b"{" and value[-1:] == b"}":
             return Unreadable("not_avro", f"{text}; it looks like JSON", format_name="json")
-        if value[:1] == b"\0":  # byte 0 begins a framing, or the first field of a damaged record
-            try:
-                self._read(value[PREFIX_BYTES:])
-            except (Damaged, Unreadable):
-                return Unreadable("not_avro", text)
+        # Byte 0 begins a framing, or the first field of a damaged record.
+        if value[:1] == b"\0" and self._fault(value[PREFIX_BYTES:], self._want, [ABSENT] * self.count) is not None:
+            return Unreadable("not_avro", text)
         return with_foreign_format(value, "not_avro", text)
 
     def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
@@ -432,10 +442,10 @@ def _decimal(raw: bytes, scale: int) -> Number:
 class _Cursor:
     """A position in one Avro value. `walk` advances the position past one encoded value of a given type."""
 
-    def __init__(self, reader: AvroReader, value: bytes) -> None:
+    def __init__(self, reader: AvroReader, value: bytes, found: list[Leaf]) -> None:
         self._reader: Final = reader
         self._value: Final = value
-        self.found: Final[list[Leaf]] = [ABSENT] * reader.count
+        self.found: Final = found
         self.at = 0
 
     def walk(self, node: Node, want: _Wanted, depth: int) -> None:

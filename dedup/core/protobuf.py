@@ -143,6 +143,7 @@ class ProtobufReader:
     def __init__(self, message: Message, ids: Sequence[Path], time: FieldTime | None) -> None:
         self.has_time: Final = time is not None
         self.count: Final = len(ids) + self.has_time
+        self._without_ids: Final = ProtobufReader(message, (), time) if ids else None
         self.steps: Final[dict[int, _Step]] = {}
         self.texts: Final[list[bool]] = []
         """Says for each slot whether it holds bytes instead of a number."""
@@ -177,15 +178,31 @@ class ProtobufReader:
 
     def read(self, value: bytes) -> list[Leaf]:
         """Return the members at the paths, then the event time. Raises Unreadable if the value is not one message."""
-        try:
-            cursor = _Cursor(self, value)
-            cursor.walk(self.steps, len(value))
-            return [ABSENT if each is None else self._leaf(each, cursor.found) for each in self._columns]
-        except Damaged as damage:
-            text = f"the value is not a message of the schema: {damage}"
+        found = self._read(value)
+        if isinstance(found, list):
+            return found
+        # Of several faults, all alternatives of an ID must report the same one, so the ID's own faults come last.
+        earlier = found if self._without_ids is None else self._without_ids.fault(value)
+        fault = earlier or found
+        if isinstance(fault, Unreadable):
+            raise fault
+        text = f"the value is not a message of the schema: {fault}"
         if value[:1] == b"{" and value[-1:] == b"}":
             raise Unreadable("not_protobuf", f"{text}; it looks like JSON", format_name="json")
         raise with_foreign_format(value, "not_protobuf", text)
+
+    def fault(self, value: bytes) -> Damaged | Unreadable | None:
+        """Return the error if the value cannot be read."""
+        found = self._read(value)
+        return None if isinstance(found, list) else found
+
+    def _read(self, value: bytes) -> list[Leaf] | Damaged | Unreadable:
+        cursor = _Cursor(self, value)
+        try:
+            cursor.walk(self.steps, len(value))
+            return [ABSENT if each is None else self._leaf(each, cursor.found) for each in self._columns]
+        except (Damaged, Unreadable) as fault:
+            return fault
 
     def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
         """Return one column per path, followed by the event times, or None if any value must be passed to `read`."""

@@ -17,7 +17,7 @@ from dedup.core.avro import avro_reader
 from dedup.core.event_time import RecordTime
 from dedup.core.exact_json import ABSENT, Unreadable
 from dedup.core.extract import Recipe
-from dedup.core.tracking_id import FieldRule, FieldsRule, TrackingId
+from dedup.core.tracking_id import FieldRule, FieldsRule, FirstOfRule, HeaderRule, TrackingId
 from tests.extraction import same_in_columns
 
 VALUES = int(os.environ.get("DEDUP_FUZZ", "100000")) // 4
@@ -222,5 +222,6 @@ def test_it_reads_what_fastavro_reads_and_columns_what_it_reads(seed):
 
 def in_columns(text, paths, values):
     """Each row of a batch is what `extract_one` says of it."""
-    for rule in (FieldRule(paths[0]), FieldsRule(paths)):
+    fields = tuple(map(FieldRule, paths))
+    for rule in (fields[0], FieldsRule(paths), FirstOfRule((HeaderRule("h"), *fields))):
         same_in_columns(Recipe(TrackingId(rule), RecordTime(), "avro", fingerprint=True, schema=text), values)

@@ -18,7 +18,7 @@ from dedup.core.exact_json import ABSENT, Number, Unreadable
 from dedup.core.extract import Recipe
 from dedup.core.proto_schema import SCALARS, TIMESTAMP, WRAPPERS, parse_proto
 from dedup.core.protobuf import protobuf_reader
-from dedup.core.tracking_id import FieldRule, FieldsRule, TrackingId
+from dedup.core.tracking_id import FieldRule, FieldsRule, FirstOfRule, HeaderRule, TrackingId
 from tests.extraction import same_in_columns
 from tests.protoc import compiled
 
@@ -371,5 +371,6 @@ KINDS = dict.fromkeys(range(1, 19), "") | dict(
 
 def in_columns(text, paths, time, values):
     """Each row of a batch is what `extract_one` says of it."""
-    for rule in (FieldRule(paths[0]), FieldsRule(paths)):
+    fields = tuple(map(FieldRule, paths))
+    for rule in (fields[0], FieldsRule(paths), FirstOfRule((HeaderRule("h"), *fields))):
         same_in_columns(Recipe(TrackingId(rule), time, "protobuf", fingerprint=True, schema=text), values)

@@ -78,7 +78,8 @@ def test_a_vector_as_id_and_as_time(case, around):
         (b"\x13\x1c", "a group ends that did not begin (before byte 2)"),
         (b"\x0a\x00", "field 1 has another wire type than in the schema (before byte 1)"),
         (b"\x22\x03\x12\x03a", "it ends inside a field of 3 bytes (byte 4)"),
-        (b"\x22\x02\x12\x01a", "it ends inside a field of 1 bytes (byte 4)"),
+        (b"\x22\x02\x12\x01", "it ends inside a field of 1 bytes (byte 4)"),
+        (b"\x22\x02\x12\x01a", "it ends inside a field of 8 bytes (byte 5)"),  # damaged twice; the ID's own comes last
     ],
 )
 def test_a_damaged_value_is_a_dead_letter_with_its_reason(value, said):
