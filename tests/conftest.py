@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -15,6 +16,21 @@ if not os.environ.get("CI"):
     # A slow machine is no failure. In CI, Hypothesis's own profile has no deadline either, and fixed examples.
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
+
+
+SLOW = tuple(
+    line
+    for line in Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that slow.txt lists."""
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

@@ -193,3 +193,11 @@ def test_the_public_api_is_what_is_written_down():
 
 if __name__ == "__main__":
     API.write_text(json.dumps(public_api(), indent=1) + "\n", encoding="utf-8")
+
+
+def test_every_test_in_slow_txt_exists():
+    for line in (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            file, _, function = line.partition("::")
+            text = (ROOT / file).read_text(encoding="utf-8")
+            assert f"def {function.partition('[')[0]}" in text, line
