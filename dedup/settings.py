@@ -26,6 +26,7 @@ from dedup.yaml_document import (
     did_you_mean,
     dotted,
     in_order,
+    is_utf8,
     matching,
     models_of,
     read,
@@ -374,7 +375,7 @@ def _from_command_line(document: Document, overrides: Sequence[str]) -> Iterator
 
 
 def _put(document: Document, at: At, text: str, place: str) -> None:
-    if not _is_utf8(text):
+    if not is_utf8(text):
         document.problems.append(Problem(place, f"{dotted(at)}: the value is not UTF-8; write it in UTF-8"))
         text = "?"
     parsed = read(text, name=place)
@@ -421,17 +422,12 @@ def with_references(text: str, place: str, environ: Mapping[str, str]) -> str:
         raise SettingsError([Problem(place, str(error))]) from None
 
 
-def _is_utf8(text: str) -> bool:
-    # Python represents each byte of an argument or a variable that is not UTF-8 as an unpaired surrogate.
-    return not any("\ud800" <= char <= "\udfff" for char in text)
-
-
 def _referred(kind: str, name: str, environ: Mapping[str, str]) -> str:
     match kind:
         case "env":
             if name not in environ:
                 raise ValueError(f"the environment variable {name} is not set")
-            if not _is_utf8(environ[name]):
+            if not is_utf8(environ[name]):
                 raise ValueError(f"the environment variable {name} is not UTF-8 text")
             return environ[name]
         case "file":

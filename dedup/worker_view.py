@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, Self
 
+from dedup.errors import Problem, SettingsError
 from dedup.metrics import TaskNumbers
 
 Kind = Literal["duplicate", "conflict", "late", "dead_letter"]
@@ -12,6 +13,15 @@ Kind = Literal["duplicate", "conflict", "late", "dead_letter"]
 STUCK_S: Final = 30.0
 """A task is considered stuck if it commits nothing for this many seconds although records are waiting."""
 _MOST_SHOWN_BYTES: Final = 4096
+
+
+def id_bytes(text: str) -> bytes:
+    """Encode an ID as a user writes it. Raises SettingsError if the ID is not UTF-8."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        said = f"{text!r} is not UTF-8; only an ID that is UTF-8 can be looked up"
+        raise SettingsError([Problem("ID", said)]) from None
 
 
 @dataclass(frozen=True, slots=True)

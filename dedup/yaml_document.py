@@ -31,6 +31,7 @@ _MOST_BYTES: Final = 1 << 20
 _MOST_NODES: Final = 20_000
 _MOST_DEPTH: Final = 20
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
+"""Python represents each byte of an argument or a variable that is not UTF-8 as an unpaired surrogate."""
 _CONSTANTS: Final = {"": None, "~": None, "null": None, "true": True, "false": False}
 _INTEGER: Final = re.compile(r"[-+]?[0-9]{1,300}")
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]{1,3})?")
@@ -243,9 +244,14 @@ class _Reading:
             raise AuthorMistake([Problem(place, f"more than {_MOST_NODES} values, which is the limit")])
         if event.tag is not None and not (isinstance(event, ScalarEvent) and event.tag == "!"):
             raise AuthorMistake([Problem(place, f"the tag {event.tag} is not allowed; write the plain value")])
-        if isinstance(event, ScalarEvent) and _SURROGATE.search(event.value):
+        if isinstance(event, ScalarEvent) and not is_utf8(event.value):
             raise AuthorMistake([Problem(place, "an unpaired surrogate, which UTF-8 cannot encode, is not allowed")])
         return place
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether UTF-8 can encode a string from a file, from an argument, or from an environment variable."""
+    return _SURROGATE.search(text) is None
 
 
 def _place(name: str, mark: Any) -> str:  # noqa: ANN401 - ruamel's mark

@@ -28,7 +28,7 @@ from dedup.quantities import instant
 from dedup.worker.layout import read_layout
 from dedup.worker.offsets import bounds_of, committed_offset
 from dedup.worker.topics import topic_names
-from dedup.worker_view import STUCK_S
+from dedup.worker_view import STUCK_S, id_bytes
 
 if TYPE_CHECKING:
     from dedup.kafka.topic_admin import GroupMember, Topic
@@ -214,11 +214,7 @@ def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: 
     """
     if not urls:
         raise NotReached("web.port is 0 or web is off, so no worker's address is known. Name one with --url.")
-    try:
-        page = f"/api/ids/{urllib.parse.quote(tracking_id, safe='')}"
-    except UnicodeEncodeError:
-        text = f"{tracking_id!r} is not UTF-8; only an ID that is UTF-8 can be looked up"
-        raise SettingsError([Problem("ID", text)]) from None
+    page = f"/api/ids/{urllib.parse.quote(id_bytes(tracking_id), safe='')}"
     together: dict[str, Any] = {"topology": topology.name, "id": tracking_id}
     together |= {"sightings": [], "asked": [], "unreached": []}
     for url in urls:

@@ -355,17 +355,15 @@ class AvroReader:
         raise fault
 
     def _fault(self, value: bytes, want: _Wanted, found: list[Leaf]) -> Damaged | Unreadable | None:
+        """Store the requested parts of a value in ``found``, and return the error if the value cannot be read."""
+        cursor = _Cursor(self, value, found)
         try:
-            self._read(value, want, found)
+            cursor.walk(self._schema, want, 0)
         except (Damaged, Unreadable) as fault:
             return fault
-        return None
-
-    def _read(self, value: bytes, want: _Wanted, found: list[Leaf]) -> None:
-        cursor = _Cursor(self, value, found)
-        cursor.walk(self._schema, want, 0)
         if cursor.at != len(value):
-            raise Damaged(f"it continues after its record ends (byte {cursor.at} of {len(value)})")
+            return Damaged(f"it continues after its record ends (byte {cursor.at} of {len(value)})")
+        return None
 
     def _not_avro(self, value: bytes, text: str) -> Unreadable:
         if value[:1] == b"{" and value[-1:] == b"}":

@@ -178,12 +178,13 @@ class ProtobufReader:
 
     def read(self, value: bytes) -> list[Leaf]:
         """Return the members at the paths, then the event time. Raises Unreadable if the value is not one message."""
-        found = self._read(value)
-        if isinstance(found, list):
+        found: list[Leaf] = []
+        fault = self.fault(value, found)
+        if fault is None:
             return found
-        # Of several faults, all alternatives of an ID must report the same one, so the ID's own faults come last.
-        earlier = found if self._without_ids is None else self._without_ids.fault(value)
-        fault = earlier or found
+        if self._without_ids is not None:
+            # Of several faults, all alternatives of an ID must report the same one, so the ID's own faults come last.
+            fault = self._without_ids.fault(value, found) or fault
         if isinstance(fault, Unreadable):
             raise fault
         text = f"the value is not a message of the schema: {fault}"
@@ -191,18 +192,15 @@ class ProtobufReader:
             raise Unreadable("not_protobuf", f"{text}; it looks like JSON", format_name="json")
         raise with_foreign_format(value, "not_protobuf", text)
 
-    def fault(self, value: bytes) -> Damaged | Unreadable | None:
-        """Return the error if the value cannot be read."""
-        found = self._read(value)
-        return None if isinstance(found, list) else found
-
-    def _read(self, value: bytes) -> list[Leaf] | Damaged | Unreadable:
+    def fault(self, value: bytes, found: list[Leaf]) -> Damaged | Unreadable | None:
+        """Append the requested parts of a value to ``found``, and return the error if the value cannot be read."""
         cursor = _Cursor(self, value)
         try:
             cursor.walk(self.steps, len(value))
-            return [ABSENT if each is None else self._leaf(each, cursor.found) for each in self._columns]
+            found += [ABSENT if each is None else self._leaf(each, cursor.found) for each in self._columns]
         except (Damaged, Unreadable) as fault:
             return fault
+        return None
 
     def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
         """Return one column per path, followed by the event times, or None if any value must be passed to `read`."""

@@ -55,7 +55,7 @@ from dedup.worker.app import NOWHERE
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.task import Task, TaskState
 from dedup.worker.transport import DedupApp
-from dedup.worker_view import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse
+from dedup.worker_view import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse, id_bytes
 
 _FRESH_S: Final = 2.0
 """The maximum age, in seconds, of a partition leader's response; a leader without new records responds every 0.2 s."""
@@ -329,7 +329,7 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
 
     Raises SettingsError if ``text`` cannot be an ID of the topology.
     """
-    _utf8(text)  # refuses what no rule below can encode
+    id_bytes(text)  # refuses what no rule below can encode
     if isinstance(topology.tracking_id.rule, FirstOfRule):
         return _of_alternatives(topology, topology.tracking_id.rule.alternatives, text)
     source, keys = topology.source, list[bytes]()
@@ -349,16 +349,6 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
     if not keys:
         raise SettingsError([Problem("ID", f"{text!r} cannot be an ID of {topology.name!r}: {why}")])
     return keys
-
-
-def _utf8(text: str) -> bytes:
-    """Encode a user's input. In an argument of a command, each byte that is not UTF-8 is an unpaired surrogate."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        raise SettingsError(
-            [Problem("ID", f"{text!r} is not UTF-8; only an ID that is UTF-8 can be looked up")]
-        ) from None
 
 
 def _of_alternatives(topology: Topology, alternatives: Sequence[Alternative], text: str) -> list[bytes]:
@@ -548,7 +538,7 @@ def _divided(parts: Sequence[Part], written: Sequence[str]) -> tuple[bytes | Non
     members: list[str] = []
     for part, literal in zip(parts, written, strict=True):
         absent = json.loads(literal) == {}
-        text = None if absent or literal == "null" else _utf8(_text_of(literal))
+        text = None if absent or literal == "null" else id_bytes(_text_of(literal))
         match part.rule:
             case FieldRule():
                 members.append(_NOTHING if absent else literal)

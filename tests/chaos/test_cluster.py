@@ -26,8 +26,7 @@ pytestmark = [pytest.mark.broker, pytest.mark.timeout(400)]
 IN, OUT, CHANGELOG = "input", "output", "changelog"
 TRANSACTIONS, GROUP = "transaction coordinator", "group coordinator"
 TARGETS = (IN, OUT, CHANGELOG, TRANSACTIONS, GROUP)
-LONG, SLOW = pytest.mark.long, pytest.mark.slow
-AT_EACH_CHANGE = (OUT, TRANSACTIONS)
+LONG = pytest.mark.long
 
 
 class ClusterAdmin(Admin):
@@ -110,7 +109,7 @@ def ends_well(job: Job, worker: Worker) -> None:
 
 @pytest.mark.parametrize(
     ("target", "way"),
-    [pytest.param(target, "kill", marks=() if target in AT_EACH_CHANGE else SLOW) for target in TARGETS]
+    [(target, "kill") for target in TARGETS]
     + [pytest.param(target, "pause", marks=() if target == TRANSACTIONS else LONG) for target in TARGETS],
 )
 def test_f23_a_leader_goes(job: Job, cluster: KafkaCluster, target: str, way: str) -> None:
@@ -149,7 +148,6 @@ def test_f23_below_min_isr(job: Job, cluster: KafkaCluster) -> None:
         ends_well(job, worker)
 
 
-@SLOW
 @pytest.mark.parametrize("hops", ["direct", pytest.param("repartitioned", marks=LONG)])
 def test_f79_each_node_restarted_in_good_order(
     make_job: MakeJob, kafka: RunningKafka, cluster: KafkaCluster, topic_names: Callable[[str], str], hops: str

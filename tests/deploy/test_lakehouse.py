@@ -20,7 +20,7 @@ pq = pytest.importorskip("pyarrow.parquet")
 
 from tests.spark.streaming import FAST_JAVA  # noqa: E402  # needs PySpark
 
-pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(1_200)]
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(1_200)]
 PAGE = Path(__file__).parents[2] / "docs" / "tutorial-lakehouse.md"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 JULY = 29_425

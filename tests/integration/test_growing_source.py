@@ -45,7 +45,7 @@ def events_of(seed: int, count: int, partitions: int, after: int = 0) -> list[Ev
     return workload(seed, after + count, partitions=partitions, scattered=True)[after:]
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("size", [1, 2])
 def test_a_source_grows_under_load(make_job: MakeJob, size: int) -> None:
     """6 partitions become 13; a worker is killed and comes back, so that it begins with all of them."""
     job = hopping(make_job, f"grow-by-{size}", 6, transactions={"partitions": size})

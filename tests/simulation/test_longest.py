@@ -6,7 +6,6 @@ from tests.simulation.parts import LONG_PARTS, LONGEST, Part, Pool
 from tests.simulation.test_schedules import judged_right
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("part", LONG_PARTS, ids=str)
 def test_schedules(part: Part, pool: Pool) -> None:

@@ -19,6 +19,7 @@ from dedup.metrics import METRICS
 from dedup.settings import settings_schema
 from dedup.topology.ingest_file import ingest_schema
 from dedup.topology.parse import json_schema
+from tests.conftest import SLOW
 
 ROOT = Path(__file__).parents[2]
 API = Path(__file__).parent / "public_api.json"
@@ -195,9 +196,7 @@ if __name__ == "__main__":
     API.write_text(json.dumps(public_api(), indent=1) + "\n", encoding="utf-8")
 
 
-def test_every_test_in_slow_txt_exists():
-    for line in (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            file, _, function = line.partition("::")
-            text = (ROOT / file).read_text(encoding="utf-8")
-            assert f"def {function.partition('[')[0]}" in text, line
+@pytest.mark.parametrize("test", SLOW)
+def test_every_test_in_slow_txt_exists(test):
+    file, _, function = test.partition("::")
+    assert f"def {function.partition('[')[0]}" in (ROOT / file).read_text(encoding="utf-8")
