@@ -204,15 +204,14 @@ def test_a_broker_that_is_away_is_one_line_when_it_goes_and_one_when_it_is_back(
 ) -> None:
     """Was: 31 lines in 75 s, and for a frozen broker a line for each partition."""
     job = make_job()
-    worker = job.start("a", "answers_within=4000")
-    worker.until_logged("running from offset", times=job.partitions)
-    before = len(worker.log.splitlines())
     with job.stream(endless(130), per_s=500):
-        job.until_progress(1_000)
+        # Nothing waits for the broker unless records are in flight when it goes away.
+        worker = frozen_in_a_transaction(job, SOON)
+        before = len(worker.log.splitlines())
         rough.kafka.kill() if how == "killed" else rough.kafka.process.pause()
         try:
+            worker.signal(signal.SIGCONT)
             worker.until_logged("a broker does not answer")
-            # The records in flight: killed, the broker breaks the connections; frozen, it does not answer in time.
             until(lambda: _waits(worker), lambda: f"partitions wait:\n{worker.log}")
         finally:
             rough.kafka.restart() if how == "killed" else rough.kafka.process.resume()
