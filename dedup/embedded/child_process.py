@@ -29,14 +29,7 @@ class ChildProcess:
         self.paused = False
         with log_file.open("ab") as log:
             self._log_begins: Final = log.tell()
-            self._watchdog: Final = subprocess.Popen(
-                [sys.executable, "-I", "-S", watchdog.__file__, *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=directory,
-                start_new_session=True,
-            )
+            self._watchdog: Final = self._start_watchdog(command, directory, log)
         self._orders: Final = cast("IO[bytes]", self._watchdog.stdin)
         with cast("IO[bytes]", self._watchdog.stdout) as reports:
             self.pid: Final = int(reports.readline() or 0)
@@ -82,6 +75,18 @@ class ChildProcess:
     def stop(self, within_s: float = _STOPS_WITHIN_S) -> int:
         """End the program with SIGTERM, or with SIGKILL after ``within_s`` seconds, and return the exit code."""
         return self._end(b"ct", within_s)
+
+    def _start_watchdog(
+        self, command: Sequence[str], directory: Path | None, log: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", watchdog.__file__, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=directory,
+            start_new_session=True,
+        )
 
     def _order(self, order: bytes) -> None:
         if not self.running:

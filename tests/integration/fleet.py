@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPartition
 
@@ -29,6 +30,7 @@ from dedup.verify.report import Report
 from dedup.verify.verifier import verify
 from dedup.yaml_document import beside
 from tests.brokers import Admin, RunningKafka, producer_of, read_all
+from tests.integration.preloaded import Preloaded
 from tests.integration.transactions import until_ended
 from tests.integration.workload import Event, Expected, assert_order_kept, id_of
 from tests.waiting import WITHIN_S, LoggedProcess, until
@@ -47,10 +49,22 @@ KEPT = {"retention.ms": "-1"}
 class Worker(LoggedProcess):
     """One `dedup run`."""
 
-    def __init__(self, job: Job, worker_id: str, command: list[str], log_file: Path) -> None:
+    def __init__(
+        self, job: Job, worker_id: str, command: list[str], log_file: Path, environ: dict[str, str], *, preloaded: bool
+    ) -> None:
         self.id = worker_id
         self.state_dir = job.state_dir(worker_id)
+        self._environ, self._preloaded = environ, preloaded
         super().__init__(command, log_file)
+
+    def _start_watchdog(
+        self, command: Sequence[str], directory: Path | None, log: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        if self._preloaded:
+            started = Preloaded.of_this_process().start(command, self._environ, directory, log)
+            return cast("subprocess.Popen[bytes]", started)
+        line = ["env", "-i", *(f"{name}={value}" for name, value in self._environ.items())]
+        return super()._start_watchdog([*line, sys.executable, str(CHILD), *command], directory, log)
 
     @property
     def frozen(self) -> bool:
@@ -239,11 +253,10 @@ class Job:
 
         ``supervised`` > 1 starts a supervisor of so many: end it by SIGTERM, or its workers outlive it.
         """
-        variables = dict(environ or {}) | ({"DEDUP_CRASH_AT": crash_at} if crash_at else {})
-        unset = [part for name in os.environ if name.startswith("DEDUP_") for part in ("-u", name)]
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("DEDUP_")}
+        variables |= dict(environ or {}) | ({"DEDUP_CRASH_AT": crash_at} if crash_at else {})
         verb, *arguments = command
-        line = ["env", *unset, *(f"{name}={value}" for name, value in variables.items())]
-        line += [sys.executable, str(CHILD), *accidents, "--", verb, str(self.topology_file), *arguments, *options]
+        line = [*accidents, "--", verb, str(self.topology_file), *arguments, *options]
         line += ["--quiet"] if verb == "run" else []
         line += ["--config", str(self.config_file), "--set", f"state_dir={self.state_dir(state_of or worker_id)}"]
         for setting in (f"worker_id={worker_id}", *settings):
@@ -252,7 +265,10 @@ class Job:
             line += ["--workers", str(supervised)]
         if exit_when_done:
             line.append("--exit-when-done")
-        worker = Worker(self, worker_id, line, self.directory / f"{worker_id}.log")
+        # A supervisor starts its workers as new programs.
+        preloaded = supervised == 1 and CHILD.name == "child.py"
+        log_file = self.directory / f"{worker_id}.log"
+        worker = Worker(self, worker_id, line, log_file, variables, preloaded=preloaded)
         self.workers.append(worker)
         return worker
 
