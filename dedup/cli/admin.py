@@ -443,8 +443,8 @@ async def _checkpoints(
 ) -> list[MadeCheckpoint]:
     from dedup.store.rocks import RocksMemory
     from dedup.worker.checkpointing import make_checkpoint
-    from dedup.worker.clock import SteadyClock
     from dedup.worker.layout import begun
+    from dedup.worker.task import SteadyClock
     from dedup.worker.task_factory import TaskFactory
     from dedup.worker.topics import Cluster, refuse_misfits, topic_names
 

@@ -52,10 +52,9 @@ from dedup.spark.task_attempt import (
 )
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import SubTopology, Topology
-from dedup.worker.clock import SteadyClock
 from dedup.worker.layout import alone
 from dedup.worker.offsets import bounds_of, committed_offset, first_offset
-from dedup.worker.task import TaskId
+from dedup.worker.task import SteadyClock, TaskId
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_group import TaskGroup
 from dedup.worker.topics import Cluster, group_is_new, prepare, refuse_used_output

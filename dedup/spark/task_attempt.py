@@ -43,9 +43,8 @@ from dedup.spark.session import ERRORS_BY_NAME, PicklableSettings, connected
 from dedup.store.directory import own_state
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import SubTopology, Topology
-from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import bounds_of, first_record
-from dedup.worker.task import Task, TaskId
+from dedup.worker.task import SteadyClock, Task, TaskId
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.topics import Cluster
 

@@ -452,7 +452,8 @@ class RocksStore:
                 put(_segment_key(start), entry.encode())
                 hashed, mark = held.filter.write(list(values), segment_ids=entry.ids, position=position)
                 if held.filter.log_complete:
-                    put(_mark_key(start), _sealed(mark.encode()))
+                    sealed_mark = _sealed(mark.encode())
+                    put(_mark_key(start), sealed_mark)
                 changed.append((held, entry, hashed, mark))
             self._manifest = self._manifest.now(self._directory)
             put(_STATE_KEY, _StateEntry(position, current, self._manifest).encode())

@@ -27,9 +27,9 @@ from dedup.settings import Settings
 from dedup.store.directory import StorePool
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import Topology
-from dedup.worker.clock import SteadyClock
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.restore import Standbys
+from dedup.worker.task import SteadyClock
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_manager import TaskManager
 from dedup.worker.topics import Cluster

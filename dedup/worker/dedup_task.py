@@ -34,7 +34,6 @@ from dedup.store.changelog import (
 )
 from dedup.store.directory import Keeping
 from dedup.store.write_buffer import WriteBuffer
-from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import Start, first_offset
 from dedup.worker.record_collector import (
     IDLE,
@@ -47,7 +46,7 @@ from dedup.worker.record_collector import (
     refusal,
 )
 from dedup.worker.restore import changed, refuse_other_feeding, refuse_other_fingerprint, restore, what_it_means
-from dedup.worker.task import Frozen, TaskWork
+from dedup.worker.task import Frozen, SteadyClock, TaskWork
 
 log: Final = logging.getLogger(__name__)
 _SAMPLED_IDS: Final = 8
@@ -527,12 +526,12 @@ class DedupTask(TaskWork):
         closing = fill(plan.changelog, [line], compression="none")
 
         def apply(ends: Mapping[TopicPartition, int]) -> None:
+            store, _ = self._opened()
             buffer.applied(generation, record, ends[plan.changelog])
             self._applied = stream_time
             self._numbers.add_verdicts(judged)
             self._numbers.reached(time_ms)
             self.recent.commit(noted)
-            store, _ = self._opened()
             store.drop_below(oldest_ms, self._segment_ms)
             store.warm(_WARM_IDS)
 

@@ -27,8 +27,8 @@ from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import TopicNow, TopicPartition, Wire
 from dedup.settings import Settings
 from dedup.topology.model import Topology, auto_group_size
-from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import PAUSE_MS, answered, bounds_of
+from dedup.worker.task import SteadyClock
 from dedup.worker.topics import Cluster, known_names, missing_topics
 
 _KEY: Final = b"layout"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import groupby, repeat
@@ -33,7 +33,6 @@ from dedup.kafka.record_batch import (
     oversize,
 )
 from dedup.kafka.wire import NoAnswer, Wire
-from dedup.worker.clock import SteadyClock
 
 log: Final = logging.getLogger(__name__)
 _TIME_RANGE: Final = re.compile(r"timestamp should be within \[(-?\d{1,19}), (-?\d{1,19})\]")
@@ -166,11 +165,11 @@ class Limits:
     the broker refuses the record.
     """
 
-    def __init__(self, known: Mapping[str, Limit], clock: SteadyClock, wire: Wire) -> None:
+    def __init__(self, known: Mapping[str, Limit], now_ms: Callable[[], int], wire: Wire) -> None:
         self._known: Final = dict(known)
-        self._clock: Final = clock
+        self._now_ms: Final = now_ms
         self._wire: Final = wire
-        self._read_ms: Final = dict.fromkeys(known, clock.now_ms())
+        self._read_ms: Final = dict.fromkeys(known, now_ms())
 
     def most_bytes(self, topic: str) -> int:
         """Return the largest uncompressed size at which the broker certainly accepts a batch of several records."""
@@ -183,7 +182,7 @@ class Limits:
         limit = self._known.get(topic)
         if limit is None or len(batch.rows) > 1 or batch.builder.size() <= limit.surely_fits_bytes:
             return None
-        if self._clock.now_ms() - self._read_ms[topic] >= TRUSTED_MS:
+        if self._now_ms() - self._read_ms[topic] >= TRUSTED_MS:
             return None
         found = oversize(batch, limit, compression)
         if found is None:
@@ -203,7 +202,7 @@ class Limits:
             if limit != self._known.get(target.topic):
                 log.warning("%s takes batches of at most %d bytes now", target.topic, limit.batch_bytes)
             self._known[target.topic] = limit
-            self._read_ms[target.topic] = self._clock.now_ms()
+            self._read_ms[target.topic] = self._now_ms()
 
 
 @dataclass(frozen=True, slots=True)

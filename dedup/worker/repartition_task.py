@@ -14,7 +14,6 @@ from dedup.core.window import Feed
 from dedup.kafka.record_batch import OWN_ROW, FeedBatch, Header, Line, RecordBatch, TopicPartition
 from dedup.kafka.wire import Wire
 from dedup.metrics import TaskNumbers
-from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import Start, first_offset
 from dedup.worker.record_collector import (
     IDLE,
@@ -26,7 +25,7 @@ from dedup.worker.record_collector import (
     faults_of,
     refusal,
 )
-from dedup.worker.task import TaskWork
+from dedup.worker.task import SteadyClock, TaskWork
 
 
 @dataclass(frozen=True, slots=True)

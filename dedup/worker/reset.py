@@ -28,9 +28,9 @@ from dedup.store.directory import delete_store
 from dedup.topology.model import Topology
 from dedup.topology.schema import Start
 from dedup.worker.bootstrap import transfer
-from dedup.worker.clock import SteadyClock
 from dedup.worker.layout import LayoutChange, read_layout, with_layout
 from dedup.worker.offsets import RESETTING, ends_of, first_offset
+from dedup.worker.task import SteadyClock
 from dedup.worker.topics import Cluster, known_names, missing_topics, state_topics
 
 MOST_ATTEMPTS: Final = 50

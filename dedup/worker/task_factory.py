@@ -26,7 +26,6 @@ from dedup.store.directory import Keeping, StorePool, delete_store, store_direct
 from dedup.store.rocks import RocksMemory, RocksStore
 from dedup.topology.model import Topology, extractor_of
 from dedup.worker.bootstrap import Bootstrap, WantedCheckpoint
-from dedup.worker.clock import SteadyClock
 from dedup.worker.dedup_task import DedupPlan, DedupTask
 from dedup.worker.flow_collector import FlowCollector
 from dedup.worker.layout import refuse_other_layout
@@ -34,7 +33,7 @@ from dedup.worker.offsets import Start, offset_note
 from dedup.worker.record_collector import Limits, RecordCollector
 from dedup.worker.repartition_task import RepartitionPlan, RepartitionTask
 from dedup.worker.restore import LostOffsets
-from dedup.worker.task import Committing, Task, TaskId, TaskWork
+from dedup.worker.task import Committing, SteadyClock, Task, TaskId, TaskWork
 from dedup.worker.task_group import Members, TaskGroup
 from dedup.worker.topics import Cluster, routes_of
 
@@ -83,7 +82,7 @@ class TaskFactory:
         grown = () if self.topology.direct else (_ONLY_WORKERS_FOLLOW,)
         self.check = TopicCheck(self.wire, expected, self.cluster.may_grow(self.topology), *grown)
         self.lost_offsets = LostOffsets(self.topology, self.cluster, self.wire)
-        self.limits = Limits(self.cluster.limits, self.clock, self.wire)
+        self.limits = Limits(self.cluster.limits, self.clock.now_ms, self.wire)
         if self.settings.state.checkpoint is not None:
             refuse_unreadable(self.settings.state.checkpoint)
             self.bootstrap = Bootstrap(self.settings.state.checkpoint)

@@ -27,7 +27,7 @@ from dedup.kafka.wire import TopicPartition
 from dedup.quantities import parse_duration
 from dedup.settings import Settings
 from dedup.topology.model import LateTo, Topology
-from dedup.worker.clock import SteadyClock
+from dedup.worker.task import SteadyClock
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_group import TaskGroup
 from dedup.worker.topics import Cluster, missing_topics, refuse_misfits

@@ -28,13 +28,12 @@ from dedup.settings import Settings
 from dedup.store.directory import own_state
 from dedup.topology.model import Topology
 from dedup.worker.app import create_app, identity
-from dedup.worker.clock import SteadyClock
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.introspection import Introspection
 from dedup.worker.layout import LayoutChange, refuse_other_layout, with_layout
 from dedup.worker.offsets import bounds_of, committed_offset, committed_position, ends_of, refuse_half_reset
 from dedup.worker.restore import LostOffsets
-from dedup.worker.task import Task, TaskState
+from dedup.worker.task import SteadyClock, Task, TaskState
 from dedup.worker.task_manager import ended
 from dedup.worker.topics import Cluster, group_is_new, prepare, refuse_used_output
 from dedup.worker.transport import DedupApp

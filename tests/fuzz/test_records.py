@@ -57,7 +57,7 @@ async def judge_of(recipe: Recipe, rules: Rules) -> DedupTask:
     """Return a judge with an empty changelog, restored."""
     plan = plan_of(Extractor(recipe), rules, skew_ms=SKEW_MS, compression="snappy")
     wire = DirectWire(Cluster())
-    collector = RecordCollector(ROUTES, 0, Limits({}, FixedClock(), wire))
+    collector = RecordCollector(ROUTES, 0, Limits({}, FixedClock().now_ms, wire))
     judge = DedupTask(plan, wire, Keeping(MemoryStore), collector, FixedClock(), TaskNumbers())
     await judge.restore(None)
     return judge

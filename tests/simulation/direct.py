@@ -122,7 +122,7 @@ def group(wire, *partitions: int, start="earliest", judge=DedupTask, kind=TaskGr
     for number in partitions:
         feeding = IN._replace(partition=number)
         plan = plan_of(EXTRACTOR, Rules(Window(10, 10)), start=start, feeding=feeding)
-        collector = RecordCollector(routes, number, Limits({}, StoppedClock(), wire))
+        collector = RecordCollector(routes, number, Limits({}, StoppedClock().now_ms, wire))
         work = partial(judge, plan, wire, Keeping(KeptStore), collector, StoppedClock())
         made.add(
             task(

@@ -311,7 +311,7 @@ class Builder:
             keep_partition=True,
             compression="none",
         )
-        return RecordCollector(routes, partition, Limits({}, StoppedClock(), self._wire))
+        return RecordCollector(routes, partition, Limits({}, StoppedClock().now_ms, self._wire))
 
     def _repartition(self, feeding: TopicPartition, numbers: TaskNumbers) -> TaskWork:
         plan = RepartitionPlan(

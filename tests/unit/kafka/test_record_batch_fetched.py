@@ -17,9 +17,9 @@ from dedup.core.tracking_id import FieldRule, TrackingId, parse_path
 from dedup.kafka import record_batch
 from dedup.kafka.record_batch import FeedBatch, TopicPartition, columns_of, records_of
 from dedup.metrics import TaskNumbers
-from dedup.worker.clock import SteadyClock
 from dedup.worker.record_collector import Limits, RecordCollector, Refusals, Route, Routes
 from dedup.worker.repartition_task import RepartitionPlan, RepartitionTask
+from dedup.worker.task import SteadyClock
 from tests.odd_names import ODD, WRITTEN, batch
 
 FEED = TopicPartition("in", 0)
@@ -87,7 +87,9 @@ def test_another_batch_is_not_taken_for_it():
 def test_a_repartition_task_makes_it_a_dead_letter(columns):
     extractor = compile_extractor(TrackingId(FieldRule(parse_path("id"))), RecordTime(), fmt="json", fingerprint=False)
     plan = RepartitionPlan(FEED, "re", 1, extractor, 0, "earliest")
-    publisher = RecordCollector(Routes(("in",), None, Route("dead", 1), None), 0, Limits({}, SteadyClock(), None))
+    publisher = RecordCollector(
+        Routes(("in",), None, Route("dead", 1), None), 0, Limits({}, SteadyClock().now_ms, None)
+    )
     numbers = TaskNumbers()
     work = RepartitionTask(plan, None, publisher, SteadyClock(), numbers, None)
     judged = work.judge(FeedBatch.of(FEED, columns, follows=0), Refusals())

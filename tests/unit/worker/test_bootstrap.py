@@ -17,8 +17,8 @@ from dedup.store.rocks import RocksMemory, RocksStore
 from dedup.topology.parse import parse
 from dedup.worker.bootstrap import SCRATCH, Bootstrap
 from dedup.worker.checkpointing import make_checkpoint
-from dedup.worker.clock import SteadyClock
 from dedup.worker.restore import Standbys, restore
+from dedup.worker.task import SteadyClock
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.topics import Cluster
 from tests.simulation.cluster import fetched

@@ -32,7 +32,7 @@ async def judged(more: str, routes: Routes) -> tuple[dict[str, list[int]], TaskN
     plan = plan_of(extractor_of(topology), topology.rules, skew_ms=topology.max_clock_skew_ms)
     numbers = TaskNumbers()
     wire, clock = DirectWire(Cluster()), StoppedClock(0)
-    collector = RecordCollector(routes, 0, Limits({}, clock, wire))
+    collector = RecordCollector(routes, 0, Limits({}, clock.now_ms, wire))
     judge = DedupTask(plan, wire, Keeping(MemoryStore), collector, clock, numbers)
     await judge.restore(None)
     count = len(VALUES)

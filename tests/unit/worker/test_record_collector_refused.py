@@ -82,7 +82,7 @@ def test_a_record_is_measured_as_it_is_stored_too() -> None:
 
 async def test_a_limit_is_trusted_for_a_while_and_then_the_broker_decides() -> None:
     clock, wire = Clock(), Wire(Limit(20_000))
-    limits = Limits({"out": Limit(10_000)}, clock, wire)  # type: ignore[arg-type]  # all it asks
+    limits = Limits({"out": Limit(10_000)}, clock.now_ms, wire)  # type: ignore[arg-type]  # all it asks
     (batch,) = fill(OUT, [line(7, os.urandom(15_000))], compression="none", most_bytes=limits.most_bytes("out"))
     why = limits.refuses(batch, "none")
     assert why is not None
@@ -99,7 +99,7 @@ async def test_a_limit_is_trusted_for_a_while_and_then_the_broker_decides() -> N
 
 
 async def test_a_limit_that_may_not_be_read_is_the_brokers_business() -> None:
-    limits = Limits({}, Clock(), Wire(None))  # type: ignore[arg-type]  # all it asks
+    limits = Limits({}, Clock().now_ms, Wire(None))  # type: ignore[arg-type]  # all it asks
     (batch,) = fill(OUT, [line(7, os.urandom(5_000_000))], compression="none")
     assert limits.refuses(batch, "none") is None
     await limits.look_again(OUT)

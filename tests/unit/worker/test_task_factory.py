@@ -7,7 +7,7 @@ from dedup.settings import Settings
 from dedup.store.changelog import TaskRecord
 from dedup.store.rocks import RocksMemory
 from dedup.topology.parse import parse
-from dedup.worker.clock import SteadyClock
+from dedup.worker.task import SteadyClock
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.topics import Cluster
 

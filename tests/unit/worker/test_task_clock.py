@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from dedup.worker.clock import SteadyClock
+from dedup.worker.task import SteadyClock
 
 
 @pytest.fixture
