@@ -50,21 +50,27 @@ class Worker(LoggedProcess):
     """One `dedup run`."""
 
     def __init__(
-        self, job: Job, worker_id: str, command: list[str], log_file: Path, environ: dict[str, str], *, preloaded: bool
+        self,
+        job: Job,
+        worker_id: str,
+        command: list[str],
+        log_file: Path,
+        *,
+        preloaded: Mapping[str, str] | None = None,
     ) -> None:
+        """With ``preloaded``, the command is what `child.py` gets, and this is its environment; see `Preloaded`."""
         self.id = worker_id
         self.state_dir = job.state_dir(worker_id)
-        self._environ, self._preloaded = environ, preloaded
+        self._preloaded = preloaded
         super().__init__(command, log_file)
 
     def _start_watchdog(
         self, command: Sequence[str], directory: Path | None, log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        if self._preloaded:
-            started = Preloaded.of_this_process().start(command, self._environ, directory, log)
-            return cast("subprocess.Popen[bytes]", started)
-        line = ["env", "-i", *(f"{name}={value}" for name, value in self._environ.items())]
-        return super()._start_watchdog([*line, sys.executable, str(CHILD), *command], directory, log)
+        if self._preloaded is None:
+            return super()._start_watchdog(command, directory, log)
+        started = Preloaded.of_this_process().start(command, self._preloaded, directory, log)
+        return cast("subprocess.Popen[bytes]", started)
 
     @property
     def frozen(self) -> bool:
@@ -265,10 +271,12 @@ class Job:
             line += ["--workers", str(supervised)]
         if exit_when_done:
             line.append("--exit-when-done")
-        # A supervisor starts its workers as new programs.
-        preloaded = supervised == 1 and CHILD.name == "child.py"
         log_file = self.directory / f"{worker_id}.log"
-        worker = Worker(self, worker_id, line, log_file, variables, preloaded=preloaded)
+        if supervised == 1 and CHILD.name == "child.py":
+            worker = Worker(self, worker_id, line, log_file, preloaded=variables)
+        else:  # a supervisor starts its workers as new programs
+            program = ["env", "-i", *(f"{name}={value}" for name, value in variables.items()), sys.executable]
+            worker = Worker(self, worker_id, [*program, str(CHILD), *line], log_file)
         self.workers.append(worker)
         return worker
 
