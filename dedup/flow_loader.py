@@ -1,18 +1,19 @@
-"""Imports the flow that a topology names, and runs the flow on sample records."""
+"""Imports the flow that a topology names, and runs the flow and the ID functions on sample records."""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from importlib import import_module, invalidate_caches
+from dataclasses import replace
 from multiprocessing import get_context
-from pathlib import Path
+from typing import Any
 
-from dedup.core.extract_one import Fault
+from dedup.code_loader import load_attribute
+from dedup.core.extract_one import Fault, FaultKind, One, Recipe, extract_one
 from dedup.core.flow import Flow, FlowRecord, differ, yielded
+from dedup.core.tracking_id import CodeRule, alternatives_of
 from dedup.errors import Problem, TopologyError
 from dedup.topology.lint import Finding
 from dedup.topology.model import FlowSpec, Topology
@@ -21,69 +22,62 @@ from dedup.topology.model import FlowSpec, Topology
 def load_flow(spec: FlowSpec) -> Flow:
     """Import and return a topology's flow. The import runs the user's code.
 
-    The flow's module is next to the topology file, or is installed. Raises TopologyError if the module cannot be
-    imported, if another module hides the module next to the file, or if the module has no such flow.
+    Raises TopologyError as `load_attribute` does, and if the module has no such flow.
     """
-    module_name, _, attribute = spec.name.partition(":")
-    directory = str(Path(spec.directory).resolve())
-    if directory not in sys.path:
-        sys.path.append(directory)  # Append, so that no file in the directory hides a module that dedup imports.
-        invalidate_caches()
-    try:
-        module = import_module(module_name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # A module that raises SystemExit must not end the command as if it had succeeded.
-        text = f"then: {module_name} cannot be imported: {type(error).__name__}: {error}"
-        raise TopologyError([Problem(spec.file, f"{text}; put it into {directory}, or install it")]) from error
-    top = module_name.partition(".")[0]
-    beside = [each for each in (Path(directory, top), Path(directory, f"{top}.py")) if each.exists()]
-    found = Path(getattr(module, "__file__", None) or "").resolve()
-    if beside and directory not in map(str, found.parents):
-        text = f"then: {module_name} is {found}, not the module beside the topology file; give that one another name"
-        raise TopologyError([Problem(spec.file, text)])
-    flow = getattr(module, attribute, None)
+    flow, found = load_attribute("then", spec.name, spec.directory, spec.file)
     if not isinstance(flow, Flow) or flow.function is None:
         what = "is not a dedup.Flow" if not isinstance(flow, Flow) else "has no function; decorate one with @on_unique"
-        raise TopologyError([Problem(spec.file, f"then: {attribute} in {found} {what}")])
+        raise TopologyError([Problem(spec.file, f"then: {spec.name.partition(':')[2]} in {found} {what}")])
     return flow
 
 
 def sample_findings(topology: Topology, records: Sequence[FlowRecord]) -> list[Finding]:
-    """Run the flow on sample records in two processes with different hash seeds, and return the problems found.
+    """Run the flow and the ID functions on sample records in two processes with different hash seeds.
 
-    Raises TopologyError if the flow cannot be loaded.
+    Returns the problems found. Raises TopologyError if the code cannot be loaded.
     """
-    spec, topics = topology.then, topology.forwards_to
-    if spec is None:
-        return []
-    load_flow(spec)
-    first, second = (_run_apart(spec, topics, records, seed) for seed in ("1", "2"))
-    findings = []
-    failed = [made for made in first if isinstance(made, Fault)]
-    if failed:
-        text = f"then: the flow fails at {len(failed)} of {len(records)} samples, first with: {failed[0].detail}"
-        findings.append(Finding("warning", "flow_fails", text))
-    other = [at for at, pair in enumerate(zip(first, second, strict=True), start=1) if differ(*pair)]
-    if other:
-        text = (
-            f"then: the flow is not deterministic: two runs differ at {len(other)} of {len(records)} samples, first at "
-            f"sample {other[0]}. What it yields must depend on the record alone."
-        )
-        findings.append(Finding("error", "flow_not_deterministic", text))
+    findings: list[Finding] = []
+    for rule in alternatives_of(topology.tracking_id.rule):
+        if isinstance(rule, CodeRule):
+            rule.load()
+            recipe = Recipe(replace(topology.tracking_id, rule=rule), fmt="bytes")
+            found = _in_two_processes("tracking_id.python", _extract_all, recipe, records)
+            findings += _differences("tracking_id.python", "id_function", f"the function {rule.name}", found)
+    if topology.then is not None:
+        load_flow(topology.then)
+        found = _in_two_processes("then", _run_all, topology.then, topology.forwards_to, records)
+        findings += _differences("then", "flow", "the flow", found)
     return findings
 
 
-def _run_apart(
-    spec: FlowSpec, topics: Sequence[str], records: Sequence[FlowRecord], seed: str
-) -> list[list[FlowRecord] | Fault]:
+def _differences(key: str, code: str, what: str, found: tuple[list[Any], list[Any]]) -> Iterator[Finding]:
+    """Yield a finding if what was called has failed at a sample, and one if the results of the two processes differ."""
+    first, second = found
+    failed = [made for made in first if isinstance(made, Fault) and made.kind is FaultKind.UNREADABLE]
+    if failed:
+        text = f"{key}: {what} fails at {len(failed)} of {len(first)} samples, first with: {failed[0].detail}"
+        yield Finding("warning", f"{code}_fails", text)
+    other = [at for at, pair in enumerate(zip(first, second, strict=True), start=1) if differ(*pair)]
+    if other:
+        text = (
+            f"{key}: {what} is not deterministic: two runs differ at {len(other)} of {len(first)} samples, first at "
+            f"sample {other[0]}. The result must depend on the record alone."
+        )
+        yield Finding("error", f"{code}_not_deterministic", text)
+
+
+def _in_two_processes(key: str, function: Callable[..., list[Any]], *arguments: Any) -> tuple[list[Any], list[Any]]:  # noqa: ANN401
+    return _run_apart(key, "1", function, *arguments), _run_apart(key, "2", function, *arguments)
+
+
+def _run_apart(key: str, seed: str, function: Callable[..., list[Any]], *arguments: Any) -> list[Any]:  # noqa: ANN401
     before = os.environ.get("PYTHONHASHSEED")
     os.environ["PYTHONHASHSEED"] = seed  # The new process inherits this variable.
     try:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            return process.submit(_run_all, spec, topics, records).result()
+            return process.submit(function, *arguments).result()
     except BrokenProcessPool:
-        raise TopologyError([Problem(spec.file, "then: the flow ended its process at a sample")]) from None
+        raise TopologyError([Problem(key, "the code ended its process at a sample")]) from None
     finally:
         if before is None:
             del os.environ["PYTHONHASHSEED"]
@@ -94,3 +88,7 @@ def _run_apart(
 def _run_all(spec: FlowSpec, topics: Sequence[str], records: Sequence[FlowRecord]) -> list[list[FlowRecord] | Fault]:
     flow = load_flow(spec)
     return [yielded(flow, record, topics) for record in records]
+
+
+def _extract_all(recipe: Recipe, records: Sequence[FlowRecord]) -> list[One | Fault]:
+    return [extract_one(recipe, each.key, each.value, each.headers, each.timestamp_ms) for each in records]

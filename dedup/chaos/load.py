@@ -21,6 +21,7 @@ from dedup.core.fold import OnConflict
 from dedup.core.framing import framed
 from dedup.core.partitioner import partitions as partitions_of
 from dedup.core.tracking_id import (
+    CodeRule,
     ContentRule,
     FieldRule,
     FieldsRule,
@@ -31,7 +32,7 @@ from dedup.core.tracking_id import (
     RawContentRule,
     Rule,
 )
-from dedup.errors import BrokerUnavailable
+from dedup.errors import BrokerUnavailable, InvariantBroken
 from dedup.quantities import instant
 from dedup.verify.kafka_reader import KafkaReader, client_config
 
@@ -173,6 +174,8 @@ def _identified(
             return document, headers
         case FirstOfRule(alternatives):
             return _identified(alternatives[0], document, text)
+        case CodeRule():
+            raise InvariantBroken("no records can be made for an ID function, and `dedup chaos` has not refused it.")
         case never:
             assert_never(never)
 

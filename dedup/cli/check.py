@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _SamplesOption = Annotated[
     Path | None,
     typer.Option(
-        help="With --allow-code, run the flow on the JSON value in each line of this file.", exists=True, dir_okay=False
+        help="With --allow-code, run the code on the JSON value in each line of this file.", exists=True, dir_okay=False
     ),
 ]
 _STDIN: Final = Path("-")
@@ -60,7 +60,7 @@ def check(
     overrides: SetOption = None,
     watch: Annotated[bool, typer.Option("--watch", help="Check again after each save until Ctrl-C.")] = False,
     *,
-    allow_code: Annotated[bool, typer.Option("--allow-code", help="Import the flow that `then` names.")] = False,
+    allow_code: Annotated[bool, typer.Option("--allow-code", help="Import the code that a topology names.")] = False,
     samples: _SamplesOption = None,
     envelope: Annotated[
         bool, typer.Option("--envelope", help="Read each line of --samples as a whole record, not only as a value.")
@@ -77,9 +77,9 @@ def check(
     of each source topic in the schema registry (`source.subject`, or TOPIC-value).
 
     Without --allow-code, the command runs no code that a topology names. With --allow-code, the command imports the
-    flow. With --samples, the command also runs the flow on each line of a file in each of two processes, and reports
-    failures and different results. A sample has no key and no headers. With --envelope, each sample is instead a whole
-    record, as in `dedup try --envelope`. Binary formats such as Avro need --envelope.
+    flow and the ID functions. With --samples, the command also runs them on each line of a file in each of two
+    processes, and reports failures and different results. A sample has no key and no headers. With --envelope, each
+    sample is instead a whole record, as in `dedup try --envelope`. Binary formats such as Avro need --envelope.
 
     Examples: dedup check topologies/*.yaml
 
@@ -92,10 +92,10 @@ def check(
     if watch and as_json:
         raise typer.BadParameter("--watch and --json exclude each other")
     if samples is not None and not allow_code:
-        raise typer.BadParameter("--samples runs the flow; add --allow-code")
+        raise typer.BadParameter("--samples runs the code; add --allow-code")
     if envelope and samples is None:
         raise typer.BadParameter("--envelope says how samples are written; add --samples")
-    check_code = partial(_flow_findings, samples=samples, envelope=envelope) if allow_code else None
+    check_code = partial(_code_findings, samples=samples, envelope=envelope) if allow_code else None
     settings = read_settings(config, overrides) if broker else None
     if not watch:
         _check_once(topologies, settings, check_code, as_json=as_json)
@@ -130,19 +130,24 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return known.st_mtime_ns, known.st_size, known.st_ino
 
 
-def _flow_findings(topology: Stage, *, samples: Path | None, envelope: bool) -> list[Finding]:
-    """Import a topology's flow, run it on the samples, and return the findings."""
+def _code_findings(topology: Stage, *, samples: Path | None, envelope: bool) -> list[Finding]:
+    """Import the flow and the ID functions of a topology, run them on the samples, and return the findings."""
     from dedup.cli.try_records import entries
     from dedup.core.flow import FlowRecord
+    from dedup.core.tracking_id import CodeRule, alternatives_of
     from dedup.flow_loader import load_flow, sample_findings
     from dedup.topology.ingest_file import Ingest
 
-    if isinstance(topology, Ingest) or topology.then is None:
+    if isinstance(topology, Ingest):
         return []
-    load_flow(topology.then)
-    if samples is None:
+    functions = [rule for rule in alternatives_of(topology.tracking_id.rule) if isinstance(rule, CodeRule)]
+    for rule in functions:
+        rule.load()
+    if topology.then is not None:
+        load_flow(topology.then)
+    if samples is None or not (functions or topology.then):
         return []
-    start_ms, output = time_of("--samples", A_TIME), topology.forwards_to[0]
+    start_ms, output = time_of("--samples", A_TIME), next(iter(topology.forwards_to), "")
     with samples.open("rb") as lines:
         made = entries(lines, name=str(samples), envelope=envelope, start_ms=start_ms, source=topology.source)
         records = [FlowRecord(output, each.key, each.value, each.headers, each.timestamp_ms) for each in made]

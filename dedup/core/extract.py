@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Annotated, Any, Final, Literal, NamedTuple, assert_never
 
@@ -30,6 +31,7 @@ from dedup.core.avro import Leaf
 from dedup.core.event_time import MAX_MS, MIN_MS, EventTime, FieldTime, TimeUnit, times_ms_of, typed_times_ms
 from dedup.core.exact_json import DECODE_REFUSALS, SHORT_BYTES, Unreadable, content_of, may_be_deep
 from dedup.core.extract_one import (
+    FOUND_BEFORE,
     MEMBERWISE,
     NO_ALTERNATIVE,
     Fault,
@@ -53,6 +55,7 @@ from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, payloads_of
 from dedup.core.id_columns import PartMemo, bytes_keys, composite_ids, instant_ids, kept, kept_if, scalar_keys
 from dedup.core.tracking_id import (
     CONTENT,
+    CodeRule,
     ContentRule,
     FieldRule,
     FieldsRule,
@@ -62,15 +65,18 @@ from dedup.core.tracking_id import (
     PartsRule,
     Path,
     RawContentRule,
+    StateKey,
     TrackingId,
     alternatives_of,
     member_paths,
     normalizer,
     state_key,
 )
+from dedup.errors import InvariantBroken
 
 __all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_extractor"]
 
+_INT64_BITS: Final = 64
 _WORD_BYTES: Final = 4
 _MARGIN_BYTES: Final = 2
 """The minimum number of bytes that follow a member name, which are a colon and a closing brace."""
@@ -360,6 +366,7 @@ class Extractor:
         self._alternatives: Final = list(map(Extractor, alternatives))
         self._normalize: Final = normalizer(steps) if steps else None
         self._instants: Final = "instant" in steps
+        self._function: Final = rule.load() if isinstance(rule, CodeRule) else _no_function
 
     def __call__(
         self,
@@ -370,6 +377,11 @@ class Extractor:
     ) -> Extracted:
         """Return the extracted values of a batch, which is given as four columns of the same length."""
         return self._extract(_Batch(keys, values, headers, timestamps_ms))
+
+    @cached_property
+    def again(self) -> Extractor:
+        """The extractor for records from a repartition topic that have the header `EXTRACTED`."""
+        return Extractor(replace(self.recipe, tracking_id=FOUND_BEFORE))
 
     def _extract(self, batch: _Batch) -> Extracted:
         if self._alternatives:
@@ -578,10 +590,8 @@ class Extractor:
             case HeaderRule(name):
                 return self._bytes([_only(row, name) for row in batch.headers])
             case FieldRule():
-                (column,), normalize = members, self._normalize
-                if normalize is not None:
-                    column = [normalize(value) if isinstance(value, str) else value for value in column]
-                return kept_if(instant_ids(column)) if self._instants else scalar_keys(column)
+                (column,) = members
+                return self._scalars(column)
             case FieldsRule():
                 return kept_if(composite_ids(members, self._memos))
             case PartsRule(parts):
@@ -595,10 +605,38 @@ class Extractor:
                 with suppress(Unreadable):
                     return [state_key(CONTENT + content_of(each, exclude)) for each in payloads if each is not None]
                 return None
+            case CodeRule():
+                return self._returned(batch)
             case FirstOfRule():  # each alternative has its own extractor
                 return None
             case never:
                 assert_never(never)
+
+    def _scalars(self, column: list[str | int]) -> list[bytes] | None:
+        normalize = self._normalize
+        if normalize is not None:
+            column = [normalize(value) if isinstance(value, str) else value for value in column]
+        return kept_if(instant_ids(column)) if self._instants else scalar_keys(column)
+
+    def _returned(self, batch: _Batch) -> list[bytes] | None:
+        """Return the state keys of the IDs that the user's function returns, or None if any of them is unusual."""
+        try:
+            found: list[Any] = list(map(self._function, batch.keys, batch.values, map(tuple, batch.headers)))
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # noqa: BLE001  # `extract_one` calls the function again, and says which record it was
+            return None
+        kinds = set(map(type, found))
+        if kinds == {StateKey}:
+            return list(map(bytes, found))
+        if kinds == {bytes}:
+            return self._bytes(found)
+        if not kinds <= {str, int} or any(type(each) is int and each.bit_length() >= _INT64_BITS for each in found):
+            return None
+        try:
+            return self._scalars(found)
+        except UnicodeEncodeError:
+            return None
 
     def _fingerprint(self, payload: bytes) -> bytes:
         if self.recipe.fmt != "bytes":
@@ -613,6 +651,10 @@ class Extractor:
         if self._normalize is not None:
             present = [normalize_bytes(value, self._normalize) for value in present]
         return kept_if(instant_ids(present)) if self._instants else bytes_keys(present)
+
+
+def _no_function(*_: object) -> object:
+    raise InvariantBroken("the rule for the tracking ID names no function.")
 
 
 def _column(rule: KeyRule | HeaderRule | FieldRule, batch: _Batch, members: Iterator[list[str | int]]) -> Sequence[Any]:

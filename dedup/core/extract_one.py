@@ -5,6 +5,7 @@ Tests check that the column extractor (extract.py) agrees with this module on ev
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -37,16 +38,19 @@ from dedup.core.message_pack import message_pack_reader
 from dedup.core.proto_schema import Message, parse_proto
 from dedup.core.protobuf import ProtobufReader, protobuf_reader
 from dedup.core.tracking_id import (
+    CodeRule,
     ContentRule,
     FieldRule,
     FieldsRule,
     FirstOfRule,
     HeaderRule,
+    IdFunction,
     KeyRule,
     Part,
     PartsRule,
     Path,
     RawContentRule,
+    StateKey,
     TrackingId,
     alternatives_of,
     format_path,
@@ -163,6 +167,15 @@ def may_identify(recipe: Recipe, key: bytes | None, value: bytes | None, headers
             return b"\\" in value or name.encode() in value
         case _:
             return True
+
+
+ID_FUNCTION_FAILED: Final = "id_function_failed"
+"""The fault code for a record for which the function of a `CodeRule` raised an exception."""
+_MOST_DETAIL_CHARS: Final = 500
+
+
+EXTRACTED: Final = "dedup-extracted"
+"""The header with which a repartition task passes on what it has extracted, if a function returns the IDs."""
 
 
 class _MissingId(NotJudged):
@@ -297,7 +310,7 @@ def fault_of(refused: NotJudged) -> Fault:
 def _of_tombstone(recipe: Recipe, key: bytes | None, headers: Headers, timestamp_ms: int) -> One | Fault:
     if encoding.needs_value(recipe.tracking_id.rule):
         return Fault(FaultKind.TOMBSTONE, "tombstone", "the value is null, and the tracking ID is read from it")
-    canonical = _canonical_id(recipe.tracking_id, key, b"", headers, ABSENT, ())
+    canonical = _canonical_id(recipe.tracking_id, key, None, headers, ABSENT, ())
     if isinstance(recipe.event_time, FieldTime):
         return Fault(FaultKind.TOMBSTONE, "tombstone", "the value is null, and the event time is read from it")
     return One(state_key(canonical), timestamp_ms, _digest(b"") if recipe.fingerprint else b"")
@@ -306,7 +319,7 @@ def _of_tombstone(recipe: Recipe, key: bytes | None, headers: Headers, timestamp
 def _canonical_id(
     tracking_id: TrackingId,
     key: bytes | None,
-    value: bytes,
+    value: bytes | None,
     headers: Headers,
     content: JsonValue | Absent,
     members: Iterable[JsonValue | Leaf],
@@ -326,11 +339,85 @@ def _canonical_id(
         case ContentRule(exclude):
             return _of_content(content, exclude)
         case RawContentRule():
-            if not value:
-                raise _MissingId("id_empty", "the value is empty")
-            return encoding.encode_bytes(value)
+            return _of_raw(value)
+        case CodeRule() as rule:
+            return _of_code(rule, tracking_id, key, value, headers)
         case FirstOfRule():
             raise InvariantBroken("an ID with alternatives is extracted with the recipe of one alternative at a time.")
+
+
+def _of_raw(value: bytes | None) -> bytes:
+    if not value:
+        raise _MissingId("id_empty", "the value is empty")
+    return encoding.encode_bytes(value)
+
+
+def _of_code(
+    rule: CodeRule, tracking_id: TrackingId, key: bytes | None, value: bytes | None, headers: Headers
+) -> bytes:
+    try:
+        found = rule.load()(key, value, tuple(headers))
+    except (NotJudged, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001  # any exception in user code makes a dead letter, even SystemExit
+        raise Unreadable(ID_FUNCTION_FAILED, f"{rule.name} raised {described(error)}") from None
+    place = f"what {rule.name} returned"
+    if isinstance(found, StateKey):
+        return bytes(found)
+    if type(found) is bytes or found is None:
+        return _of_bytes(found, tracking_id, place)
+    if type(found) is str:
+        return _of_text(found, tracking_id, place)
+    if type(found) is not int:
+        raise _MissingId(
+            "id_ill_typed", f"{place} has the type {type(found).__name__}; return str, bytes, int, or None"
+        )
+    try:
+        return encoding.encode_integer_text(str(found))
+    except ValueError:  # Python refuses to write more than some thousand digits
+        raise _MissingId("id_out_of_range", f"{place} is an integer of {found.bit_length()} bits") from None
+
+
+def passed_on(found: bytes | Fault) -> bytes:
+    """Return the content of the header `EXTRACTED` for a record with this state key or this fault."""
+    if isinstance(found, bytes):
+        return found
+    return json.dumps([found.kind.value, found.code, found.detail, found.format_name]).encode()
+
+
+class _PassedOn(NotJudged):
+    """Raised for the fault that a repartition task has found in a record."""
+
+    def __init__(self, kind: str, code: str, detail: str, format_name: str) -> None:
+        self.kind = kind  # type: ignore[misc]  # each fault has its own kind
+        super().__init__(code, detail, format_name=format_name)
+
+
+def _found_before(_key: bytes | None, _value: bytes | None, headers: Headers) -> StateKey | None:
+    """Return the state key in the record's last header, or raise the fault that this header contains."""
+    name, content = headers[-1] if headers else ("", None)
+    if name != EXTRACTED or content is None:
+        return None  # an idle marker, which is no record
+    if content[:1] == b"[":
+        raise _PassedOn(*json.loads(content))
+    return StateKey(content)
+
+
+def _load_found_before() -> IdFunction:
+    return _found_before
+
+
+FOUND_BEFORE: Final = TrackingId(CodeRule(EXTRACTED, 1, _load_found_before))
+"""The rule for records of a repartition topic whose last header is `EXTRACTED`. What this header says is final."""
+
+
+def described(error: BaseException) -> str:
+    """Return the type and the message of an exception in user code, as at most 500 characters that can be printed."""
+    try:
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    except Exception:  # noqa: BLE001  # the error's own __str__ fails
+        text = type(error).__name__
+    return text.encode("utf-8", "backslashreplace").decode()[:_MOST_DETAIL_CHARS]
 
 
 def _of_content(content: JsonValue | Absent, exclude: tuple[Path, ...]) -> bytes:

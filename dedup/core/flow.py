@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from types import EllipsisType
 from typing import Any, Final, NamedTuple, Self
 
-from dedup.core.extract_one import Fault, FaultKind
+from dedup.core.extract_one import Fault, FaultKind, described
 
 FLOW_FAILED: Final = "flow_failed"
 """The reason in the dead letter of a record for which the flow failed."""
@@ -111,15 +111,8 @@ def yielded(flow: Flow, record: FlowRecord, topics: Collection[str]) -> list[Flo
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  # any exception in user code makes a dead letter, even SystemExit
-        return _fault(_described(error))
+        return _fault(described(error))
     return found if wrong is None else _fault(wrong)
-
-
-def _described(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}".removesuffix(": ")
-    except Exception:  # noqa: BLE001  # the error's own __str__ fails
-        return type(error).__name__
 
 
 def differ(made: object, again: object) -> bool:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import cache
 from hashlib import blake2b
@@ -195,7 +195,34 @@ class RawContentRule:
     """The rule that the unchanged bytes of the value are the ID."""
 
 
-Alternative = KeyRule | HeaderRule | FieldRule | FieldsRule | PartsRule | ContentRule | RawContentRule
+IdFunction = Callable[[bytes | None, bytes | None, Sequence[tuple[str, bytes | None]]], object]
+"""A user's function that returns the ID of a record with the given key, value, and headers."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeRule:
+    """The rule that a user's function returns the ID: a string, bytes, an integer, or None if there is no ID.
+
+    The function must depend only on its arguments. The name and the version stand for what the function does: if it
+    returns other IDs than before, it needs another version.
+    """
+
+    name: str
+    """The function as module:attribute."""
+    version: int
+    load: Callable[[], IdFunction] = field(compare=False, repr=False)
+    """Imports and returns the function. Raises TopologyError."""
+    digest: str = field(default="", compare=False)
+    """The digest of the source file that contains the function, or an empty string if the module is installed."""
+
+
+class StateKey(bytes):
+    """A state key that dedup found earlier. A function returns it, instead of an ID, to have it used as it is."""
+
+    __slots__ = ()
+
+
+Alternative = KeyRule | HeaderRule | FieldRule | FieldsRule | PartsRule | ContentRule | RawContentRule | CodeRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,8 +287,8 @@ class TrackingId:
 
 
 def state_key(canonical: bytes) -> bytes:
-    """Return the state key (at most 33 bytes) for the canonical bytes of an ID."""
-    if len(canonical) <= KEPT_BYTES:
+    """Return the state key (at most 33 bytes) for the canonical bytes of an ID. A state key is its own state key."""
+    if len(canonical) <= KEPT_BYTES or canonical[:1] == DIGEST:
         return canonical
     return DIGEST + blake2b(canonical, digest_size=32).digest()
 

@@ -247,6 +247,13 @@ def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
     return whole, frozenset(idle_rows)
 
 
+def _without_extracted(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Remove the header `EXTRACTED`, which is the last header of each record but idle markers."""
+    column = [own[:-1] for own in batch.column("headers").to_pylist()]
+    at = batch.schema.get_field_index("headers")
+    return batch.set_column(at, batch.schema.field(at), pa.array(column, batch.schema.field(at).type))
+
+
 # Rows are packed to save CPU time. In a shuffle, each row costs microseconds on its way out of Python, through the JVM,
 # and back. Therefore, a map task packs the rows for one reduce task into one binary value (an Arrow stream), so that
 # the cost depends on the number of bytes. Spark's own hash of `TARGET` determines which reduce task receives a value.
@@ -557,12 +564,18 @@ class Screener:
         plan = self._plan
         partitions, offsets = integers_of(batch, "partition"), integers_of(batch, "offset")
         idle: frozenset[int] = frozenset()
+        extractor = self._extractor
+        passed_on = plan.mode == "log" and plan.topology.passes_ids_on
         if plan.mode == "log":
             batch, idle = _unwrapped(batch)
+        if passed_on:
+            extractor = extractor.again
         unplaced = plan.mode == "event_time"
         topics = np.zeros(batch.num_rows, np.int64) if unplaced else topics_of(batch, plan.topology.source.topics)
         feeds = [Feed(0, -1)] if unplaced else _feeds(topics, integers_of(batch, "partition"))
-        rows = Rows(extract_batch(self._extractor, batch), integers_of(batch, "offset").tolist(), feeds, idle)
+        rows = Rows(extract_batch(extractor, batch), integers_of(batch, "offset").tolist(), feeds, idle)
+        if passed_on:
+            batch = _without_extracted(batch)
         outcome, skipped = screen(rows, self._rules, ceiling_ms=plan.ceiling_ms)
         times_ms = np.array(outcome.judged_times_ms, np.int64)
         moving = times_ms.copy()

@@ -17,6 +17,7 @@ from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone, Rules
 from dedup.core.framing import SchemaBook, SchemaIdPlace
 from dedup.core.tracking_id import (
     ENCODING_VERSION,
+    CodeRule,
     ContentRule,
     FieldRule,
     FieldsRule,
@@ -28,6 +29,7 @@ from dedup.core.tracking_id import (
     RawContentRule,
     Rule,
     TrackingId,
+    alternatives_of,
     format_path,
     needs_value,
 )
@@ -300,6 +302,12 @@ class Topology:
             self.window, self.missing, self.tombstones, self.future, self.on_conflict, self.fingerprints_wanted
         )
 
+    @property
+    def passes_ids_on(self) -> bool:
+        """True if repartition tasks pass on the IDs that a user's function returned, so that they are found once."""
+        rules = alternatives_of(self.tracking_id.rule)
+        return not self.direct and any(isinstance(rule, CodeRule) for rule in rules)
+
     def knowing(self, schemas: SchemaBook) -> Self:
         """Return a copy of the topology that uses the given schemas."""
         return replace(self, source=replace(self.source, schemas=schemas))
@@ -390,6 +398,8 @@ def rule_text(rule: Rule) -> str:
             return f"first_of: [{', '.join(f'{{{rule_text(each)}}}' for each in alternatives)}]"
         case RawContentRule():
             return "content: true"
+        case CodeRule(name, version):
+            return f"python: {{function: {name}, version: {version}}}"
         case never:
             assert_never(never)
 

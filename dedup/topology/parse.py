@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar, get_args
 
 from pydantic import BaseModel
 
+from dedup.code_loader import load_id_function, source_digest
 from dedup.core.avro import SchemaRefused
 from dedup.core.event_time import ArrivalTime, EventTime, FieldTime, RecordTime, TimeUnit
 from dedup.core.extract_one import MEMBERWISE, TYPED, Format, member_names, member_types
@@ -17,6 +18,7 @@ from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.proto_schema import TIMESTAMP
 from dedup.core.tracking_id import (
     Alternative,
+    CodeRule,
     ContentRule,
     FieldRule,
     FieldsRule,
@@ -56,6 +58,7 @@ from dedup.topology.schema import (
     ConflictsFile,
     FieldTimeFile,
     FlowFile,
+    FunctionFile,
     Output,
     PartFile,
     SinkFile,
@@ -127,7 +130,8 @@ def json_schema() -> dict[str, Any]:
 
 
 def _topology(file: TopologyFile, read_file: Callable[[str], str], name: str) -> Topology:
-    tracking_id = TrackingId(_rule(file.tracking_id), tuple(file.tracking_id.normalize))
+    rule = _rule(file.tracking_id, partial(_code, name=name, read_file=read_file))
+    tracking_id = TrackingId(rule, tuple(file.tracking_id.normalize))
     source = file.source
     schema = None if source.schema_file is None else SchemaFile(source.schema_file, read_file(source.schema_file))
     framing = "auto" if source.schema_id == "none" else source.schema_id
@@ -178,15 +182,35 @@ def _topology(file: TopologyFile, read_file: Callable[[str], str], name: str) ->
 
 def _flow(written: str | FlowFile, name: str) -> FlowSpec:
     file = FlowFile(flow=written) if isinstance(written, str) else written
+    return FlowSpec(file.flow, _directory(name), file.on_error == "stop", name)
+
+
+def _directory(name: str) -> str:
     directory, slash, _ = name.rpartition("/")
-    return FlowSpec(file.flow, directory or slash or ".", file.on_error == "stop", name)
+    return directory or slash or "."
 
 
-def _rule(file: TrackingIdFile) -> Rule:
-    return _alternative(file) if file.first_of is None else FirstOfRule(tuple(map(_alternative, file.first_of)))
+def _code(written: str | FunctionFile, name: str, read_file: Callable[[str], str]) -> CodeRule:
+    file = FunctionFile(function=written) if isinstance(written, str) else written
+    module = file.function.partition(":")[0].replace(".", "/")
+    digest = ""  # of a module that is installed
+    for candidate in (f"{module}/__init__.py", f"{module}.py"):
+        with suppress(OSError, UnicodeDecodeError):
+            digest = source_digest(read_file(candidate))
+    load = partial(load_id_function, file.function, _directory(name), name, digest)
+    return CodeRule(file.function, file.version, load, digest)
 
 
-def _alternative(file: AlternativeFile) -> Alternative:
+_Code = Callable[[str | FunctionFile], CodeRule]
+
+
+def _rule(file: TrackingIdFile, code: _Code) -> Rule:
+    if file.first_of is None:
+        return _alternative(file, code)
+    return FirstOfRule(tuple(_alternative(each, code) for each in file.first_of))
+
+
+def _alternative(file: AlternativeFile, code: _Code) -> Alternative:
     if file.header is not None:
         return HeaderRule(file.header)
     if file.field is not None:
@@ -199,6 +223,8 @@ def _alternative(file: AlternativeFile) -> Alternative:
         return RawContentRule() if file.content is True else ContentRule(tuple(file.content.exclude))
     if file.key is not None:
         return KeyRule()
+    if file.python is not None:
+        return code(file.python)
     raise InvariantBroken("`_one_rule_each` has accepted a tracking ID without a rule that is known here.")
 
 

@@ -31,9 +31,10 @@ _MOST_STANDBYS: Final = 10
 _MOST_PARTITIONS: Final = 256
 """The maximum number of partitions in a transaction, which is limited because their markers are written one by one."""
 PART_RULES: Final = ("key", "header", "field")
-ALTERNATIVE_RULES: Final = (*PART_RULES, "fields", "parts", "content")
+ALTERNATIVE_RULES: Final = (*PART_RULES, "fields", "parts", "content", "python")
 RULES: Final = (*ALTERNATIVE_RULES, "first_of")
 _MOST_ALTERNATIVES: Final = 16
+_GREATEST_VERSION: Final = 1_000_000_000
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 _TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
@@ -165,6 +166,7 @@ _Table = Annotated[
     str, matching(_TABLE, 'is not a valid table name; use letters, digits and "_", as name or schema.name')
 ]
 _FlowName = Annotated[str, matching(_FLOW, "is not a flow; write module:attribute, such as flows:flow")]
+_FunctionName = Annotated[str, matching(_FLOW, "is not a function; write module:function, such as ids:order_id")]
 _Url = Annotated[
     str,
     accepting(
@@ -301,8 +303,17 @@ _some_alternatives: Final = accepting(
 )
 
 
+class FunctionFile(Keys):
+    """Your function that returns the ID, and its version."""
+
+    function: _FunctionName
+    """The function, as module:function. The module is in the directory of the topology file, or is installed."""
+    version: Annotated[int, within(1, _GREATEST_VERSION)] = 1
+    """The version of what the function does. Raise it if the function returns other IDs than before."""
+
+
 class AlternativeFile(Keys):
-    """One alternative of a tracking ID, which has exactly one of key, header, field, fields, parts, and content."""
+    """One alternative of a tracking ID: exactly one of key, header, field, fields, parts, content, and python."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in ALTERNATIVE_RULES]})
 
@@ -318,10 +329,12 @@ class AlternativeFile(Keys):
     """Parts of the record that together form the ID, in this order, such as the key and a header."""
     content: _PlainOrMapping[_True, ContentFile] | None = None
     """With true, the ID is the raw value. With {exclude: [...]}, the ID is the JSON value without these members."""
+    python: _PlainOrMapping[_FunctionName, FunctionFile] | None = None
+    """Your function of (key, value, headers) that returns the ID, as module:function or {function: ..., version: 2}."""
 
 
 class TrackingIdFile(AlternativeFile):
-    """The source of the tracking ID: exactly one of key, header, field, fields, parts, content, and first_of."""
+    """The source of the tracking ID: exactly one of key, header, field, fields, parts, content, python, first_of."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in RULES]})
 

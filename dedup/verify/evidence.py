@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 from dedup.core.extract import Extracted, Extractor
-from dedup.core.extract_one import ODD_HEADER_NAME
+from dedup.core.extract_one import EXTRACTED, ODD_HEADER_NAME
 from dedup.core.window import Source
 from dedup.verify.compare import Headers, digest
 from dedup.verify.kafka_reader import Bounds, KafkaReader, OpenTransaction, RecordColumns
@@ -149,7 +149,11 @@ class SideTopic:
 
 def extracted_of(extract: Extractor, columns: RecordColumns) -> Extracted:
     """Extract IDs, event times, and faults from records as a worker does. An unreadable header name is also a fault."""
-    extracted = extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
+    if columns.extracted is None:
+        extracted = extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
+    else:
+        headers = [[*own, (EXTRACTED, passed)] for own, passed in zip(columns.headers, columns.extracted, strict=True)]
+        extracted = extract.again(columns.keys, columns.values, headers, columns.timestamps_ms)
     if not columns.odd_names:
         return extracted
     odd = {row: ODD_HEADER_NAME for row, offset in enumerate(columns.offsets) if offset in columns.odd_names}

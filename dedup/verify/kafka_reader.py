@@ -96,6 +96,9 @@ class RecordColumns:
     """Offset of the first record whose timestamp the producer wrote (CreateTime), or None without such a record."""
     odd_names: frozenset[int] = frozenset()
     """Offsets of records with a header name that is not UTF-8. The client returns no headers for these records."""
+    extracted: list[bytes | None] | None = None
+    """The content of the header `EXTRACTED` of each record of a repartition topic (None for an idle marker), or None if
+    the topology's IDs are not passed on."""
 
     @classmethod
     def of(cls, messages: list[Message]) -> Self:
@@ -125,6 +128,7 @@ class RecordColumns:
             self.broker_time,
             self.created,
             self.odd_names,
+            None if self.extracted is None else [self.extracted[row] for row in wanted],
         )
 
 

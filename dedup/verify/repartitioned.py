@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from dedup.core.extract_one import EXTRACTED, passed_on
 from dedup.core.flow import FLOW_FAILED
 from dedup.core.reference_model import Feed
 from dedup.core.window import Source
@@ -53,6 +54,10 @@ from dedup.verify.spill import BUCKET_ROWS, Spill, buckets_for, places_of
 _APPENDED: Final = 2
 """The number of headers that a repartition task appends: the source position or the idle feed, and the timestamp."""
 WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
+WHY_OTHER_ID: Final = (
+    "the ID function returns something else than when the record was repartitioned: it was changed without another "
+    "version, or does not depend on the record alone"
+)
 _AFTER_ALL: Final = 1 << 62
 _REPORTED: Final = -1
 _PRIME: Final = 1_000_003
@@ -76,6 +81,12 @@ class _Step:
     """The source position, ID, and event time of each source record that the repartition topic may have lost."""
     unseen: Spill
     """Records that are absent from an incomplete output, as (task, position, source position)."""
+    passed: Spill
+    """The source position of each record in the repartition topic, and what the repartition task extracted, if it
+    passes that on.
+    """
+    returned: Spill
+    """The source position of each source record, and what is extracted now."""
     purged: bool
     """True if a partition of the repartition topic has lost its beginning."""
     firsts: dict[Feed, int] = field(default_factory=dict)
@@ -115,7 +126,8 @@ def verify_repartitioned(cut: Cut) -> None:
     copies = Copies(cut, buckets, copied, known=True, purged=purged)
     without_id = (Books("past the repartition topic", 0), cut.log_spill(buckets))
     carried, judged, absent = cut.spill(buckets, 3, 1), cut.spill(buckets, 4, 3), cut.spill(buckets, 4, 1)
-    step = _Step(cut.feeds, [], without_id, carried, judged, absent, cut.spill(1, 5), bool(purged))
+    passed, returned = cut.spill(buckets, 3, 1), cut.spill(buckets, 3, 1)
+    step = _Step(cut.feeds, [], without_id, carried, judged, absent, cut.spill(1, 5), passed, returned, bool(purged))
     for partition in range(cut.partitions[log]):
         # Any feed may be far ahead of stream time, so the event times of deleted records are unknown.
         if partition not in purged:
@@ -123,6 +135,8 @@ def verify_repartitioned(cut: Cut) -> None:
     _read_sources(cut, step)
     for number in range(buckets):
         _account(cut, step, number)
+        if cut.topology.passes_ids_on:
+            _compare_ids(cut, step, number)
     for number in range(buckets):
         _judge(cut, step, written, copies, number)
     report_displaced(written, cut.report)
@@ -157,7 +171,7 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
     if partition not in cut.committed[log]:
         bounds = cut.bounds[log][partition]
         cut.report.unprovable(WHY_NO_OFFSET, bounds.high - bounds.low)
-    for read in log_rows(cut, partition):
+    for read in log_rows(cut, partition, passed=step.passed):
         kept = keep(cut, spill, read)
         if cut.topology.source.start == "latest":
             for *feed, offset in sorted(kept.sources(), reverse=True):
@@ -171,10 +185,13 @@ def _places(topics: Column, partitions: Column, offsets: Column) -> Column:
     return (offsets // BUCKET_ROWS + (topics * _PRIME + partitions) * _PRIME) & _POSITIVE
 
 
-def log_rows(cut: Cut, partition: int, only: Collection[bytes] | None = None) -> Iterator[Log]:
+def log_rows(
+    cut: Cut, partition: int, only: Collection[bytes] | None = None, *, passed: Spill | None = None
+) -> Iterator[Log]:
     """Yield all records of a partition of the repartition topic, as they were in the source topic.
 
-    If ``only`` is given, the function yields only the records with these IDs.
+    If ``only`` is given, the function yields only the records with these IDs. If the repartition tasks pass on what
+    they extract, that is added to ``passed``.
     """
     log = cut.topology.repartition_topic
     bounds = cut.bounds[log][partition]
@@ -184,6 +201,9 @@ def log_rows(cut: Cut, partition: int, only: Collection[bytes] | None = None) ->
     for begin, end, pending in ((bounds.low, committed, False), (committed, high, True)):
         for columns in cut.read(log, partition, begin, end):
             sources, idle_rows = _unwrap(cut, columns, partition)
+            if passed is not None and columns.extracted is not None and sources:
+                places = np.array(sources, np.int64).T
+                passed.add(_places(*places), (*places, columns.extracted))
             yield scan.scan(columns, sources, idle_rows=idle_rows, pending=pending, only=only)
 
 
@@ -215,6 +235,13 @@ def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Sour
         columns.timestamps_ms[row] = parse_time_ms(header(appended, TIMESTAMP_HEADER)) or 0
         of_row[row] = source
     columns.headers = list(map(itemgetter(slice(None, -_APPENDED)), columns.headers))
+    if cut.topology.passes_ids_on:
+        columns.extracted = [own[-1][1] if own and own[-1][0] == EXTRACTED else None for own in columns.headers]
+        columns.headers = [own[:-1] for own in columns.headers]
+        for row, passed in enumerate(columns.extracted):
+            if passed is None and row not in idle_rows:
+                where = f"{cut.topology.repartition_topic}/{partition} offset {columns.offsets[row]}"
+                cut.report.violation("phantom", where, f"lacks {EXTRACTED}, so no repartition task wrote it")
     return list(map(of_row.__getitem__, range(len(tails)))), idle_rows
 
 
@@ -271,6 +298,9 @@ def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan
             faulty[at] = row
     offsets, timestamps_ms = np.array(columns.offsets, np.int64), np.array(columns.timestamps_ms, np.int64)
     topics, partitions = np.full_like(offsets, feed[0]), np.full_like(offsets, feed[1])
+    if cut.topology.passes_ids_on:
+        now = [passed_on(own or extracted.faults[row]) for row, own in enumerate(extracted.ids)]
+        step.returned.add(_places(topics, partitions, offsets), (topics, partitions, offsets, now))
     # Only a record that the repartition topic may have lost is looked up by its ID.
     ids: list[bytes | None] = extracted.ids if step.purged else [None] * len(contents)
     whole = digests(contents, columns.headers, timestamps_ms)
@@ -302,6 +332,17 @@ def _account(cut: Cut, step: _Step, number: int) -> None:
             cut.report.violation("changed", place, "its content in the repartition topic is different")
     for source in held:
         _report_unsent(cut, step, Source(*source))
+
+
+def _compare_ids(cut: Cut, step: _Step, number: int) -> None:
+    """Count the records for which the user's function returns another ID now than it did in the repartition task."""
+    *columns, found = step.passed.bucket(number)
+    passed = dict(zip(zip(*(each.tolist() for each in columns), strict=True), found, strict=True))
+    *columns, found = step.returned.bucket(number)
+    places = zip(*(each.tolist() for each in columns), strict=True)
+    other = sum(passed.get(place, now) != now for place, now in zip(places, found, strict=True))
+    if other:
+        cut.report.unprovable(WHY_OTHER_ID, other)
 
 
 def _account_absent(cut: Cut, step: _Step, source: Source, judged: _Judged) -> None:

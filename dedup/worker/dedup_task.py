@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import itemgetter
@@ -13,6 +13,7 @@ from uuid import UUID
 
 from dedup.core import tracking_id as encoding
 from dedup.core.extract import Extractor, Fault
+from dedup.core.extract_one import EXTRACTED
 from dedup.core.fold import Outcome, Rows, Rules, Sightings, fold
 from dedup.core.partitioner import partitions
 from dedup.core.window import Feed, FeedProgress, Sighting, StreamTime
@@ -193,6 +194,18 @@ def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
     return Unwrapped(plain, feeds, sources, frozenset(idle_rows))
 
 
+def _without_extracted(batch: FeedBatch, idle_rows: Collection[int]) -> FeedBatch:
+    """Return the batch without the header `EXTRACTED`, which is the last header of every record but idle markers.
+
+    Raises InvariantBroken if a record lacks it.
+    """
+    for row, own in enumerate(batch.headers):
+        if row not in idle_rows and (not own or own[-1][0] != EXTRACTED):
+            topic, number = batch.feeding
+            raise InvariantBroken(FOREIGN.format(topic=topic, partition=number, offset=batch.offsets[row]))
+    return replace(batch, headers=[own[:-1] for own in batch.headers])
+
+
 def sighting_batches(
     changelog: TopicPartition,
     writes: Mapping[int, Mapping[bytes, bytes]],
@@ -247,6 +260,8 @@ class DedupPlan:
     """The messages that have already been logged. All tasks of the worker share this set."""
     by_arrival: bool = False
     """True if the task reads the source topic directly and must stop at a record without an append time."""
+    ids_passed_on: bool = False
+    """True if the records of the feeding topic have the header `EXTRACTED`."""
     partitions: int = 1
     """The partition count of the source topic, to detect misplaced IDs, or 1 if the task reads a repartition topic."""
 
@@ -405,6 +420,8 @@ class DedupTask(TaskWork):
         source = unwrap(batch, plan.source_topics) if plan.wrapped else Unwrapped(batch, plan.feeds, batch.offsets)
         plain = source.batch
         original = plan.extractor(plain.keys, plain.values, plain.headers, plain.timestamps_ms)
+        if plan.ids_passed_on:
+            plain = _without_extracted(plain, source.idle_rows)
         now_ms = self._clock.now_ms()
         ceiling_ms = max(now_ms, self._applied.value_ms) + plan.max_clock_skew_ms
         refused: dict[int, Fault] = {}

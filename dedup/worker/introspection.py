@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, product
 from typing import Any, Final, assert_never, cast
 from uuid import UUID
@@ -25,23 +26,26 @@ from yarl import URL
 from dedup.core.avro import Instant, Leaf, Scalar, nodes_at, parse_schema, type_name
 from dedup.core.event_time import rfc3339_ms
 from dedup.core.exact_json import ABSENT, Number
-from dedup.core.extract_one import Fault, Format, Recipe, extract_one, member_types, of_leaves
+from dedup.core.extract_one import Fault, Format, One, Recipe, extract_one, member_types, of_leaves
 from dedup.core.framing import framed
 from dedup.core.partitioner import partitions
 from dedup.core.proto_schema import SCALARS
 from dedup.core.tracking_id import (
     Alternative,
+    CodeRule,
     ContentRule,
     FieldRule,
     FieldsRule,
     FirstOfRule,
     HeaderRule,
+    IdFunction,
     KeyRule,
     Part,
     PartsRule,
     Path,
     RawContentRule,
     Rule,
+    TrackingId,
     encode_alternative,
     member_paths,
     state_key,
@@ -334,7 +338,9 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
         return _of_alternatives(topology, topology.tracking_id.rule.alternatives, text)
     source, keys = topology.source, list[bytes]()
     why = "it is not one"
-    if source.is_memberwise and member_paths(topology.tracking_id.rule):
+    if isinstance(topology.tracking_id.rule, CodeRule):
+        found = list(_returned(topology.tracking_id, topology.tracking_id.rule, text))
+    elif source.is_memberwise and member_paths(topology.tracking_id.rule):
         recipe = Recipe(topology.tracking_id, fmt=source.format)
         found = [of_leaves(recipe, key, b"", headers, 0, leaves) for key, headers, leaves in _typed(topology, text)]
     else:
@@ -349,6 +355,18 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
     if not keys:
         raise SettingsError([Problem("ID", f"{text!r} cannot be an ID of {topology.name!r}: {why}")])
     return keys
+
+
+def _returned(tracking_id: TrackingId, rule: CodeRule, text: str) -> Iterator[One | Fault]:
+    """Yield the ID for each value that the user's function may have returned, without calling the function."""
+    values: list[str | bytes | int] = [text, text.encode(), *([int(text)] if _JSON_INTEGER.fullmatch(text) else [])]
+    for value in values:
+        known = replace(tracking_id, rule=replace(rule, load=partial(_returning, value)))
+        yield extract_one(Recipe(known, fmt="bytes"), None, None, (), 0)
+
+
+def _returning(value: str | bytes | int) -> IdFunction:
+    return lambda *_: value
 
 
 def _of_alternatives(topology: Topology, alternatives: Sequence[Alternative], text: str) -> list[bytes]:
@@ -515,8 +533,8 @@ def _unframed(rule: Rule, name: str, text: str) -> list[_Record]:
             return [_of_parts(rule, _array(name, text, len(parts)))]
         case ContentRule() | RawContentRule():
             return [(None, text.encode(), [])]
-        case FirstOfRule():
-            raise InvariantBroken("the alternatives of an ID are looked up one by one.")
+        case FirstOfRule() | CodeRule():
+            raise InvariantBroken("the alternatives of an ID, and what a function returns, are looked up one by one.")
         case never:
             assert_never(never)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dedup.core.extract import Extracted, Extractor, Fault
-from dedup.core.extract_one import SCHEMA_UNKNOWN
+from dedup.core.extract_one import EXTRACTED, SCHEMA_UNKNOWN, passed_on
 from dedup.core.fold import DeadLetter, Outcome, Rows
 from dedup.core.partitioner import partitions
 from dedup.core.window import Feed
@@ -41,6 +41,8 @@ class RepartitionPlan:
     start: Start
     by_arrival: bool = False
     """True if the task must stop at a record without an append time."""
+    passes_ids_on: bool = False
+    """True if the task adds the header `EXTRACTED`, because a user's function returned the IDs."""
 
 
 class RepartitionTask(TaskWork):
@@ -89,8 +91,12 @@ class RepartitionTask(TaskWork):
             offset = batch.offsets[row]
             if offset in batch.odd_names or row in unknown:
                 continue
+            passed: list[Header] = []
+            if plan.passes_ids_on:
+                passed = [(EXTRACTED, passed_on(extracted.ids[row] or extracted.faults[row]))]
             headers: list[Header] = [
                 *batch.headers[row],
+                *passed,
                 (SOURCE, f"{place}{offset}".encode()),
                 (TIMESTAMP, str(batch.timestamps_ms[row]).encode()),
             ]

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final
 
 from dedup.core.flow import Flow
+from dedup.core.tracking_id import CodeRule, alternatives_of
 from dedup.core.window import Feed
 from dedup.errors import InvariantBroken
 from dedup.flow_loader import load_flow
@@ -70,12 +71,15 @@ class TaskFactory:
     """The number of transactions of all task groups since the worker's start, by result."""
 
     def __post_init__(self) -> None:
-        """Import the flow, which may raise TopologyError.
+        """Import the flow and the ID functions, which may raise TopologyError.
 
         Raises SettingsError early if no installed package can read the checkpoint URL.
         """
         if self.topology.then is not None:
             self.flow = load_flow(self.topology.then)
+        for rule in alternatives_of(self.topology.tracking_id.rule):
+            if isinstance(rule, CodeRule):
+                rule.load()
         names = {*self.topology.source.topics, *self.topology.feeding_topics, self.topology.changelog_topic}
         topics = {name: self.cluster.topics[name] for name in names}
         expected = {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()}
@@ -212,13 +216,15 @@ class TaskFactory:
 
     def _dedup_plan(self, feeding: TopicPartition) -> DedupPlan:
         topology, topic = self.topology, self.cluster.topics[feeding.topic]
+        extractor = extractor_of(topology)
         return DedupPlan(
             feeding=feeding,
             changelog=TopicPartition(topology.changelog_topic, feeding.partition),
             feeds=(Feed(0, feeding.partition),) if topology.direct else self.cluster.feeds(topology),
             source_topics=topology.source.topics,
             wrapped=not topology.direct,
-            extractor=extractor_of(topology),
+            extractor=extractor.again if topology.passes_ids_on else extractor,
+            ids_passed_on=topology.passes_ids_on,
             rules=topology.rules,
             max_clock_skew_ms=topology.max_clock_skew_ms,
             start=topology.source.start if topology.direct else "earliest",
@@ -243,4 +249,5 @@ class TaskFactory:
             # partition.
             start="earliest" if self.cluster.is_new(feeding) else source.start,
             by_arrival=topology.by_arrival,
+            passes_ids_on=topology.passes_ids_on,
         )

@@ -33,7 +33,9 @@ def unwrapped(rows):
     columns = RecordColumns(list(range(len(rows))), headers=headers, timestamps_ms=[99] * len(rows))
     report = Report("t", "", "", 0)
     source = SimpleNamespace(topics=TOPICS)
-    cut = SimpleNamespace(report=report, topology=SimpleNamespace(source=source, repartition_topic="r"))
+    cut = SimpleNamespace(
+        report=report, topology=SimpleNamespace(source=source, repartition_topic="r", passes_ids_on=False)
+    )
     sources, idle_rows = repartitioned._unwrap(cut, columns, 0)
     return list(map(tuple, sources)), idle_rows, columns.headers, columns.timestamps_ms, report.counts
 

@@ -54,6 +54,7 @@ RULES: dict[str, dict[str, Any]] = {
     "fields": {"tracking_id": {"fields": ["tenant", "order.id"]}, "event_time": {"field": "at", "unit": "ms"}},
     "content": {"tracking_id": {"content": {"exclude": ["at", "v", "order.placed"]}}},
     "raw": {"tracking_id": {"content": True}, "source": {"format": "bytes"}},
+    "python": {"tracking_id": {"python": "tests.spark.parity_ids:own_id"}},
 }
 """Every tracking-ID rule; laid over `SIMPLE`."""
 POLICIES: dict[str, dict[str, Any]] = {
@@ -142,6 +143,13 @@ PACKED: dict[str, dict[str, Any]] = {
     },
 }
 """Topologies for the events that `packed` returns with their format."""
+
+
+def the_schema(name: str) -> str:
+    """Return the file that topologies for Avro name, in place of a directory with it."""
+    if name != _IN_AVRO["schema"]:
+        raise FileNotFoundError(name)
+    return AVSC
 
 
 def document(name: str, options: Mapping[str, Any], topic: str | None = None) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from dedup.worker.record_collector import IDLE, TIMESTAMP
 from tests.integration.workload import Event
 from tests.spark.parity import (
     AVRO,
-    AVSC,
     FRAMED,
     NOW_MS,
     PACKED,
@@ -39,6 +38,7 @@ from tests.spark.parity import (
     in_avro,
     packed,
     stream,
+    the_schema,
 )
 
 TOPIC = "parity-in"
@@ -96,7 +96,7 @@ def rows_of(table: pa.Table) -> dict[tuple[int, int], Row]:
 
 
 def topology_of(options) -> Topology:
-    return parse(json.dumps(document("parity", options, TOPIC)), name="parity", read_file=lambda _: AVSC)
+    return parse(json.dumps(document("parity", options, TOPIC)), name="parity", read_file=the_schema)
 
 
 @pytest.mark.parametrize("name", [*RULES, *POLICIES, *FRAMED, *AVRO, *PACKED])

@@ -18,7 +18,6 @@ from dedup.topology.parse import parse
 from tests.integration.workload import BASE_MS
 from tests.spark.parity import (
     AVRO,
-    AVSC,
     FRAMED,
     PACKED,
     POLICIES,
@@ -29,6 +28,7 @@ from tests.spark.parity import (
     in_avro,
     packed,
     stream,
+    the_schema,
 )
 from tests.spark.parity_topics import ANY_TIME, rows_in_topics, sent
 
@@ -70,7 +70,7 @@ def test_every_rule_and_policy(spark, kafka, admin, topic_names, tmp_path, form)
     of_form = {name: options for name, options in PACKED.items() if options["source"]["format"] == form}
     places = sent(admin, topic, events)
     topologies = [
-        parse(json.dumps(document(topic_names(name), options, topic)), name=name, read_file=lambda _: AVSC)
+        parse(json.dumps(document(topic_names(name), options, topic)), name=name, read_file=the_schema)
         for name, options in options_by_name.get(form, of_form).items()
     ]
     for topology in topologies:

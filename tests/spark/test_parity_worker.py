@@ -9,38 +9,17 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
 
 import pytest
 
-from dedup.core.reference_model import ModelRecord, ReferenceModel
-from dedup.core.window import Source
 from dedup.embedded.child_process import ChildProcess
 from dedup.settings import Settings
 from dedup.spark.batch_verdicts import judged
 from dedup.spark.kafka_source import read_kafka
 from dedup.topology.parse import parse
 from dedup.yaml_document import beside
-from tests.brokers import read_all
-from tests.integration.workload import BASE_MS, Event
-from tests.spark.parity import (
-    AVRO,
-    AVSC,
-    FRAMED,
-    PACKED,
-    POLICIES,
-    RULES,
-    by_model,
-    document,
-    framed,
-    in_avro,
-    model_record,
-    packed,
-    recipe_of,
-    row_of,
-    rules_of,
-    stream,
-)
+from tests.integration.workload import BASE_MS
+from tests.spark.parity import AVRO, AVSC, FRAMED, PACKED, POLICIES, RULES, by_model, document, stream
 from tests.spark.parity_topics import ANY_TIME, rows_in_topics, sent
 from tests.spark.test_parity_model import rows_of
 from tests.spark.test_parity_stream import start_judging
@@ -49,7 +28,6 @@ pytestmark = pytest.mark.broker
 
 MANY = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", "100000"))
 FEW = 2_000
-BEHIND_A_REPARTITION = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", FEW))
 A_YEAR_LATER_MS = BASE_MS + 365 * 86_400_000
 ALL = {**RULES, **POLICIES, **FRAMED, **AVRO, **PACKED}
 SEEN_IN_TOPICS = [name for name, options in {**RULES, **POLICIES}.items() if options.get("late") != "drop"]
@@ -74,28 +52,6 @@ def until_ended(worker: ChildProcess, log, within_s: float) -> None:
 def unclocked(row):
     """A clamped time is the clock of whoever judged: here it only has to be one."""
     return row._replace(first_time_ms=0) if (row.first_time_ms or 0) > A_YEAR_LATER_MS else row
-
-
-def by_model_of_log(kafka, topology, partitions, now_ms):
-    """Return the model's verdicts in the order of the repartition topic, by source partition and offset."""
-    rules, recipe = rules_of(topology), recipe_of(topology)
-    feeds = [(0, partition) for partition in range(partitions)]
-    tasks: dict[int, ReferenceModel] = {}
-    found = {}
-    for message in sorted(
-        read_all(kafka.bootstrap, topology.repartition_topic), key=lambda m: (m.partition(), m.offset())
-    ):
-        task = tasks.setdefault(message.partition(), ReferenceModel(rules, feeds))
-        *own, last, stamp = message.headers()
-        if last[0] == "dedup-idle" or stamp[0] == "dedup-idle":
-            marker = dict([last, stamp])["dedup-idle"].decode().rsplit("/", 1)
-            task.judge(ModelRecord(None, 0, Source(0, int(marker[1]), -1), idle=True))
-            continue
-        partition, offset = map(int, last[1].decode().rsplit("/", 2)[1:])
-        event = Event(partition, message.value(), int(stamp[1]), message.key(), tuple(own))
-        record, code = model_record(recipe, event, Source(0, partition, offset), now_ms + 3_600_000)
-        found[partition, offset] = row_of(task.judge(record), code)
-    return found
 
 
 @pytest.fixture
@@ -142,57 +98,9 @@ def compared(spark, kafka, admin, topic_names, tmp_path):
     return compare
 
 
-@pytest.mark.timeout(3_600)
-@pytest.mark.parametrize("name", ["field", "identity"])
-def test_behind_a_repartition_topic_in_its_order(spark, kafka, admin, topic_names, tmp_path, name):
-    topic = topic_names("parity-in")
-    events = stream(8, BEHIND_A_REPARTITION)
-    # Equal IDs in any partition, and one partition far ahead of the other.
-    events = [replace(event, partition=number * 7919 % 2) for number, event in enumerate(events)]
-    places = sent(admin, topic, events)
-    made = document(topic_names(name), ALL[name], topic)
-    made["source"] = {"topics": [topic]}
-    made["idle_after"] = "1s"
-    file = tmp_path / f"{name}.yaml"
-    file.write_text(json.dumps(made), encoding="utf-8")
-    topology = parse(file.read_text(encoding="utf-8"), name=name)
-    admin.create_topic(topology.output.topic, 2, ANY_TIME)
-    worker = start_worker(tmp_path, file, kafka, name)
-    try:
-        until_ended(worker, tmp_path / f"{name}.log", 1_800)
-    finally:
-        worker.kill()
-    now_ms = int(time.time() * 1000)
-    model = by_model_of_log(kafka, topology, 2, now_ms)
-    assert len(model) == len(events)
-    assert {"unique", "duplicate", "dead_letter"} <= {row.verdict for row in model.values()}
-    settings = Settings(brokers=(kafka.bootstrap,), state_dir=tmp_path / "state")
-    history = read_kafka(spark, topology, settings, repartitioned=True)
-    batch = rows_of(judged(history.records, topology, now_ms=now_ms, order="offsets", feeds=history.feeds))
-    assert {place: row for place, (row, _) in batch.items()} == model
-    assert rows_in_topics(kafka.bootstrap, topology, places) == model
-
-
 @pytest.mark.timeout(900)
 def test_every_rule_and_policy(compared):
     compared(SEEN_IN_TOPICS, FEW, seed=5, within_s=240)
-
-
-@pytest.mark.timeout(900)
-def test_framed_values(compared):
-    compared(list(FRAMED), FEW, seed=5, within_s=240, change=lambda events: framed(7, events))
-
-
-@pytest.mark.timeout(900)
-def test_avro_values(compared):
-    compared(list(AVRO), FEW, seed=5, within_s=240, change=lambda events: in_avro(7, events))
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("fmt", ["msgpack", "cbor", "csv"])
-def test_packed_values(compared, fmt):
-    names = [name for name, options in PACKED.items() if options["source"]["format"] == fmt]
-    compared(names, FEW, seed=5, within_s=240, change=lambda events: packed(7, fmt, events))
 
 
 IN_CI = "fields"

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from dedup.cli.main import create_app
 from dedup.core.event_time import RecordTime
 from dedup.core.extract import compile_extractor
+from dedup.core.extract_one import EXTRACTED
 from dedup.core.reference_model import ModelRecord, ModelRules, ReferenceModel
 from dedup.core.tracking_id import FieldRule, TrackingId
 from dedup.core.window import Source
@@ -182,6 +183,7 @@ def test_metrics_and_headers_that_a_page_names_exist(page):
     assert set(re.findall(r"\bdedup_[a-z_]+\b(?!\.py)", text)) <= metrics | columns
     named_headers = set(re.findall(r"`(dedup-[a-z-]+)`", text))
     ours = {value for name, value in vars(publish).items() if name.isupper() and isinstance(value, str)}
+    ours.add(EXTRACTED)
     assert named_headers - {"dedup-streams", "dedup-2-workers", "dedup-repartitioned", "dedup-flow"} <= ours
 
 

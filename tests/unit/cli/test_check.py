@@ -425,6 +425,25 @@ class TestFlow:
         assert code == 2
         assert "cannot be imported: ValueError: it was imported" in output
 
+    def test_an_id_function_is_imported_and_tried_only_if_that_is_allowed(self, tmp_path):
+        name = f"checked_ids_{abs(hash(str(tmp_path)))}"
+        code = "import json\ndef own(key, value, headers):\n    return json.loads(value)['country']\n"
+        (tmp_path / f"{name}.py").write_text(f"{code}\nraise ValueError('it was imported')", encoding="utf-8")
+        path = topology(tmp_path, f"python: {name}:own", "output: {topic: out}")
+        assert dedup("check", path)[0] == 0
+        code_of_describe, output = dedup("describe", path)
+        assert (code_of_describe, f"ID function   {name}:own, source digest" in output) == (0, True)
+        code_of_check, output = dedup("check", path, "--allow-code")
+        assert (code_of_check, "ValueError: it was imported" in output) == (2, True)
+        (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
+        samples = tmp_path / "samples.jsonl"
+        samples.write_text('{"country": "DE"}\n{}\n', encoding="utf-8")
+        code_of_check, output = dedup("check", path, "--allow-code", "--samples", str(samples))
+        assert code_of_check == 0, output
+        assert f"the function {name}:own fails at 1 of 2 samples, first with: {name}:own raised KeyError" in output
+        code_of_chaos, output = dedup("chaos", path)
+        assert (code_of_chaos, "cannot make records for an ID function" in output) == (2, True), output
+
     def test_samples_need_code(self, tmp_path):
         path, samples = self.made(tmp_path, FLOW)
         assert dedup("check", path, "--samples", samples)[0] == 2

@@ -9,6 +9,7 @@ import pytest
 from dedup.core.event_time import ArrivalTime, FieldTime, RecordTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.tracking_id import (
+    CodeRule,
     ContentRule,
     FieldRule,
     FieldsRule,
@@ -50,6 +51,10 @@ def test_the_defaults():
     assert not made.fingerprints_wanted
 
 
+def _no_code():
+    raise AssertionError("a topology file was read, and code was imported")
+
+
 @pytest.mark.parametrize(
     ("written", "rule"),
     [
@@ -68,6 +73,12 @@ def test_the_defaults():
         (
             "first_of: [{header: X-Id}, {parts: [{key: true}]}, {content: {exclude: [sent_at]}}]",
             FirstOfRule((HeaderRule("X-Id"), PartsRule((Part(KeyRule()),)), ContentRule((("sent_at",),)))),
+        ),
+        ("python: ids:order_id", CodeRule("ids:order_id", 1, _no_code)),
+        ("python: {function: shop.ids:order_id, version: 3}", CodeRule("shop.ids:order_id", 3, _no_code)),
+        (
+            "first_of: [{header: X-Id}, {python: ids:order_id}]",
+            FirstOfRule((HeaderRule("X-Id"), CodeRule("ids:order_id", 1, _no_code))),
         ),
     ],
 )

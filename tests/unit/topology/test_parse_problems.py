@@ -269,7 +269,7 @@ def test_a_mistake_in_one_line(line, said):
         (
             "field: id",
             "missing: fail",
-            "5:1: tracking_id: no rule; write exactly one of key, header, field, fields, parts, content, first_of",
+            "5:1: tracking_id: no rule; write exactly one of key, header, field, fields, parts, content, python, first_of",
         ),
         (
             "field: id",
@@ -284,13 +284,24 @@ def test_a_mistake_in_one_line(line, said):
         ),
         (
             "field: id",
+            "python: order_id",
+            '6:11: tracking_id.python: "order_id" is not a function; write module:function, such as ids:order_id',
+        ),
+        (
+            "field: id",
+            "python: {function: ids:order_id, version: 0}",
+            '6:45: tracking_id.python.version: "0" must be 1 to 1000000000',
+        ),
+        ("field: id", "python: {version: 2}", '6:3: the key "function" is missing in tracking_id.python'),
+        (
+            "field: id",
             "first_of: [{key: true, header: h}, {field: id}]",
             "6:26: tracking_id.first_of[0]: key and header exclude each other; keep exactly one",
         ),
         (
             "field: id",
             "first_of: [{key: true}, {first_of: [{header: h}, {field: id}]}]",
-            "6:27: tracking_id.first_of[1]: no rule; write exactly one of key, header, field, fields, parts, content",
+            "6:27: tracking_id.first_of[1]: no rule; write exactly one of key, header, field, fields, parts, content, python",
         ),
         (
             "field: id",

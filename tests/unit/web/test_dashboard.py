@@ -258,6 +258,10 @@ PARTS = "[{key: true}, {header: h, absent: as_value}, {field: a}]"
         (f"parts: {PARTS}", encode_composite([b"\x02k", b"\x02h", b"\x0a[2]"]), '["k", "h", [2]]'),
         ("first_of: [{key: true}, {field: id}]", b"\x0d\x00\x02abc", "abc"),
         ("first_of: [{key: true}, {field: id}]", b"\x0d\x01" + encode_integer(7), "7"),
+        ("python: ids:order_id", encode_text("order/7 é"), "order/7 é"),
+        ("python: ids:order_id", b"\x02abc", "abc"),
+        ("python: ids:order_id", encode_integer(-70_000), "-70000"),
+        ("first_of: [{key: true}, {python: ids:order_id}]", b"\x0d\x01" + encode_integer(1 << 62), str(1 << 62)),
         ("fields: [a, b]", encode_composite([encode_text('x"'), encode_integer(7)]), '["x\\"", 7]'),
     ],
 )

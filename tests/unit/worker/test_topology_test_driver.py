@@ -260,7 +260,7 @@ def test_the_examples_of_the_docs_pass_as_they_are_written(tmp_path):
     examples = [
         text for text in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "feed" in text
     ]
-    assert len(examples) == 4
+    assert len(examples) == 5
     assert len(examples[0].splitlines()) <= 15
     for number, text in enumerate(examples):
         (tmp_path / f"test_example_{number}.py").write_text(text, encoding="utf-8")
@@ -269,7 +269,7 @@ def test_the_examples_of_the_docs_pass_as_they_are_written(tmp_path):
     # The options of the outer run, such as a file for its results, are not for this one.
     environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
-    assert (done.returncode, "4 passed" in done.stdout) == (0, True), done.stdout + done.stderr
+    assert (done.returncode, "5 passed" in done.stdout) == (0, True), done.stdout + done.stderr
 
 
 def test_values_that_name_their_schemas():
