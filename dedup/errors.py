@@ -10,6 +10,12 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 
+class Terminated(SystemExit):
+    """Raised in the main thread when SIGTERM arrives, unless a worker handles the signal. Code that catches the
+    exceptions of a user's code must not catch this one.
+    """
+
+
 class DedupError(Exception):
     """The base class of every error that this package raises on purpose."""
 

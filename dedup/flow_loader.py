@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from dedup.code_loader import load_attribute
-from dedup.core.extract_one import Fault, FaultKind, One, Recipe, extract_one
+from dedup.core.extract_one import Fault, One, Recipe, extract_one
 from dedup.core.flow import Flow, FlowRecord, differ, yielded
 from dedup.core.tracking_id import CodeRule, alternatives_of
 from dedup.errors import Problem, TopologyError
@@ -24,10 +24,10 @@ def load_flow(spec: FlowSpec) -> Flow:
 
     Raises TopologyError as `load_attribute` does, and if the module has no such flow.
     """
-    flow, found = load_attribute("then", spec.name, spec.directory, spec.file)
+    flow, module = load_attribute("then", spec.name, spec.directory, spec.file)
     if not isinstance(flow, Flow) or flow.function is None:
         what = "is not a dedup.Flow" if not isinstance(flow, Flow) else "has no function; decorate one with @on_unique"
-        raise TopologyError([Problem(spec.file, f"then: {spec.name.partition(':')[2]} in {found} {what}")])
+        raise TopologyError([Problem(spec.file, f"then: {spec.name.partition(':')[2]} in {module.__file__} {what}")])
     return flow
 
 
@@ -41,11 +41,11 @@ def sample_findings(topology: Topology, records: Sequence[FlowRecord]) -> list[F
         if isinstance(rule, CodeRule):
             rule.load()
             recipe = Recipe(replace(topology.tracking_id, rule=rule), fmt="bytes")
-            found = _in_two_processes("tracking_id.python", _extract_all, recipe, records)
+            found = _in_two_processes(f"{rule.file}: tracking_id.python", _extract_all, recipe, records)
             findings += _differences("tracking_id.python", "id_function", f"the function {rule.name}", found)
     if topology.then is not None:
         load_flow(topology.then)
-        found = _in_two_processes("then", _run_all, topology.then, topology.forwards_to, records)
+        found = _in_two_processes(f"{topology.then.file}: then", _run_all, topology.then, topology.forwards_to, records)
         findings += _differences("then", "flow", "the flow", found)
     return findings
 
@@ -53,7 +53,7 @@ def sample_findings(topology: Topology, records: Sequence[FlowRecord]) -> list[F
 def _differences(key: str, code: str, what: str, found: tuple[list[Any], list[Any]]) -> Iterator[Finding]:
     """Yield a finding if what was called has failed at a sample, and one if the results of the two processes differ."""
     first, second = found
-    failed = [made for made in first if isinstance(made, Fault) and made.kind is FaultKind.UNREADABLE]
+    failed = [made for made in first if isinstance(made, Fault) and made.code != "id_null"]
     if failed:
         text = f"{key}: {what} fails at {len(failed)} of {len(first)} samples, first with: {failed[0].detail}"
         yield Finding("warning", f"{code}_fails", text)
@@ -66,18 +66,18 @@ def _differences(key: str, code: str, what: str, found: tuple[list[Any], list[An
         yield Finding("error", f"{code}_not_deterministic", text)
 
 
-def _in_two_processes(key: str, function: Callable[..., list[Any]], *arguments: Any) -> tuple[list[Any], list[Any]]:  # noqa: ANN401
-    return _run_apart(key, "1", function, *arguments), _run_apart(key, "2", function, *arguments)
+def _in_two_processes(place: str, function: Callable[..., list[Any]], *arguments: Any) -> tuple[list[Any], list[Any]]:  # noqa: ANN401
+    return _run_apart(place, "1", function, *arguments), _run_apart(place, "2", function, *arguments)
 
 
-def _run_apart(key: str, seed: str, function: Callable[..., list[Any]], *arguments: Any) -> list[Any]:  # noqa: ANN401
+def _run_apart(place: str, seed: str, function: Callable[..., list[Any]], *arguments: Any) -> list[Any]:  # noqa: ANN401
     before = os.environ.get("PYTHONHASHSEED")
     os.environ["PYTHONHASHSEED"] = seed  # The new process inherits this variable.
     try:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
             return process.submit(function, *arguments).result()
     except BrokenProcessPool:
-        raise TopologyError([Problem(key, "the code ended its process at a sample")]) from None
+        raise TopologyError([Problem(place, "the code terminated its process while handling a sample")]) from None
     finally:
         if before is None:
             del os.environ["PYTHONHASHSEED"]

@@ -255,7 +255,7 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "schema_id_missing": "Compare `source.schema_id` with what the producers send.",
     "future_time": "Compare the clocks of this machine and of the producers.",
     "refused_by_broker": "Compare max.message.bytes of the topics with the size of the records.",
-    "id_function_failed": "The function that returns the ID raises an exception; run it with `dedup check --samples`.",
+    "id_function_failed": "The ID function raises an exception; try `dedup check --allow-code --samples`.",
     "flow_failed": "The flow that `then` names raises an exception; run it on samples with `dedup check`.",
     "id_missing": "Compare `tracking_id` with what the producers send.",
 }

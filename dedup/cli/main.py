@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dedup.errors import AuthorMistake, DedupError, PackageMissing
+from dedup.errors import AuthorMistake, DedupError, PackageMissing, Terminated
 from dedup.kafka.outage_lines import quiet_logging
 
 _GC_THRESHOLD: Final = 100_000
@@ -133,7 +133,7 @@ def main() -> None:
     """Run the command line, and exit with the exit code that `dedup --help` lists for the outcome."""
     # This SIGTERM handler applies until a command sets its own handler. In a container, this process has PID 1, and the
     # kernel drops a SIGTERM to PID 1 if the process has no handler.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, _terminate)
     quiet_logging()
     # Imported objects stay in memory, so repeated garbage collections would waste a sixth of a worker's startup time.
     gc.set_threshold(_GC_THRESHOLD)
@@ -155,6 +155,10 @@ def main() -> None:
             err=True,
         )
         sys.exit(AuthorMistake.exit_code)
+
+
+def _terminate(number: int, _frame: object) -> None:
+    raise Terminated(128 + number)
 
 
 def _show_version(wanted: bool) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Annotated, Any, Final, Literal, NamedTuple, assert_never
 
@@ -41,9 +41,11 @@ from dedup.core.extract_one import (
     One,
     Recipe,
     Schema,
+    call_function,
     content_digest,
     extract_one,
     fault_of,
+    id_of_returned,
     leads_on,
     may_identify,
     normalize_bytes,
@@ -72,11 +74,12 @@ from dedup.core.tracking_id import (
     normalizer,
     state_key,
 )
-from dedup.errors import InvariantBroken
 
 __all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_extractor"]
 
 _INT64_BITS: Final = 64
+_BY_KEY: Final = TrackingId(KeyRule())
+_SOME_KEY: Final = [b"1"]
 _WORD_BYTES: Final = 4
 _MARGIN_BYTES: Final = 2
 """The minimum number of bytes that follow a member name, which are a colon and a closing brace."""
@@ -366,7 +369,11 @@ class Extractor:
         self._alternatives: Final = list(map(Extractor, alternatives))
         self._normalize: Final = normalizer(steps) if steps else None
         self._instants: Final = "instant" in steps
-        self._function: Final = rule.load() if isinstance(rule, CodeRule) else _no_function
+        self._code: Final = rule if isinstance(rule, CodeRule) else None
+        # Reads everything but the ID, which is whatever stands in place of the key.
+        self._without_id: Final = None if self._code is None else Extractor(replace(recipe, tracking_id=_BY_KEY))
+        if self._code is not None:
+            self._code.load()
 
     def __call__(
         self,
@@ -386,6 +393,8 @@ class Extractor:
     def _extract(self, batch: _Batch) -> Extracted:
         if self._alternatives:
             return self._first_of(batch)
+        if self._code is not None and self._without_id is not None:
+            return self._by_function(batch, self._code, self._without_id)
         if len(batch.values) <= _FEW or not self._columnar:
             return self._one_by_one(batch)
         found = self._in_columns(batch)
@@ -394,6 +403,43 @@ class Extractor:
         if None in batch.values:
             return self._nulls_apart(batch)
         return self._halved(batch)
+
+    def _by_function(self, batch: _Batch, code: CodeRule, without_id: Extractor) -> Extracted:
+        """Call the user's function once for each record whose value has the expected format."""
+        found = without_id(_SOME_KEY * len(batch.values), *batch[1:])
+        faults = found.faults
+        rows = [
+            row for row in range(len(found.ids)) if row not in faults or faults[row].kind is not FaultKind.UNREADABLE
+        ]
+        asked = batch if len(rows) == len(found.ids) else batch.only(rows)
+        returned = list(map(partial(call_function, code), asked.keys, asked.values, asked.headers))
+        ids: Sequence[bytes | Fault] | None = self._in_column(returned)
+        if ids is None:
+            ids = [id_of_returned(each, self.recipe.tracking_id, code) for each in returned]
+        for row, one in zip(rows, ids, strict=True):
+            if isinstance(one, Fault):
+                faults[row], found.ids[row], found.times_ms[row] = one, None, 0
+                if found.fingerprints is not None:
+                    found.fingerprints[row] = b""
+            elif row not in faults:
+                found.ids[row] = one
+        return found
+
+    def _in_column(self, returned: list[Any]) -> list[bytes] | None:
+        """Return the state keys of what a function returned, or None if the values do not all have one usual type."""
+        kind = type(returned[0]) if returned else None
+        if any(type(each) is not kind for each in returned):
+            return None
+        if kind is StateKey:
+            return list(map(bytes, returned))
+        if kind is bytes:
+            return self._bytes(returned)
+        if kind is not str and (kind is not int or any(each.bit_length() >= _INT64_BITS for each in returned)):
+            return None
+        try:
+            return self._scalars(returned)
+        except UnicodeEncodeError:
+            return None
 
     def _first_of(self, batch: _Batch) -> Extracted:
         """Apply each alternative to the rows for which all earlier alternatives have found no value."""
@@ -605,9 +651,7 @@ class Extractor:
                 with suppress(Unreadable):
                     return [state_key(CONTENT + content_of(each, exclude)) for each in payloads if each is not None]
                 return None
-            case CodeRule():
-                return self._returned(batch)
-            case FirstOfRule():  # each alternative has its own extractor
+            case CodeRule() | FirstOfRule():  # `_by_function`; each alternative has its own extractor
                 return None
             case never:
                 assert_never(never)
@@ -617,26 +661,6 @@ class Extractor:
         if normalize is not None:
             column = [normalize(value) if isinstance(value, str) else value for value in column]
         return kept_if(instant_ids(column)) if self._instants else scalar_keys(column)
-
-    def _returned(self, batch: _Batch) -> list[bytes] | None:
-        """Return the state keys of the IDs that the user's function returns, or None if any of them is unusual."""
-        try:
-            found: list[Any] = list(map(self._function, batch.keys, batch.values, map(tuple, batch.headers)))
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # noqa: BLE001  # `extract_one` calls the function again, and says which record it was
-            return None
-        kinds = set(map(type, found))
-        if kinds == {StateKey}:
-            return list(map(bytes, found))
-        if kinds == {bytes}:
-            return self._bytes(found)
-        if not kinds <= {str, int} or any(type(each) is int and each.bit_length() >= _INT64_BITS for each in found):
-            return None
-        try:
-            return self._scalars(found)
-        except UnicodeEncodeError:
-            return None
 
     def _fingerprint(self, payload: bytes) -> bytes:
         if self.recipe.fmt != "bytes":
@@ -651,10 +675,6 @@ class Extractor:
         if self._normalize is not None:
             present = [normalize_bytes(value, self._normalize) for value in present]
         return kept_if(instant_ids(present)) if self._instants else bytes_keys(present)
-
-
-def _no_function(*_: object) -> object:
-    raise InvariantBroken("the rule for the tracking ID names no function.")
 
 
 def _column(rule: KeyRule | HeaderRule | FieldRule, batch: _Batch, members: Iterator[list[str | int]]) -> Sequence[Any]:

@@ -58,7 +58,7 @@ from dedup.core.tracking_id import (
     normalizer,
     state_key,
 )
-from dedup.errors import InvariantBroken
+from dedup.errors import InvariantBroken, Terminated
 
 Format = Literal["json", "json_schema", "avro", "protobuf", "msgpack", "cbor", "csv", "bytes"]
 TYPED: Final = frozenset[Format]({"avro", "protobuf"})
@@ -341,7 +341,7 @@ def _canonical_id(
         case RawContentRule():
             return _of_raw(value)
         case CodeRule() as rule:
-            return _of_code(rule, tracking_id, key, value, headers)
+            return _of_returned(call_function(rule, key, value, headers), tracking_id, rule)
         case FirstOfRule():
             raise InvariantBroken("an ID with alternatives is extracted with the recipe of one alternative at a time.")
 
@@ -352,16 +352,30 @@ def _of_raw(value: bytes | None) -> bytes:
     return encoding.encode_bytes(value)
 
 
-def _of_code(
-    rule: CodeRule, tracking_id: TrackingId, key: bytes | None, value: bytes | None, headers: Headers
-) -> bytes:
+def call_function(rule: CodeRule, key: bytes | None, value: bytes | None, headers: Headers) -> object:
+    """Return what the user's function returns for a record, or the fault if it raises an exception."""
     try:
-        found = rule.load()(key, value, tuple(headers))
-    except (NotJudged, KeyboardInterrupt):
+        return rule.load()(key, value, tuple(headers))
+    except NotJudged as passed_on:
+        return fault_of(passed_on)
+    except (KeyboardInterrupt, Terminated):
         raise
     except BaseException as error:  # noqa: BLE001  # any exception in user code makes a dead letter, even SystemExit
-        raise Unreadable(ID_FUNCTION_FAILED, f"{rule.name} raised {described(error)}") from None
+        return Fault(FaultKind.UNREADABLE, ID_FUNCTION_FAILED, f"{rule.name} raised {described(error)}")
+
+
+def id_of_returned(found: object, tracking_id: TrackingId, rule: CodeRule) -> bytes | Fault:
+    """Return the state key of the ID that `call_function` returned, or the fault if it is no usable ID."""
+    try:
+        return state_key(_of_returned(found, tracking_id, rule))
+    except NotJudged as refused:
+        return fault_of(refused)
+
+
+def _of_returned(found: object, tracking_id: TrackingId, rule: CodeRule) -> bytes:
     place = f"what {rule.name} returned"
+    if isinstance(found, Fault):
+        raise _PassedOn(found.kind.value, found.code, found.detail, found.format_name)
     if isinstance(found, StateKey):
         return bytes(found)
     if type(found) is bytes or found is None:
@@ -386,7 +400,7 @@ def passed_on(found: bytes | Fault) -> bytes:
 
 
 class _PassedOn(NotJudged):
-    """Raised for the fault that a repartition task has found in a record."""
+    """Raised for a fault that was found before, by a repartition task or around a user's function."""
 
     def __init__(self, kind: str, code: str, detail: str, format_name: str) -> None:
         self.kind = kind  # type: ignore[misc]  # each fault has its own kind
@@ -415,7 +429,7 @@ def described(error: BaseException) -> str:
     """Return the type and the message of an exception in user code, as at most 500 characters that can be printed."""
     try:
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
-    except Exception:  # noqa: BLE001  # the error's own __str__ fails
+    except BaseException:  # noqa: BLE001  # the error's own __str__ fails
         text = type(error).__name__
     return text.encode("utf-8", "backslashreplace").decode()[:_MOST_DETAIL_CHARS]
 

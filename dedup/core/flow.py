@@ -9,6 +9,7 @@ from types import EllipsisType
 from typing import Any, Final, NamedTuple, Self
 
 from dedup.core.extract_one import Fault, FaultKind, described
+from dedup.errors import Terminated
 
 FLOW_FAILED: Final = "flow_failed"
 """The reason in the dead letter of a record for which the flow failed."""
@@ -108,7 +109,7 @@ def yielded(flow: Flow, record: FlowRecord, topics: Collection[str]) -> list[Flo
                 found.append(record)
             if len(found) > MOST_YIELDED:
                 return _fault(f"the flow yields more than {MOST_YIELDED} records")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         raise
     except BaseException as error:  # noqa: BLE001  # any exception in user code makes a dead letter, even SystemExit
         return _fault(described(error))

@@ -213,7 +213,9 @@ class CodeRule:
     load: Callable[[], IdFunction] = field(compare=False, repr=False)
     """Imports and returns the function. Raises TopologyError."""
     digest: str = field(default="", compare=False)
-    """The digest of the source file that contains the function, or an empty string if the module is installed."""
+    """The digest of the module next to the topology file, or an empty string if there is no such module."""
+    file: str = field(default="the topology", compare=False)
+    """The name of the topology file, for error messages."""
 
 
 class StateKey(bytes):

@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from pyspark import TaskContext
 from pyspark.sql.pandas.types import from_arrow_schema
 
+from dedup.core.extract_one import EXTRACTED
 from dedup.core.fold import Outcome, Rows, screen
 from dedup.core.window import BEFORE_ALL_TIME, Feed, StreamTime
 from dedup.errors import InvariantBroken, StateIncompatible
@@ -247,9 +248,17 @@ def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
     return whole, frozenset(idle_rows)
 
 
-def _without_extracted(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Remove the header `EXTRACTED`, which is the last header of each record but idle markers."""
-    column = [own[:-1] for own in batch.column("headers").to_pylist()]
+def _without_extracted(batch: pa.RecordBatch, idle: Collection[int]) -> pa.RecordBatch:
+    """Remove the header `EXTRACTED`, which is the last header of each record but idle markers.
+
+    Raises InvariantBroken for a record without it, which no repartition task wrote.
+    """
+    found = batch.column("headers").to_pylist()
+    for row, own in enumerate(found):
+        if row not in idle and (not own or own[-1]["key"] != EXTRACTED):
+            place = "/".join(str(batch.column(name)[row]) for name in ("topic", "partition", "offset"))
+            raise InvariantBroken(f"the repartition topic's record of {place} lacks the header {EXTRACTED}.")
+    column = [own[:-1] for own in found]
     at = batch.schema.get_field_index("headers")
     return batch.set_column(at, batch.schema.field(at), pa.array(column, batch.schema.field(at).type))
 
@@ -575,7 +584,7 @@ class Screener:
         feeds = [Feed(0, -1)] if unplaced else _feeds(topics, integers_of(batch, "partition"))
         rows = Rows(extract_batch(extractor, batch), integers_of(batch, "offset").tolist(), feeds, idle)
         if passed_on:
-            batch = _without_extracted(batch)
+            batch = _without_extracted(batch, idle)
         outcome, skipped = screen(rows, self._rules, ceiling_ms=plan.ceiling_ms)
         times_ms = np.array(outcome.judged_times_ms, np.int64)
         moving = times_ms.copy()

@@ -158,7 +158,8 @@ def _rule_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     yield "tracking ID", rule_text(topology.tracking_id.rule) + (f", normalized: {', '.join(steps)}" if steps else "")
     for rule in alternatives_of(topology.tracking_id.rule):
         if isinstance(rule, CodeRule):
-            yield "ID function", f"{rule.name}, " + (f"source digest {rule.digest}" if rule.digest else "installed")
+            source = f"source digest {rule.digest}" if rule.digest else "not next to the topology file"
+            yield "ID function", f"{rule.name}, {source}"
     match topology.event_time:
         case FieldTime(path, unit):
             yield "event time", f"the field {format_path(path)} ({unit})"

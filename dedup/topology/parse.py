@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar, get_args
 
 from pydantic import BaseModel
 
-from dedup.code_loader import load_id_function, source_digest
+from dedup.code_loader import directory_of, load_id_function, source_digest
 from dedup.core.avro import SchemaRefused
 from dedup.core.event_time import ArrivalTime, EventTime, FieldTime, RecordTime, TimeUnit
 from dedup.core.extract_one import MEMBERWISE, TYPED, Format, member_names, member_types
@@ -182,23 +182,19 @@ def _topology(file: TopologyFile, read_file: Callable[[str], str], name: str) ->
 
 def _flow(written: str | FlowFile, name: str) -> FlowSpec:
     file = FlowFile(flow=written) if isinstance(written, str) else written
-    return FlowSpec(file.flow, _directory(name), file.on_error == "stop", name)
-
-
-def _directory(name: str) -> str:
-    directory, slash, _ = name.rpartition("/")
-    return directory or slash or "."
+    return FlowSpec(file.flow, directory_of(name), file.on_error == "stop", name)
 
 
 def _code(written: str | FunctionFile, name: str, read_file: Callable[[str], str]) -> CodeRule:
     file = FunctionFile(function=written) if isinstance(written, str) else written
     module = file.function.partition(":")[0].replace(".", "/")
     digest = ""  # of a module that is installed
-    for candidate in (f"{module}/__init__.py", f"{module}.py"):
+    for candidate in (f"{module}/__init__.py", f"{module}.py"):  # in the order in which Python looks for them
         with suppress(OSError, UnicodeDecodeError):
             digest = source_digest(read_file(candidate))
-    load = partial(load_id_function, file.function, _directory(name), name, digest)
-    return CodeRule(file.function, file.version, load, digest)
+            break
+    load = partial(load_id_function, file.function, directory_of(name), name, digest)
+    return CodeRule(file.function, file.version, load, digest, name)
 
 
 _Code = Callable[[str | FunctionFile], CodeRule]

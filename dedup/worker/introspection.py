@@ -359,7 +359,10 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
 
 def _returned(tracking_id: TrackingId, rule: CodeRule, text: str) -> Iterator[One | Fault]:
     """Yield the ID for each value that the user's function may have returned, without calling the function."""
-    values: list[str | bytes | int] = [text, text.encode(), *([int(text)] if _JSON_INTEGER.fullmatch(text) else [])]
+    values: list[str | bytes | int] = [text, text.encode()]
+    if _JSON_INTEGER.fullmatch(text):
+        with suppress(ValueError):  # Python reads at most some thousand digits, and writes no more
+            values.append(int(text))
     for value in values:
         known = replace(tracking_id, rule=replace(rule, load=partial(_returning, value)))
         yield extract_one(Recipe(known, fmt="bytes"), None, None, (), 0)

@@ -86,7 +86,7 @@ def test_verify_finds_a_function_that_returns_something_else_now(make_job: MakeJ
     report = verify(changed, job.settings)
     assert report.passed, report.to_json()
     ((why, count),) = report.not_provable.items()
-    assert ("returns something else than when the record was repartitioned" in why, count) == (True, 100)
+    assert ("no longer returns what it returned when the record was repartitioned" in why, count) == (True, 100)
     assert sum(books.unique for books in report.books) == 40
     assert verify(job.topology, job.settings).not_provable == {}
 

@@ -2,6 +2,8 @@
 
 import pickle
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -45,7 +47,9 @@ def test_a_module_in_a_package(tmp_path):
 def test_an_older_copy_of_the_module_is_refused(tmp_path):
     rule = topology(tmp_path, "code_older", GOOD).tracking_id.rule
     (tmp_path / "code_older.py").write_text(GOOD + "# changed\n", encoding="utf-8")
-    with pytest.raises(TopologyError, match=r"code_older.py has the digest \w+, and the module beside"):
+    with pytest.raises(
+        TopologyError, match=r"code_older.py \(digest \w+\) differs from the module that was next to the topology file"
+    ):
         rule.load()
 
 
@@ -53,8 +57,8 @@ def test_an_older_copy_of_the_module_is_refused(tmp_path):
     ("code", "says"),
     [
         ("raise SystemExit(3)", "cannot be imported: SystemExit: 3"),
-        ("own = 7", "own in .* is no function of \\(key, value, headers\\)"),
-        ("", "own in .* is no function"),
+        ("own = 7", "is not a function; define it as def own\\(key, value, headers\\)"),
+        ("", "is not a function"),
         ("async def own(key, value, headers):\n    return key", "own is async; a tracking ID must not wait"),
     ],
 )
@@ -63,6 +67,44 @@ def test_what_is_no_function(tmp_path, code, says):
     (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
     with pytest.raises(TopologyError, match=says):
         load_id_function(f"{name}:own", str(tmp_path), "t.yaml", "")
+
+
+def test_a_module_that_was_changed_after_its_import_needs_another_process(tmp_path):
+    before = topology(tmp_path, "code_changed", GOOD).tracking_id.rule
+    assert before.load()(None, b"v", ()) == b"v"
+    after = topology(tmp_path, "code_changed", GOOD.replace("value\n", "key\n")).tracking_id.rule
+    with pytest.raises(TopologyError, match="was changed after this process had imported it; restart the process"):
+        after.load()
+    assert before.load()(None, b"v", ()) == b"v"
+
+
+def test_a_module_in_a_zip_file_as_spark_ships_it(tmp_path, monkeypatch):
+    rule = topology(tmp_path, "code_zipped", GOOD).tracking_id.rule
+    with zipfile.ZipFile(tmp_path / "code.zip", "w") as archive:
+        archive.write(tmp_path / "code_zipped.py", "code_zipped.py")
+    (tmp_path / "code_zipped.py").unlink()
+    monkeypatch.syspath_prepend(str(tmp_path / "code.zip"))
+    assert rule.load()(None, b"v", ()) == b"v"
+
+
+def test_a_relative_name_means_the_same_in_another_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "code_relative.py").write_text(GOOD, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    text = "dedup: 1\nname: t\nsource: {topics: [in]}\nguard_period: 1h\ntracking_id: {python: code_relative:own}\n"
+    rule = parse(text, name="t.yaml", read_file=beside(Path("t.yaml"))).tracking_id.rule
+    monkeypatch.chdir("/")
+    assert rule.load()(None, b"v", ()) == b"v"
+
+
+def test_a_link_to_a_module_and_a_package_that_hides_a_module(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "code_linked.py").write_text(GOOD, encoding="utf-8")
+    (tmp_path / "code_linked.py").symlink_to(elsewhere / "code_linked.py")
+    assert topology(tmp_path, "code_linked", GOOD).tracking_id.rule.load()(None, b"v", ()) == b"v"
+    (tmp_path / "code_twice").mkdir()
+    (tmp_path / "code_twice" / "__init__.py").write_text(GOOD.replace("value\n", "7\n"), encoding="utf-8")
+    assert topology(tmp_path, "code_twice", GOOD).tracking_id.rule.load()(None, b"v", ()) == 7
 
 
 def test_a_module_that_hides_the_one_beside_the_file(tmp_path):
@@ -80,6 +122,9 @@ def test_samples_find_functions_that_fail_or_depend_on_the_process(tmp_path):
     assert "the function code_fails:own fails at 1 of 3 samples" in fails.text
     chance = code.format("'-'.join({'a', 'b', 'c', 'd', 'e'})")
     made = topology(tmp_path, "code_chance", chance, rule="{first_of: [{header: h}, ", end="]}")
+    silly = topology(tmp_path, "code_silly", "def own(key, value, headers):\n    return value == b'2' or None\n")
+    (useless,) = sample_findings(silly, records)
+    assert "fails at 1 of 3 samples, first with: what code_silly:own returned has the type bool" in useless.text
     assert [each.code for each in sample_findings(made, records)] == [
         "id_function_fails",
         "id_function_not_deterministic",

@@ -13,6 +13,7 @@ from dedup.core.event_time import FieldTime, RecordTime
 from dedup.core.extract import Extractor, compile_extractor
 from dedup.core.extract_one import EXTRACTED, Fault, FaultKind, One, Recipe, extract_one, passed_on
 from dedup.core.tracking_id import CodeRule, FieldRule, FirstOfRule, TrackingId, state_key
+from dedup.errors import Terminated
 
 UUID_TEXT = "8f14e45f-ceea-467f-a0e6-5b3e0d3a1c11"
 FAILS = object()
@@ -103,6 +104,29 @@ def test_a_function_that_ends_the_process_or_has_a_broken_message_is_a_dead_lett
     assert texts[:2] == ["ids:order_id raised SystemExit: 3", "ids:order_id raised Silent"]
     assert texts[2].startswith("ids:order_id raised ValueError: \\ud800xxx")
     assert len(texts[2]) < 600
+
+
+def test_a_function_is_asked_once_for_each_record_whose_value_can_be_read():
+    calls = []
+
+    def counts(_key, value, _headers):
+        calls.append(value)
+        return None if value == b"3" else b"bytes" if value == b"5" else int(value) if value == b"7" else "text"
+
+    values = [b"%d" % row if row != 9 else b"{" for row in range(40)]
+    found = Extractor(recipe(counts, fmt="json"))([None] * 40, values, [()] * 40, [5] * 40)
+    assert calls == [value for value in values if value != b"{"]
+    assert {row: fault.code for row, fault in found.faults.items()} == {3: "id_null", 9: "not_json"}
+
+
+def test_a_signal_that_arrives_in_a_function_is_no_dead_letter():
+    def ended(*_):
+        raise Terminated(143)
+
+    with pytest.raises(Terminated):
+        Extractor(recipe(ended))([None] * 9, [b"v"] * 9, [()] * 9, [5] * 9)
+    with pytest.raises(Terminated):
+        extract_one(recipe(ended), None, b"v", (), 5)
 
 
 def test_a_function_can_not_change_the_headers_that_are_forwarded():

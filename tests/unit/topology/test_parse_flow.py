@@ -1,5 +1,7 @@
 """`then` and `routes`: how they are written, and what the places that know topologies make of them."""
 
+from pathlib import Path
+
 import pytest
 
 from dedup.core.fold import OnMissing
@@ -22,11 +24,11 @@ def problems(text):
 
 def test_a_flow_and_its_routes():
     made = parse(FLOW, name="dir/t.yaml")
-    assert made.then == FlowSpec("shop.flows:flow", "dir")
+    assert made.then == FlowSpec("shop.flows:flow", str(Path("dir").resolve()))
     assert (made.forwards_to, made.missing) == (("out", "eu", "us"), OnMissing.DEAD_LETTER)
     mapping = FLOW.replace("shop.flows:flow", "{flow: 'shop.flows:flow', on_error: stop}")
     assert parse(mapping, name="/t.yaml").then == FlowSpec("shop.flows:flow", "/", stop=True)
-    assert parse(FLOW, name="t.yaml").then == FlowSpec("shop.flows:flow", ".")
+    assert parse(FLOW, name="t.yaml").then == FlowSpec("shop.flows:flow", str(Path.cwd()))
 
 
 def test_the_state_does_not_depend_on_the_flow():

@@ -274,6 +274,12 @@ def test_an_id_is_written_as_a_look_up_takes_it(rule, key, text):
     assert key in state_keys(topology, text)
 
 
+def test_a_number_that_python_does_not_read_is_looked_up_as_text():
+    text = "dedup: 1\nname: t\nsource: {topics: [c]}\ntracking_id: {python: ids:own}\nguard_period: 1h\n"
+    digits = "1" * 5_000
+    assert state_key(encode_text(digits)) in state_keys(parse(text, name="t.yaml"), digits)
+
+
 def test_a_digest_leads_back_to_no_id():
     assert id_text(state_key(encode_text("x" * 100))) is None
 
