@@ -32,6 +32,11 @@ from dedup.verify.report import Report
 
 _MOST_LISTED: Final = 1_000
 """The maximum number of records that are listed for one ID; further records are only counted."""
+WHY_GONE: Final = "the repartition topic no longer holds it, so its verdict is not known"
+WHY_OTHER: Final = (
+    "the repartition topic does not hold it with this ID: it was deleted there, or the ID function has returned "
+    "another ID, so its verdict is not known"
+)
 
 
 @dataclass(slots=True)
@@ -205,18 +210,33 @@ def _explain_verdict(cut: Cut, model: ReferenceModel, doubt: Doubt, row: Row, ex
         explained.wrong = f"it is late, but not in {late.name}"
 
 
-def _records(search: _Search, topic: str) -> Iterator[tuple[int, RecordColumns, Extracted, int]]:
-    """Yield each record with the ID in a topic, as (partition, columns, extracted values, row)."""
+def _records(
+    search: _Search, topic: str, contents: Collection[bytes] = (), *, copies: bool = False
+) -> Iterator[tuple[int, RecordColumns, Extracted, int]]:
+    """Yield each record with the ID in a topic, as (partition, columns, extracted values, row).
+
+    An ID function may return another ID now than it did in a repartition task. If the IDs are passed on, records with
+    one of the contents are therefore also yielded.
+    """
     cut, keys = search.cut, search.keys
+    also = contents if cut.topology.passes_ids_on else ()
     for partition in range(cut.partitions[topic]):
         bounds = cut.bounds[topic][partition]
         for columns in cut.read(topic, partition, bounds.low, bounds.high):
             extracted = extracted_of(cut.plan.extract, columns)
-            if keys.isdisjoint(extracted.ids):
+            if keys.isdisjoint(extracted.ids) and not also:
                 continue
             for row, own in enumerate(extracted.ids):
-                if own in keys:
+                if own in keys or (also and _content(columns, row, copies=copies) in also):
                     yield partition, columns, extracted, row
+
+
+def _content(columns: RecordColumns, row: int, *, copies: bool) -> bytes:
+    """Return the digest of a written record as it was in the source, without a timestamp."""
+    headers = columns.headers[row]
+    if copies and header(headers, FIRST_SOURCE_HEADER) is not None:
+        headers = headers[:-2]
+    return digest(columns.keys[row], columns.values[row], headers, 0)
 
 
 def _find_uncarried(search: _Search) -> None:
@@ -232,7 +252,7 @@ def _find_uncarried(search: _Search) -> None:
             explained = ExplainedRecord(place, columns.timestamps_ms[row], extracted.times_ms[row], 0, "pending")
             if offset < cut.committed[topic].get(partition, cut.bounds[topic][partition].low):
                 explained.verdict = "purged"
-                explained.doubt = "the repartition topic no longer holds it, so its verdict is not known"
+                explained.doubt = WHY_OTHER if cut.topology.passes_ids_on else WHY_GONE
             search.add(explained)
 
 
@@ -270,13 +290,10 @@ def _find_written(search: _Search) -> None:
 
 def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord]], *, copies: bool = False) -> None:
     """Assign each written record to the source record that accounts for it, or count it as a stray."""
-    for partition, columns, _, row in _records(search, topic):
-        headers = columns.headers[row]
-        if not copies and forwarded_by_replay(headers, search.cut.topology.source.topics):
+    for partition, columns, _, row in _records(search, topic, wanted, copies=copies):
+        if not copies and forwarded_by_replay(columns.headers[row], search.cut.topology.source.topics):
             continue
-        if copies and header(headers, FIRST_SOURCE_HEADER) is not None:
-            headers = headers[:-2]
-        content = digest(columns.keys[row], columns.values[row], headers, 0)
+        content = _content(columns, row, copies=copies)
         place = f"{topic}/{partition} offset {columns.offsets[row]}"
         free = [explained for explained in wanted.get(content, []) if not explained.went]
         if not free:

@@ -89,6 +89,8 @@ def test_verify_finds_a_function_that_returns_something_else_now(make_job: MakeJ
     assert ("no longer returns what it returned when the record was repartitioned" in why, count) == (True, 100)
     assert sum(books.unique for books in report.books) == 40
     assert verify(job.topology, job.settings).not_provable == {}
+    found = explain_id(changed, job.settings, "7", state_keys(changed, "7"), progress=lambda *_: None)
+    assert (len(found.records), found.contradictions, sum(bool(each.went) for each in found.records)) == (3, 0, 1)
 
 
 def test_state_of_another_version_is_refused(make_job: MakeJob) -> None:
