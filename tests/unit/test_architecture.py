@@ -27,7 +27,6 @@ SMALL_LINES = 80
 FEW_IMPORTERS = 3
 
 SMALL: Mapping[str, str] = {
-    "dedup.code_loader": "topology/parse.py names it, and flow_loader.py imports topology/: one module would be a circle",
     "dedup.embedded.flights": "the demo's data: where they come from, and nothing of Kafka",
     "dedup.embedded.watchdog": "a program of its own, started for each child: it must import nothing",
 }
