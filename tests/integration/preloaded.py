@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -100,6 +101,15 @@ class Preloaded:
             for descriptor in (orders_read, reports_write, status_write):
                 os.close(descriptor)
         return WatchdogHandle(os.fdopen(orders, "wb"), os.fdopen(reports, "rb"), os.fdopen(status, "rb"))
+
+    def run(self, arguments: Sequence[str], environ: Mapping[str, str], *, within_s: float) -> tuple[int, str]:
+        """Run `child.py` to its end; return its exit code and what it printed."""
+        with tempfile.TemporaryFile() as log:
+            handle = self.start(arguments, environ, None, log)
+            with handle.stdin, handle.stdout:
+                code = handle.wait(within_s)
+            log.seek(0)
+            return code, log.read().decode()
 
 
 class _IsTheWorker(BaseException):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import urllib.request
@@ -24,6 +23,7 @@ from dedup.verify.verifier import verify
 from tests.brokers import RunningKafka, admin_of
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import WITHIN_S, Job, Worker, until
+from tests.integration.preloaded import Preloaded
 from tests.integration.workload import BASE_MS, Event, id_of
 
 pytestmark = pytest.mark.broker
@@ -34,14 +34,18 @@ def dedup(
     job: Job, command: str, *arguments: str, code: int = 0, stdin: str = "", state_of: str = "a", **environ: str
 ) -> str:
     """Run a command; return what it printed."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("DEDUP_")}
-    line = [*DEDUP, *command.split(), str(job.topology_file), *arguments, "--config", str(job.config_file)]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DEDUP_")} | environ
+    line = [*command.split(), str(job.topology_file), *arguments, "--config", str(job.config_file)]
     line += ["--set", f"state_dir={job.state_dir(state_of)}"]
-    done = subprocess.run(
-        line, input=stdin, capture_output=True, text=True, timeout=WITHIN_S, env=clean | environ, check=False
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    if stdin:
+        done = subprocess.run(
+            [*DEDUP, *line], input=stdin, capture_output=True, text=True, timeout=WITHIN_S, env=environ, check=False
+        )
+        ended, output = done.returncode, done.stdout + done.stderr
+    else:
+        ended, output = Preloaded.of_this_process().run(["--", *line], environ, within_s=WITHIN_S)
+    assert ended == code, output
+    return output
 
 
 def distinct(begin: int, end: int, *, topic: int = 0) -> list[Event]:
@@ -184,7 +188,7 @@ def test_replay_sends_each_dead_letter_once_over_a_kill(make_job: MakeJob, crash
     job.finish()
     before = len(job.read(job.topology.dead_letter))
     assert before == 20
-    dedup(job, "replay", code=-signal.SIGKILL, **{VARIABLE: crash_at})
+    dedup(job, "replay", code=137, **{VARIABLE: crash_at})
     told = dedup(job, "replay")
     assert re.search(r"\d+ records of \S+ sent to their source partitions", told)
     sent = [
@@ -283,7 +287,7 @@ def test_a_replay_whose_position_is_forgotten_sends_nothing_until_it_is_told_whe
     if crash_at is None:
         assert "6 records" in dedup(job, "replay")
     else:
-        dedup(job, "replay", code=-signal.SIGKILL, **{VARIABLE: crash_at})
+        dedup(job, "replay", code=137, **{VARIABLE: crash_at})
     sent = replayed(job, source)
     assert sent == (3 if crash_at else 6)
     forget_replay(job)

@@ -115,7 +115,7 @@ def test_a_change_is_killed_and_run_again(make_job: MakeJob, at: str) -> None:
     job.send(events[:500])
     job.finish()
     regrouped(job, 4)
-    dedup(job, "layout", "--apply", code=-signal.SIGKILL, DEDUP_CRASH_AT=at)
+    dedup(job, "layout", "--apply", code=137, DEDUP_CRASH_AT=at)
     job.send(events[500:])
     job.refused(code=3, says="run it again to finish the change")
     assert "a change to 4 was interrupted" in dedup(job, "layout")
