@@ -69,12 +69,11 @@ def load_id_function(
         raise TopologyError([Problem(file, f"{key}: {name} is async; a tracking ID must not wait for anything")])
     imported = _imported(module)
     if digest and imported != digest:
-        now = _digest_of(module)
         text = (
             f"{key}: {module.__file__} (digest {imported or 'unknown'}) differs from the module that was next to the "
+            f"topology file when it was read (digest {digest}). Deploy the same file to every machine"
         )
-        text += f"topology file when it was read (digest {digest}). Deploy the same file to every machine"
-        if now == digest:
+        if _digest_of(module) == digest:
             text = f"{key}: {module.__file__} was changed after this process had imported it; restart the process"
         raise TopologyError([Problem(file, text)])
     return function  # type: ignore[no-any-return]

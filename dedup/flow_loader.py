@@ -13,7 +13,7 @@ from typing import Any
 from dedup.code_loader import load_attribute
 from dedup.core.extract_one import Fault, One, Recipe, extract_one
 from dedup.core.flow import Flow, FlowRecord, differ, yielded
-from dedup.core.tracking_id import CodeRule, alternatives_of
+from dedup.core.tracking_id import code_rules
 from dedup.errors import Problem, TopologyError
 from dedup.topology.lint import Finding
 from dedup.topology.model import FlowSpec, Topology
@@ -31,20 +31,28 @@ def load_flow(spec: FlowSpec) -> Flow:
     return flow
 
 
+def load_code(topology: Topology) -> Flow | None:
+    """Import a topology's ID functions and its flow, and return the flow, or None if the topology has no flow.
+
+    Raises TopologyError as `load_attribute` does, and if the code is not what the topology file says.
+    """
+    for rule in code_rules(topology.tracking_id.rule):
+        rule.load()
+    return None if topology.then is None else load_flow(topology.then)
+
+
 def sample_findings(topology: Topology, records: Sequence[FlowRecord]) -> list[Finding]:
     """Run the flow and the ID functions on sample records in two processes with different hash seeds.
 
     Returns the problems found. Raises TopologyError if the code cannot be loaded.
     """
+    load_code(topology)
     findings: list[Finding] = []
-    for rule in alternatives_of(topology.tracking_id.rule):
-        if isinstance(rule, CodeRule):
-            rule.load()
-            recipe = Recipe(replace(topology.tracking_id, rule=rule), fmt="bytes")
-            found = _in_two_processes(f"{rule.file}: tracking_id.python", _extract_all, recipe, records)
-            findings += _differences("tracking_id.python", "id_function", f"the function {rule.name}", found)
+    for rule in code_rules(topology.tracking_id.rule):
+        recipe = Recipe(replace(topology.tracking_id, rule=rule), fmt="bytes")
+        found = _in_two_processes(f"{rule.file}: tracking_id.python", _extract_all, recipe, records)
+        findings += _differences("tracking_id.python", "id_function", f"the function {rule.name}", found)
     if topology.then is not None:
-        load_flow(topology.then)
         found = _in_two_processes(f"{topology.then.file}: then", _run_all, topology.then, topology.forwards_to, records)
         findings += _differences("then", "flow", "the flow", found)
     return findings

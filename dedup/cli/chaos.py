@@ -121,7 +121,7 @@ def chaos(  # noqa: PLR0917  # one parameter per option
 
 
 def _refuse_untestable(file: Path, topology: Topology) -> None:
-    from dedup.core.tracking_id import CodeRule, alternatives_of
+    from dedup.core.tracking_id import code_rules
 
     if topology.output is None:
         text = "it forwards nothing, so there is nothing to prove; give it an `output` for the test"
@@ -129,7 +129,7 @@ def _refuse_untestable(file: Path, topology: Topology) -> None:
     if topology.then is not None:
         text = "dedup chaos checks what is forwarded unchanged; test a copy without `then` and `routes`"
         raise SettingsError([Problem(str(file), text)])
-    if any(isinstance(rule, CodeRule) for rule in alternatives_of(topology.tracking_id.rule)):
+    if code_rules(topology.tracking_id.rule):
         text = "dedup chaos cannot make records for an ID function; test a copy whose tracking_id names a field"
         raise SettingsError([Problem(str(file), text)])
     if topology.source.is_memberwise:

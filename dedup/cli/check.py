@@ -134,18 +134,14 @@ def _code_findings(topology: Stage, *, samples: Path | None, envelope: bool) -> 
     """Import the flow and the ID functions of a topology, run them on the samples, and return the findings."""
     from dedup.cli.try_records import entries
     from dedup.core.flow import FlowRecord
-    from dedup.core.tracking_id import CodeRule, alternatives_of
-    from dedup.flow_loader import load_flow, sample_findings
+    from dedup.core.tracking_id import code_rules
+    from dedup.flow_loader import load_code, sample_findings
     from dedup.topology.ingest_file import Ingest
 
     if isinstance(topology, Ingest):
         return []
-    functions = [rule for rule in alternatives_of(topology.tracking_id.rule) if isinstance(rule, CodeRule)]
-    for rule in functions:
-        rule.load()
-    if topology.then is not None:
-        load_flow(topology.then)
-    if samples is None or not (functions or topology.then):
+    if samples is None or not (code_rules(topology.tracking_id.rule) or topology.then):
+        load_code(topology)
         return []
     start_ms, output = time_of("--samples", A_TIME), next(iter(topology.forwards_to), "")
     with samples.open("rb") as lines:

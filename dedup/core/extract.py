@@ -369,11 +369,10 @@ class Extractor:
         self._alternatives: Final = list(map(Extractor, alternatives))
         self._normalize: Final = normalizer(steps) if steps else None
         self._instants: Final = "instant" in steps
-        self._code: Final = rule if isinstance(rule, CodeRule) else None
-        # Reads everything but the ID, which is whatever stands in place of the key.
-        self._without_id: Final = None if self._code is None else Extractor(replace(recipe, tracking_id=_BY_KEY))
-        if self._code is not None:
-            self._code.load()
+        if isinstance(rule, CodeRule):
+            self._function: Final = rule.load()
+            # Reads everything but the ID, which is whatever stands in place of the key.
+            self._without_id: Final = Extractor(replace(recipe, tracking_id=_BY_KEY))
 
     def __call__(
         self,
@@ -393,8 +392,8 @@ class Extractor:
     def _extract(self, batch: _Batch) -> Extracted:
         if self._alternatives:
             return self._first_of(batch)
-        if self._code is not None and self._without_id is not None:
-            return self._by_function(batch, self._code, self._without_id)
+        if isinstance(self.recipe.tracking_id.rule, CodeRule):
+            return self._by_function(batch, self.recipe.tracking_id.rule)
         if len(batch.values) <= _FEW or not self._columnar:
             return self._one_by_one(batch)
         found = self._in_columns(batch)
@@ -404,18 +403,18 @@ class Extractor:
             return self._nulls_apart(batch)
         return self._halved(batch)
 
-    def _by_function(self, batch: _Batch, code: CodeRule, without_id: Extractor) -> Extracted:
+    def _by_function(self, batch: _Batch, rule: CodeRule) -> Extracted:
         """Call the user's function once for each record whose value has the expected format."""
-        found = without_id(_SOME_KEY * len(batch.values), *batch[1:])
+        found = self._without_id(_SOME_KEY * len(batch.values), *batch[1:])
         faults = found.faults
         rows = [
             row for row in range(len(found.ids)) if row not in faults or faults[row].kind is not FaultKind.UNREADABLE
         ]
         asked = batch if len(rows) == len(found.ids) else batch.only(rows)
-        returned = list(map(partial(call_function, code), asked.keys, asked.values, asked.headers))
+        returned = list(map(partial(call_function, self._function, rule.name), asked.keys, asked.values, asked.headers))
         ids: Sequence[bytes | Fault] | None = self._in_column(returned)
         if ids is None:
-            ids = [id_of_returned(each, self.recipe.tracking_id, code) for each in returned]
+            ids = [id_of_returned(each, self.recipe.tracking_id, rule) for each in returned]
         for row, one in zip(rows, ids, strict=True):
             if isinstance(one, Fault):
                 faults[row], found.ids[row], found.times_ms[row] = one, None, 0

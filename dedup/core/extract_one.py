@@ -341,7 +341,7 @@ def _canonical_id(
         case RawContentRule():
             return _of_raw(value)
         case CodeRule() as rule:
-            return _of_returned(call_function(rule, key, value, headers), tracking_id, rule)
+            return _of_returned(call_function(rule.load(), rule.name, key, value, headers), tracking_id, rule)
         case FirstOfRule():
             raise InvariantBroken("an ID with alternatives is extracted with the recipe of one alternative at a time.")
 
@@ -352,16 +352,14 @@ def _of_raw(value: bytes | None) -> bytes:
     return encoding.encode_bytes(value)
 
 
-def call_function(rule: CodeRule, key: bytes | None, value: bytes | None, headers: Headers) -> object:
-    """Return what the user's function returns for a record, or the fault if it raises an exception."""
+def call_function(function: IdFunction, name: str, key: bytes | None, value: bytes | None, headers: Headers) -> object:
+    """Return what the user's function of this name returns for a record, or the fault if it raises an exception."""
     try:
-        return rule.load()(key, value, tuple(headers))
-    except NotJudged as passed_on:
-        return fault_of(passed_on)
+        return function(key, value, tuple(headers))
     except (KeyboardInterrupt, Terminated):
         raise
     except BaseException as error:  # noqa: BLE001  # any exception in user code makes a dead letter, even SystemExit
-        return Fault(FaultKind.UNREADABLE, ID_FUNCTION_FAILED, f"{rule.name} raised {described(error)}")
+        return Fault(FaultKind.UNREADABLE, ID_FUNCTION_FAILED, f"{name} raised {described(error)}")
 
 
 def id_of_returned(found: object, tracking_id: TrackingId, rule: CodeRule) -> bytes | Fault:
@@ -375,7 +373,7 @@ def id_of_returned(found: object, tracking_id: TrackingId, rule: CodeRule) -> by
 def _of_returned(found: object, tracking_id: TrackingId, rule: CodeRule) -> bytes:
     place = f"what {rule.name} returned"
     if isinstance(found, Fault):
-        raise _PassedOn(found.kind.value, found.code, found.detail, found.format_name)
+        raise _Found(found)
     if isinstance(found, StateKey):
         return bytes(found)
     if type(found) is bytes or found is None:
@@ -399,21 +397,22 @@ def passed_on(found: bytes | Fault) -> bytes:
     return json.dumps([found.kind.value, found.code, found.detail, found.format_name]).encode()
 
 
-class _PassedOn(NotJudged):
-    """Raised for a fault that was found before, by a repartition task or around a user's function."""
+class _Found(NotJudged):
+    """Raised for a fault that was found by a repartition task or around a user's function."""
 
-    def __init__(self, kind: str, code: str, detail: str, format_name: str) -> None:
-        self.kind = kind  # type: ignore[misc]  # each fault has its own kind
-        super().__init__(code, detail, format_name=format_name)
+    def __init__(self, fault: Fault) -> None:
+        self.kind = fault.kind.value  # type: ignore[misc]  # each fault has its own kind
+        super().__init__(fault.code, fault.detail, format_name=fault.format_name)
 
 
-def _found_before(_key: bytes | None, _value: bytes | None, headers: Headers) -> StateKey | None:
-    """Return the state key in the record's last header, or raise the fault that this header contains."""
+def _found_before(_key: bytes | None, _value: bytes | None, headers: Headers) -> StateKey | Fault | None:
+    """Return the state key or the fault in the record's last header."""
     name, content = headers[-1] if headers else ("", None)
     if name != EXTRACTED or content is None:
         return None  # an idle marker, which is no record
     if content[:1] == b"[":
-        raise _PassedOn(*json.loads(content))
+        kind, *said = json.loads(content)
+        return Fault(FaultKind(kind), *said)
     return StateKey(content)
 
 

@@ -246,6 +246,11 @@ def alternatives_of(rule: Rule) -> tuple[Alternative, ...]:
     return rule.alternatives if isinstance(rule, FirstOfRule) else (rule,)
 
 
+def code_rules(rule: Rule) -> tuple[CodeRule, ...]:
+    """Return the rule, or its alternatives, that call a user's function."""
+    return tuple(each for each in alternatives_of(rule) if isinstance(each, CodeRule))
+
+
 def member_paths(rule: Rule) -> tuple[Path, ...]:
     """Return the paths of the members that form the ID, or an empty tuple if no single members form it."""
     match rule:

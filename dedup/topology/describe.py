@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from dedup.core.event_time import ArrivalTime, FieldTime
 from dedup.core.fold import OnConflict, OnMissing, OnTombstone
-from dedup.core.tracking_id import CodeRule, alternatives_of, format_path
+from dedup.core.tracking_id import code_rules, format_path
 from dedup.quantities import format_duration, format_size
 from dedup.topology.model import LateForward, LateTo, Topology, rule_text
 
@@ -156,10 +156,9 @@ def _rule_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     guard = format_duration(window.guard_ms)
     steps = topology.tracking_id.normalize
     yield "tracking ID", rule_text(topology.tracking_id.rule) + (f", normalized: {', '.join(steps)}" if steps else "")
-    for rule in alternatives_of(topology.tracking_id.rule):
-        if isinstance(rule, CodeRule):
-            source = f"source digest {rule.digest}" if rule.digest else "not next to the topology file"
-            yield "ID function", f"{rule.name}, {source}"
+    for rule in code_rules(topology.tracking_id.rule):
+        source = f"source digest {rule.digest}" if rule.digest else "not next to the topology file"
+        yield "ID function", f"{rule.name}, {source}"
     match topology.event_time:
         case FieldTime(path, unit):
             yield "event time", f"the field {format_path(path)} ({unit})"

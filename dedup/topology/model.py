@@ -29,7 +29,7 @@ from dedup.core.tracking_id import (
     RawContentRule,
     Rule,
     TrackingId,
-    alternatives_of,
+    code_rules,
     format_path,
     needs_value,
 )
@@ -305,8 +305,7 @@ class Topology:
     @property
     def passes_ids_on(self) -> bool:
         """True if repartition tasks pass on the IDs that a user's function returned, so that they are found once."""
-        rules = alternatives_of(self.tracking_id.rule)
-        return not self.direct and any(isinstance(rule, CodeRule) for rule in rules)
+        return not self.direct and bool(code_rules(self.tracking_id.rule))
 
     def knowing(self, schemas: SchemaBook) -> Self:
         """Return a copy of the topology that uses the given schemas."""

@@ -81,12 +81,12 @@ class _Step:
     """The source position, ID, and event time of each source record that the repartition topic may have lost."""
     unseen: Spill
     """Records that are absent from an incomplete output, as (task, position, source position)."""
-    passed: Spill
-    """The source position of each record in the repartition topic, and what the repartition task extracted, if it
-    passes that on.
+    passed: Spill | None
+    """The source position of each record in the repartition topic, and what the repartition task extracted, or None if
+    the task does not pass that on.
     """
-    returned: Spill
-    """The source position of each source record, and what is extracted now."""
+    returned: Spill | None
+    """The source position of each source record, and what is extracted now, or None like `passed`."""
     purged: bool
     """True if a partition of the repartition topic has lost its beginning."""
     firsts: dict[Feed, int] = field(default_factory=dict)
@@ -126,7 +126,7 @@ def verify_repartitioned(cut: Cut) -> None:
     copies = Copies(cut, buckets, copied, known=True, purged=purged)
     without_id = (Books("past the repartition topic", 0), cut.log_spill(buckets))
     carried, judged, absent = cut.spill(buckets, 3, 1), cut.spill(buckets, 4, 3), cut.spill(buckets, 4, 1)
-    passed, returned = cut.spill(buckets, 3, 1), cut.spill(buckets, 3, 1)
+    passed, returned = (cut.spill(buckets, 3, 1) if cut.topology.passes_ids_on else None for _ in range(2))
     step = _Step(cut.feeds, [], without_id, carried, judged, absent, cut.spill(1, 5), passed, returned, bool(purged))
     for partition in range(cut.partitions[log]):
         # Any feed may be far ahead of stream time, so the event times of deleted records are unknown.
@@ -135,8 +135,8 @@ def verify_repartitioned(cut: Cut) -> None:
     _read_sources(cut, step)
     for number in range(buckets):
         _account(cut, step, number)
-        if cut.topology.passes_ids_on:
-            _compare_ids(cut, step, number)
+        if step.passed is not None and step.returned is not None:
+            _compare_ids(cut, step.passed, step.returned, number)
     for number in range(buckets):
         _judge(cut, step, written, copies, number)
     report_displaced(written, cut.report)
@@ -298,7 +298,7 @@ def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan
             faulty[at] = row
     offsets, timestamps_ms = np.array(columns.offsets, np.int64), np.array(columns.timestamps_ms, np.int64)
     topics, partitions = np.full_like(offsets, feed[0]), np.full_like(offsets, feed[1])
-    if cut.topology.passes_ids_on:
+    if step.returned is not None:
         now = [passed_on(own or extracted.faults[row]) for row, own in enumerate(extracted.ids)]
         step.returned.add(_places(topics, partitions, offsets), (topics, partitions, offsets, now))
     # Only a record that the repartition topic may have lost is looked up by its ID.
@@ -334,15 +334,15 @@ def _account(cut: Cut, step: _Step, number: int) -> None:
         _report_unsent(cut, step, Source(*source))
 
 
-def _compare_ids(cut: Cut, step: _Step, number: int) -> None:
+def _compare_ids(cut: Cut, before: Spill, after: Spill, number: int) -> None:
     """Count the records for which the user's function returns another ID now than it did in the repartition task."""
-    *columns, found = step.passed.bucket(number)
+    *columns, found = before.bucket(number)
     passed = dict(zip(zip(*(each.tolist() for each in columns), strict=True), found, strict=True))
-    *columns, found = step.returned.bucket(number)
+    *columns, found = after.bucket(number)
     places = zip(*(each.tolist() for each in columns), strict=True)
     # The texts of two faults may contain addresses.
     pairs = ((passed.get(place) or now, now) for place, now in zip(places, found, strict=True))
-    other = sum(before != now and not before[:1] == now[:1] == b"[" for before, now in pairs)
+    other = sum(was != now and not was[:1] == now[:1] == b"[" for was, now in pairs)
     if other:
         cut.report.unprovable(WHY_OTHER_ID, other)
 

@@ -91,12 +91,11 @@ class RepartitionTask(TaskWork):
             offset = batch.offsets[row]
             if offset in batch.odd_names or row in unknown:
                 continue
-            passed: list[Header] = []
+            own = batch.headers[row]
             if plan.passes_ids_on:
-                passed = [(EXTRACTED, passed_on(extracted.ids[row] or extracted.faults[row]))]
+                own = [*own, (EXTRACTED, passed_on(extracted.ids[row] or extracted.faults[row]))]
             headers: list[Header] = [
-                *batch.headers[row],
-                *passed,
+                *own,
                 (SOURCE, f"{place}{offset}".encode()),
                 (TIMESTAMP, str(batch.timestamps_ms[row]).encode()),
             ]

@@ -12,10 +12,9 @@ from functools import partial
 from typing import Final
 
 from dedup.core.flow import Flow
-from dedup.core.tracking_id import CodeRule, alternatives_of
 from dedup.core.window import Feed
 from dedup.errors import InvariantBroken
-from dedup.flow_loader import load_flow
+from dedup.flow_loader import load_code
 from dedup.kafka.consumer import TopicCheck
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import TopicNow, TopicPartition, Wire
@@ -75,11 +74,7 @@ class TaskFactory:
 
         Raises SettingsError early if no installed package can read the checkpoint URL.
         """
-        if self.topology.then is not None:
-            self.flow = load_flow(self.topology.then)
-        for rule in alternatives_of(self.topology.tracking_id.rule):
-            if isinstance(rule, CodeRule):
-                rule.load()
+        self.flow = load_code(self.topology)
         names = {*self.topology.source.topics, *self.topology.feeding_topics, self.topology.changelog_topic}
         topics = {name: self.cluster.topics[name] for name in names}
         expected = {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()}

@@ -30,7 +30,7 @@ from dedup.verify.report import Report
 from dedup.verify.verifier import verify
 from dedup.yaml_document import beside
 from tests.brokers import Admin, RunningKafka, producer_of, read_all
-from tests.integration.preloaded import Preloaded
+from tests.integration.preloaded import Preloaded, clean_environ
 from tests.integration.transactions import until_ended
 from tests.integration.workload import Event, Expected, assert_order_kept, id_of
 from tests.waiting import WITHIN_S, LoggedProcess, until
@@ -259,8 +259,7 @@ class Job:
 
         ``supervised`` > 1 starts a supervisor of so many: end it by SIGTERM, or its workers outlive it.
         """
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("DEDUP_")}
-        variables |= dict(environ or {}) | ({"DEDUP_CRASH_AT": crash_at} if crash_at else {})
+        variables = clean_environ() | dict(environ or {}) | ({"DEDUP_CRASH_AT": crash_at} if crash_at else {})
         verb, *arguments = command
         line = [*accidents, "--", verb, str(self.topology_file), *arguments, *options]
         line += ["--quiet"] if verb == "run" else []

@@ -42,6 +42,11 @@ MESSAGE_BYTES = 1 << 17
 KILLED = -signal.SIGKILL
 
 
+def clean_environ() -> dict[str, str]:
+    """Return this process's environment without dedup's variables."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("DEDUP_")}
+
+
 class WatchdogHandle:
     """What `ChildProcess` uses of a `subprocess.Popen`, for a watchdog that this process is not the parent of."""
 

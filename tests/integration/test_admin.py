@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from dedup.verify.verifier import verify
 from tests.brokers import RunningKafka, admin_of
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import WITHIN_S, Job, Worker, until
-from tests.integration.preloaded import Preloaded
+from tests.integration.preloaded import Preloaded, clean_environ
 from tests.integration.workload import BASE_MS, Event, id_of
 
 pytestmark = pytest.mark.broker
@@ -34,7 +33,7 @@ def dedup(
     job: Job, command: str, *arguments: str, code: int = 0, stdin: str = "", state_of: str = "a", **environ: str
 ) -> str:
     """Run a command; return what it printed."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DEDUP_")} | environ
+    environ = clean_environ() | environ
     line = [*command.split(), str(job.topology_file), *arguments, "--config", str(job.config_file)]
     line += ["--set", f"state_dir={job.state_dir(state_of)}"]
     if stdin:

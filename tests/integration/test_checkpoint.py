@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from dedup.cli.main import create_app
 from dedup.errors import StateIncompatible
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import CHILD, WITHIN_S, Job, Worker
+from tests.integration.preloaded import clean_environ
 from tests.integration.workload import workload
 
 pytestmark = pytest.mark.broker
@@ -37,7 +37,7 @@ def dedup(job: Job, *arguments: str, accident: str = "") -> subprocess.Completed
     line = [sys.executable, str(CHILD), *accidents, "--", arguments[0], str(job.topology_file), *arguments[1:]]
     return subprocess.run(
         [*line, "--config", str(job.config_file)],
-        env={name: value for name, value in os.environ.items() if not name.startswith("DEDUP_")},
+        env=clean_environ(),
         capture_output=True,
         text=True,
         timeout=WITHIN_S,
