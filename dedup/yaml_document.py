@@ -5,12 +5,16 @@ The parser reports repeated keys, and rejects tags, aliases, and merge keys, whi
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, TypeVar, get_args
+from textwrap import dedent
+from typing import Any, Final, TypeVar, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from ruamel.yaml import YAML
@@ -271,11 +275,13 @@ def _scalar(event: Any) -> Any:  # noqa: ANN401 - any plain scalar
 
 
 class Keys(BaseModel):
-    """The base class for models of mappings in YAML files. Unknown keys are rejected, and values are not converted."""
+    """The base class for models of mappings in YAML files. Unknown keys are rejected, and values are not converted.
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True
-    )
+    Importing a model is cheap, since every command does it: pydantic builds the validator on first use, and
+    `schema_of`, not pydantic, reads the descriptions of the keys from the source.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, defer_build=True)
 
 
 def accepting(
@@ -349,7 +355,27 @@ def validated(document: Document, model: type[_Model]) -> tuple[_Model | None, l
 def schema_of(model: type[BaseModel], title: str) -> dict[str, Any]:
     """Return the JSON Schema of the files that a model describes, for use in editors."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
+    mappings = {model.__name__: schema, **schema.get("$defs", {})}
+    for holder in models_of(model).values():
+        keys = mappings[holder.__name__]["properties"]
+        for name, text in _docstrings(holder).items():
+            key = holder.model_fields[name].alias or name
+            keys[key] = dict(sorted({**keys[key], "description": text}.items()))
     return schema | {"title": title}
+
+
+def _docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """Map each field of a model, inherited ones too, to its docstring: the string literal that follows it."""
+    found: dict[str, str] = {}
+    for holder in reversed([base for base in model.__mro__ if issubclass(base, Keys)]):
+        (definition,) = ast.parse(dedent(inspect.getsource(holder))).body
+        for key, text in pairwise(cast("ast.ClassDef", definition).body):
+            match key, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
+                    found[name] = inspect.cleandoc(docstring)
+                case _:
+                    pass
+    return found
 
 
 def _told(error: ValidationError, document: Document, model: type[BaseModel]) -> Iterator[Problem]:
