@@ -13,6 +13,7 @@ from typing import Any, Final
 from ruamel.yaml import YAML
 
 from bench.build_peers import KAFKA_STREAMS, PEERS, java, kafka_streams_class_path, quix_python
+from bench.forms import SOURCES, schema_settings
 
 ROOT: Final = Path(__file__).parent.parent
 _QUIET: Final = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"
@@ -59,25 +60,33 @@ class Candidate:
     """All are measured; the best one stands for the candidate."""
     slow: bool = False
     """Whether it is measured on the small workload, because the whole one takes it many minutes."""
+    form: str = "json"
+    """In what form it gets the events."""
 
 
-def dedup(*, workers: int = 1, repartitioned: bool = False, group: int = 1, flow: str = "") -> Callable[[Job], Command]:
+def dedup(
+    *, workers: int = 1, repartitioned: bool = False, group: int = 1, flow: str = "", form: str = "json"
+) -> Callable[[Job], Command]:
     """Return how `topologies/simplest.yaml` is run, with the job's names in it; two hops where `repartitioned`.
 
-    ``group`` is the number of partitions that share a transaction, ``flow`` the code of a flow.
+    ``group`` is the number of partitions that share a transaction, ``flow`` the code of a flow, ``form`` what the
+    source's values are.
     """
 
     def command(job: Job) -> Command:
         topology = simplest_for(job, repartitioned=repartitioned)
+        topology["source"] |= SOURCES[form]
         if flow:
             (job.directory / "bench_flow.py").write_text(flow, encoding="utf-8")
             topology |= {"then": "bench_flow:flow"}
-        return _dedup(job, workers, topology if group == 1 else {**topology, "transactions": {"partitions": group}})
+        if group > 1:
+            topology |= {"transactions": {"partitions": group}}
+        return _dedup(job, workers, topology, schema_settings(form, job.directory))
 
     return command
 
 
-def _dedup(job: Job, workers: int, document: Mapping[str, Any]) -> Command:
+def _dedup(job: Job, workers: int, document: Mapping[str, Any], more_settings: Mapping[str, str]) -> Command:
     # JSON is YAML too.
     topology = job.directory / f"{job.group}.yaml"
     topology.write_text(json.dumps(document, indent=1), encoding="utf-8")
@@ -92,6 +101,7 @@ def _dedup(job: Job, workers: int, document: Mapping[str, Any]) -> Command:
         "web.port": 0,
         # A static member keeps its partitions over a restart, also over one with an empty disk.
         "worker_id": job.group,
+        **more_settings,
     }
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     more = ("--workers", str(workers)) if workers > 1 else ()
@@ -164,6 +174,7 @@ CANDIDATES: Final[Mapping[str, Candidate]] = {
         Candidate("dedup-2-workers", dedup(workers=2), ("snappy",)),
         Candidate("dedup-repartitioned", dedup(repartitioned=True), ("snappy",)),
         Candidate("dedup-flow", dedup(flow=_PASSES_ALL), ("snappy",)),
+        *(Candidate(f"dedup-{form}", dedup(form=form), ("snappy",), form=form) for form in SOURCES if form != "json"),
         *(Candidate(f"dedup-groups-of-{size}", dedup(group=size), ("snappy",)) for size in _GROUPS),
         Candidate("kafka-streams-window", kafka_streams("window", 1), _BOTH),
         Candidate("kafka-streams-window-2-threads", kafka_streams("window", 2), _BOTH),

@@ -99,11 +99,17 @@ class OutputReader:
         return self.batches[0][0], self.batches[-1][0]
 
     def events(self) -> Iterator[tuple[bytes, int, int]]:
-        """Yield (event ID, its `ts`, wall clock in ms when seen) of every message."""
+        """Yield (event ID, its `ts`, wall clock in ms when seen) of every message.
+
+        Of a value in another form than JSON, the key and the record time say the same.
+        """
         for seen_ms, messages in self.batches:
             for message in messages:
                 found = _EVENT.search(message.value() or b"")
-                yield (found[1], int(found[2]), seen_ms) if found else (b"", 0, seen_ms)
+                if found:
+                    yield found[1], int(found[2]), seen_ms
+                else:
+                    yield message.key() or b"", message.timestamp()[1], seen_ms
 
     def _read(self) -> None:
         try:

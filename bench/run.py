@@ -34,6 +34,8 @@ from bench.workload import Workload
 
 _FLOOR_EVENTS_PER_S: Final = 500
 _START_UP_WITHIN_S: Final = 120
+_Kind = tuple[bool, str]
+"""Whether a candidate is slow, and the form that its events have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,11 @@ def main(  # noqa: PLR0913  each is an option of the command line
     with stage.broker(bootstrap) as address, tempfile.TemporaryDirectory(prefix="dedup-bench-") as directory:
         settings = Settings(address, partitions, commit_interval_ms, Path(directory))
         with stage.bars(console) as bars:
-            sources: dict[bool, Source] = {}
-            for slow in sorted({candidate.slow for candidate in chosen}):
+            sources: dict[_Kind, Source] = {}
+            for slow, form in sorted({(candidate.slow, candidate.form) for candidate in chosen}):
                 size = min(small, events) if slow else events
-                sources[slow] = stage.load_source(address, Workload(size, partitions, seed, start_ms), bars)
+                workload = Workload(size, partitions, seed, start_ms, form=form)
+                sources[slow, form] = stage.load_source(address, workload, bars)
             runs = list(_rounds(settings, chosen, sources, rounds, bars))
     good = [run for run in runs if isinstance(run, Figures)]
     rows = report.summarise(good)
@@ -93,12 +96,12 @@ def _chosen(names: Sequence[str] | None) -> list[Candidate]:
 
 
 def _rounds(
-    settings: Settings, chosen: Sequence[Candidate], sources: Mapping[bool, Source], rounds: int, bars: Progress
+    settings: Settings, chosen: Sequence[Candidate], sources: Mapping[_Kind, Source], rounds: int, bars: Progress
 ) -> Iterator[Figures | Failed]:
     for candidate in chosen:
         if not candidate.slow:
             # Thrown away: in its first minute a broker's JVM is busy compiling, on the core a candidate would use.
-            source = sources[candidate.slow]
+            source = sources[candidate.slow, candidate.form]
             progress = Follow(bars, f"warm-up {candidate.name}", len(source.expected))
             _run(settings, candidate, candidate.compressions[0], source, 0, progress)
     pairs = [(candidate, compression) for candidate in chosen for compression in candidate.compressions]
@@ -106,7 +109,7 @@ def _rounds(
         # Each round begins with another one: none always runs on the machine that the same one left behind.
         first = (round_ - 1) % len(pairs)
         for candidate, compression in pairs[first:] + pairs[:first]:
-            source = sources[candidate.slow]
+            source = sources[candidate.slow, candidate.form]
             progress = Follow(bars, f"round {round_} {candidate.name} {compression}", len(source.expected))
             yield _run(settings, candidate, compression, source, round_, progress)
 

@@ -83,7 +83,8 @@ def past_start_ms() -> int:
 
 def load_source(bootstrap: str, workload: Workload, shown: Progress, topic: str = "") -> Source:
     """The workload's topic, named by the workload where no name is given, was made and holds its events."""
-    topic = topic or f"w1-{workload.events}-{workload.seed}"
+    form = "" if workload.form == "json" else f"-{workload.form}"
+    topic = topic or f"w1-{workload.events}-{workload.seed}{form}"
     Cluster(bootstrap).create(topic, workload.partitions)
     load(bootstrap, topic, workload, Follow(shown, f"load {topic}", workload.events))
     return Source(topic, workload, workload.expected())

@@ -15,6 +15,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from confluent_kafka import KafkaException, Producer
 
+from bench.forms import encoder
+
 Progress = Callable[[int], None]
 """Called now and then with the number of events made so far."""
 
@@ -45,6 +47,8 @@ class Workload:
     seed: int = 7
     start_ms: int = 0
     duplicate_share: float = 0.3
+    form: str = "json"
+    """In what form the values go to the topic; see `bench.forms`."""
 
     @property
     def step_ms(self) -> float:
@@ -130,9 +134,9 @@ def producer(bootstrap: str, *, linger_ms: int = 50) -> Producer:
 def load(bootstrap: str, topic: str, workload: Workload, progress: Progress) -> float:
     """The topic holds the whole workload; returns the seconds it took. Raises KafkaException."""
     began = time.monotonic()
-    sender = producer(bootstrap)
+    sender, encode = producer(bootstrap), encoder(workload.form)
     for index, one in enumerate(workload.generate(), start=1):
-        send(sender, topic, one)
+        send(sender, topic, one._replace(value=encode(one.value)))
         if index % _CHUNK == 0:
             sender.poll(0)
             progress(index)

@@ -246,7 +246,7 @@ def reader_for(recipe: Recipe, ref: SchemaRef) -> Reader:
         raise Unreadable(SCHEMA_UNKNOWN, f"the schema registry does not know the value's schema, {named(ref)}")
     try:
         if recipe.fmt == "protobuf":
-            return protobuf_reader(text, indexes_of(ref), paths, time)
+            return protobuf_reader(text, indexes_of(ref), paths, time, zeros=recipe.tracking_id.zeros)
         return avro_reader(text, paths, time)
     except SchemaRefused as refused:
         raise Unreadable("schema_refused", f"the value's schema, {named(ref)}, {refused}") from None

@@ -136,17 +136,23 @@ class _Column:
 
 
 class ProtobufReader:
-    """Reads the members at given paths, and the event time, from values of one message type."""
+    """Reads the members at given paths, and the event time, from values of one message type.
+
+    With ``zeros``, a member of an ID that has no presence is 0, false, or empty if only its enclosing message is there.
+    """
 
     columnar: Final = True
 
-    def __init__(self, message: Message, ids: Sequence[Path], time: FieldTime | None) -> None:
+    def __init__(self, message: Message, ids: Sequence[Path], time: FieldTime | None, *, zeros: bool = False) -> None:
         self.has_time: Final = time is not None
         self.count: Final = len(ids) + self.has_time
         self._without_ids: Final = ProtobufReader(message, (), time) if ids else None
+        self._zeros: Final = zeros
         self.steps: Final[dict[int, _Step]] = {}
         self.texts: Final[list[bool]] = []
         """Says for each slot whether it holds bytes instead of a number."""
+        self.opened: Final[list[int]] = []
+        """The slots that hold a default from the start."""
         self._columns: Final[list[_Column | None]] = [self._place(message, path, None) for path in ids]
         if time is not None:
             self._columns.append(self._place(message, time.path, time))
@@ -156,18 +162,22 @@ class ProtobufReader:
         name, fields = type_at(message, path), fields_at(message, path)
         if name is None:
             return None
-        column = _Column(len(self.texts), name, fields[-1].has_presence, is_refused(name, time))
+        last = fields[-1]
+        zero = self._zeros and time is None and not last.has_presence and last.kind in SCALARS
+        column = _Column(len(self.texts), name, last.has_presence or zero, is_refused(name, time))
         slots = [column.slot, column.slot + 1] if column.is_timestamp else [column.slot]
         self.texts.extend(SCALARS.get(name) == _SIZED for _ in slots)
-        steps, step = self.steps, _Step(0)
+        steps, step, opens = self.steps, _Step(0), self.opened
         for holder, each in zip([message, *(each.message for each in fields)], fields, strict=False):
             others = holder.fields.values() if holder is not None and each.oneof else ()
             for other in others:
                 if other.oneof == each.oneof and other.number != each.number:
                     _step(steps, other).clears.extend(slots)
+            if zero and each is last:
+                opens.extend(slots)
             step = _step(steps, each)
-            steps = step.below
-        inner = fields[-1].message
+            steps, opens = step.below, step.opens
+        inner = last.message
         if column.is_refused or inner is None:
             step.takes.append(column.slot)
         else:
@@ -256,10 +266,10 @@ class ProtobufReader:
 
 @lru_cache(maxsize=256)
 def protobuf_reader(
-    schema: str, indexes: tuple[int, ...], ids: tuple[Path, ...], time: FieldTime | None
+    schema: str, indexes: tuple[int, ...], ids: tuple[Path, ...], time: FieldTime | None, *, zeros: bool = False
 ) -> ProtobufReader:
     """Return the reader for one message type. Raises SchemaRefused if the schema is invalid or lacks the type."""
-    return ProtobufReader(message_at(parse_proto(schema), indexes), ids, time)
+    return ProtobufReader(message_at(parse_proto(schema), indexes), ids, time, zeros=zeros)
 
 
 def _step(steps: dict[int, _Step], each: Field) -> _Step:
@@ -297,6 +307,8 @@ class _Cursor:
         self._value: Final = value
         self._empty: Final = [b"" if text else 0 for text in reader.texts]
         self.found: Final[list[int | bytes | Absent]] = [ABSENT] * len(reader.texts)
+        for slot in reader.opened:
+            self.found[slot] = self._empty[slot]
         self._at = 0
 
     def walk(self, steps: Mapping[int, _Step], end: int) -> None:
@@ -372,7 +384,7 @@ class _Batch:
         self.raws: Final = [np.zeros(len(values), np.uint64) for _ in reader.texts]
         """For each slot, the number in each row, or the position at which the row's bytes start."""
         self.ends: Final = [np.zeros(len(values), np.int64) for _ in reader.texts]
-        self.there: Final = [np.zeros(len(values), np.bool_) for _ in reader.texts]
+        self.there: Final = [np.full(len(values), slot in reader.opened) for slot in range(len(reader.texts))]
         self._credit = 64 * _ROWS_PER_STEP
 
     def walk_all(self, steps: Mapping[int, _Step]) -> None:

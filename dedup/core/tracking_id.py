@@ -291,6 +291,8 @@ class TrackingId:
 
     `instant`, the last step, converts RFC 3339 strings to instants, and leaves other strings unchanged.
     """
+    zeros: bool = False
+    """Whether a Protobuf field without presence has its type's default, instead of no value, if it was not sent."""
 
 
 def state_key(canonical: bytes) -> bytes:

@@ -154,8 +154,9 @@ def _box(node: Node, x: int, y: int) -> str:
 def _rule_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     window = topology.window
     guard = format_duration(window.guard_ms)
-    steps = topology.tracking_id.normalize
-    yield "tracking ID", rule_text(topology.tracking_id.rule) + (f", normalized: {', '.join(steps)}" if steps else "")
+    steps, zero = topology.tracking_id.normalize, ", 0 and empty are values" if topology.tracking_id.zeros else ""
+    normalized = f", normalized: {', '.join(steps)}" if steps else ""
+    yield "tracking ID", rule_text(topology.tracking_id.rule) + normalized + zero
     for rule in code_rules(topology.tracking_id.rule):
         source = f"source digest {rule.digest}" if rule.digest else "not next to the topology file"
         yield "ID function", f"{rule.name}, {source}"

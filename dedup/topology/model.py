@@ -363,6 +363,8 @@ class Topology:
             "partitions": dict(sorted(partitions.items())),
             "payloads": [format_path(path) for path in self.fingerprint_exclude] if self.fingerprints_wanted else None,
         }
+        if self.tracking_id.zeros:
+            identity["zero"] = "value"  # only if used, so that the state of older topologies stays usable
         if self.fingerprints_wanted and self.source.is_memberwise:
             identity["payloads"] = f"{self.source.format} bytes"  # not the canonical JSON that other formats compare
         return json.dumps(identity, sort_keys=True, separators=(",", ":"))

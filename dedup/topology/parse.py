@@ -131,7 +131,7 @@ def json_schema() -> dict[str, Any]:
 
 def _topology(file: TopologyFile, read_file: Callable[[str], str], name: str) -> Topology:
     rule = _rule(file.tracking_id, partial(_code, name=name, read_file=read_file))
-    tracking_id = TrackingId(rule, tuple(file.tracking_id.normalize))
+    tracking_id = TrackingId(rule, tuple(file.tracking_id.normalize), zeros=file.tracking_id.zero == "value")
     source = file.source
     schema = None if source.schema_file is None else SchemaFile(source.schema_file, read_file(source.schema_file))
     framing = "auto" if source.schema_id == "none" else source.schema_id
@@ -319,6 +319,7 @@ def _instant_last(document: Document) -> Iterator[Problem]:
 
 
 _TRACKING_ID: Final[At] = ("tracking_id",)
+_ZERO: Final[At] = ("tracking_id", "zero")
 _FORMAT: Final[At] = ("source", "format")
 _COLUMNS: Final[At] = ("source", "columns")
 _SCHEMA: Final[At] = ("source", "schema")
@@ -341,6 +342,8 @@ def _format_of(document: Document) -> Format | None:
 def _format_fits(document: Document) -> Iterator[Problem]:
     """Report keys that do not apply to the format of the values, and missing keys that the format needs."""
     found, schema_id = _format_of(document), document.get(_SCHEMA_ID)
+    if found != "protobuf" and document.has(_ZERO):
+        yield _at_key(document, _ZERO, "needs `source.format: protobuf`; in other formats, 0 and empty are values")
     if found in MEMBERWISE:
         yield from _memberwise_fits(document)
     if found in TYPED:

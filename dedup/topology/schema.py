@@ -344,6 +344,10 @@ class TrackingIdFile(AlternativeFile):
     """Alternatives, such as a header and then the content. The first alternative with a value in the record is used."""
     normalize: list[Normalizing] = Field(default_factory=list)
     """Steps applied to IDs, in this order, before comparison. With instant, an RFC 3339 time becomes an instant."""
+    zero: Literal["missing", "value"] = "missing"
+    """How to read a Protobuf member without presence that is 0, false, or empty, and thus not sent: as missing, or as
+    this value.
+    """
     missing: Literal["dead_letter", "forward", "fail"] = "dead_letter"
     """The policy for a record without a usable ID."""
     tombstones: Literal["forward", "dead_letter"] = "forward"

@@ -238,7 +238,7 @@ def read(reader, value):
         return [], fault
 
 
-def expected_at(found, path):
+def expected_at(found, path, *, zeros):
     """Return what protobuf has at a path: the value, or ABSENT."""
     for at, step in enumerate(path):
         if step not in found.DESCRIPTOR.fields_by_name:
@@ -251,7 +251,7 @@ def expected_at(found, path):
             if field.message_type is None:
                 return ABSENT
             found = value
-    if not field.has_presence and value == field.default_value:
+    if not zeros and not field.has_presence and value == field.default_value:
         return ABSENT
     return getattr(value, "value", value)  # of a wrapper
 
@@ -289,7 +289,8 @@ def test_it_reads_what_protobuf_reads_and_columns_what_it_reads(seed):
         oracle = compiled(made.text(wanted), "M1")
         good = [made.value(made.root) for _ in range(OF_A_SCHEMA)]
         values = [value if dice.random() < 0.4 else damaged(dice, value, good) for value in good]
-        reader = protobuf_reader(text, (0,), paths, time)
+        zeros = dice.random() < 0.4
+        reader = protobuf_reader(text, (0,), paths, time, zeros=zeros)
         for value in values:
             said = f"seed {seed}: {text}: {value.hex()}"
             try:
@@ -305,7 +306,7 @@ def test_it_reads_what_protobuf_reads_and_columns_what_it_reads(seed):
             accepted += 1
             assert found is not None, said
             if time is not None:
-                expected = expected_at(found, time.path)
+                expected = expected_at(found, time.path, zeros=False)
                 moment = expected if expected is ABSENT else expected.seconds * 1000 + expected.nanos // 10**6
                 assert leaves[-1] == moment, said
             for path, leaf in zip(paths, leaves, strict=False):
@@ -313,9 +314,9 @@ def test_it_reads_what_protobuf_reads_and_columns_what_it_reads(seed):
                 if kind in {"map", "repeated", "group"}:
                     assert leaf is ABSENT or leaf.type_name == kind, said
                 else:
-                    assert agree(leaf, expected_at(found, path), kind), f"{said}: {path}: {leaf}"
+                    assert agree(leaf, expected_at(found, path, zeros=zeros), kind), f"{said}: {path}: {leaf}"
         for batch in (values, good):
-            in_columns(text, paths, dice.choice([RecordTime(), *times]), batch)
+            in_columns(text, paths, dice.choice([RecordTime(), *times]), batch, zeros=zeros)
     assert accepted > 0 < refused
 
 
@@ -369,8 +370,8 @@ KINDS = dict.fromkeys(range(1, 19), "") | dict(
 )  # fmt: skip
 
 
-def in_columns(text, paths, time, values):
+def in_columns(text, paths, time, values, *, zeros):
     """Each row of a batch is what `extract_one` says of it."""
     fields = tuple(map(FieldRule, paths))
     for rule in (fields[0], FieldsRule(paths), FirstOfRule((HeaderRule("h"), *fields))):
-        same_in_columns(Recipe(TrackingId(rule), time, "protobuf", fingerprint=True, schema=text), values)
+        same_in_columns(Recipe(TrackingId(rule, zeros=zeros), time, "protobuf", fingerprint=True, schema=text), values)

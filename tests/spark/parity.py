@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import cache
 from typing import Any, NamedTuple
 
 import cbor2
@@ -27,6 +28,7 @@ from dedup.core.window import Source
 from dedup.topology.model import Topology
 from tests.integration.workload import BASE_MS, Event
 from tests.property import extract_cases
+from tests.protoc import compiled
 
 STEP_MS = 10
 GUARD_MS = 120_000
@@ -107,6 +109,22 @@ AVSC = json.dumps(
         ],
     }
 )
+PROTO = """syntax = "proto3";
+import "google/protobuf/timestamp.proto";
+message Order {
+  string id = 1;
+  oneof owner { string tenant = 2; bytes nobody = 3; }
+  Place order = 4;
+  google.protobuf.Timestamp at = 5;
+  uint32 v = 6;
+}
+message Place {
+  uint64 id = 1;
+  string placed = 2;
+}
+"""
+SCHEMAS = {"parity.avsc": AVSC, "parity.proto": PROTO}
+"""The schema files that topologies name."""
 _IN_AVRO = {"format": "avro", "schema_id": "none", "schema": "parity.avsc"}
 AVRO: dict[str, dict[str, Any]] = {
     "avro": {
@@ -124,17 +142,21 @@ AVRO: dict[str, dict[str, Any]] = {
         "tracking_id": {"first_of": [{"field": "order.id"}, {"field": "id"}, {"key": True}]},
     },
 }
-"""Topologies for the events that `in_avro` returns, beside a file with `AVSC`."""
+"""Topologies for the events that `in_avro` returns."""
 
 
 _KEPT = {"tracking_id": {"field": "id", "normalize": ["trim", "lower"]}, "conflicts": {"topic": "{name}-conflicts"}}
 _BY_FIELDS = {"tracking_id": {"fields": ["tenant", "order.id"]}, "event_time": {"field": "at", "unit": "timestamp"}}
+_IN_PROTOBUF = {"format": "protobuf", "schema_id": "none", "schema": "parity.proto"}
 _IN_CSV = {"format": "csv", "columns": ["tenant", "id", "number", "placed", "v"], "delimiter": "tab"}
 PACKED: dict[str, dict[str, Any]] = {
     "msgpack": {"source": {"format": "msgpack"}, **_KEPT},
     "msgpack-fields": {"source": {"format": "msgpack"}, **_BY_FIELDS},
     "cbor": {"source": {"format": "cbor"}, **_KEPT},
     "cbor-fields": {"source": {"format": "cbor"}, **_BY_FIELDS},
+    "protobuf": {"source": _IN_PROTOBUF, **_KEPT},
+    "protobuf-fields": {"source": _IN_PROTOBUF, **_BY_FIELDS},
+    "protobuf-zero": {"source": _IN_PROTOBUF, "tracking_id": {"fields": ["order.id", "v"], "zero": "value"}},
     "csv": {"source": _IN_CSV, **_KEPT},
     "csv-fields": {
         "source": _IN_CSV,
@@ -146,10 +168,10 @@ PACKED: dict[str, dict[str, Any]] = {
 
 
 def the_schema(name: str) -> str:
-    """Return the file that topologies for Avro name, in place of a directory with it."""
-    if name != _IN_AVRO["schema"]:
+    """Return a file of `SCHEMAS`, in place of a directory with it."""
+    if name not in SCHEMAS:
         raise FileNotFoundError(name)
-    return AVSC
+    return SCHEMAS[name]
 
 
 def document(name: str, options: Mapping[str, Any], topic: str | None = None) -> dict[str, Any]:
@@ -249,6 +271,24 @@ def _packed(dice: random.Random, fmt: str, value: bytes | None) -> bytes | None:
     return made if dice.random() > 0.01 else dice.choice([made[:-1], made + b"\0", b"\xc1" + made[1:]])
 
 
+def _in_protobuf(whole: dict[str, Any]) -> bytes:
+    made, order = _order_message()(v=whole["v"]), whole.get("order") or {}
+    if isinstance(whole.get("id"), str | int | float) and not isinstance(whole["id"], bool):
+        made.id = str(whole["id"])
+    if isinstance(whole.get("tenant"), str):
+        made.tenant = whole["tenant"]
+    if order:
+        made.order.id, made.order.placed = order["id"], order["placed"]
+    if whole["at"] is not None:
+        made.at.FromDatetime(whole["at"])
+    return made.SerializeToString()
+
+
+@cache
+def _order_message() -> Any:
+    return compiled(PROTO, "Order")
+
+
 def _in_csv(whole: dict[str, Any]) -> bytes:
     row, order = io.StringIO(), whole.get("order") or {}
     number = json.dumps(whole.get("id")) if isinstance(whole.get("id"), dict | list) else whole.get("id")
@@ -263,6 +303,7 @@ _ENCODERS: dict[str, Callable[[object], bytes]] = {
     "msgpack": msgspec.msgpack.encode,
     "cbor": cbor2.dumps,
     "csv": _in_csv,
+    "protobuf": _in_protobuf,
 }
 
 

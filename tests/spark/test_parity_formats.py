@@ -106,7 +106,7 @@ def test_avro_values(compared):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("fmt", ["msgpack", "cbor", "csv"])
+@pytest.mark.parametrize("fmt", ["protobuf", "msgpack", "cbor", "csv"])
 def test_packed_values(compared, fmt):
     names = [name for name, options in PACKED.items() if options["source"]["format"] == fmt]
     compared(names, FEW, seed=5, within_s=240, change=lambda events: packed(7, fmt, events))

@@ -61,7 +61,7 @@ def assert_equal(kafka, topology, events, places):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("form", ["json", "framed", "avro", "msgpack", "cbor", "csv"])
+@pytest.mark.parametrize("form", ["json", "framed", "avro", "protobuf", "msgpack", "cbor", "csv"])
 def test_every_rule_and_policy(spark, kafka, admin, topic_names, tmp_path, form):
     topic = topic_names("parity-in")
     change = {"json": list, "framed": partial(framed, 7), "avro": partial(in_avro, 7)}

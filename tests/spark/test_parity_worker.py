@@ -19,7 +19,7 @@ from dedup.spark.kafka_source import read_kafka
 from dedup.topology.parse import parse
 from dedup.yaml_document import beside
 from tests.integration.workload import BASE_MS
-from tests.spark.parity import AVRO, AVSC, FRAMED, PACKED, POLICIES, RULES, by_model, document, stream
+from tests.spark.parity import AVRO, FRAMED, PACKED, POLICIES, RULES, SCHEMAS, by_model, document, stream
 from tests.spark.parity_topics import ANY_TIME, rows_in_topics, sent
 from tests.spark.test_parity_model import rows_of
 from tests.spark.test_parity_stream import start_judging
@@ -71,7 +71,8 @@ def compared(spark, kafka, admin, topic_names, tmp_path):
             made = document(topic_names(name), ALL[name], topic)
             file = tmp_path / f"{name}.yaml"
             file.write_text(json.dumps(made), encoding="utf-8")
-            (tmp_path / "parity.avsc").write_text(AVSC, encoding="utf-8")
+            for schema, text in SCHEMAS.items():
+                (tmp_path / schema).write_text(text, encoding="utf-8")
             topologies[name] = parse(file.read_text(encoding="utf-8"), name=name, read_file=beside(file))
             admin.create_topic(topologies[name].output.topic, 2, ANY_TIME)
             workers[name] = start_worker(tmp_path, file, kafka, name)

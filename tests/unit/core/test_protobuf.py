@@ -1,6 +1,7 @@
 """Protobuf values: the golden vectors of every type as ID and as time, one verdict for each way to be damaged, framings."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,46 @@ def test_embedded_messages_merge_and_what_is_unknown_is_passed_over():
     assert everywhere(recipe(schema, "g.s"), b"\x12\x03\x12\x01a\x12\x00").id == b"\x01a"
     assert everywhere(recipe(schema, "g.s"), b"\x12\x03\x12\x01a\x1a\x00\x12\x00").code == "id_missing"
     assert everywhere(recipe(schema, "g.s"), b"\x12\x03\x12\x01a\x18\x00").id == b"\x01a"  # no member of the oneof
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("f", "", b"\x04\x00"),
+        ("f", "0800", b"\x04\x00"),
+        ("b", "", b"\x08"),
+        ("e", "", b"\x04\x00"),
+        ("s", "", "id_empty"),
+        ("i.n", "", "id_missing"),  # the message around the member is not there
+        ("i.n", "2200", b"\x04\x00"),
+        ("i.n", "220208002200", b"\x04\x00"),
+        ("i.n", "220208052200", b"\x04\x05"),  # two messages merge
+        ("j.n", "2a002a00", b"\x04\x00"),
+        ("j.n", "2a003000", "id_missing"),  # another member of the oneof came last
+        ("j.n", "2a02080730002a00", b"\x04\x00"),
+        ("k", "", "id_missing"),  # has presence
+        ("w", "", "id_missing"),
+        ("w", "4200", b"\x04\x00"),
+        ("d", "", "id_ill_typed"),
+        ("r", "", "id_missing"),
+    ],
+)
+def test_zero_is_a_value_where_the_topology_says_so(path, value, expected):
+    schema = schema_of(
+        "int64 f = 1;", "bool b = 2;", "string s = 3;", "I i = 4;", "oneof o { I j = 5; int32 k = 6; }", "E e = 7;",
+        "google.protobuf.Int64Value w = 8;", "double d = 9;", "repeated int32 r = 10;",
+    )  # fmt: skip
+    schema += " message I { sint64 pad = 3; int64 n = 1; }"
+    compiled(schema, "R")
+    one = Recipe(TrackingId(FieldRule(parse_path(path)), zeros=True), fmt="protobuf", schema=schema)
+    found = everywhere(one, bytes.fromhex(value))
+    assert (found.id if isinstance(found, One) else found.code) == expected
+
+
+def test_an_event_time_of_zero_stays_missing():
+    one = Recipe(TrackingId(FieldRule(("f",)), zeros=True), FieldTime(("t",), "ms"), "protobuf")
+    found = everywhere(replace(one, schema=schema_of("int64 f = 1;", "int64 t = 2;")), b"")
+    assert found.code == "time_missing"
 
 
 def test_groups_are_bounded():

@@ -58,6 +58,8 @@ def test_a_long_default_grace_is_a_warning_with_the_figures_of_size():
         (topology("content: true"), "bytes_compared"),
         (topology("field: id, tombstones: dead_letter, missing: fail"), "missing_stops"),
         (topology(more="on_conflict: fail"), "conflict_stops"),
+        (topology("key: true, tombstones: dead_letter"), "tombstones_unused"),
+        (topology("python: shop_ids:of_order, tombstones: dead_letter"), "tombstones_unused"),
     ],
 )
 def test_a_warning(made, code):

@@ -54,6 +54,20 @@ def test_what_it_becomes():
     assert (found.ids, found.times_ms, found.faults) == ([b"\x09\2\1a\2\4\0\2\4\7\2\4\1"], [1000], {})
 
 
+def test_zero_as_a_value_is_part_of_what_an_id_is():
+    made, without = topology("field: kind, zero: value"), topology("field: kind, zero: missing")
+    found = [extractor_of(each)([None], [b"\x0a\1a"], [[]], [0]) for each in (made, without)]
+    assert [each.ids for each in found] == [[b"\4\0"], [None]]
+    assert "tracking ID   field: kind, 0 and empty are values" in describe(made)
+    assert without.state_fingerprint({"c": 1}) == topology("field: kind").state_fingerprint({"c": 1})
+    assert made.state_fingerprint({"c": 1}) != without.state_fingerprint({"c": 1})
+    assert "zero_unused" in [each.code for each in lint(topology("key: true, zero: value"))]
+    assert "zero_unused" not in [each.code for each in lint(made)]
+    as_json = text_of("field: id, zero: value").replace(f"format: protobuf, {IN_FILE}", "format: json")
+    with pytest.raises(TopologyError, match=r"tracking_id\.zero: needs `source\.format: protobuf`"):
+        parse(as_json, name="t")
+
+
 @pytest.mark.parametrize("rule", ["field: id", "key: true"])
 @pytest.mark.parametrize(
     ("schema_id", "said"), [("auto", "header or prefix"), ("header", "header"), ("prefix", "prefix")]

@@ -1,0 +1,99 @@
+"""The events of workload W1 in other formats, as producers with a schema registry or a packer send them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import cbor2
+import fastavro
+import msgspec
+
+_COLUMNS: Final = ("event_id", "user", "ts", "padding")
+_SCHEMA_ID: Final = 7
+_FRAME: Final = b"\0" + _SCHEMA_ID.to_bytes(4, "big")
+_FIRST_MESSAGE: Final = b"\0"
+"""The message indexes of a Protobuf value whose type is the first one of its schema."""
+_AVRO: Final = json.dumps(
+    {
+        "type": "record",
+        "name": "Event",
+        "fields": [{"name": name, "type": "long" if name == "ts" else "string"} for name in _COLUMNS],
+    }
+)
+_PROTOBUF: Final = """syntax = "proto3";
+message Event { string event_id = 1; string user = 2; int64 ts = 3; string padding = 4; }
+"""
+SOURCES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "json": {"format": "json"},
+    "json_schema": {"format": "json_schema", "schema_id": "prefix"},
+    "avro": {"format": "avro", "schema_id": "prefix"},
+    "protobuf": {"format": "protobuf", "schema_id": "prefix"},
+    "msgpack": {"format": "msgpack"},
+    "cbor": {"format": "cbor"},
+    "csv": {"format": "csv", "columns": list(_COLUMNS)},
+}
+"""Maps each form of the workload to what a topology's `source` says of it."""
+
+
+def schema_settings(form: str, directory: Path) -> dict[str, str]:
+    """Write the schema of a form, if it needs one, to ``directory``, and return the settings that name it."""
+    schema = {"avro": _AVRO, "protobuf": _PROTOBUF}.get(form)
+    if schema is None:
+        return {}
+    schemas = directory / "schemas"
+    schemas.mkdir()
+    (schemas / f"{_SCHEMA_ID}.json").write_text(json.dumps({"schema": schema}), encoding="utf-8")
+    return {"schema_registry.directory": str(schemas)}
+
+
+def encoder(form: str) -> Callable[[bytes], bytes]:
+    """Return what turns a JSON value of the workload into the same event in another form."""
+    match form:
+        case "json":
+            return lambda value: value
+        case "json_schema":
+            return lambda value: _FRAME + value
+        case "avro":
+            parsed = fastavro.parse_schema(json.loads(_AVRO))
+            return lambda value: _FRAME + _in_avro(parsed, json.loads(value))
+        case "protobuf":
+            return lambda value: _FRAME + _FIRST_MESSAGE + _in_protobuf(json.loads(value))
+        case "msgpack":
+            return lambda value: msgspec.msgpack.encode(json.loads(value))
+        case "cbor":
+            return lambda value: cbor2.dumps(json.loads(value))
+        case "csv":
+            return lambda value: _in_csv(json.loads(value))
+        case _:
+            raise ValueError(f"no form {form}; there are {', '.join(SOURCES)}")
+
+
+def _in_avro(schema: Any, event: Mapping[str, Any]) -> bytes:  # noqa: ANN401  as fastavro has it
+    stream = io.BytesIO()
+    fastavro.schemaless_writer(stream, schema, event)
+    return stream.getvalue()
+
+
+def _in_protobuf(event: Mapping[str, Any]) -> bytes:
+    texts: list[bytes] = [event[name].encode() for name in ("event_id", "user", "padding")]
+    event_id, user, padding = (_varint(len(text)) + text for text in texts)
+    return b"\x0a" + event_id + b"\x12" + user + b"\x18" + _varint(event["ts"]) + b"\x22" + padding
+
+
+def _varint(number: int) -> bytes:
+    made = bytearray()
+    while number >> 7:
+        made.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*made, number])
+
+
+def _in_csv(event: Mapping[str, Any]) -> bytes:
+    row = io.StringIO()
+    csv.writer(row, lineterminator="").writerow([event[name] for name in _COLUMNS])
+    return row.getvalue().encode()
