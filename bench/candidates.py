@@ -166,6 +166,7 @@ def unchanged(record):
     yield record
 """
 _BOTH: Final = ("snappy", "lz4")
+_FORMS: Final = [form for form in SOURCES if form != "json"]
 _GROUPS: Final = (4, 16, 32, 64, 256)
 CANDIDATES: Final[Mapping[str, Candidate]] = {
     each.name: each
@@ -174,11 +175,7 @@ CANDIDATES: Final[Mapping[str, Candidate]] = {
         Candidate("dedup-2-workers", dedup(workers=2), ("snappy",)),
         Candidate("dedup-repartitioned", dedup(repartitioned=True), ("snappy",)),
         Candidate("dedup-flow", dedup(flow=_PASSES_ALL), ("snappy",)),
-        *(
-            Candidate(f"dedup-{form.replace('_', '-')}", dedup(form=form), ("snappy",), form=form)
-            for form in SOURCES
-            if form != "json"
-        ),
+        *(Candidate(f"dedup-{form}".replace("_", "-"), dedup(form=form), ("snappy",), form=form) for form in _FORMS),
         *(Candidate(f"dedup-groups-of-{size}", dedup(group=size), ("snappy",)) for size in _GROUPS),
         Candidate("kafka-streams-window", kafka_streams("window", 1), _BOTH),
         Candidate("kafka-streams-window-2-threads", kafka_streams("window", 2), _BOTH),

@@ -32,14 +32,16 @@ from bench.pace import Paced, paced_workload
 from bench.process import MeasuredProcess, cpu_s_of
 from bench.reader import Exactness, OutputReader, check
 from bench.workload import event, finish, producer, send
+from dedup.core.partitioner import partitions as murmur2_partitions
 
 _READY_WITHIN_S: Final = 120.0
 _DONE_WITHIN_S: Final = 120.0
 _LOOK_EVERY_S: Final = 0.1
 _BROKER_WARM_S: Final = 180
 _SEED: Final = 11
-_PRIMES: Final = 64
 _PRIME: Final = b"prime-"
+_TRIES_PER_PARTITION: Final = 16
+"""So many IDs for each partition, and hardly ever does a partition get none."""
 _PADDING: Final = "0" * 106
 
 
@@ -165,10 +167,12 @@ def _run(
 
 
 def _prime(job: Job) -> None:
-    """Some events lie in every partition: once they are done, the candidate is at work on all of them."""
+    """An event lies in every partition: once they are done, the candidate is at work on all of them."""
+    names = [b"%s%d" % (_PRIME, number) for number in range(_TRIES_PER_PARTITION * job.partitions)]
+    by_partition = dict(zip(murmur2_partitions(names, job.partitions), names, strict=True))
     sender = producer(job.bootstrap, linger_ms=0)
-    for number in range(_PRIMES):
-        send(sender, job.source, event(f"{_PRIME.decode()}{number}", 0, time.time_ns() // 1_000_000, _PADDING))
+    for name in by_partition.values():
+        send(sender, job.source, event(name.decode(), 0, time.time_ns() // 1_000_000, _PADDING))
     finish(sender)
 
 

@@ -355,6 +355,12 @@ class WorkerSeen:
     def total(self) -> TaskNumbers:
         """Return the sum of the counters of all tasks since this worker started, including closed tasks."""
         found = TaskNumbers()
-        for numbers in self.counters().values():
+        for numbers in (*self.ended.values(), *(task.numbers for task in self.tasks)):
             found.add_counters(numbers)
         return found
+
+    @property
+    def state_bytes(self) -> int | None:
+        """The size of the state of all running tasks in bytes, or None if no task is running."""
+        sizes = [task.state_bytes for task in self.tasks if task.state == "running"]
+        return sum(sizes) if sizes else None

@@ -114,17 +114,16 @@ class RunProgress(VerdictProgress):
         super().__init__(enabled=enabled)
         self._next_s = 0.0
         self._last = (time.monotonic(), 0)
-        self._of_tasks: dict[int, Counter[str]] = {}
+        self._app: DedupApp | None = None
 
     def tick(self, app: DedupApp) -> None:
-        """Update the progress line, at most once every `EVERY_S` seconds."""
-        for task in app.tasks.running.values():
-            self._of_tasks[id(task.numbers)] = task.numbers.verdicts
+        """Update the progress line, at most once every `EVERY_S` seconds, and only on a terminal."""
+        self._app = app
         now_s = time.monotonic()
-        if now_s < self._next_s:
+        if now_s < self._next_s or not self._enabled:
             return
         self._next_s = now_s + EVERY_S
-        self._add_up()
+        self._add_up(app)
         before_s, before = self._last
         self._last = (now_s, self.verdicts.total())
         per_s = (self.verdicts.total() - before) / max(now_s - before_s, 1e-9)
@@ -133,11 +132,14 @@ class RunProgress(VerdictProgress):
 
     def closing_line(self) -> None:
         """Print how many records this worker judged, by verdict."""
-        self._add_up()
+        if self._app is not None:
+            self._add_up(self._app)
         super().closing_line()
 
-    def _add_up(self) -> None:
-        self.verdicts = sum(self._of_tasks.values(), Counter())
+    def _add_up(self, app: DedupApp) -> None:
+        self.verdicts.clear()
+        for numbers in (*app.tasks.ended.values(), *(task.numbers for task in app.tasks.running.values())):
+            self.verdicts.update(numbers.verdicts)
 
 
 def restore_bar(numbers: Sequence[TaskNumbers]) -> list[RenderableType]:

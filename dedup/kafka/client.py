@@ -403,9 +403,7 @@ class KafkaWire:
         if topic_id is None:
             topic_id = self._seen_ids[source.topic] = await self._topic_id_now(source)
         wanted = [FetchFrom(topic_id, source.partition, offset, NO_EPOCH, max_bytes)]
-        code, parts = await self.fetch_partitions(
-            node, wanted, wait_ms=wait_ms, least_bytes=1, most_bytes=max_bytes, lane=lane
-        )
+        code, parts = await self.fetch_partitions(node, wanted, wait_ms=wait_ms, most_bytes=max_bytes, lane=lane)
         if code or len(parts) != 1:
             raise NoAnswer(f"broker {node} returned an empty fetch response (code {code}; perhaps because of a quota)")
         (part,) = parts
@@ -430,7 +428,7 @@ class KafkaWire:
         raise self._read_failed(source, now)
 
     async def fetch_partitions(
-        self, node: int, wanted: Sequence[FetchFrom], *, wait_ms: int, least_bytes: int, most_bytes: int, lane: str
+        self, node: int, wanted: Sequence[FetchFrom], *, wait_ms: int, most_bytes: int, lane: str
     ) -> tuple[int, list[FetchedPartition]]:
         """Fetch committed records from one broker, which fills its response in the order of ``wanted``.
 
@@ -441,7 +439,7 @@ class KafkaWire:
             for topic_id, partition, position, leader_epoch, most in wanted
         )
         topics: list[Any] = [(*row, {}) for row in rows]
-        sizes = (CONSUMER, wait_ms, least_bytes, most_bytes)
+        sizes = (CONSUMER, wait_ms, 1, most_bytes)  # at least one byte, at once if there is one
         request = FetchRequest_v13(*sizes, READ_COMMITTED, NO_SESSION, NO_EPOCH, topics, [], "", {})
         answer = await self.send(node, request, lane)
         return answer.error_code, [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
@@ -40,7 +40,7 @@ MOST_DOUBTS: Final = 3
 """A position counts as missing from the log only after this many consecutive responses have said so."""
 _FEED_LANE: Final = "feed"
 _FLOW_BYTES: Final = 512 << 10
-"""While records arrive, a broker waits briefly for this many bytes, because small batches are inefficient."""
+"""A response with fewer bytes of records is followed by a pause, because small batches are inefficient."""
 
 
 _GROWN: Final = (
@@ -232,9 +232,9 @@ class FeedFetcher:
         self._wait_ms: Final = wait_ms
         """Maximum time that a broker may wait for the first record before it responds."""
         self._gather_ms: Final = gather_ms
-        """Maximum time that a broker may wait for more data while records are arriving."""
+        """Time between a small response with records and the next request, so that more records can arrive."""
         self._flowing: Final[set[int]] = set()
-        """The node IDs of the brokers whose last response contained records."""
+        """The node IDs of the brokers whose last response contained records, but less than `_FLOW_BYTES`."""
         self._readings: dict[TopicPartition, Reading] = {}
         self._ends: dict[TopicPartition, FeedEnd] = {}
         self._flights: dict[int, asyncio.Task[list[Answer]]] = {}
@@ -336,28 +336,21 @@ class FeedFetcher:
             looking.result()
 
     async def _fetch(self, node: int, sources: list[TopicPartition]) -> list[Answer]:
+        if node in self._flowing:
+            # If a broker gathered the records, it would look at every partition of the request for every new record.
+            await self._wire.pause(self._gather_ms)
+            self._flowing.discard(node)
         asked = {
             (self._topic_ids[source.topic], source.partition): (source, reading, reading.position)
             for source in sources
             if (reading := self._readings.get(source)) is not None
         }
-        wait_ms, least_bytes = (self._gather_ms, _FLOW_BYTES) if node in self._flowing else (self._wait_ms, 1)
         wanted = [
             FetchFrom(*place, position, reading.leader_epoch, _PARTITION_BYTES)
             for place, (_, reading, position) in asked.items()
         ]
         asked_ms = time.time_ns() // 1_000_000
-        try:
-            code, parts = await self._wire.fetch_partitions(
-                node, wanted, wait_ms=wait_ms, least_bytes=least_bytes, most_bytes=_REQUEST_BYTES, lane=_FEED_LANE
-            )
-        except NoAnswer:
-            await self._wire.pause(_AGAIN_PAUSE_MS)  # a broker that is away refuses thousands of connections a second
-            raise
-        self._flowing.discard(node)
-        if code:
-            await self._wire.pause(_AGAIN_PAUSE_MS)
-            raise NoAnswer(f"broker {node} answered a fetch with code {code}")
+        parts = await self._ask(node, wanted)
         found: list[Answer] = []
         failed: list[tuple[TopicPartition, Reading, FetchedPartition]] = []
         for part in parts:
@@ -375,13 +368,27 @@ class FeedFetcher:
                 part.high_watermark, part.last_stable_offset, asyncio.get_running_loop().time()
             )
             if part.records:
-                self._flowing.add(node)
                 found.append(_taken(source, reading, begun, part))
             if part.high_watermark == reading.position:
                 reading.caught_up_ms = asked_ms  # later records became readable after the request
         for source, reading, part in failed:
             await self._failed(source, reading, part)
         return found
+
+    async def _ask(self, node: int, wanted: Sequence[FetchFrom]) -> list[FetchedPartition]:
+        try:
+            code, parts = await self._wire.fetch_partitions(
+                node, wanted, wait_ms=self._wait_ms, most_bytes=_REQUEST_BYTES, lane=_FEED_LANE
+            )
+        except NoAnswer:
+            await self._wire.pause(_AGAIN_PAUSE_MS)  # a broker that is away refuses thousands of connections a second
+            raise
+        if code:
+            await self._wire.pause(_AGAIN_PAUSE_MS)
+            raise NoAnswer(f"broker {node} answered a fetch with code {code}")
+        if 0 < sum(len(part.records) for part in parts) < _FLOW_BYTES:
+            self._flowing.add(node)
+        return parts
 
     async def _failed(self, source: TopicPartition, reading: Reading, part: FetchedPartition) -> None:
         place, code = f"{source.topic}/{source.partition}", part.error_code

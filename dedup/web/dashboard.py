@@ -48,34 +48,28 @@ class MetricHistory:
     """The latest samples of a worker's metrics, oldest first."""
 
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
-    _last: dict[int, tuple[TaskNumbers, Counter[str], list[int]]] = field(default_factory=dict)
-    """Maps the id() of a task's counters to the counters (so that the id() stays unique), the verdicts, and the
-    latencies.
-    """
+    _tasks: dict[int, TaskNumbers] = field(default_factory=dict)
+    """The counters of each task at the last sample, by their id(); the reference keeps the id() unique."""
+    _total: tuple[Counter[str], list[int]] = field(default_factory=lambda: _added_up(()))
+    """The sum of these counters at the last sample."""
     _last_ms: int | None = None
 
     def sample(self, pulses: Iterable[TaskPulse], now_ms: int) -> Growth | None:
         """Add a sample of the metrics since the previous call, and return the growth of the metrics as counts, or None
         on the first call.
         """
-        counts: Counter[str] = Counter()
-        latencies = [0] * (len(END_TO_END_BUCKETS_S) + 1)
-        lags: list[int] = []
-        counted = {}
-        for pulse in pulses:
-            numbers = pulse.numbers
-            now = numbers.verdicts.copy()
-            now["conflict"] = numbers.conflicts
-            durations = list(numbers.end_to_end.counts)
-            counted[id(numbers)] = numbers, now, durations
-            _, then, before = self._last.get(id(numbers), (numbers, Counter[str](), [0] * len(durations)))
-            counts.update(now)
-            counts.subtract(then)
-            latencies = [total + new - old for total, new, old in zip(latencies, durations, before, strict=True)]
-            if pulse.lag_records is not None:
-                lags.append(pulse.lag_records)
+        pulses = list(pulses)
+        tasks = {id(pulse.numbers): pulse.numbers for pulse in pulses}
+        lags = [pulse.lag_records for pulse in pulses if pulse.lag_records is not None]
+        # A worker may have a thousand tasks, so sums are compared, not the counters of each task.
+        counts, latencies = _added_up(tasks.values())
+        ended, ended_latencies = _added_up(self._tasks[key] for key in self._tasks.keys() - tasks.keys())
+        (then, before), self._total = self._total, (counts.copy(), latencies)
+        counts.update(ended)
+        counts.subtract(then)
+        latencies = [now + last - old for now, last, old in zip(latencies, ended_latencies, before, strict=True)]
         covered_ms = None if self._last_ms is None else max(1, now_ms - self._last_ms)
-        self._last, self._last_ms = counted, now_ms
+        self._tasks, self._last_ms = tasks, now_ms
         if covered_ms is None:
             return None
         rates = (round(1000 * counts[name] / covered_ms, 2) for name in PLOTTED)
@@ -83,6 +77,15 @@ class MetricHistory:
         row = (now_ms, *rates, lag, quantile(latencies, 0.5), quantile(latencies, 0.99))
         self.samples.append(dict(zip(_COLUMNS, row, strict=True)))
         return Growth(covered_ms, counts, latencies, lag)
+
+
+def _added_up(tasks: Iterable[TaskNumbers]) -> tuple[Counter[str], list[int]]:
+    """Return the sums of the tasks' verdicts and conflicts, and of each bucket of their end-to-end latency."""
+    tasks = list(tasks)
+    counts = Counter({name: sum(task.verdicts.get(name, 0) for task in tasks) for name in PLOTTED})
+    counts["conflict"] = sum(task.conflicts for task in tasks)
+    no_latencies = [0] * (len(END_TO_END_BUCKETS_S) + 1)
+    return counts, list(map(sum, zip(no_latencies, *(task.end_to_end.counts for task in tasks), strict=True)))
 
 
 def quantile(counts: Sequence[int], share: float) -> float | None:
@@ -206,7 +209,6 @@ class Summary:
 def summary(seen: WorkerSeen, samples: Sequence[Sample]) -> Summary:
     """Return the figures of one worker from its current state and its latest samples."""
     counted, last = seen.total(), samples[-1] if samples else None
-    running = [task for task in seen.tasks if task.state == "running"]
     latencies = [sample["p99_s"] for sample in samples if sample["p99_s"] is not None]
     return Summary(
         format=FORMAT,
@@ -217,7 +219,7 @@ def summary(seen: WorkerSeen, samples: Sequence[Sample]) -> Summary:
         records_per_s=None if last is None else round(sum(last[name] or 0.0 for name in PLOTTED), 2),
         lag_records=None if last is None else last["lag_records"],
         p99_s=latencies[-1] if latencies else None,
-        state_bytes=sum(task.state_bytes for task in running) if running else None,
+        state_bytes=seen.state_bytes,
         totals={
             **{name: counted.verdicts[name] for name in PLOTTED},
             "conflict": counted.conflicts,

@@ -292,7 +292,7 @@ class WebServer:
         self._memory.look(pulses, self._answers.peers(), now_ms)
         grown = self._history.sample(pulses, now_ms)
         if grown is not None:
-            size = self._summary_now().state_bytes if self._memory.begins(now_ms) else None
+            size = self._answers.seen().state_bytes if self._memory.begins(now_ms) else None
             self._memory.add(grown, now_ms, size)
 
     def _summary_now(self) -> Summary:

@@ -41,8 +41,9 @@ log: Final = logging.getLogger(__name__)
 BATCH_RECORDS: Final = 4000
 _POLL_MS: Final = 200
 _GATHER_SHARE: Final = 4
-"""To collect a larger batch, the fetcher waits at most the commit interval divided by this number."""
+"""To collect larger batches, the fetcher pauses for at most the commit interval divided by this number."""
 _MOST_GATHER_MS: Final = 25
+_CLIENT_LOOK_S: Final = 60.0
 _HEARTBEATS: Final = 5
 """The minimum number of heartbeats within a session timeout."""
 _MOST_HEARTBEAT_MS: Final = 200
@@ -96,6 +97,9 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
         """Pause new partitions, because each partition may be read only after its task has set the position."""
         consumer = self._consumer
         consumer.client.pause(*assigned)
+        for tp in assigned:
+            # The client reads nothing, but without a position, it would ask for each partition's offset, one by one.
+            consumer.client.seek(tp, 0)
         consumer.app.on_rebalance_start()
         await consumer.close_if_expelled()
         # Faust's generation stays the same, because Faust's streams drop messages of an older generation.
@@ -160,8 +164,6 @@ class Consumer(FaustConsumer):
             group_instance_id=app.settings.worker_id,
             partition_assignment_strategy=[app.assignor],
             enable_auto_commit=False,
-            # `auto_offset_reset` affects only aiokafka's own positions, which are not used.
-            auto_offset_reset="earliest",
             max_poll_interval_ms=3_600_000,
             fetch_max_wait_ms=_POLL_MS,
             session_timeout_ms=app.settings.session_timeout_ms,
@@ -169,6 +171,8 @@ class Consumer(FaustConsumer):
             rebalance_timeout_ms=60_000,
         )
         await self.client.start()
+        # The client reads nothing, so its loop over all partitions, five times a second, would be wasted.
+        self.client._fetcher._fetcher_timeout = _CLIENT_LOOK_S  # noqa: SLF001  # aiokafka has no public setting for this
         gather_ms = min(app.settings.commit_interval_ms // _GATHER_SHARE, _MOST_GATHER_MS)
         self.fetcher = FeedFetcher(app.wire, app.factory.check, wait_ms=_POLL_MS, gather_ms=gather_ms)
 

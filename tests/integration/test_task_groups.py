@@ -83,10 +83,17 @@ def test_a_transaction_counts_once_however_many_partitions_it_has(make_job: Make
     worker.until_logged("running from offset", times=PARTITIONS)
     job.send(events_of(68))
     job.until_done()
-    with urllib.request.urlopen(f"{pages(worker)}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    each = list(map(int, re.findall(r'\ndedup_transactions_total\{.*result="committed".*\} (\d+)', text)))
-    (shared,) = map(int, re.findall(r'\ndedup_group_transactions_total\{result="committed"\} (\d+)', text))
+
+    def counted() -> tuple[list[int], int]:
+        with urllib.request.urlopen(f"{pages(worker)}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        each = list(map(int, re.findall(r'\ndedup_transactions_total\{.*result="committed".*\} (\d+)', text)))
+        (shared,) = map(int, re.findall(r'\ndedup_group_transactions_total\{result="committed"\} (\d+)', text))
+        return each, shared
+
+    # The broker has the last transactions a moment before the worker counts them.
+    until(lambda: all(counted()[0]), "every partition has counted a transaction")
+    each, shared = counted()
     assert len(each) == PARTITIONS
     assert max(each) < shared <= sum(each), "the groups do not share transactions with each other"
     job.judge()

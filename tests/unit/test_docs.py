@@ -14,6 +14,7 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from bench.candidates import CANDIDATES
 from dedup.cli.main import create_app
 from dedup.core.event_time import RecordTime
 from dedup.core.extract import compile_extractor
@@ -184,7 +185,7 @@ def test_metrics_and_headers_that_a_page_names_exist(page):
     named_headers = set(re.findall(r"`(dedup-[a-z-]+)`", text))
     ours = {value for name, value in vars(publish).items() if name.isupper() and isinstance(value, str)}
     ours.add(EXTRACTED)
-    assert named_headers - {"dedup-streams", "dedup-2-workers", "dedup-repartitioned", "dedup-flow"} <= ours
+    assert named_headers - {"dedup-streams", *CANDIDATES} <= ours
 
 
 NOT_YET: set[str] = set()
