@@ -85,12 +85,13 @@ class Placement:
     count: int
     """The number of partitions of the topic."""
     numbers: TaskNumbers
-    warned: bool = False
+    logged: set[Hashable]
+    """See `DedupPlan`; a topic's first misplaced ID is logged, and its other partitions are not named."""
     passed: int = _SAMPLE_EVERY
     """The number of records since the last sample."""
 
     def sample(self, ids: Sequence[bytes | None]) -> None:
-        """Count the sampled IDs and the misplaced IDs, and warn about the first misplaced ID."""
+        """Count the sampled IDs and the misplaced IDs, and warn about the topic's first misplaced ID."""
         if self.count < 2:  # noqa: PLR2004  # with one partition, no ID is misplaced
             return
         self.passed += len(ids)
@@ -105,12 +106,14 @@ class Placement:
         misplaced = sum(found != self.feeding.partition for found in partitions(keys, self.count))
         self.numbers.sampled += len(keys)
         self.numbers.misplaced += misplaced
-        if misplaced and not self.warned:
-            self.warned = True
+        said = ("misplaced", self.feeding.topic)
+        if misplaced and said not in self.logged:
+            self.logged.add(said)
             log.warning(
                 "%s: according to Kafka's default partitioner, %d of %d sampled IDs belong to another partition. If "
                 "the topic is not keyed by the ID, equal IDs in different partitions are not recognized: remove "
-                "`partitioned_by` from the topology. If its producers place IDs by another rule, ignore this warning.",
+                "`partitioned_by` from the topology. If its producers place IDs by another rule, ignore this warning. "
+                "The metric dedup_misplaced_ids_total counts the IDs of all partitions.",
                 self.feeding,
                 misplaced,
                 len(keys),
@@ -300,7 +303,7 @@ class DedupTask(TaskWork):
         self._stream_time = self._applied
         self._future: Future | None = None
         """The records of the open transaction that were judged to be in the future, or None."""
-        self._placement: Final = Placement(plan.feeding, plan.partitions, numbers)
+        self._placement: Final = Placement(plan.feeding, plan.partitions, numbers, plan.logged)
 
     @property
     def oldest_live_ms(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import replace
 
 import pytest
@@ -186,7 +187,11 @@ class TestPlacement:
 
     def place(self, partition: int, count: int = 4) -> tuple[Placement, TaskNumbers]:
         numbers = TaskNumbers()
-        return Placement(TopicPartition("t", partition), count, numbers), numbers
+        return Placement(TopicPartition("t", partition), count, numbers, self.logged), numbers
+
+    @pytest.fixture(autouse=True)
+    def of_one_worker(self):
+        self.logged: set[Hashable] = set()
 
     def home(self, key: bytes) -> int:
         return partitions([record_key_of(key) or b""], 4)[0]
@@ -201,6 +206,9 @@ class TestPlacement:
         for _ in range(3):
             placement.sample([self.HERE[0]] * 1000)
         assert numbers.misplaced == numbers.sampled == 24
+        other, counted = self.place((self.home(self.HERE[0]) + 2) % 4)
+        other.sample([self.HERE[0]])
+        assert counted.misplaced == 1
         assert caplog.text.count("belong to another partition") == 1
         assert "partitioned_by" in caplog.text
 
