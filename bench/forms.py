@@ -1,4 +1,4 @@
-"""The events of workload W1 in other formats, as producers with a schema registry or a packer send them."""
+"""The events of workload W1 in other formats; JSON Schema, Avro, and Protobuf are framed as for a schema registry."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any, Final
 import cbor2
 import fastavro
 import msgspec
+
+from tests.protoc import compiled
 
 _COLUMNS: Final = ("event_id", "user", "ts", "padding")
 _SCHEMA_ID: Final = 7
@@ -52,7 +54,7 @@ def schema_settings(form: str, directory: Path) -> dict[str, str]:
 
 
 def encoder(form: str) -> Callable[[bytes], bytes]:
-    """Return what turns a JSON value of the workload into the same event in another form."""
+    """Return a function that converts a JSON value of the workload to the given form."""
     match form:
         case "json":
             return lambda value: value
@@ -62,7 +64,8 @@ def encoder(form: str) -> Callable[[bytes], bytes]:
             parsed = fastavro.parse_schema(json.loads(_AVRO))
             return lambda value: _FRAME + _in_avro(parsed, json.loads(value))
         case "protobuf":
-            return lambda value: _FRAME + _FIRST_MESSAGE + _in_protobuf(json.loads(value))
+            message = compiled(_PROTOBUF, "Event")
+            return lambda value: _FRAME + _FIRST_MESSAGE + bytes(message(**json.loads(value)).SerializeToString())
         case "msgpack":
             return lambda value: msgspec.msgpack.encode(json.loads(value))
         case "cbor":
@@ -77,20 +80,6 @@ def _in_avro(schema: Any, event: Mapping[str, Any]) -> bytes:  # noqa: ANN401  a
     stream = io.BytesIO()
     fastavro.schemaless_writer(stream, schema, event)
     return stream.getvalue()
-
-
-def _in_protobuf(event: Mapping[str, Any]) -> bytes:
-    texts: list[bytes] = [event[name].encode() for name in ("event_id", "user", "padding")]
-    event_id, user, padding = (_varint(len(text)) + text for text in texts)
-    return b"\x0a" + event_id + b"\x12" + user + b"\x18" + _varint(event["ts"]) + b"\x22" + padding
-
-
-def _varint(number: int) -> bytes:
-    made = bytearray()
-    while number >> 7:
-        made.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*made, number])
 
 
 def _in_csv(event: Mapping[str, Any]) -> bytes:

@@ -41,7 +41,7 @@ _BROKER_WARM_S: Final = 180
 _SEED: Final = 11
 _PRIME: Final = b"prime-"
 _TRIES_PER_PARTITION: Final = 16
-"""So many IDs for each partition, and hardly ever does a partition get none."""
+"""The number of candidate IDs per partition; with 16, a partition without any is rare."""
 _PADDING: Final = "0" * 106
 
 
@@ -167,7 +167,7 @@ def _run(
 
 
 def _prime(job: Job) -> None:
-    """An event lies in every partition: once they are done, the candidate is at work on all of them."""
+    """Send an event to every partition: once they are done, the candidate is at work on all partitions."""
     names = [b"%s%d" % (_PRIME, number) for number in range(_TRIES_PER_PARTITION * job.partitions)]
     by_partition = dict(zip(murmur2_partitions(names, job.partitions), names, strict=True))
     sender = producer(job.bootstrap, linger_ms=0)

@@ -98,16 +98,16 @@ class OutputReader:
             raise ValueError("Nothing came out.")
         return self.batches[0][0], self.batches[-1][0]
 
-    def events(self) -> Iterator[tuple[bytes, int, int]]:
+    def events(self, *, in_json: bool = True) -> Iterator[tuple[bytes, int, int]]:
         """Yield (event ID, its `ts`, wall clock in ms when seen) of every message.
 
-        Of a value in another form than JSON, the key and the record time say the same.
+        The ID and `ts` come from the value; where values are not JSON, they come from the key and the record time.
         """
         for seen_ms, messages in self.batches:
             for message in messages:
-                found = _EVENT.search(message.value() or b"")
-                if found:
-                    yield found[1], int(found[2]), seen_ms
+                if in_json:
+                    found = _EVENT.search(message.value() or b"")
+                    yield (found[1], int(found[2]), seen_ms) if found else (b"", 0, seen_ms)
                 else:
                     yield message.key() or b"", message.timestamp()[1], seen_ms
 

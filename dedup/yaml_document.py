@@ -356,7 +356,7 @@ def schema_of(model: type[BaseModel], title: str) -> dict[str, Any]:
     """Return the JSON Schema of the files that a model describes, for use in editors."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
     mappings = {model.__name__: schema, **schema.get("$defs", {})}
-    for holder in models_of(model).values():
+    for holder in set(models_of(model).values()):
         keys = mappings[holder.__name__]["properties"]
         for name, text in _docstrings(holder).items():
             key = holder.model_fields[name].alias or name

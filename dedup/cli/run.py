@@ -16,7 +16,7 @@ import dedup
 from dedup.cli.inputs import ConfigOption, SetOption, TopologyArgument, read_both
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from dedup.metrics import TaskNumbers
     from dedup.worker.transport import DedupApp
@@ -115,6 +115,8 @@ class RunProgress(VerdictProgress):
         self._next_s = 0.0
         self._last = (time.monotonic(), 0)
         self._app: DedupApp | None = None
+        self._shown: dict[int, TaskNumbers] = {}
+        """The counters of each task that was shown, by their id(); closing tasks still count."""
 
     def tick(self, app: DedupApp) -> None:
         """Update the progress line, at most once every `EVERY_S` seconds, and only on a terminal."""
@@ -123,22 +125,24 @@ class RunProgress(VerdictProgress):
         if now_s < self._next_s or not self._enabled:
             return
         self._next_s = now_s + EVERY_S
-        self._add_up(app)
+        numbers = [task.numbers for task in app.tasks.running.values()]
+        self._shown.update((id(each), each) for each in numbers)
+        self._add_up(self._shown.values())
         before_s, before = self._last
         self._last = (now_s, self.verdicts.total())
         per_s = (self.verdicts.total() - before) / max(now_s - before_s, 1e-9)
-        numbers = [task.numbers for task in app.tasks.running.values()]
         self.show(f"{len(numbers)} tasks", per_s, *restore_bar(numbers))
 
     def closing_line(self) -> None:
         """Print how many records this worker judged, by verdict."""
         if self._app is not None:
-            self._add_up(self._app)
+            tasks = self._app.tasks
+            self._add_up([*tasks.ended.values(), *(task.numbers for task in tasks.running.values())])
         super().closing_line()
 
-    def _add_up(self, app: DedupApp) -> None:
+    def _add_up(self, counted: Iterable[TaskNumbers]) -> None:
         self.verdicts.clear()
-        for numbers in (*app.tasks.ended.values(), *(task.numbers for task in app.tasks.running.values())):
+        for numbers in counted:
             self.verdicts.update(numbers.verdicts)
 
 

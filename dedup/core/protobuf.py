@@ -138,7 +138,8 @@ class _Column:
 class ProtobufReader:
     """Reads the members at given paths, and the event time, from values of one message type.
 
-    With ``zeros``, a member of an ID that has no presence is 0, false, or empty if only its enclosing message is there.
+    With ``zeros``, a member of an ID that has no presence and was not sent is 0, false, or empty, provided that the
+    message around it was sent.
     """
 
     columnar: Final = True

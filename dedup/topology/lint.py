@@ -228,7 +228,7 @@ def _tracking_id(topology: Topology) -> Iterator[Finding]:
     if topology.tracking_id.zeros and not member_paths(topology.tracking_id.rule):
         yield warning("zero_unused", "tracking_id.zero has no effect: no member of the value is part of the ID.")
     if topology.tombstones is OnTombstone.DEAD_LETTER and not topology.needs_value:
-        text = "neither the ID nor the event time is read from the value by a path, so null values are judged."
+        text = "neither the ID nor the event time is read from the value by a path, so null values are judged, too."
         yield warning("tombstones_unused", f"tracking_id.tombstones has no effect: {text}")
     for rule in rules[:-1]:
         if isinstance(rule, ContentRule | RawContentRule):

@@ -345,9 +345,7 @@ class TrackingIdFile(AlternativeFile):
     normalize: list[Normalizing] = Field(default_factory=list)
     """Steps applied to IDs, in this order, before comparison. With instant, an RFC 3339 time becomes an instant."""
     zero: Literal["missing", "value"] = "missing"
-    """How to read a Protobuf member without presence that is 0, false, or empty, and thus not sent: as missing, or as
-    this value.
-    """
+    """Whether a Protobuf field without presence that was not sent is missing, or has the value 0, false, or empty."""
     missing: Literal["dead_letter", "forward", "fail"] = "dead_letter"
     """The policy for a record without a usable ID."""
     tombstones: Literal["forward", "dead_letter"] = "forward"

@@ -86,7 +86,7 @@ class Placement:
     """The number of partitions of the topic."""
     numbers: TaskNumbers
     logged: set[Hashable]
-    """See `DedupPlan`; a topic's first misplaced ID is logged, and its other partitions are not named."""
+    """See `DedupPlan`. Only the first partition of a topic with a misplaced ID is logged."""
     passed: int = _SAMPLE_EVERY
     """The number of records since the last sample."""
 
@@ -113,7 +113,7 @@ class Placement:
                 "%s: according to Kafka's default partitioner, %d of %d sampled IDs belong to another partition. If "
                 "the topic is not keyed by the ID, equal IDs in different partitions are not recognized: remove "
                 "`partitioned_by` from the topology. If its producers place IDs by another rule, ignore this warning. "
-                "The metric dedup_misplaced_ids_total counts the IDs of all partitions.",
+                "The metric dedup_misplaced_ids_total counts such IDs in all partitions.",
                 self.feeding,
                 misplaced,
                 len(keys),

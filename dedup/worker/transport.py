@@ -44,6 +44,7 @@ _GATHER_SHARE: Final = 4
 """To collect larger batches, the fetcher pauses for at most the commit interval divided by this number."""
 _MOST_GATHER_MS: Final = 25
 _CLIENT_LOOK_S: Final = 60.0
+"""The interval at which aiokafka's client looks for partitions to fetch. All are paused, so it never finds one."""
 _HEARTBEATS: Final = 5
 """The minimum number of heartbeats within a session timeout."""
 _MOST_HEARTBEAT_MS: Final = 200
@@ -98,7 +99,7 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
         consumer = self._consumer
         consumer.client.pause(*assigned)
         for tp in assigned:
-            # The client reads nothing, but without a position, it would ask for each partition's offset, one by one.
+            # Without a position, the client would ask the broker for the offset of one partition after the other.
             consumer.client.seek(tp, 0)
         consumer.app.on_rebalance_start()
         await consumer.close_if_expelled()
@@ -171,7 +172,7 @@ class Consumer(FaustConsumer):
             rebalance_timeout_ms=60_000,
         )
         await self.client.start()
-        # The client reads nothing, so its loop over all partitions, five times a second, would be wasted.
+        # By default, the client loops over all partitions five times a second.
         self.client._fetcher._fetcher_timeout = _CLIENT_LOOK_S  # noqa: SLF001  # aiokafka has no public setting for this
         gather_ms = min(app.settings.commit_interval_ms // _GATHER_SHARE, _MOST_GATHER_MS)
         self.fetcher = FeedFetcher(app.wire, app.factory.check, wait_ms=_POLL_MS, gather_ms=gather_ms)

@@ -5,10 +5,12 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
+from types import SimpleNamespace
 
 from rich.console import Console, Group
 
-from dedup.cli.run import restore_bar
+from dedup.cli.run import RunProgress, restore_bar
 from dedup.metrics import TaskNumbers
 
 
@@ -44,3 +46,33 @@ def test_sigterm_ends_a_worker_that_still_waits_for_its_broker_also_as_pid_1():
                 assert worker.wait(timeout=30) == 128 + signal.SIGTERM
         finally:
             worker.kill()
+
+
+def test_progress_counts_tasks_that_close_and_that_have_moved_away(monkeypatch, capsys):
+    now_s = [0.0]
+    monkeypatch.setattr("dedup.cli.run.time.monotonic", lambda: now_s[0])
+    progress, shown = RunProgress(enabled=True), []
+    progress._enabled = True  # as on a terminal
+    monkeypatch.setattr(
+        progress, "show", lambda doing, per_s, *_: shown.append((doing, per_s, dict(progress.verdicts)))
+    )
+    one, two = (SimpleNamespace(numbers=TaskNumbers(verdicts=Counter(unique=10 * count))) for count in (1, 2))
+    tasks = SimpleNamespace(running={0: one, 1: two}, ended={})
+    for running in ({0: one, 1: two}, {1: two}):
+        now_s[0] += 1
+        tasks.running = running
+        progress.tick(SimpleNamespace(tasks=tasks))
+        two.numbers.verdicts["duplicate"] += 5
+        progress.tick(SimpleNamespace(tasks=tasks))  # too early
+    assert shown == [("2 tasks", 30, {"unique": 30}), ("1 tasks", 5, {"unique": 30, "duplicate": 5})]
+    tasks.running, tasks.ended = {}, {("dedup", "t", 0): one.numbers, ("dedup", "t", 1): two.numbers}
+    progress.closing_line()
+    assert "judged 40: duplicate 10  unique 30" in capsys.readouterr().err
+
+
+def test_the_closing_line_is_complete_off_a_terminal(capsys):
+    numbers = TaskNumbers(verdicts=Counter(unique=3))
+    with RunProgress(enabled=False) as progress:
+        progress.tick(SimpleNamespace(tasks=SimpleNamespace(running={}, ended={("dedup", "t", 0): numbers})))
+    progress.closing_line()
+    assert "judged 3: unique 3" in capsys.readouterr().err
