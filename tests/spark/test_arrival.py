@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -83,4 +84,10 @@ def test_stream_batch_worker_and_model_agree_and_refuse_alike(spark, jobs, tmp_p
         start_stream(spark, theirs.topology, theirs.settings, options).wait()
     with pytest.raises(StateIncompatible, match=rf"{topic}/0 offset {first} has the time that its producer wrote"):
         backfill(read_kafka(spark, theirs.topology, theirs.settings), theirs.topology, str(tmp_path / "out-2"))
-    assert output_ids(theirs) == expected
+    # What the broker stamped before it changed is judged and committed; behind a repartition topic, some may wait there.
+    stamped = Counter(f"x-{number}" for number in range(50, first - 10))
+    found = output_ids(theirs)
+    if theirs.topology.direct:
+        assert found == expected + stamped
+    else:
+        assert expected <= found <= expected + stamped
