@@ -25,6 +25,14 @@ SLOW = tuple(
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let pytest-xdist, if it is used, begin the files in the order of the command line.
+
+    By default, it begins the files of the fewest tests last, and here these are the longest.
+    """
+    config.option.loadscopereorder = False
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that slow.txt lists."""

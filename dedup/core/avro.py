@@ -369,7 +369,7 @@ class AvroReader:
         if value[:1] == b"{" and value[-1:] == b"}":
             return Unreadable("not_avro", f"{text}; it looks like JSON", format_name="json")
         # Byte 0 begins a framing, or the first field of a damaged record.
-        if value[:1] == b"\0" and self._fault(value[PREFIX_BYTES:], self._want, [ABSENT] * self.count) is not None:
+        if value[:1] == b"\0" and self._fault(value[PREFIX_BYTES:], _NOTHING, []) is not None:
             return Unreadable("not_avro", text)
         return with_foreign_format(value, "not_avro", text)
 

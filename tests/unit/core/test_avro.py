@@ -17,6 +17,7 @@ from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
     FieldsRule,
+    FirstOfRule,
     HeaderRule,
     KeyRule,
     RawContentRule,
@@ -24,7 +25,7 @@ from dedup.core.tracking_id import (
     parse_path,
 )
 from dedup.errors import InvariantBroken
-from tests.extraction import everywhere
+from tests.extraction import everywhere, same_in_columns
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "avro.json").read_text())
 LINE = {
@@ -191,6 +192,16 @@ def test_a_value_of_another_format_is_named(value, format_name, said):
     fault = extract_one(recipe(record("long", ["null", "long"])), None, value, [], 0)
     assert (fault.code, fault.format_name) == ("not_avro", format_name)
     assert said in fault.detail
+
+
+def test_every_alternative_tells_a_damaged_record_from_framing_alike():
+    """A framed value whose text is not UTF-8: an alternative that reads the text finds no more than one that does not."""
+    values = [b"\0\0\0\0\x2a\x04\xbc1", *[b"\x041\x35"] * 20]
+    field = FieldRule(("f0",))
+    for rule in (field, FirstOfRule((HeaderRule("h"), field)), FirstOfRule((field, HeaderRule("h")))):
+        one = Recipe(TrackingId(rule), fmt="avro", fingerprint=True, schema=record("string"))
+        same_in_columns(one, values)
+        assert extract_one(one, None, values[0], [], 0).format_name == "schema_registry"
 
 
 def test_ids_are_those_of_json():
