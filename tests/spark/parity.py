@@ -216,6 +216,25 @@ def stream(seed: int, count: int, partitions: int = 2) -> list[Event]:
     return made
 
 
+def in_format(fmt: str, seed: int, events: Iterable[Event]) -> list[Event]:
+    """Return the events with their values in a source format."""
+    match fmt:
+        case "json":
+            return list(events)
+        case "json_schema":
+            return framed(seed, events)
+        case "avro":
+            return in_avro(seed, events)
+        case _:
+            return packed(seed, fmt, events)
+
+
+def format_of(options: Mapping[str, Any]) -> str:
+    """Return the format of the events that suit options for `document`."""
+    fmt: str = options.get("source", {}).get("format", "json")
+    return "json" if fmt == "bytes" else fmt
+
+
 def framed(seed: int, events: Iterable[Event]) -> list[Event]:
     """Return the events with a schema registry's framing: most in the prefix, some in a header, a hundredth damaged."""
     dice = random.Random(seed)

@@ -22,10 +22,8 @@ from tests.spark.parity import (
     FRAMED,
     PACKED,
     document,
-    framed,
-    in_avro,
+    format_of,
     model_record,
-    packed,
     recipe_of,
     row_of,
     rules_of,
@@ -96,17 +94,7 @@ def test_behind_a_repartition_topic_in_its_order(spark, kafka, admin, topic_name
 
 
 @pytest.mark.timeout(900)
-def test_framed_values(compared):
-    compared(list(FRAMED), FEW, seed=5, within_s=240, change=lambda events: framed(7, events))
-
-
-@pytest.mark.timeout(900)
-def test_avro_values(compared):
-    compared(list(AVRO), FEW, seed=5, within_s=240, change=lambda events: in_avro(7, events))
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("fmt", ["protobuf", "msgpack", "cbor", "csv"])
-def test_packed_values(compared, fmt):
-    names = [name for name, options in PACKED.items() if options["source"]["format"] == fmt]
-    compared(names, FEW, seed=5, within_s=240, change=lambda events: packed(7, fmt, events))
+@pytest.mark.parametrize("fmt", ["json_schema", "avro", "protobuf", "msgpack", "cbor", "csv"])
+def test_values_of_a_format(compared, fmt):
+    names = [name for name in (*FRAMED, *AVRO, *PACKED) if format_of(ALL[name]) == fmt]
+    compared(names, FEW, seed=5, within_s=240)

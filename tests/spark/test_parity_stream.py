@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import time
-from functools import partial
 
 import pytest
 
@@ -24,9 +23,8 @@ from tests.spark.parity import (
     RULES,
     by_model,
     document,
-    framed,
-    in_avro,
-    packed,
+    format_of,
+    in_format,
     stream,
     the_schema,
 )
@@ -61,17 +59,14 @@ def assert_equal(kafka, topology, events, places):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("form", ["json", "framed", "avro", "protobuf", "msgpack", "cbor", "csv"])
-def test_every_rule_and_policy(spark, kafka, admin, topic_names, tmp_path, form):
+@pytest.mark.parametrize("fmt", ["json", "json_schema", "avro", "protobuf", "msgpack", "cbor", "csv"])
+def test_every_rule_and_policy(spark, kafka, admin, topic_names, tmp_path, fmt):
     topic = topic_names("parity-in")
-    change = {"json": list, "framed": partial(framed, 7), "avro": partial(in_avro, 7)}
-    events = change.get(form, partial(packed, 7, form))(stream(3, FEW))
-    options_by_name = {"json": {**RULES, **POLICIES}, "framed": FRAMED, "avro": AVRO}
-    of_form = {name: options for name, options in PACKED.items() if options["source"]["format"] == form}
-    places = sent(admin, topic, events)
+    places = sent(admin, topic, events := in_format(fmt, 7, stream(3, FEW)))
+    others = {name: options for name, options in {**FRAMED, **AVRO, **PACKED}.items() if format_of(options) == fmt}
     topologies = [
         parse(json.dumps(document(topic_names(name), options, topic)), name=name, read_file=the_schema)
-        for name, options in options_by_name.get(form, of_form).items()
+        for name, options in (others or {**RULES, **POLICIES}).items()
     ]
     for topology in topologies:
         admin.create_topic(topology.output.topic, 2, ANY_TIME)

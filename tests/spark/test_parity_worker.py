@@ -19,7 +19,20 @@ from dedup.spark.kafka_source import read_kafka
 from dedup.topology.parse import parse
 from dedup.yaml_document import beside
 from tests.integration.workload import BASE_MS
-from tests.spark.parity import AVRO, FRAMED, PACKED, POLICIES, RULES, SCHEMAS, by_model, document, stream
+from tests.spark.parity import (
+    AVRO,
+    FRAMED,
+    PACKED,
+    POLICIES,
+    RULES,
+    SCHEMAS,
+    by_model,
+    document,
+    format_of,
+    in_format,
+    stream,
+    the_schema,
+)
 from tests.spark.parity_topics import ANY_TIME, rows_in_topics, sent
 from tests.spark.test_parity_model import rows_of
 from tests.spark.test_parity_stream import start_judging
@@ -61,9 +74,10 @@ def compared(spark, kafka, admin, topic_names, tmp_path):
     It returns the topic, where each event is in it, and by topology what the model says.
     """
 
-    def compare(names, count, seed, within_s, change=list):
+    def compare(names, count, seed, within_s):
         topic = topic_names("parity-in")
-        events = change(stream(seed, count))
+        (fmt,) = {format_of(ALL[name]) for name in names}
+        events = in_format(fmt, 7, stream(seed, count))
         places = sent(admin, topic, events)
         settings = Settings(brokers=(kafka.bootstrap,), state_dir=tmp_path / "state")
         topologies, workers = {}, {}
@@ -105,14 +119,17 @@ def test_every_rule_and_policy(compared):
 
 
 IN_CI = "fields"
-BY_RULE = [name if name == IN_CI else pytest.param(name, marks=pytest.mark.long) for name in RULES]
+BY_RULE = [
+    name if name == IN_CI else pytest.param(name, marks=pytest.mark.long) for name in (*RULES, *FRAMED, *AVRO, *PACKED)
+]
 
 
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("name", BY_RULE)
 def test_one_long_stream_is_judged_alike_by_all_four(compared, spark, kafka, admin, topic_names, tmp_path, name):
     topic, places, models = compared([name], MANY, seed=6, within_s=1_800)
-    topology = parse(json.dumps(document(topic_names("streamed"), ALL[name], topic)), name="streamed")
+    made = document(topic_names("streamed"), ALL[name], topic)
+    topology = parse(json.dumps(made), name="streamed", read_file=the_schema)
     # As the worker's: a broker refuses what is dated 2099 where it may.
     admin.create_topic(topology.output.topic, 2, ANY_TIME)
     options = {"most_offsets": MANY // 4, "commit_rows": MANY // 20}
