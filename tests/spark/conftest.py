@@ -80,7 +80,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 
 
 ONE_LONG_TEST = {f"test_{name}.py" for name in ("tutorial", "stream_kills", "cluster", "parity_stream", "how_to")}
-"""`--dist loadfile` takes files with many tests first, and then the others in this order: short ones should be last."""
+"""These files come first, so that no process ends with a long test while the other one has nothing left to do."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
