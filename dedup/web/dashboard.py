@@ -106,7 +106,7 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
     return END_TO_END_BUCKETS_S[-1]
 
 
-FORMAT = 3
+FORMAT = 4
 """Version of the snapshot's format. A page that stays open during an upgrade detects a new format by this number."""
 BEHIND_S: Final = 60.0
 NEARLY_FULL: Final = 0.8
@@ -136,15 +136,42 @@ class Notice:
     text: str
     about: str = ""
     """The part of the page that shows the cause: `kind:KIND`, `task:TOPIC/PARTITION`, or nothing."""
+    worker: str = ""
+    """The worker that has the issue, or an empty string if it is the worker that serves the page."""
+    url: str | None = None
+    """The address of that worker's page."""
+    issues: int = 1
+    """The number of issues that this notice stands for."""
 
 
 def notices(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) -> list[Notice]:
     """Return the current issues of a worker and its tasks, errors first; if there are more than `MOST_NOTICES` issues,
     the last notice only says how many more there are.
     """
-    found = sorted([*_worker(seen, samples, peers), *_tasks(seen.tasks)], key=lambda notice: notice.level != "error")
-    shown, more = found[:MOST_NOTICES], found[MOST_NOTICES:]
-    return [*shown, Notice(more[0].level, f"{len(more):,} more; /api/status has all tasks.")] if more else shown
+    return _first([*_worker(seen, samples, peers), *_tasks(seen.tasks)])
+
+
+def _of_fleet(own: Iterable[Notice], others: Iterable[Mapping[str, Any]]) -> list[Notice]:
+    """Return the issues of all workers, in the same way as `notices`. A page that does not answer is an issue, too."""
+    found = list(own)
+    for other in others:
+        named = {"worker": other["worker"], "url": other["url"]}
+        if "why" not in other:
+            told = other["attention"]
+            found += [Notice(each["level"], each["text"], **named, issues=each["issues"]) for each in told]
+        elif other["url"] is not None:  # `_worker` names the workers that serve no pages
+            found.append(Notice("warning", f"No figures of this worker: {other['why']}.", **named))
+    return _first(found)
+
+
+def _first(found: Iterable[Notice]) -> list[Notice]:
+    ordered = sorted(found, key=lambda notice: notice.level != "error")
+    shown, more = ordered[:MOST_NOTICES], ordered[MOST_NOTICES:]
+    if not more:
+        return shown
+    issues = sum(notice.issues for notice in more)
+    text = f"{issues:,} more; /api/status of each worker has all its tasks."
+    return [*shown, Notice(more[0].level, text, issues=issues)]
 
 
 def _worker(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) -> Iterator[Notice]:
@@ -204,6 +231,8 @@ class Summary:
     state_bytes: int | None
     totals: dict[str, int]
     """The numbers of records by verdict, conflicts, fenced task groups, and damaged stores since the worker's start."""
+    attention: list[Notice]
+    """The current issues of the worker and its tasks."""
 
 
 def summary(seen: WorkerSeen, samples: Sequence[Sample]) -> Summary:
@@ -226,6 +255,7 @@ def summary(seen: WorkerSeen, samples: Sequence[Sample]) -> Summary:
             "fenced": seen.fenced,
             "corrupted": seen.corrupted,
         },
+        attention=notices(seen, samples, ()),
     )
 
 
@@ -247,7 +277,7 @@ def board(
     return {
         **{name: own[name] for name in ("format", "topology", "worker", "ready", "totals")},
         "now_ms": now_ms,
-        "attention": [asdict(notice) for notice in notices(seen, history.samples, peers)],
+        "attention": [asdict(notice) for notice in _of_fleet(notices(seen, history.samples, peers), others)],
         "fleet": [{**own, "url": None}, *others],
         "tasks": list(_rows(seen, peers)),
         "latest": [asdict(noted) for noted in _newest(latest)],

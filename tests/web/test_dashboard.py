@@ -47,7 +47,9 @@ def test_tasks_are_told_with_owner_state_progress_and_bound(open_page: Open, ser
     expect(row(page, "orders/1")).to_contain_text("75%, 250 records left")
     expect(row(page, "orders/1").get_by_role("progressbar")).to_have_attribute("value", "750")
     expect(row(page, "orders/2")).to_contain_text("on another worker")
-    expect(row(page, "orders/2").get_by_role("link", name="b")).to_have_attribute("href", "http://127.0.0.1:2")
+    owners = page.locator("#tasks tbody tr.owner")
+    expect(owners).to_have_text(["a 2 tasks", "b 1 task"])
+    expect(owners.get_by_role("link", name="b")).to_have_attribute("href", "http://127.0.0.1:2")
     expect(row(page, "changelog/2")).to_contain_text("warm copy")
 
 
@@ -167,6 +169,30 @@ def test_the_totals_are_those_of_all_workers_that_answer(open_page: Open, serve:
     expect(tile("Lag")).to_have_text("14")
     expect(tile("State")).to_have_text("9.54 MiB")
     expect(tile("Records/s")).not_to_have_text("0")
+
+
+def test_the_issues_are_those_of_all_workers_and_link_to_their_pages(open_page: Open, serve: Serve) -> None:
+    theirs = serve(
+        Staged(
+            name="b",
+            tasks=(replace(running(1), numbers=TaskNumbers(last_commit_s=-1e9), lag_records=5),),
+            why="1 of 1 tasks is not running",
+        )
+    )
+    gone = Peer("c", "http://127.0.0.1:9", (("orders", 2),), here=False)
+    worker = Staged(tasks=(running(0),), others=(Peer("b", theirs, (("orders", 1),), here=False), gone))
+    page = open_page(serve(worker))
+    expect(page.locator("#verdict")).to_have_text("3 issues")
+    issues = page.locator("#notices li")
+    expect(issues).to_contain_text(
+        [
+            "b: orders/1 is stuck: 5 records wait",
+            "b: Not ready: 1 of 1 tasks is not running.",
+            "c: No figures of this worker: ",
+        ]
+    )
+    expect(issues.nth(1).get_by_role("link")).to_have_attribute("href", theirs)
+    expect(issues.nth(2).get_by_role("link")).to_have_attribute("href", "http://127.0.0.1:9")
 
 
 def test_the_plots_are_those_of_all_workers_or_of_the_chosen_one(open_page: Open, serve: Serve) -> None:
@@ -302,6 +328,7 @@ def test_ten_thousand_cases_and_256_tasks_fit_on_a_short_page(open_page: Open, s
     expect(page.locator("#tasks tbody tr")).to_have_count(257)
     expect(page.locator("#notices li")).to_have_count(9)
     expect(page.locator("#notices li").last).to_contain_text("248 more")
+    expect(page.locator("#verdict")).to_have_text("256 issues")
     # All partitions had the same owner, so one line is enough.
     expect(page.locator("#owners .bar")).to_have_count(1)
     expect(page.locator("#owners .lane-name").first).to_have_text("orders/0-255 (256)")
@@ -346,7 +373,7 @@ def test_on_a_phone_rows_are_cards_and_no_table_scrolls_sideways(open_page: Open
     labels = page.evaluate(
         "[...document.querySelectorAll('#tasks tbody tr:first-child td')].map((cell) => cell.dataset.label)"
     )
-    assert labels == ["Task", "Worker", "State", "Lag", "IDs", "State size"]
+    assert labels == ["Task", "State", "Lag", "IDs", "State size"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

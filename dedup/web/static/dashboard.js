@@ -3,10 +3,10 @@
 import { drawLine, Hour, newLine } from "./hour.js";
 import { Lookup, showRecord } from "./lookup.js";
 import { Latest, showTasks, showWorkers } from "./tables.js";
-import { clock, count, element, rate, seconds, share, size, write } from "./words.js";
+import { clock, count, element, pageOf, rate, seconds, share, size, write } from "./words.js";
 
 const EVERY_MS = 1000;
-const FORMAT = 3;
+const FORMAT = 4;
 const TOKEN = "dedup-token";
 const by = (id) => document.getElementById(id);
 
@@ -33,19 +33,22 @@ const latest = new Latest((id) => { lookup.of(id); by("lookup-id").focus(); }, (
 const hour = new Hour(ask, () => showFleet(fleet));
 
 function showAttention(board) {
-  const errors = board.attention.filter((notice) => notice.level === "error").length;
-  const number = board.attention.length;
+  const errors = board.attention.some((notice) => notice.level === "error");
+  const number = board.attention.reduce((sum, notice) => sum + notice.issues, 0);
   by("attention").className = errors ? "error" : number ? "warning" : "good";
-  write(by("verdict"), number ? `${number} ${number === 1 ? "issue" : "issues"}` : "No issues");
-  const lines = board.attention.map((notice) => `${notice.level}: ${notice.text}`);
+  write(by("verdict"), number ? `${count(number)} ${number === 1 ? "issue" : "issues"}` : "No issues");
+  const lines = board.attention.map((notice) => `${notice.level}: ${said(notice)}`);
   const shown = [...by("notices").children].map((item) => item.textContent);
   if (lines.join("\n") === shown.join("\n")) return;
   by("notices").replaceChildren(...board.attention.map((notice) =>
     element("li", {}, element("b", {}, `${notice.level}: `), cause(notice))));
 }
 
-// Returns the notice's text, as a link to the part of the page that shows the cause.
+const said = (notice) => (notice.worker ? `${notice.worker}: ${notice.text}` : notice.text);
+
+// Returns the notice's text, as a link to the part of the page that shows the cause, or to the page of another worker.
 function cause(notice) {
+  if (notice.worker) return pageOf(notice.url, said(notice));
   const [part, name] = notice.about.split(/:(.*)/s);
   if (part === "") return notice.text;
   const link = element("a", { href: part === "task" ? `#${encodeURIComponent(notice.about)}` : "#latest-title" }, notice.text);

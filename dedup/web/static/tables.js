@@ -1,6 +1,6 @@
 // The tables. Rows are updated in place by key, so that a focused button keeps the focus.
 
-import { clock, count, element, instant, rate, seconds, share, size, write } from "./words.js";
+import { clock, count, element, instant, pageOf, rate, seconds, share, size, write } from "./words.js";
 
 export const KINDS = { dead_letter: "dead letters", conflict: "conflicts", late: "late records", duplicate: "duplicates" };
 // On a phone, a row is a card.
@@ -23,22 +23,15 @@ function keyed(body, rows, keyOf, make, update) {
   });
 }
 
-function owner(row) {
-  // Group members report these URLs, so only http(s) becomes a link, and "javascript:" does not.
-  const linked = row.state === "elsewhere" && /^https?:\/\//.test(row.url ?? "");
-  return linked ? element("a", { href: row.url, rel: "noreferrer" }, row.worker) : element("span", {}, row.worker);
-}
-
 // Returns a cell of a table; on a phone, rows become cards, and the cell shows its label.
 function cell(label, attributes, ...children) {
   return element("td", { "data-label": label, ...attributes }, ...children);
 }
 
 function newWorker(row) {
-  const linked = /^https?:\/\//.test(row.url ?? "");
   return element(
     "tr", {},
-    element("th", { scope: "row" }, linked ? element("a", { href: row.url, rel: "noreferrer" }, row.worker) : row.worker),
+    element("th", { scope: "row" }, pageOf(row.url, row.worker)),
     cell("State", {}, element("span", { class: "state" })),
     ...["Tasks", "Records/s", "Duplicates", "Lag", "Latency, p99", "State size"].map((label) => cell(label, { class: "number" })),
   );
@@ -63,11 +56,13 @@ export function showWorkers(rows) {
 }
 
 function newTask(row) {
+  if (row.held !== undefined) {
+    return element("tr", { class: "owner" }, element("th", { scope: "rowgroup", colspan: 6 }, pageOf(row.url, row.worker), element("small")));
+  }
   return element(
     "tr", { id: `task:${row.topic}/${row.partition}` },
     element("th", { scope: "row" }, `${row.topic}/${row.partition}`),
     cell("Task", {}, row.state === "standby" ? "standby" : row.task || "–"),
-    cell("Worker", {}, owner(row)),
     cell("State", {}, element("span", { class: "state" }), element("span", { class: "below" })),
     cell("Lag", { class: "number" }), cell("IDs", { class: "number" }),
     cell("State size", { class: "number" }, element("span"), element("span", { class: "below" })),
@@ -77,7 +72,8 @@ function newTask(row) {
 const STATES = { elsewhere: "on another worker", standby: "warm copy", running: "running", restoring: "restoring", created: "starting", closed: "closed" };
 
 function updateTask(line, row) {
-  const [, , , state, lag, ids, bytes] = line.children;
+  if (row.held !== undefined) return write(line.firstChild.lastChild, ` ${count(row.held)} ${row.held === 1 ? "task" : "tasks"}`);
+  const [, , state, lag, ids, bytes] = line.children;
   state.firstChild.className = `state ${row.state}`;
   write(state.firstChild, STATES[row.state] ?? row.state);
   progress(state.lastChild, row);
@@ -110,11 +106,20 @@ function filled(node, row) {
   write(node.lastChild, ` ${Math.round((100 * row.state_bytes) / row.state_max_bytes)}% of ${size(row.state_max_bytes)}`);
 }
 
+// Above the tasks of each worker, a row names the worker, if there is more than one.
 export function showTasks(rows) {
   const key = (row) => [row.task, row.topic, row.partition, row.worker, row.state === "standby"].join(" ");
-  const body = document.querySelector("#tasks tbody");
-  keyed(body, rows, key, newTask, updateTask);
-  rows.forEach((row, at) => body.children[at].classList.toggle("first", at > 0 && row.worker !== rows[at - 1].worker));
+  const workers = new Map();
+  for (const row of rows) {
+    if (!workers.has(row.worker)) workers.set(row.worker, []);
+    workers.get(row.worker).push(row);
+  }
+  const shown = [...workers.values()].flatMap((own) => {
+    const { worker, url } = own[0];
+    const held = own.filter((row) => row.state !== "standby").length;
+    return workers.size > 1 ? [{ worker, url, held }, ...own] : own;
+  });
+  keyed(document.querySelector("#tasks tbody"), shown, key, newTask, updateTask);
 }
 
 export class Latest {

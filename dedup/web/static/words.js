@@ -47,6 +47,13 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
+// Returns a link to another worker's page, or text if the worker serves no page. Group members report these URLs, so only
+// http(s) becomes a link, and "javascript:" does not.
+export function pageOf(url, text) {
+  const linked = /^https?:\/\//.test(url ?? "");
+  return linked ? element("a", { href: url, rel: "noreferrer" }, text) : element("span", {}, text);
+}
+
 // Writes only text that changed, because screen readers announce every write.
 export function write(node, text) {
   if (node.textContent !== text) node.textContent = text;

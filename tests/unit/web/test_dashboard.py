@@ -70,7 +70,7 @@ class TestSnapshot:
                 {
                     "format": "int", "topology": "str", "worker": "str", "ready": "bool", "tasks": "int",
                     "records_per_s": "float", "lag_records": "int", "p99_s": "NoneType", "state_bytes": "int",
-                    "totals": dict.fromkeys((*PLOTTED, "conflict", "fenced", "corrupted"), "int"), "url": "NoneType",
+                    "totals": dict.fromkeys((*PLOTTED, "conflict", "fenced", "corrupted"), "int"), "attention": [], "url": "NoneType",
                 },
             ],
             "tasks": [
@@ -193,6 +193,29 @@ class TestAttention:
         ((level, text),) = self.texts(task(numbers=one), task(partition=1, numbers=other))
         assert level == "warning"
         assert text.endswith("by their first bytes: 3,000 schema_registry, 3 gzip.")
+
+    def test_issues_of_all_workers_stand_together_errors_first(self):
+        stuck = task(partition=1, numbers=TaskNumbers(last_commit_s=-1e9))
+        theirs = asdict(summary(replace(seen(stuck), worker_id="b"), [])) | {"url": "http://b"}
+        gone = {"worker": "c", "url": "http://c", "why": "unreachable"}
+        mute = {"worker": "d", "url": None, "why": "it serves no pages"}
+        worker = seen(task(state_bytes=81, state_max_bytes=100))
+        found = board(worker, MetricHistory(), [], (), [theirs, gone, mute], now_ms=0)["attention"]
+        assert [(each["level"], each["worker"], each["url"], each["about"]) for each in found] == [
+            ("error", "b", "http://b", ""),
+            ("warning", "", None, "task:orders/0"),
+            ("warning", "c", "http://c", ""),
+        ]
+        assert found[0]["text"].startswith("orders/1 is stuck")
+        assert found[2]["text"] == "No figures of this worker: unreachable."
+
+    def test_what_is_left_out_is_counted(self):
+        stuck = [task(partition=at, numbers=TaskNumbers(last_commit_s=-1e9)) for at in range(10)]
+        theirs = asdict(summary(replace(seen(*stuck), worker_id="b"), [])) | {"url": "http://b"}
+        found = board(seen(*stuck), MetricHistory(), [], (), [theirs], now_ms=0)["attention"]
+        assert len(found) == 9
+        assert found[-1]["text"] == "12 more; /api/status of each worker has all its tasks."
+        assert sum(each["issues"] for each in found) == 20
 
 
 class TestRecent:
