@@ -53,14 +53,17 @@ def shuffled(spark, events, tmp_path_factory) -> DataFrame:
     return frame(spark, events, tmp_path_factory.mktemp("parity")).cache()
 
 
+PLACE, FIRST = ("partition", "offset"), ("first_partition", "first_offset")
+
+
 def rows_of(df: DataFrame) -> dict[tuple[int, int], tuple[Row, int]]:
-    found = {}
-    for row in df.collect():
-        first = None if row.first_partition is None else (row.first_partition, row.first_offset)
-        verdict = Row(row.verdict, row.reason, row.first_time_ms, first)
-        assert (row.partition, row.offset) not in found
-        stream_time_ms = BEFORE_ALL_TIME if row.stream_time_ms is None else row.stream_time_ms
-        found[row.partition, row.offset] = verdict, stream_time_ms
+    found: dict[tuple[int, int], tuple[Row, int]] = {}
+    columns = df.select(*PLACE, *FIRST, "verdict", "reason", "first_time_ms", "stream_time_ms").toArrow().columns
+    for *at, verdict, reason, time_ms, stream_time_ms in zip(*(each.to_pylist() for each in columns), strict=True):
+        place, first = tuple(at[:2]), tuple(at[2:])
+        assert place not in found
+        row = Row(verdict, reason, time_ms, None if first[0] is None else first)
+        found[place] = row, BEFORE_ALL_TIME if stream_time_ms is None else stream_time_ms
     return found
 
 
