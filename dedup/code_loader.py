@@ -79,6 +79,15 @@ def load_id_function(
     return function  # type: ignore[no-any-return]
 
 
+def imported_digest(name: str) -> str:
+    """Return the digest of the module of ``module:attribute``, or an empty string if it has no source here.
+
+    The digest is that of the source when this process first asked for it.
+    """
+    module = sys.modules.get(name.partition(":")[0])
+    return "" if module is None else _imported(module)
+
+
 @cache
 def _imported(module: ModuleType) -> str:
     """Return the digest of a module when this process first asked for it, which is when it was imported."""

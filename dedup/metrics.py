@@ -343,6 +343,8 @@ class WorkerSeen:
     alert: DeadLetterAlert | None = None
     ended: Mapping[Place, TaskNumbers] = field(default_factory=dict)
     """The counters of closed tasks, which are kept because a counter must not decrease when a partition moves away."""
+    user_code: Mapping[str, str] = field(default_factory=dict)
+    """Maps each ID function or flow, as module:attribute, to the digest of its module's source."""
 
     def counters(self) -> dict[Place, TaskNumbers]:
         """Return the counters of each task since this worker started, including closed tasks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from heapq import nsmallest
@@ -151,10 +151,13 @@ def notices(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) 
     return _first([*_worker(seen, samples, peers), *_tasks(seen.tasks)])
 
 
-def _of_fleet(own: Iterable[Notice], others: Iterable[Mapping[str, Any]]) -> list[Notice]:
-    """Return the issues of all workers, in the same way as `notices`. A page that does not answer is an issue, too."""
-    found = list(own)
-    for other in others:
+def _of_fleet(own: Iterable[Notice], fleet: Sequence[Mapping[str, Any]]) -> list[Notice]:
+    """Return the issues of all workers, in the same way as `notices`. A page that does not answer is an issue, too.
+
+    ``fleet`` contains what `board` is told of each worker, this one first.
+    """
+    found = [*own, *_copies(fleet)]
+    for other in fleet[1:]:
         named = {"worker": other["worker"], "url": other["url"]}
         if "why" not in other:
             told = other["attention"]
@@ -162,6 +165,21 @@ def _of_fleet(own: Iterable[Notice], others: Iterable[Mapping[str, Any]]) -> lis
         elif other["url"] is not None:  # `_worker` names the workers that serve no pages
             found.append(Notice("warning", f"No figures of this worker: {other['why']}.", **named))
     return _first(found)
+
+
+def _copies(fleet: Iterable[Mapping[str, Any]]) -> Iterator[Notice]:
+    """Yield an issue for each ID function or flow of which the workers have different copies."""
+    copies: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for worker in fleet:
+        for name, digest in worker.get("user_code", {}).items():
+            copies[name][worker["worker"]] = digest
+    for name, digests in copies.items():
+        if len(set(digests.values())) > 1:
+            listed = ", ".join(f"{worker} {digest}" for worker, digest in sorted(digests.items()))
+            text = f"The workers have different copies of {name} (digest of the module: {listed})."
+            yield Notice(
+                "warning", f"{text} One record may get two IDs or outputs. Deploy the same file to every worker."
+            )
 
 
 def _first(found: Iterable[Notice]) -> list[Notice]:
@@ -233,6 +251,8 @@ class Summary:
     """The numbers of records by verdict, conflicts, fenced task groups, and damaged stores since the worker's start."""
     attention: list[Notice]
     """The current issues of the worker and its tasks."""
+    user_code: dict[str, str]
+    """The digests of the user's code, as in `WorkerSeen`."""
 
 
 def summary(seen: WorkerSeen, samples: Sequence[Sample]) -> Summary:
@@ -256,6 +276,7 @@ def summary(seen: WorkerSeen, samples: Sequence[Sample]) -> Summary:
             "corrupted": seen.corrupted,
         },
         attention=notices(seen, samples, ()),
+        user_code=dict(seen.user_code),
     )
 
 
@@ -274,11 +295,12 @@ def board(
     reason (`why`).
     """
     own = asdict(summary(seen, history.samples))
+    fleet = [{**own, "url": None}, *others]
     return {
         **{name: own[name] for name in ("format", "topology", "worker", "ready", "totals")},
         "now_ms": now_ms,
-        "attention": [asdict(notice) for notice in _of_fleet(notices(seen, history.samples, peers), others)],
-        "fleet": [{**own, "url": None}, *others],
+        "attention": [asdict(notice) for notice in _of_fleet(notices(seen, history.samples, peers), fleet)],
+        "fleet": fleet,
         "tasks": list(_rows(seen, peers)),
         "latest": [asdict(noted) for noted in _newest(latest)],
     }

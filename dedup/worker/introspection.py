@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from yarl import URL
 
+from dedup.code_loader import imported_digest
 from dedup.core.avro import Instant, Leaf, Scalar, nodes_at, parse_schema, type_name
 from dedup.core.event_time import rfc3339_ms
 from dedup.core.exact_json import ABSENT, Number
@@ -46,6 +47,7 @@ from dedup.core.tracking_id import (
     RawContentRule,
     Rule,
     TrackingId,
+    code_rules,
     encode_alternative,
     member_paths,
     state_key,
@@ -198,7 +200,14 @@ class Introspection:
             schemas_awaited=0 if app.schemas is None else len(app.schemas.awaited),
             alert=app.alert,
             ended=app.tasks.ended,
+            user_code=self._user_code(),
         )
+
+    def _user_code(self) -> dict[str, str]:
+        functions = [rule.name for rule in code_rules(self.topology.tracking_id.rule)]
+        flows = [] if self.topology.then is None else [self.topology.then.name]
+        digests = {name: imported_digest(name) for name in (*functions, *flows)}
+        return {name: digest for name, digest in digests.items() if digest}
 
     def metrics(self) -> bytes:
         """Return the worker's metrics in Prometheus' text format."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,8 @@ from dedup.verify.verifier import verify
 from dedup.worker.introspection import state_keys
 from dedup.yaml_document import beside
 from tests.integration.conftest import MakeJob
-from tests.integration.fleet import Job
+from tests.integration.fleet import Job, until
+from tests.integration.test_admin import pages
 from tests.integration.workload import BASE_MS, Event, workload
 
 pytestmark = pytest.mark.broker
@@ -38,12 +41,12 @@ def order_id(key, value, headers):
 PREFIXED = CODE.replace('json.loads(value)["id"]', '"order " + str(json.loads(value)["n"])')
 
 
-def coded(make_job: MakeJob, module: str, code: str = CODE, *, hops: bool) -> Job:
+def coded(make_job: MakeJob, module: str, code: str = CODE, *, hops: bool, **config: object) -> Job:
     """Return a job whose IDs come from the function in the module."""
     document = {"tracking_id": {"python": f"{module}:order_id"}}
     if hops:
         document["source"] = {"topics": [f"{module}-0".replace("_", "-"), f"{module}-1".replace("_", "-")]}
-    return make_job(files={f"{module}.py": code}, document=document, config={"commit_interval": "20ms"})
+    return make_job(files={f"{module}.py": code}, document=document, config={"commit_interval": "20ms", **config})
 
 
 @pytest.mark.parametrize("hops", [False, True], ids=["direct", "repartitioned"])
@@ -109,3 +112,19 @@ def test_a_function_that_is_not_there_stops_the_worker_before_it_reads(make_job:
     assert worker.wait() == 2, worker.log
     assert "tracking_id.python: ids_gone cannot be imported" in worker.log
     assert "Traceback" not in worker.log
+
+
+def test_workers_with_different_copies_say_so(make_job: MakeJob) -> None:
+    """The file changes while one worker runs, and then another worker starts."""
+    job = coded(make_job, "ids_copies", hops=False, web={"enabled": True, "port": 0})
+    urls = [pages(job.start("a"))]
+
+    def issues(url: str) -> str:
+        with urllib.request.urlopen(f"{url}/api/dashboard", timeout=10) as answer:
+            return " ".join(each["text"] for each in json.loads(answer.read())["attention"])
+
+    until(lambda: issues(urls[0]) == "", lambda: f"no issues: {issues(urls[0])}")
+    Path(job.directory, "ids_copies.py").write_text(f"{CODE}\n# A comment of the second worker's copy.\n")
+    urls.append(pages(job.start("b")))
+    for url in urls:
+        until(lambda url=url: "different copies of ids_copies:order_id" in issues(url), "the copies are compared")

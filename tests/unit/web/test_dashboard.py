@@ -70,7 +70,7 @@ class TestSnapshot:
                 {
                     "format": "int", "topology": "str", "worker": "str", "ready": "bool", "tasks": "int",
                     "records_per_s": "float", "lag_records": "int", "p99_s": "NoneType", "state_bytes": "int",
-                    "totals": dict.fromkeys((*PLOTTED, "conflict", "fenced", "corrupted"), "int"), "attention": [], "url": "NoneType",
+                    "totals": dict.fromkeys((*PLOTTED, "conflict", "fenced", "corrupted"), "int"), "attention": [], "user_code": {}, "url": "NoneType",
                 },
             ],
             "tasks": [
@@ -208,6 +208,19 @@ class TestAttention:
         ]
         assert found[0]["text"].startswith("orders/1 is stuck")
         assert found[2]["text"] == "No figures of this worker: unreachable."
+
+    def test_workers_with_different_copies_of_user_code_are_told_apart(self):
+        def worker(name: str, **digests: str) -> dict[str, Any]:
+            one = replace(seen(task()), worker_id=name, user_code=digests)
+            return asdict(summary(one, [])) | {"url": None}
+
+        mute = {"worker": "d", "url": None, "why": "it serves no pages"}
+        own = replace(seen(task()), user_code={"ids": "1a", "flow": "2b"})
+        same = board(own, MetricHistory(), [], (), [worker("b", ids="1a", flow="2b"), worker("c"), mute], now_ms=0)
+        assert same["attention"] == []
+        others = [worker("b", ids="3c", flow="2b"), worker("c", ids="1a")]
+        (told,) = board(own, MetricHistory(), [], (), others, now_ms=0)["attention"]
+        assert "different copies of ids (digest of the module: a 1a, b 3c, c 1a)" in told["text"]
 
     def test_what_is_left_out_is_counted(self):
         stuck = [task(partition=at, numbers=TaskNumbers(last_commit_s=-1e9)) for at in range(10)]
