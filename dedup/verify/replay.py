@@ -286,7 +286,7 @@ class TaskReplay:
         return made
 
     def _compare_flow(self, row: Row, kept: Flowed, flowed: FlowOutputs) -> None:
-        """Compare the records that the flow had to send for a source record with the records that the flow has sent."""
+        """Compare the records that the flow should have sent for a source record with those that it sent."""
         whys, certain = self._flow_may
         options = [self._flow_made(row, why) for why in whys]
         certain = certain and not self._pending

@@ -78,7 +78,8 @@ class Replay:
         """Send the records that the plan's topic contains when the replay starts, up to the plan's limit.
 
         Raises StateIncompatible, before anything is sent, if the broker has forgotten a position and the plan does not
-        say where to begin. Raises SettingsError if the plan says where to begin but no position was forgotten.
+        say where to begin. Raises SettingsError if the plan says where to begin although the broker knows all
+        positions.
         """
         topic = self.plan.topic
         sides = self.cluster.topics[topic].places

@@ -141,7 +141,7 @@ def _fits(counts: Mapping[str, int], ours: Mapping[str, int], topology: Topology
 
 
 async def begun(topology: Topology, cluster: Cluster, wire: Wire) -> Cluster:
-    """Return the cluster with the partition counts that the state began with, according to the layout."""
+    """Return a copy of ``cluster`` that also has the partition counts that the layout recorded for a new state."""
     return replace(cluster, begun_with=(await read_layout(wire, topology)).counts)
 
 
