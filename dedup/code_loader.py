@@ -47,6 +47,7 @@ def load_attribute(key: str, name: str, directory: str, file: str) -> tuple[Any,
     if beside and not any(each == found or each in found.parents for each in beside):
         text = f"{key}: {module_name} is {found}, not the module beside the topology file; give that one another name"
         raise TopologyError([Problem(file, text)])
+    _imported(module)  # so that a later change of the file does not change the digest
     return getattr(module, attribute, None), module
 
 
@@ -80,9 +81,9 @@ def load_id_function(
 
 
 def imported_digest(name: str) -> str:
-    """Return the digest of the module of ``module:attribute``, or an empty string if it has no source here.
+    """Return the digest that the module of ``module:attribute`` had when this process imported it.
 
-    The digest is that of the source when this process first asked for it.
+    Returns an empty string if the process has not imported the module, or if the module has no source.
     """
     module = sys.modules.get(name.partition(":")[0])
     return "" if module is None else _imported(module)
@@ -90,7 +91,7 @@ def imported_digest(name: str) -> str:
 
 @cache
 def _imported(module: ModuleType) -> str:
-    """Return the digest of a module when this process first asked for it, which is when it was imported."""
+    """Return the digest that a module had at the first call, which `load_attribute` makes right after the import."""
     return _digest_of(module)
 
 

@@ -85,7 +85,7 @@ class Rights:
         return tuple(sorted(named))
 
     async def lacking(self) -> dict[str, list[str]]:
-        """Map each broker's address to the requests of which dedup can use no API version that the broker supports."""
+        """Map each broker's address to the requests for which dedup and the broker have no API version in common."""
         found = {}
         for broker in self._client.cluster.brokers():
             try:

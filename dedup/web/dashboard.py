@@ -163,7 +163,7 @@ def _of_fleet(own: Iterable[Notice], fleet: Sequence[Mapping[str, Any]]) -> list
             told = other["attention"]
             found += [Notice(each["level"], each["text"], **named, issues=each["issues"]) for each in told]
         elif other["url"] is not None:  # `_worker` names the workers that serve no pages
-            found.append(Notice("warning", f"No figures of this worker: {other['why']}.", **named))
+            found.append(Notice("warning", f"No figures from this worker: {other['why']}.", **named))
     return _first(found)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dedup.code_loader import load_id_function, source_digest
+from dedup.code_loader import imported_digest, load_attribute, load_id_function, source_digest
 from dedup.core.flow import FlowRecord
 from dedup.errors import TopologyError
 from dedup.flow_loader import sample_findings
@@ -76,6 +76,15 @@ def test_a_module_that_was_changed_after_its_import_needs_another_process(tmp_pa
     with pytest.raises(TopologyError, match="was changed after this process had imported it; restart the process"):
         after.load()
     assert before.load()(None, b"v", ()) == b"v"
+
+
+def test_the_digest_of_what_runs_is_that_of_the_import(tmp_path):
+    assert imported_digest("code_digest:flow") == ""
+    file = tmp_path / "code_digest.py"
+    file.write_text("flow = 1\n", encoding="utf-8")
+    load_attribute("then", "code_digest:flow", str(tmp_path), "t.yaml")
+    file.write_text("flow = 2\n", encoding="utf-8")
+    assert imported_digest("code_digest:flow") == source_digest("flow = 1\n")
 
 
 def test_a_module_in_a_zip_file_as_spark_ships_it(tmp_path, monkeypatch):

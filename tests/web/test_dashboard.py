@@ -188,7 +188,7 @@ def test_the_issues_are_those_of_all_workers_and_link_to_their_pages(open_page: 
         [
             "b: orders/1 is stuck: 5 records wait",
             "b: Not ready: 1 of 1 tasks is not running.",
-            "c: No figures of this worker: ",
+            "c: No figures from this worker: ",
         ]
     )
     expect(issues.nth(1).get_by_role("link")).to_have_attribute("href", theirs)

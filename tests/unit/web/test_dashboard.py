@@ -207,7 +207,7 @@ class TestAttention:
             ("warning", "c", "http://c", ""),
         ]
         assert found[0]["text"].startswith("orders/1 is stuck")
-        assert found[2]["text"] == "No figures of this worker: unreachable."
+        assert found[2]["text"] == "No figures from this worker: unreachable."
 
     def test_workers_with_different_copies_of_user_code_are_told_apart(self):
         def worker(name: str, **digests: str) -> dict[str, Any]:
