@@ -97,8 +97,8 @@ def _imported(module: ModuleType) -> str:
 
 def _digest_of(module: ModuleType) -> str:
     """Return the digest of a module's source, which may be in a zip file, or an empty string if there is no source."""
-    spec = module.__spec__
     try:
+        spec = module.__spec__
         text = None if spec is None else spec.loader.get_source(spec.name)  # type: ignore[union-attr]
     except (AttributeError, ImportError, OSError, UnicodeDecodeError):
         text = None

@@ -154,7 +154,7 @@ def notices(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) 
 def _of_fleet(own: Iterable[Notice], fleet: Sequence[Mapping[str, Any]]) -> list[Notice]:
     """Return the issues of all workers, in the same way as `notices`. A page that does not answer is an issue, too.
 
-    ``fleet`` contains what `board` is told of each worker, this one first.
+    ``fleet`` contains what the page shows for each worker, this worker first, whose own issues are in ``own``.
     """
     found = [*own, *_copies(fleet)]
     for other in fleet[1:]:
@@ -255,8 +255,11 @@ class Summary:
     """The digests of the user's code, as in `WorkerSeen`."""
 
 
-def summary(seen: WorkerSeen, samples: Sequence[Sample]) -> Summary:
-    """Return the figures of one worker from its current state and its latest samples."""
+def summary(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer] = ()) -> Summary:
+    """Return the figures of one worker from its current state, its latest samples, and the other workers that it knows.
+
+    Without ``peers``, the issues do not name workers that serve no pages, which every worker would report.
+    """
     counted, last = seen.total(), samples[-1] if samples else None
     latencies = [sample["p99_s"] for sample in samples if sample["p99_s"] is not None]
     return Summary(
@@ -275,7 +278,7 @@ def summary(seen: WorkerSeen, samples: Sequence[Sample]) -> Summary:
             "fenced": seen.fenced,
             "corrupted": seen.corrupted,
         },
-        attention=notices(seen, samples, ()),
+        attention=notices(seen, samples, peers),
         user_code=dict(seen.user_code),
     )
 
@@ -294,12 +297,13 @@ def board(
     ``others`` contains the `summary` of each other worker or, for a worker that did not respond, its name and the
     reason (`why`).
     """
-    own = asdict(summary(seen, history.samples))
+    figures = summary(seen, history.samples, peers)
+    own = asdict(figures)
     fleet = [{**own, "url": None}, *others]
     return {
         **{name: own[name] for name in ("format", "topology", "worker", "ready", "totals")},
         "now_ms": now_ms,
-        "attention": [asdict(notice) for notice in _of_fleet(notices(seen, history.samples, peers), fleet)],
+        "attention": [asdict(notice) for notice in _of_fleet(figures.attention, fleet)],
         "fleet": fleet,
         "tasks": list(_rows(seen, peers)),
         "latest": [asdict(noted) for noted in _newest(latest)],

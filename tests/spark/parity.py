@@ -165,6 +165,9 @@ PACKED: dict[str, dict[str, Any]] = {
     },
 }
 """Topologies for the events that `packed` returns with their format."""
+FORMATS = {**FRAMED, **AVRO, **PACKED}
+ALL = {**RULES, **POLICIES, **FORMATS}
+A_YEAR_LATER_MS = BASE_MS + 365 * 86_400_000
 
 
 def the_schema(name: str) -> str:
@@ -216,6 +219,11 @@ def stream(seed: int, count: int, partitions: int = 2) -> list[Event]:
     return made
 
 
+def of_format(fmt: str) -> dict[str, dict[str, Any]]:
+    """Return the topologies for the events that `in_format` returns with a format."""
+    return {name: options for name, options in ALL.items() if format_of(options) == fmt}
+
+
 def in_format(fmt: str, seed: int, events: Iterable[Event]) -> list[Event]:
     """Return the events with their values in a source format."""
     match fmt:
@@ -233,6 +241,11 @@ def format_of(options: Mapping[str, Any]) -> str:
     """Return the format of the events that suit options for `document`."""
     fmt: str = options.get("source", {}).get("format", "json")
     return "json" if fmt == "bytes" else fmt
+
+
+def unclocked(row: Row) -> Row:
+    """Return the row without a clamped time, which is the clock of whoever judged."""
+    return row._replace(first_time_ms=0) if (row.first_time_ms or 0) > A_YEAR_LATER_MS else row
 
 
 def framed(seed: int, events: Iterable[Event]) -> list[Event]:

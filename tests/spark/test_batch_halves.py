@@ -24,22 +24,7 @@ from dedup.topology.model import Topology
 from dedup.topology.parse import parse
 from dedup.worker.record_collector import IDLE, TIMESTAMP
 from tests.integration.workload import Event
-from tests.spark.parity import (
-    AVRO,
-    FRAMED,
-    NOW_MS,
-    PACKED,
-    POLICIES,
-    RULES,
-    Row,
-    by_model,
-    document,
-    framed,
-    in_avro,
-    packed,
-    stream,
-    the_schema,
-)
+from tests.spark.parity import ALL, NOW_MS, Row, by_model, document, format_of, in_format, stream, the_schema
 
 TOPIC = "parity-in"
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
@@ -99,14 +84,10 @@ def topology_of(options) -> Topology:
     return parse(json.dumps(document("parity", options, TOPIC)), name="parity", read_file=the_schema)
 
 
-@pytest.mark.parametrize("name", [*RULES, *POLICIES, *FRAMED, *AVRO, *PACKED])
+@pytest.mark.parametrize("name", ALL)
 def test_every_rule_and_policy(name):
-    topology = topology_of({**RULES, **POLICIES, **FRAMED, **AVRO, **PACKED}[name])
-    events = stream(3, 3_000)
-    if name in PACKED:
-        events = packed(9, PACKED[name]["source"]["format"], events)
-    elif name not in {**RULES, **POLICIES}:
-        events = (framed if name in FRAMED else in_avro)(9, events)
+    topology = topology_of(ALL[name])
+    events = in_format(format_of(ALL[name]), 9, stream(3, 3_000))
     expected = {place: row for place, (row, _) in by_model(events, topology).items()}
     assert {"unique", "duplicate", "late", "dead_letter"} <= {row.verdict for row in expected.values()}
     # Each partition's log by itself, as Kafka's source reads it.

@@ -17,21 +17,10 @@ from dedup.spark.kafka_source import read_kafka
 from dedup.topology.parse import parse
 from tests.brokers import read_all
 from tests.integration.workload import Event
-from tests.spark.parity import (
-    AVRO,
-    FRAMED,
-    PACKED,
-    document,
-    format_of,
-    model_record,
-    recipe_of,
-    row_of,
-    rules_of,
-    stream,
-)
+from tests.spark.parity import ALL, document, model_record, of_format, recipe_of, row_of, rules_of, stream
 from tests.spark.parity_topics import ANY_TIME, rows_in_topics, sent
 from tests.spark.test_parity_model import rows_of
-from tests.spark.test_parity_worker import ALL, FEW, compared, start_worker, until_ended
+from tests.spark.test_parity_worker import FEW, compared, start_worker, until_ended
 
 __all__ = ["compared"]  # a fixture
 
@@ -96,5 +85,4 @@ def test_behind_a_repartition_topic_in_its_order(spark, kafka, admin, topic_name
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fmt", ["json_schema", "avro", "protobuf", "msgpack", "cbor", "csv"])
 def test_values_of_a_format(compared, fmt):
-    names = [name for name in (*FRAMED, *AVRO, *PACKED) if format_of(ALL[name]) == fmt]
-    compared(names, FEW, seed=5, within_s=240)
+    compared(list(of_format(fmt)), FEW, seed=5, within_s=240)

@@ -14,23 +14,9 @@ from dedup.settings import Settings
 from dedup.spark.stream import StreamOptions, start_stream
 from dedup.topology.model import LateDrop
 from dedup.topology.parse import parse
-from tests.integration.workload import BASE_MS
-from tests.spark.parity import (
-    AVRO,
-    FRAMED,
-    PACKED,
-    POLICIES,
-    RULES,
-    by_model,
-    document,
-    format_of,
-    in_format,
-    stream,
-    the_schema,
-)
+from tests.spark.parity import by_model, document, in_format, of_format, stream, the_schema, unclocked
 from tests.spark.parity_topics import ANY_TIME, rows_in_topics, sent
 
-A_YEAR_LATER_MS = BASE_MS + 365 * 86_400_000
 FEW = 2_000
 
 
@@ -38,11 +24,6 @@ def start_judging(spark, kafka, directory, topology, **options):
     settings = Settings(brokers=(kafka.bootstrap,), state_dir=directory / "state")
     chosen = StreamOptions(str(directory / topology.name), exit_when_done=True, **options)
     return start_stream(spark, topology, settings, chosen)
-
-
-def unclocked(row):
-    """A clamped time is the clock of whoever judged: here it only has to be one."""
-    return row._replace(first_time_ms=0) if (row.first_time_ms or 0) > A_YEAR_LATER_MS else row
 
 
 def assert_equal(kafka, topology, events, places):
@@ -63,10 +44,9 @@ def assert_equal(kafka, topology, events, places):
 def test_every_rule_and_policy(spark, kafka, admin, topic_names, tmp_path, fmt):
     topic = topic_names("parity-in")
     places = sent(admin, topic, events := in_format(fmt, 7, stream(3, FEW)))
-    others = {name: options for name, options in {**FRAMED, **AVRO, **PACKED}.items() if format_of(options) == fmt}
     topologies = [
         parse(json.dumps(document(topic_names(name), options, topic)), name=name, read_file=the_schema)
-        for name, options in (others or {**RULES, **POLICIES}).items()
+        for name, options in of_format(fmt).items()
     ]
     for topology in topologies:
         admin.create_topic(topology.output.topic, 2, ANY_TIME)

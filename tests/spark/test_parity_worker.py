@@ -18,11 +18,9 @@ from dedup.spark.batch_verdicts import judged
 from dedup.spark.kafka_source import read_kafka
 from dedup.topology.parse import parse
 from dedup.yaml_document import beside
-from tests.integration.workload import BASE_MS
 from tests.spark.parity import (
-    AVRO,
-    FRAMED,
-    PACKED,
+    ALL,
+    FORMATS,
     POLICIES,
     RULES,
     SCHEMAS,
@@ -32,6 +30,7 @@ from tests.spark.parity import (
     in_format,
     stream,
     the_schema,
+    unclocked,
 )
 from tests.spark.parity_topics import ANY_TIME, rows_in_topics, sent
 from tests.spark.test_parity_model import rows_of
@@ -41,8 +40,6 @@ pytestmark = pytest.mark.broker
 
 MANY = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", "100000"))
 FEW = 2_000
-A_YEAR_LATER_MS = BASE_MS + 365 * 86_400_000
-ALL = {**RULES, **POLICIES, **FRAMED, **AVRO, **PACKED}
 SEEN_IN_TOPICS = [name for name, options in {**RULES, **POLICIES}.items() if options.get("late") != "drop"]
 
 
@@ -60,11 +57,6 @@ def until_ended(worker: ChildProcess, log, within_s: float) -> None:
         assert time.monotonic() < deadline, log.read_text(encoding="utf-8")
         time.sleep(0.05)
     assert worker.exit_code == 0, log.read_text(encoding="utf-8")
-
-
-def unclocked(row):
-    """A clamped time is the clock of whoever judged: here it only has to be one."""
-    return row._replace(first_time_ms=0) if (row.first_time_ms or 0) > A_YEAR_LATER_MS else row
 
 
 @pytest.fixture
@@ -119,9 +111,7 @@ def test_every_rule_and_policy(compared):
 
 
 IN_CI = "fields"
-BY_RULE = [
-    name if name == IN_CI else pytest.param(name, marks=pytest.mark.long) for name in (*RULES, *FRAMED, *AVRO, *PACKED)
-]
+BY_RULE = [name if name == IN_CI else pytest.param(name, marks=pytest.mark.long) for name in (*RULES, *FORMATS)]
 
 
 @pytest.mark.timeout(3_600)

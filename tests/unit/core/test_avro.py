@@ -196,7 +196,7 @@ def test_a_value_of_another_format_is_named(value, format_name, said):
 
 def test_every_alternative_tells_a_damaged_record_from_framing_alike():
     """A framed value whose text is not UTF-8: an alternative that reads the text finds no more than one that does not."""
-    values = [b"\0\0\0\0\x2a\x04\xbc1", *[b"\x041\x35"] * 20]
+    values = [b"\0\0\0\0\x2a\x04\xbc1", *[b"\x0415"] * 20]
     field = FieldRule(("f0",))
     for rule in (field, FirstOfRule((HeaderRule("h"), field)), FirstOfRule((field, HeaderRule("h")))):
         one = Recipe(TrackingId(rule), fmt="avro", fingerprint=True, schema=record("string"))
