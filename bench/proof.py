@@ -2,8 +2,8 @@
 
     python -m bench.proof --events 1000000
 
-Workers first judge the events twice, once reading the source directly and once behind a repartition topic. Then each
-command runs as a process of its own; its seconds include its start. Exit code 1 if a verification found a violation.
+Workers first judge the events once in each layout (`LAYOUTS`). Then each command runs as a process of its own; its
+seconds include its start. Exit code 1 if a verification found a violation.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ from bench.cluster import Cluster
 from bench.workload import Workload, load
 
 _PARTITIONS = 4
+BEHIND = "repartition topic"
+EVERYTHING = "source, everything written"
+"""Duplicates go to a topic, they extend the guard period, and the output names each record's source."""
+LAYOUTS = ("source", BEHIND, EVERYTHING)
 _DEDUP = (sys.executable, "-m", "dedup.cli.main")
 
 
@@ -35,7 +39,7 @@ class Took:
     """What one command took."""
 
     command: str
-    repartitioned: bool
+    layout: str
     events: int
     seconds: float
     events_per_s: float
@@ -59,28 +63,25 @@ def main(
         cluster.create(f"{run}.source", _PARTITIONS)
         with stage.bars(console) as bars:
             load(address, f"{run}.source", workload, stage.Follow(bars, "events", events))
-        jobs = {hops: _judged(cluster, run, Path(directory), hops=hops) for hops in (False, True)}
+        jobs = {layout: _judged(cluster, run, Path(directory), layout) for layout in LAYOUTS}
         for _ in range(rounds):
-            for hops, job in jobs.items():
-                found.append(_timed(job, "verify", (), hops=hops, events=events))
-                found.append(_timed(job, "explain", (some_id,), hops=hops, events=events))
+            for layout, job in jobs.items():
+                found.append(_timed(job, "verify", (), layout, events))
+                found.append(_timed(job, "explain", (some_id,), layout, events))
         cluster.delete_of(run)
-    table = Table("command", "reads", "events", "seconds", "events/s", "passed")
+    table = Table("command", "layout", "events", "seconds", "events/s", "passed")
     for each in found:
-        way = "repartition topic" if each.repartitioned else "source"
-        rate = f"{each.events_per_s:,.0f}"
-        table.add_row(
-            each.command, way, f"{each.events:,}", f"{each.seconds:.1f}", rate, "yes" if each.passed else "NO"
-        )
+        rate, passed = f"{each.events_per_s:,.0f}", "yes" if each.passed else "NO"
+        table.add_row(each.command, each.layout, f"{each.events:,}", f"{each.seconds:.1f}", rate, passed)
     console.print(table)
     path = report.write_json(datetime.now(UTC).date(), {"events": events}, [asdict(one) for one in found], kind="proof")
     console.print(f"written: {path.name}")
     raise typer.Exit(0 if all(each.passed for each in found) else 1)
 
 
-def _judged(cluster: Cluster, run: str, directory: Path, *, hops: bool) -> list[str]:
+def _judged(cluster: Cluster, run: str, directory: Path, layout: str) -> list[str]:
     """Let a worker judge all events, and return the arguments that name its topology and config."""
-    group = f"{run}.{'hops' if hops else 'direct'}".replace(".", "-")
+    group = f"{run}-{LAYOUTS.index(layout)}"
     state = directory / group
     state.mkdir()
     job = Job(
@@ -88,7 +89,12 @@ def _judged(cluster: Cluster, run: str, directory: Path, *, hops: bool) -> list[
     )
     cluster.create(job.output, _PARTITIONS)
     topology, config = state / "t.yaml", state / "config.yaml"
-    topology.write_text(json.dumps(simplest_for(job, repartitioned=hops)), encoding="utf-8")
+    document = simplest_for(job, repartitioned=layout == BEHIND)
+    if layout == EVERYTHING:
+        duplicates = f"{group}.duplicates"
+        cluster.create(duplicates, _PARTITIONS)
+        document |= {"duplicates": duplicates, "extend": True, "output": {"topic": job.output, "headers": True}}
+    topology.write_text(json.dumps(document), encoding="utf-8")
     settings = {"brokers": [cluster.bootstrap], "state_dir": str(state / "state"), "web": {"enabled": False}}
     config.write_text(json.dumps(settings), encoding="utf-8")
     names = [str(topology), "--config", str(config)]
@@ -98,14 +104,14 @@ def _judged(cluster: Cluster, run: str, directory: Path, *, hops: bool) -> list[
     return names
 
 
-def _timed(names: list[str], command: str, arguments: tuple[str, ...], *, hops: bool, events: int) -> Took:
+def _timed(names: list[str], command: str, arguments: tuple[str, ...], layout: str, events: int) -> Took:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         line = [*_DEDUP, command, names[0], *arguments, *names[1:], "--json"]
         line += ["--report", f"{directory}/r.html"] if command == "verify" else []
         done = subprocess.run(line, capture_output=True, check=False)
     seconds = time.monotonic() - began
-    return Took(command, hops, events, round(seconds, 2), events / seconds, done.returncode == 0)
+    return Took(command, layout, events, round(seconds, 2), events / seconds, done.returncode == 0)
 
 
 if __name__ == "__main__":

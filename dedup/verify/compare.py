@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain, count, cycle, pairwise, repeat
 from typing import Any, Final, NamedTuple, Self, TypeVar
@@ -55,9 +56,14 @@ def digest_with(content: bytes, headers: Headers, timestamp_ms: int) -> bytes:
         return content
     parts: list[bytes] = []
     for name, each in headers:
-        encoded = name.encode()
-        parts += (b"%d %d " % (len(encoded), -1 if each is None else len(each)), encoded, each or b"")
+        parts += (_with_length(name), b"-1 " if each is None else b"%d " % len(each), each or b"")
     return content + blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
+
+
+@lru_cache(maxsize=1_000)
+def _with_length(name: str) -> bytes:
+    encoded = name.encode()
+    return b"%d %s" % (len(encoded), encoded)
 
 
 def digests(contents: Sequence[bytes], headers: Sequence[Headers], timestamps_ms: Column) -> list[bytes]:
@@ -151,6 +157,11 @@ class Expected:
     def ids(self) -> Iterator[bytes | None]:
         """Yield the ID of each record."""
         return chain(self.sure.ids, (wanted.id for wanted in self.others))
+
+    @property
+    def certain(self) -> int:
+        """The number of records that the task must have written."""
+        return len(self.sure.digests) + sum(not wanted.optional for wanted in self.others)
 
     def one_by_one(self) -> list[Wanted]:
         """Move the records of ``sure`` to ``others``, and return all of them in the order of the log."""

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from dedup.core.window import Source
-from dedup.verify.compare import Comparison, Expected, SeenColumns, Wanted, matched_at_once
+from dedup.verify.compare import Comparison, SeenColumns, Wanted, matched_at_once
 from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition
 from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, CopyKind, TaskReplay
 from dedup.verify.report import Report
@@ -161,9 +161,9 @@ class Copies:
         """Compare the copies in one bucket with the copies that the tasks had to write."""
         for kind, written in self._written:
             own = [task for task in tasks if self._write_to(written, task.books.partition)]
-            expected = [Expected(task.copies[kind]) for task in own]
+            expected = [task.copies[kind] for task in own]
             if written.bounds.start_deleted:
-                self.gone[written.topic] += sum(not wanted.optional for each in expected for wanted in each.others)
+                self.gone[written.topic] += sum(each.certain for each in expected)
             else:
                 self._compare(written, own, matched_at_once(expected, [written.bucket(number)]), report)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -459,12 +460,15 @@ def forwarded_digest(plan: Plan, row: Row | Original, why: str = "") -> bytes:
 
 def forwarded_digests(plan: Plan, log: Log) -> list[bytes]:
     """Return `forwarded_digest` for each record of a log."""
+    headers: Sequence[Headers] = log.headers
     if plan.topology.output is not None and plan.topology.output.headers:
-        return [forwarded_digest(plan, row) for row in log.rows()]
+        places = map(partial(position, plan), log.sources())
+        headers = [[*own, (SOURCE_HEADER, place)] for own, place in zip(headers, places, strict=True)]
     stamps = log.timestamps_ms if plan.output_stamped else np.zeros_like(log.timestamps_ms)
-    return digests(log.contents, log.headers, stamps)
+    return digests(log.contents, headers, stamps)
 
 
-def position(plan: Plan, source: Source) -> bytes:
+def position(plan: Plan, source: SourceTuple) -> bytes:
     """Return a source position in the form ``topic/partition/offset``, as in a worker's headers."""
-    return f"{plan.topology.source.topics[source.topic]}/{source.partition}/{source.offset}".encode()
+    topic, partition, offset = source
+    return f"{plan.topology.source.topics[topic]}/{partition}/{offset}".encode()

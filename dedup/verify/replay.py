@@ -22,8 +22,8 @@ from dedup.core.reference_model import Feed, ModelRecord, ModelRules, ModelVerdi
 from dedup.core.window import BEFORE_ALL_TIME, Source
 from dedup.errors import StateIncompatible
 from dedup.topology.model import Topology
-from dedup.verify.compare import Expected, SureColumns, Wanted, digest_with
-from dedup.verify.evidence import FIRST_SOURCE_HEADER, FIRST_TIME_HEADER, Filed, SideTopic
+from dedup.verify.compare import Column, Expected, Headers, SureColumns, Wanted, digest_with
+from dedup.verify.evidence import FIRST_SOURCE_HEADER, FIRST_TIME_HEADER, Filed, SideTopic, SourceTuple
 from dedup.verify.flow_outputs import FlowOutput, FlowOutputs
 from dedup.verify.log_scan import Flowed, Log, Plan, Row, forwarded_digest, forwarded_digests, position
 from dedup.verify.report import Books, Report, ViolationKind
@@ -62,6 +62,30 @@ def no_schema(place: str) -> str:
     )
 
 
+def copy_digest(plan: Plan, content: bytes, headers: Headers, first_ms: int, first: SourceTuple) -> bytes:
+    """Return the digest of a duplicate in the duplicates or conflicts topic, where headers name the first sighting."""
+    added = [(FIRST_TIME_HEADER, b"%d" % first_ms), (FIRST_SOURCE_HEADER, position(plan, first))]
+    return digest_with(content, [*headers, *added], 0)
+
+
+def copy_digests(plan: Plan, log: Log, firsts: Log) -> list[bytes]:
+    """Return `copy_digest` for each record of a log, given the first record with its ID."""
+    times_ms = firsts.times_ms.tolist()
+    return list(map(partial(copy_digest, plan), log.contents, log.headers, times_ms, firsts.sources()))
+
+
+def sure_columns(log: Log, contents: list[bytes]) -> SureColumns:
+    """Return the records of a log as records that must be in a topic with these digests."""
+    return SureColumns(log.positions, contents, log.ids, log.sources())
+
+
+def _first_rows(log: Log) -> Column:
+    """Return, for each record, the row of the log's first record with the same ID."""
+    rows: dict[bytes | None, int] = {}
+    count = len(log.ids)
+    return np.fromiter(map(rows.setdefault, log.ids, range(count)), np.int64, count)
+
+
 class Doubt:
     """Tracks IDs whose verdicts may depend on sightings that are unknown because the log lost their records."""
 
@@ -94,7 +118,7 @@ class TaskReplay:
         self.books: Final = books
         self.forwarded: Final = Expected()
         """The records that the task must have written to the output."""
-        self.copies: Final[dict[CopyKind, list[Wanted]]] = {"duplicates": [], "conflicts": []}
+        self.copies: Final[dict[CopyKind, Expected]] = {"duplicates": Expected(), "conflicts": Expected()}
         """The records that the task must have written to the duplicates and conflicts topics."""
         self.uncertain = False
         """True if some verdict is not the only possible one, so that the counts may differ."""
@@ -110,18 +134,11 @@ class TaskReplay:
         """False if the positions in this log do not determine the order of the written records."""
         self._forget_at: Final[dict[bytes, int]] = {}
         """Maps each frequent ID to the number of sightings at which its expired sightings are dropped."""
-        rules, topology = plan.rules, plan.topology
-        self._obvious: Final = (
-            not rules.extend
-            and rules.on_conflict == "duplicate"
-            and not (topology.duplicates or topology.conflicts or topology.then)
-        )
-        """True if `_judge_at_once` may judge records."""
 
     def take(self, log: Log) -> None:
         """Judge all records of this bucket of the log."""
-        at_once = self._at_a_glance(log) if self._obvious else np.zeros(len(log.ids), bool)
-        self._judge_at_once(log, at_once)
+        at_once = self._at_a_glance(log)
+        self._judge_at_once(log.at(np.flatnonzero(at_once)))
         for taken, row in enumerate(log.at(np.flatnonzero(~at_once)).rows(), start=1):
             self._pending = row.odd.pending
             self.books.replayed += row.odd.replayed and not row.odd.pending
@@ -136,12 +153,14 @@ class TaskReplay:
     def _at_a_glance(self, log: Log) -> npt.NDArray[np.bool_]:
         """Return a mask of the records whose IDs have at most one sighting and whose verdicts are obvious.
 
-        Most records are of this kind: the first record with an ID is unique, and all other records with the ID are
-        duplicates of the first one. The model judges the records of all other IDs.
+        Most records are of this kind: the first record with an ID is unique, and all other records with the ID have the
+        same payload and are duplicates of the first one, because they are within a guard period of it. The model judges
+        the records of all other IDs, and all records that a flow gets.
         """
         count, rules, times_ms, prints = len(log.ids), self._plan.rules, log.times_ms, log.fingerprints
-        rows: dict[bytes | None, int] = {}
-        first = np.fromiter(map(rows.setdefault, log.ids, range(count)), np.int64, count)
+        if self._plan.topology.then:
+            return np.zeros(count, bool)
+        first = _first_rows(log)
         same = np.fromiter(map(eq, prints, map(prints.__getitem__, first.tolist())), bool, count)
         in_range = np.abs(times_ms - times_ms[first]) < rules.guard_ms
         counts = times_ms[first] >= log.after_ms - rules.guard_ms - rules.grace_ms
@@ -152,21 +171,20 @@ class TaskReplay:
         special[first[~plain]] = True
         return ~special[first]
 
-    def _judge_at_once(self, log: Log, at_once: npt.NDArray[np.bool_]) -> None:
-        """Count the records that `_at_a_glance` selects, and expect the output to contain the first with each ID."""
-        log = log.at(np.flatnonzero(at_once))
-        rows: dict[bytes | None, int] = {}
-        list(map(rows.setdefault, log.ids, range(len(log.ids))))
-        unique = np.zeros(len(log.ids), bool)
-        unique[list(rows.values())] = True
-        forwarded = log.at(np.flatnonzero(unique))
-        contents = forwarded_digests(self._plan, forwarded)
-        self.forwarded.sure = SureColumns(forwarded.positions, contents, forwarded.ids, forwarded.sources())
+    def _judge_at_once(self, log: Log) -> None:
+        """Count records that `_at_a_glance` selects, and expect them in the output or, as copies, in `duplicates`."""
+        first = _first_rows(log)
+        unique = first == np.arange(len(log.ids))
+        forwarded, repeated = log.at(np.flatnonzero(unique)), log.at(np.flatnonzero(~unique))
+        self.forwarded.sure = sure_columns(forwarded, forwarded_digests(self._plan, forwarded))
+        if self._plan.topology.duplicates is not None:
+            contents = copy_digests(self._plan, repeated, log.at(first[~unique]))
+            self.copies["duplicates"].sure = sure_columns(repeated, contents)
         self.books.read += len(log.ids)
         self.books.unique += len(forwarded.ids)
-        self.books.duplicates += len(log.ids) - len(forwarded.ids)
+        self.books.duplicates += len(repeated.ids)
         self._report.timeline.add_all("unique", forwarded.times_ms)
-        self._report.timeline.add_all("duplicates", log.times_ms[~unique])
+        self._report.timeline.add_all("duplicates", repeated.times_ms)
 
     def _forget(self, tracking_id: bytes | None) -> None:
         """Drop expired sightings of a frequent ID, because each sighting of an ID makes judging slower."""
@@ -365,12 +383,8 @@ class TaskReplay:
         topology, first = self._plan.topology, verdict.of
         kind: CopyKind = "conflicts" if verdict.conflict and topology.conflicts is not None else "duplicates"
         if first is not None and (kind == "conflicts" or topology.duplicates is not None):
-            added = [
-                (FIRST_TIME_HEADER, str(first.first_ms).encode()),
-                (FIRST_SOURCE_HEADER, position(self._plan, first.source)),
-            ]
-            content = digest_with(row.content, [*row.headers, *added], 0)
-            self.copies[kind].append(self._wanted(row, content, certain=certain))
+            content = copy_digest(self._plan, row.content, row.headers, first.first_ms, first.source)
+            self.copies[kind].others.append(self._wanted(row, content, certain=certain))
         self._count("duplicates", verdict.time_ms)
         self.books.conflicts += verdict.conflict and not self._pending
 

@@ -27,7 +27,19 @@ source: {topics: [in], partitioned_by: tracking_id}
 tracking_id: {field: id}
 guard_period: 10s
 output: {topic: out}
+duplicates: out.duplicates
 """
+IDS = [b"%d" % number for number in range(12)]
+WITH_CONFLICTS = f"{TEXT}conflicts: out.conflicts\n"
+WITHOUT_COPIES = TEXT.replace("duplicates: out.duplicates\n", "")
+RULES = st.builds(
+    ModelRules,
+    st.integers(1, 12),
+    st.integers(0, 12),
+    extend=st.booleans(),
+    extend_at_most_ms=st.integers(0, 30),
+    on_conflict=st.sampled_from(["duplicate", "forward", "fail"]),
+)
 
 
 class Glanceless(TaskReplay):
@@ -37,10 +49,10 @@ class Glanceless(TaskReplay):
         return np.zeros(len(log.ids), bool)
 
 
-def plan_of(guard_ms: int, grace_ms: int, directory: str) -> Plan:
-    topology = parse(TEXT, name="t.yaml")
+def plan_of(text: str, rules: ModelRules, directory: str) -> Plan:
+    topology = parse(text, name="t.yaml")
     sides = [SideTopic(name, directory) for name in ("late", "dead")]
-    return Plan(topology, ModelRules(guard_ms, grace_ms), extractor_of(topology), sides[0], sides[1])
+    return Plan(topology, rules, extractor_of(topology), sides[0], sides[1])
 
 
 @st.composite
@@ -67,7 +79,7 @@ def logs(draw: st.DrawFn) -> list[Row]:
                 b"v%d" % position,
                 draw(st.sampled_from([(), (), (), (("trace", b"t"),)])),
                 time_ms,
-                None if kind == "fault" else draw(st.sampled_from([b"a", b"b", b"c", b"d", b"e"])),
+                None if kind == "fault" else draw(st.sampled_from(IDS)),
                 time_ms,
                 draw(st.sampled_from([b"x", b"x", b"x", b"y"])),
                 stream_ms,
@@ -96,7 +108,7 @@ def replayed(kind: type[TaskReplay], rows: list[Row], plan: Plan) -> dict[str, A
     task.take(columns_of(rows))
     return {
         "forwarded": task.forwarded.one_by_one(),
-        "copies": task.copies,
+        "copies": {topic: expected.one_by_one() for topic, expected in task.copies.items()},
         "uncertain": task.uncertain,
         "books": asdict(books),
         "report": asdict(report),
@@ -104,10 +116,10 @@ def replayed(kind: type[TaskReplay], rows: list[Row], plan: Plan) -> dict[str, A
 
 
 @settings(max_examples=500, deadline=None)
-@given(logs(), st.integers(1, 12), st.integers(0, 12))
-def test_a_glance_comes_to_what_the_model_says(rows: list[Row], guard_ms: int, grace_ms: int) -> None:
+@given(logs(), RULES, st.sampled_from([TEXT, WITH_CONFLICTS, WITHOUT_COPIES]))
+def test_a_glance_comes_to_what_the_model_says(rows: list[Row], rules: ModelRules, text: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        plan = plan_of(guard_ms, grace_ms, directory)
+        plan = plan_of(text, rules, directory)
         found = replayed(TaskReplay, rows, plan)
         assert found == replayed(Glanceless, rows, plan)
         for side in plan.sides:
