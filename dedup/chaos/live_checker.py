@@ -75,10 +75,11 @@ class Watch:
 
     def look(self) -> GroupProgress:
         """Return the group's progress. Raises BrokerUnavailable if the broker does not respond; a retry may succeed."""
+        # A negative offset means that nothing is committed yet. The ends are read last, so no offset is beyond them.
+        judged = sum(max(offset, 0) for offset in self._committed().values())
         with self._asking(f"where {self.topic} ends"):
             ends = [self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[1] for place in self._places]
-        # A negative offset means that nothing is committed yet.
-        return GroupProgress(sum(ends), sum(max(offset, 0) for offset in self._committed().values()))
+        return GroupProgress(sum(ends), judged)
 
     def beyond(self, offsets: Mapping[int, int]) -> bool:
         """Return whether the group has committed each partition up to the given offset. Raises BrokerUnavailable if the

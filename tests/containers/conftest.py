@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -40,8 +42,10 @@ def image(engine: None) -> str:
     """Return the name of an image built from this checkout's Dockerfile."""
     from testcontainers.core.image import DockerImage  # noqa: PLC0415
 
-    # Kept: layers that did not change need not be built again.
-    return str(DockerImage(path=ROOT, tag=IMAGE, clean_up=False).build())
+    # Kept: layers that did not change need not be built again, by the other process of pytest-xdist neither.
+    with (Path(tempfile.gettempdir()) / "dedup-containers-test.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return str(DockerImage(path=ROOT, tag=IMAGE, clean_up=False).build())
 
 
 @pytest.fixture(scope="session")
