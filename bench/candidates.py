@@ -65,12 +65,18 @@ class Candidate:
 
 
 def dedup(
-    *, workers: int = 1, repartitioned: bool = False, group: int = 1, flow: str = "", form: str = "json"
+    *,
+    workers: int = 1,
+    repartitioned: bool = False,
+    group: int = 1,
+    flow: str = "",
+    form: str = "json",
+    layout: str = "",
 ) -> Callable[[Job], Command]:
     """Return how `topologies/simplest.yaml` is run, with the job's names in it; two hops where `repartitioned`.
 
     ``group`` is the number of partitions that share a transaction, ``flow`` the code of a flow, ``form`` what the
-    source's values are.
+    source's values are, and ``layout`` one of `LAYOUTS`.
     """
 
     def command(job: Job) -> Command:
@@ -79,6 +85,8 @@ def dedup(
         if flow:
             (job.directory / "bench_flow.py").write_text(flow, encoding="utf-8")
             topology |= {"then": "bench_flow:flow"}
+        if layout:
+            topology = with_layout(topology, layout)
         if group > 1:
             topology |= {"transactions": {"partitions": group}}
         return _dedup(job, workers, topology, schema_settings(form, job.directory))
@@ -124,6 +132,23 @@ def simplest_for(job: Job, *, repartitioned: bool = False) -> dict[str, Any]:
         "guard_period": "1h",
         "output": {"topic": job.output},
     }
+
+
+LAYOUTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "side-topics": {"duplicates": "{output}.duplicates", "output": {"topic": "{output}", "headers": True}},
+    "conflicts": {"conflicts": "{output}.conflicts"},
+    "extend": {"extend": True},
+}
+"""Keys that make a worker write more than the output. Repeated events of W1 differ in their payloads, so each one is a
+conflict."""
+
+
+def with_layout(topology: dict[str, Any], *layouts: str) -> dict[str, Any]:
+    """Return a topology with the keys of `LAYOUTS` added."""
+    for layout in layouts:
+        keys = json.dumps(LAYOUTS[layout]).replace("{output}", topology["output"]["topic"])
+        topology = {**topology, **json.loads(keys)}
+    return topology
 
 
 def kafka_streams(variant: str, threads: int, version: str = KAFKA_STREAMS[0]) -> Callable[[Job], Command]:
@@ -174,6 +199,7 @@ CANDIDATES: Final[Mapping[str, Candidate]] = {
         Candidate("dedup", dedup(), ("snappy",)),
         Candidate("dedup-2-workers", dedup(workers=2), ("snappy",)),
         Candidate("dedup-repartitioned", dedup(repartitioned=True), ("snappy",)),
+        *(Candidate(f"dedup-{layout}", dedup(layout=layout), ("snappy",)) for layout in LAYOUTS),
         Candidate("dedup-flow", dedup(flow=_PASSES_ALL), ("snappy",)),
         *(Candidate(f"dedup-{form}".replace("_", "-"), dedup(form=form), ("snappy",), form=form) for form in _FORMS),
         *(Candidate(f"dedup-groups-of-{size}", dedup(group=size), ("snappy",)) for size in _GROUPS),

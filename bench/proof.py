@@ -22,14 +22,13 @@ import typer
 from rich.table import Table
 
 from bench import report, stage
-from bench.candidates import Job, simplest_for
+from bench.candidates import Job, simplest_for, with_layout
 from bench.cluster import Cluster
 from bench.workload import Workload, load
 
 _PARTITIONS = 4
 BEHIND = "repartition topic"
 EVERYTHING = "source, everything written"
-"""Duplicates go to a topic, they extend the guard period, and the output names each record's source."""
 LAYOUTS = ("source", BEHIND, EVERYTHING)
 _DEDUP = (sys.executable, "-m", "dedup.cli.main")
 
@@ -91,9 +90,7 @@ def _judged(cluster: Cluster, run: str, directory: Path, layout: str) -> list[st
     topology, config = state / "t.yaml", state / "config.yaml"
     document = simplest_for(job, repartitioned=layout == BEHIND)
     if layout == EVERYTHING:
-        duplicates = f"{group}.duplicates"
-        cluster.create(duplicates, _PARTITIONS)
-        document |= {"duplicates": duplicates, "extend": True, "output": {"topic": job.output, "headers": True}}
+        document = with_layout(document, "side-topics", "extend")
     topology.write_text(json.dumps(document), encoding="utf-8")
     settings = {"brokers": [cluster.bootstrap], "state_dir": str(state / "state"), "web": {"enabled": False}}
     config.write_text(json.dumps(settings), encoding="utf-8")

@@ -7,9 +7,9 @@ tests check that `reference_model`, a slow implementation of the same rule, give
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, repeat
 from operator import ne
 from typing import Final
 
@@ -81,6 +81,13 @@ class Rows:
         feed = self.feeds[row] if len(self.feeds) > 1 else self.feeds[0]
         return Source(feed.topic, feed.partition, self.sources[row])
 
+    def positions(self, rows: Sequence[int]) -> Iterable[tuple[int, int, int]]:
+        """Return `source` for each of the given rows, as plain tuples."""
+        if len(self.feeds) > 1:
+            return [(*self.feeds[row], self.sources[row]) for row in rows]
+        ((topic, partition),) = self.feeds
+        return zip(repeat(topic), repeat(partition), map(self.sources.__getitem__, rows))
+
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
@@ -151,12 +158,14 @@ def judged_at_once(
     known: Mapping[bytes, tuple[Sighting, ...]],
     window: Window,
     stream_time_ms: int,
+    fingerprints: Sequence[bytes] | None = None,
 ) -> tuple[list[int], list[tuple[int, Sighting]], list[tuple[int, int]]] | None:
     """Return `unique`, `duplicates`, and `repeats` of an `Outcome`, or None if the records must be judged one by one.
 
     Records can be judged at once if the batch and the known sightings are so close together in time that every repeated
-    ID makes a duplicate. ``known`` must contain only sightings of the given IDs, and ``stream_time_ms`` is the stream
-    time after the batch. The window must not extend sightings.
+    ID makes a duplicate. If payloads are compared, each duplicate must also have the ``fingerprints`` of the sighting
+    that it repeats. ``known`` must contain only sightings of the given IDs, and ``stream_time_ms`` is the stream time
+    after the batch. The window must not extend sightings.
     """
     least_ms, greatest_ms = min(times_ms), max(times_ms)
     if least_ms < stream_time_ms - window.grace_ms or greatest_ms - least_ms >= window.guard_ms:
@@ -179,6 +188,11 @@ def judged_at_once(
             duplicates.append((row, sightings[0]))
         else:
             repeats.append((row, owners[row]))
+    if fingerprints is not None and not (
+        all(seen.fingerprint == fingerprints[row] for row, seen in duplicates)
+        and all(fingerprints[owner] == fingerprints[row] for row, owner in repeats)
+    ):
+        return None
     duplicates.sort()
     return list(first.values()), duplicates, repeats
 
@@ -195,9 +209,10 @@ def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceilin
     wanted = ids if not skipped else [key for row, key in enumerate(ids) if row not in skipped]
     judged = times_ms if not skipped else [t for row, t in enumerate(times_ms) if row not in skipped]
     known = lookup(wanted, min(judged)) if wanted else {}  # type: ignore[arg-type]  # no None remains
-    if wanted and not skipped and _one_feed(rows, before) and _is_plain(rules):
+    if wanted and not skipped and _one_feed(rows, before) and not rules.window.extend:
         after = before.after_one_feed_at_once(max(judged))
-        at_once = judged_at_once(ids, times_ms, known, rules.window, after.value_ms)  # type: ignore[arg-type]  # as above
+        prints = _compared(rows, rules)
+        at_once = judged_at_once(ids, times_ms, known, rules.window, after.value_ms, prints)  # type: ignore[arg-type]  # as above
         if at_once is not None:
             outcome.stream_time = after
             outcome.unique, outcome.duplicates, outcome.repeats = at_once
@@ -214,8 +229,11 @@ def _one_feed(rows: Rows, before: StreamTime) -> bool:
     return len(before.feeds) == 1 and before.feeds.keys() >= set(rows.feeds)
 
 
-def _is_plain(rules: Rules) -> bool:
-    return not rules.window.extend and not rules.fingerprints
+def _compared(rows: Rows, rules: Rules) -> Sequence[bytes] | None:
+    """Return the fingerprint of each record, or None if payloads are not compared."""
+    if not rules.fingerprints:
+        return None
+    return rows.extracted.fingerprints or [b""] * len(rows.extracted.ids)
 
 
 def screen(rows: Rows, rules: Rules, *, ceiling_ms: int) -> tuple[Outcome, set[int]]:
@@ -313,27 +331,32 @@ class _Judging:
     def run(self, stream_times: list[int], skipped: set[int]) -> None:
         known, fresh = self._known, self._fresh
         window, times_ms, outcome = self._window, self._outcome.judged_times_ms, self._outcome
-        guard_ms, grace_ms, retention_ms = window.guard_ms, window.grace_ms, window.retention_ms
-        plain = _is_plain(self._rules)
-        ids: Sequence[bytes | None] = self._rows.extracted.ids
-        if skipped:
-            ids = [None if row in skipped else key for row, key in enumerate(ids)]
+        guard_ms, grace_ms, retention_ms, extend = window.guard_ms, window.grace_ms, window.retention_ms, window.extend
+        prints = _compared(self._rows, self._rules)
+        ids = self._ids(skipped)
         for row, (key, time_ms, stream_time_ms) in enumerate(zip(ids, times_ms, stream_times, strict=True)):
             if key is None:
                 continue
+            # Most repeated IDs have one sighting, and their records are duplicates of the same payload that leave the
+            # sighting unchanged. Only other records need `_judge_known`.
             first = fresh.get(key)
             if first is not None:
                 first_ms = times_ms[first]
-                if plain and -guard_ms < time_ms - first_ms < guard_ms and first_ms >= stream_time_ms - retention_ms:
+                inside = -guard_ms < time_ms - first_ms < guard_ms and first_ms >= stream_time_ms - retention_ms
+                unchanged = not extend or time_ms <= first_ms
+                if inside and unchanged and (prints is None or prints[row] == prints[first]):
                     outcome.repeats.append((row, first))
                 else:
                     self._judge_known(row, key, time_ms, stream_time_ms)
             elif key in known:
-                if plain and len(known[key]) == 1:
+                if len(known[key]) == 1:
                     (seen,) = known[key]
                     inside = seen.first_ms - guard_ms < time_ms < seen.last_ms + guard_ms
-                    if inside and seen.last_ms >= stream_time_ms - retention_ms:
+                    alike = prints is None or prints[row] == seen.fingerprint
+                    if inside and alike and seen.last_ms >= stream_time_ms - retention_ms:
                         outcome.duplicates.append((row, seen))
+                        if extend and time_ms > seen.last_ms:
+                            self._extend(key, seen, time_ms)
                         continue
                 self._judge_known(row, key, time_ms, stream_time_ms)
             elif time_ms < stream_time_ms - grace_ms:
@@ -342,6 +365,18 @@ class _Judging:
                 outcome.unique.append(row)
                 fresh[key] = row
         outcome.singles = list(fresh.values())
+
+    def _ids(self, skipped: set[int]) -> Sequence[bytes | None]:
+        """Return the ID of each row, with None for skipped rows."""
+        ids = self._rows.extracted.ids
+        return [None if row in skipped else key for row, key in enumerate(ids)] if skipped else ids
+
+    def _extend(self, key: bytes, seen: Sighting, time_ms: int) -> None:
+        """Extend the only sighting of an ID to a duplicate at ``time_ms``."""
+        longer = self._window.extended(seen, time_ms)
+        if longer.last_ms != seen.last_ms:
+            # The shorter interval may stay in an older segment, because the longer interval contains it.
+            self._known[key] = self._outcome.rewritten[self._window.segment_of(longer.last_ms), key] = (longer,)
 
     def _judge_known(self, row: int, key: bytes, time_ms: int, stream_time_ms: int) -> None:
         first_row = self._fresh.get(key)

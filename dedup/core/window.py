@@ -123,8 +123,9 @@ class Window:
 
         A sighting that already ends later stays unchanged.
         """
-        last_ms = min(max(seen.last_ms, time_ms), max(seen.last_ms, seen.first_ms + self.extend_at_most_ms))
-        return seen._replace(last_ms=last_ms)
+        first_ms, seen_ms, source, fingerprint = seen
+        last_ms = min(max(seen_ms, time_ms), max(seen_ms, first_ms + self.extend_at_most_ms))
+        return Sighting(first_ms, last_ms, source, fingerprint)
 
 
 # With one feed, stream time is the greatest judged event time. A repartition topic has many source partitions as feeds,

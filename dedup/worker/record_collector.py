@@ -354,9 +354,6 @@ class RecordCollector:
         if self.routes.late_forward:
             for row, _ in outcome.late:
                 marks.setdefault(row, []).append((VERDICT, b"late"))
-        if self.routes.output_headers:
-            for row in forwarded:
-                marks.setdefault(row, []).append((SOURCE, self._place(rows, row)))
         taken = gather(forwarded)
         timestamps = taken(batch.timestamps_ms)
         if outcome.clamped and self.routes.time_is_record:
@@ -364,6 +361,9 @@ class RecordCollector:
         headers: Iterable[list[Header]] = repeat([])
         if marks or any(batch.headers):
             headers = [[*batch.headers[row], *marks.get(row, ())] for row in forwarded]
+        if self.routes.output_headers:
+            places = self._places(rows.positions(forwarded))
+            headers = [[*own, (SOURCE, place)] for own, place in zip(headers, places, strict=False)]
         return zip(taken(batch.offsets), timestamps, taken(batch.keys), taken(batch.values), headers, strict=False)
 
     def _duplicates(
@@ -375,11 +375,22 @@ class RecordCollector:
             plain, conflicting = sorted(plain + conflicting), []
         for route, found in ((routes.duplicates, plain), (routes.conflicts, conflicting)):
             if route is not None and found:
-                yield self._side_partition(route), [self._line(batch, row, self._first_seen(of)) for row, of in found]
+                yield self._side_partition(route), self._copies(batch, found)
 
-    def _first_seen(self, of: Sighting) -> list[Header]:
-        place = of.source.place(self.routes.source_topics)
-        return [(_FIRST_TIME, str(of.first_ms).encode()), (_FIRST_SOURCE, place.encode())]
+    def _copies(self, batch: FeedBatch, found: list[tuple[int, Sighting]]) -> Iterator[Line]:
+        """Yield duplicates with headers that name the sighting that each of them repeats."""
+        places = self._places(of.source for _, of in found)
+        for (row, of), place in zip(found, places, strict=True):
+            yield self._line(batch, row, [(_FIRST_TIME, b"%d" % of.first_ms), (_FIRST_SOURCE, place)])
+
+    def _places(self, sources: Iterable[tuple[int, int, int]]) -> Iterator[bytes]:
+        """Yield each position as topic/partition/offset."""
+        feeds: dict[tuple[int, int], bytes] = {}
+        for topic, partition, offset in sources:
+            feed = feeds.get((topic, partition))
+            if feed is None:
+                feed = feeds[topic, partition] = f"{self.routes.source_topics[topic]}/{partition}/".encode()
+            yield feed + b"%d" % offset
 
     def _dead(self, batch: FeedBatch, rows: Rows, outcome: Outcome) -> Iterator[Line]:
         for row, dead in sorted(outcome.dead, key=itemgetter(0)):
@@ -387,10 +398,8 @@ class RecordCollector:
             yield self._line(batch, row, [*why, *self._provenance(batch, rows, row)])
 
     def _provenance(self, batch: FeedBatch, rows: Rows, row: int) -> list[Header]:
-        return [(SOURCE, self._place(rows, row)), (TIMESTAMP, str(batch.timestamps_ms[row]).encode())]
-
-    def _place(self, rows: Rows, row: int) -> bytes:
-        return rows.source(row).place(self.routes.source_topics).encode()
+        place = rows.source(row).place(self.routes.source_topics).encode()
+        return [(SOURCE, place), (TIMESTAMP, str(batch.timestamps_ms[row]).encode())]
 
     @staticmethod
     def _line(batch: FeedBatch, row: int, added: list[Header]) -> Line:

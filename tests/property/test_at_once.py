@@ -12,6 +12,7 @@ from dedup.core.window import Feed, Sighting, Source, StreamTime, Window
 
 FEED = Feed(0, 0)
 WINDOW = Window(10, 20)
+PRINTS = st.sampled_from([b"x"] * 9 + [b"y"])
 
 
 def seen(first_ms: int, last_ms: int | None = None) -> Sighting:
@@ -20,28 +21,30 @@ def seen(first_ms: int, last_ms: int | None = None) -> Sighting:
 
 @settings(max_examples=1000, deadline=None)
 @given(
-    records=st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(95, 108)), min_size=1, max_size=12),
+    records=st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(95, 108), PRINTS), min_size=1, max_size=12),
     sightings=st.dictionaries(
-        st.sampled_from("abcdefgh"), st.tuples(st.integers(80, 110), st.integers(0, 4)), max_size=4
+        st.sampled_from("abcdefgh"), st.tuples(st.integers(80, 110), st.integers(0, 4), PRINTS), max_size=4
     ),
     before_ms=st.integers(80, 112),
+    compared=st.booleans(),
 )
-def test_as_a_whole_is_as_one_by_one(records, sightings, before_ms):
-    ids = [name.encode() for name, _ in records]
-    times_ms = [time_ms for _, time_ms in records]
+def test_as_a_whole_is_as_one_by_one(records, sightings, before_ms, compared):
+    ids = [name.encode() for name, *_ in records]
+    times_ms = [time_ms for _, time_ms, _ in records]
+    prints = [each for *_, each in records] if compared else None
     known = {
-        name.encode(): (seen(first_ms, first_ms + longer_ms),)
-        for name, (first_ms, longer_ms) in sightings.items()
+        name.encode(): (seen(first_ms, first_ms + longer_ms)._replace(fingerprint=each if compared else b""),)
+        for name, (first_ms, longer_ms, each) in sightings.items()
         if name.encode() in ids
     }
     before = StreamTime(before_ms, dict(StreamTime.before([FEED]).feeds))
     stream_times, after = before.after_one_feed(times_ms)
-    at_once = judged_at_once(ids, times_ms, known, WINDOW, after.value_ms)
+    at_once = judged_at_once(ids, times_ms, known, WINDOW, after.value_ms, prints)
     if at_once is None:
         return
     one_by_one = Outcome(judged_times_ms=times_ms)
-    rows = Rows(Extracted(list(ids), times_ms, None, {}), range(len(ids)), (FEED,))
-    judge(rows, Rules(WINDOW), one_by_one, dict(known), stream_times, set())
+    rows = Rows(Extracted(list(ids), times_ms, prints, {}), range(len(ids)), (FEED,))
+    judge(rows, Rules(WINDOW, fingerprints=compared), one_by_one, dict(known), stream_times, set())
     unique, duplicates, repeats = at_once
     assert (unique, unique) == (one_by_one.unique, one_by_one.singles)
     assert (duplicates, repeats) == (one_by_one.duplicates, one_by_one.repeats)

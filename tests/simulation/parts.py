@@ -60,8 +60,13 @@ LONGEST = (
     "a group's answers out of order, narrow bounds, enumerated",
     "delayed requests, wide bounds, enumerated",
     "a group is split, a refused record, narrow bounds, enumerated",
+    "a group with two workers, a refused record, narrow bounds, enumerated",
+    "refused records, wide bounds, enumerated",
+    "two workers, a refused record, wide bounds, enumerated",
+    "two hops, wide bounds, enumerated",
+    "expiry, wide bounds, enumerated",
 )
-"""Together they take as long as all other parts, so `test_longest.py` runs them, which README's command leaves out."""
+"""Together they take longer than all other parts, so `test_longest.py` runs them, which README's command leaves out."""
 PARTS = [each for each in (*WIDER, *RANDOM, *NARROW, *SAMPLED) if str(each) not in LONGEST]
 """The long ones first: two processes that share them end at about the same time."""
 LONG_PARTS = [each for each in (*WIDER, *NARROW) if str(each) in LONGEST]
