@@ -15,6 +15,7 @@ import msgspec
 
 from tests.protoc import compiled
 
+Headers = list[tuple[str, str | bytes | None]]
 _COLUMNS: Final = ("event_id", "user", "ts", "padding")
 _SCHEMA_ID: Final = 7
 _FRAME: Final = b"\0" + _SCHEMA_ID.to_bytes(4, "big")
@@ -38,6 +39,7 @@ SOURCES: Final[Mapping[str, Mapping[str, Any]]] = {
     "msgpack": {"format": "msgpack"},
     "cbor": {"format": "cbor"},
     "csv": {"format": "csv", "columns": list(_COLUMNS)},
+    "headers": {"format": "json"},
 }
 """Maps each form of the workload to what a topology's `source` says of it."""
 
@@ -53,10 +55,18 @@ def schema_settings(form: str, directory: Path) -> dict[str, str]:
     return {"schema_registry.directory": str(schemas)}
 
 
+def headers_of(form: str, event_id: bytes) -> Headers:
+    """Return the headers of an event: in the form `headers` the two that traced services send, otherwise none."""
+    if form != "headers":
+        return []
+    trace = event_id.replace(b"-", b"")
+    return [("traceparent", b"00-%b-%b-01" % (trace, trace[:16])), ("content-type", b"application/json")]
+
+
 def encoder(form: str) -> Callable[[bytes], bytes]:
     """Return a function that converts a JSON value of the workload to the given form."""
     match form:
-        case "json":
+        case "json" | "headers":
             return lambda value: value
         case "json_schema":
             return lambda value: _FRAME + value

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from confluent_kafka import KafkaException, Producer
 
-from bench.forms import encoder
+from bench.forms import Headers, encoder, headers_of
 
 Progress = Callable[[int], None]
 """Called now and then with the number of events made so far."""
@@ -136,7 +136,7 @@ def load(bootstrap: str, topic: str, workload: Workload, progress: Progress) -> 
     began = time.monotonic()
     sender, encode = producer(bootstrap), encoder(workload.form)
     for index, one in enumerate(workload.generate(), start=1):
-        send(sender, topic, one._replace(value=encode(one.value)))
+        send(sender, topic, one._replace(value=encode(one.value)), headers_of(workload.form, one.event_id))
         if index % _CHUNK == 0:
             sender.poll(0)
             progress(index)
@@ -153,11 +153,13 @@ def finish(sender: Producer) -> None:
         raise RuntimeError(f"{left} events were not taken by the broker within {_FLUSH_WITHIN_S} s.")
 
 
-def send(sender: Producer, topic: str, one: Event) -> None:
+def send(sender: Producer, topic: str, one: Event, headers: Headers | None = None) -> None:
     """The event is queued, after waiting for room where the queue is full. Raises KafkaException if refused."""
     while True:
         try:
-            sender.produce(topic, one.value, one.event_id, timestamp=one.time_ms, on_delivery=_refuse_failure)
+            sender.produce(
+                topic, one.value, one.event_id, timestamp=one.time_ms, headers=headers, on_delivery=_refuse_failure
+            )
         except BufferError:
             sender.poll(_QUEUE_FULL_WAIT_S)
         else:

@@ -359,7 +359,9 @@ class RecordCollector:
         if outcome.clamped and self.routes.time_is_record:
             timestamps = [outcome.clamped.get(row, own) for row, own in zip(forwarded, timestamps, strict=True)]
         headers: Iterable[list[Header]] = repeat([])
-        if marks or any(batch.headers):
+        if any(batch.headers):
+            headers = taken(batch.headers)
+        if marks:
             headers = [[*batch.headers[row], *marks.get(row, ())] for row in forwarded]
         if self.routes.output_headers:
             places = self._places(rows.positions(forwarded))
