@@ -359,7 +359,7 @@ class FeedBatch:
     timestamps_ms: list[int]
     keys: list[bytes | None]
     values: list[bytes | None]
-    headers: Sequence[Sequence[Header]]
+    headers: Sequence[list[Header]]
     follows: int
     """The offset at which the previous batch ended. A gap between two batches means that a batch was lost."""
     odd_names: frozenset[int] = frozenset()
