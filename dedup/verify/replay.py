@@ -68,12 +68,6 @@ def copy_digest(plan: Plan, content: bytes, headers: Headers, first_ms: int, fir
     return digest_with(content, [*headers, *added], 0)
 
 
-def copy_digests(plan: Plan, log: Log, firsts: Log) -> list[bytes]:
-    """Return `copy_digest` for each record of a log, given the first record with its ID."""
-    times_ms = firsts.times_ms.tolist()
-    return list(map(partial(copy_digest, plan), log.contents, log.headers, times_ms, firsts.sources()))
-
-
 def sure_columns(log: Log, contents: list[bytes]) -> SureColumns:
     """Return the records of a log as records that must be in a topic with these digests."""
     return SureColumns(log.positions, contents, log.ids, log.sources())
@@ -178,8 +172,10 @@ class TaskReplay:
         forwarded, repeated = log.at(np.flatnonzero(unique)), log.at(np.flatnonzero(~unique))
         self.forwarded.sure = sure_columns(forwarded, forwarded_digests(self._plan, forwarded))
         if self._plan.topology.duplicates is not None:
-            contents = copy_digests(self._plan, repeated, log.at(first[~unique]))
-            self.copies["duplicates"].sure = sure_columns(repeated, contents)
+            rows = first[~unique].tolist()
+            seen = log.times_ms[rows].tolist(), map(log.sources().__getitem__, rows)
+            contents = map(partial(copy_digest, self._plan), repeated.contents, repeated.headers, *seen)
+            self.copies["duplicates"].sure = sure_columns(repeated, list(contents))
         self.books.read += len(log.ids)
         self.books.unique += len(forwarded.ids)
         self.books.duplicates += len(repeated.ids)

@@ -42,7 +42,8 @@ def image(engine: None) -> str:
     """Return the name of an image built from this checkout's Dockerfile."""
     from testcontainers.core.image import DockerImage  # noqa: PLC0415
 
-    # Kept: layers that did not change need not be built again, by the other process of pytest-xdist neither.
+    # The image is kept, so that unchanged layers are not built again. The lock keeps pytest-xdist's other process from
+    # building them at the same time.
     with (Path(tempfile.gettempdir()) / "dedup-containers-test.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return str(DockerImage(path=ROOT, tag=IMAGE, clean_up=False).build())

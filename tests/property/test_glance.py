@@ -33,7 +33,9 @@ duplicates: out.duplicates
 """
 IDS = [b"%d" % number for number in range(12)]
 WITH_CONFLICTS = f"{TEXT}conflicts: out.conflicts\n"
+WITH_HEADERS = TEXT.replace("{topic: out}", "{topic: out, headers: true}")
 WITHOUT_COPIES = TEXT.replace("duplicates: out.duplicates\n", "")
+TEXTS = (TEXT, WITH_CONFLICTS, WITH_HEADERS, WITHOUT_COPIES)
 RULES = st.builds(
     ModelRules,
     st.integers(1, 12),
@@ -55,7 +57,7 @@ class Glanceless(TaskReplay):
 def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Plan]]:
     """Yield the plan of each topology. The side topics are empty: each record's `Odd` says what is in them."""
     sides = [SideTopic(name, str(tmp_path_factory.mktemp(name))) for name in ("late", "dead")]
-    topologies = {text: parse(text, name="t.yaml") for text in (TEXT, WITH_CONFLICTS, WITHOUT_COPIES)}
+    topologies = {text: parse(text, name="t.yaml") for text in TEXTS}
     yield {text: Plan(each, ModelRules(1, 1), extractor_of(each), *sides) for text, each in topologies.items()}
     for side in sides:
         side.close()
@@ -122,7 +124,7 @@ def replayed(kind: type[TaskReplay], rows: list[Row], plan: Plan) -> dict[str, A
 
 
 @settings(max_examples=500, deadline=None)
-@given(logs(), RULES, st.sampled_from([TEXT, WITH_CONFLICTS, WITHOUT_COPIES]))
+@given(logs(), RULES, st.sampled_from(TEXTS))
 def test_a_glance_comes_to_what_the_model_says(
     plans: dict[str, Plan], rows: list[Row], rules: ModelRules, text: str
 ) -> None:
