@@ -205,6 +205,7 @@ CANDIDATES: Final[Mapping[str, Candidate]] = {
         *(Candidate(f"dedup-groups-of-{size}", dedup(group=size), ("snappy",)) for size in _GROUPS),
         Candidate("kafka-streams-window", kafka_streams("window", 1), _BOTH),
         Candidate("kafka-streams-window-headers", kafka_streams("window", 1), _BOTH, form="headers"),
+        Candidate("kafka-streams-window-odd", kafka_streams("window", 1), _BOTH, form="odd"),
         Candidate("kafka-streams-window-2-threads", kafka_streams("window", 2), _BOTH),
         Candidate("kafka-streams-4.3-window", kafka_streams("window", 1, KAFKA_STREAMS[1]), _BOTH),
         Candidate("kafka-streams-4.3-window-2-threads", kafka_streams("window", 2, KAFKA_STREAMS[1]), _BOTH),

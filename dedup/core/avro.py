@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice, repeat
@@ -21,11 +22,12 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
+from dedup.core.columns import NotInColumns, texts_of
 from dedup.core.event_time import FieldTime, TimeUnit
 from dedup.core.exact_json import ABSENT, Absent, Number, Unreadable, with_foreign_format
 from dedup.core.framing import PREFIX_BYTES
 from dedup.core.tracking_id import Path
-from dedup.core.varint import PADDING, Damaged, NotInColumns, varint, varints
+from dedup.core.varint import PADDING, Damaged, varint, varints
 
 MAX_DEPTH: Final = 200
 """The maximum nesting depth of schemas and values. Without it, a recursive schema would allow values of any depth."""
@@ -373,14 +375,20 @@ class AvroReader:
             return Unreadable("not_avro", text)
         return with_foreign_format(value, "not_avro", text)
 
-    def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return a column for each path, with the event times last, or None if any value must be passed to `read`."""
+    def columns(self, values: Sequence[bytes]) -> list[list[Leaf]]:
+        """Return a column for each path, with the event times last.
+
+        Raises NotInColumns if any value must be passed to `read`.
+        """
         batch = _Batch(self, values)
         try:
             batch.walk(self._schema, self._want, slice(None), 0)
-        except (NotInColumns, Unreadable, UnicodeDecodeError):
-            return None
-        return batch.found if (batch.at == batch.ends).all() else None
+        except Unreadable:
+            raise NotInColumns from None
+        longer = batch.at != batch.ends
+        if longer.any():
+            raise NotInColumns(np.flatnonzero(longer).tolist())
+        return batch.found
 
     def time_of(self, slot: int) -> FieldTime | None:
         """Return the rule for the event time if the slot belongs to the event time, or None if it belongs to the ID."""
@@ -585,7 +593,7 @@ class _Batch:
         self._pay(chosen)
         least, most = int(chosen.min()), int(chosen.max())
         if least < 0 or most >= len(branches):
-            raise NotInColumns
+            raise self._refused(rows, (chosen < 0) | (chosen >= len(branches)))
         if least == most:
             self.walk(branches[least], want, rows, depth + 1)
             return
@@ -602,11 +610,12 @@ class _Batch:
             sized = going[counts < 0]
             due = self._varints(sized) + self.at[sized]
             counts = np.abs(counts)
-            if ((counts < 0) | (counts > self.ends[going] - self.at[going])).any():
-                raise NotInColumns
+            damaged = (counts < 0) | (counts > self.ends[going] - self.at[going])
+            if damaged.any():
+                raise self._refused(going, damaged)
             self._block(node, going, counts, depth)
             if (due != self.at[sized]).any():
-                raise NotInColumns
+                raise self._refused(sized, due != self.at[sized])
 
     def _pay(self, values: _Longs) -> None:
         self._credit += len(values) - _ROWS_PER_STEP
@@ -632,13 +641,13 @@ class _Batch:
             case "int" | "long" | "enum":
                 numbers = self._varints(rows)
                 if node.kind == "enum" and (numbers.min() < 0 or numbers.max() >= len(node.symbols)):
-                    raise NotInColumns
+                    raise self._refused(rows, (numbers < 0) | (numbers >= len(node.symbols)))
                 self._put(want, rows, lambda time: _number_leaves(node, numbers, time))
             case "boolean":
                 flags = self._text[self.at[rows]]
                 self._advance(rows, 1)
                 if flags.max() > 1:
-                    raise NotInColumns
+                    raise self._refused(rows, flags > 1)
                 self._put(want, rows, lambda time: [leaf_of(node, flag, time) for flag in flags.tolist()])
             case _:
                 lengths: _Longs | int = node.width if node.width >= 0 else self._varints(rows)
@@ -647,18 +656,34 @@ class _Batch:
                 if want.slots:
                     ends = (starts + lengths).tolist()
                     parts = [self._joined[start:end] for start, end in zip(starts.tolist(), ends, strict=True)]
-                    self._put(want, rows, lambda time: _part_leaves(node, parts, time))
+                    with self._placed(rows):
+                        self._put(want, rows, lambda time: _part_leaves(node, parts, time))
 
     def _varints(self, rows: _Rows) -> _Longs:
-        raw, self.at[rows] = varints(self._text, self.at[rows], self.ends[rows])
+        with self._placed(rows):
+            raw, self.at[rows] = varints(self._text, self.at[rows], self.ends[rows])
         numbers: _Longs = (raw >> np.uint64(1)).astype(np.int64) ^ -(raw & np.uint64(1)).astype(np.int64)
         return numbers
 
     def _advance(self, rows: _Rows, lengths: _Longs | int) -> None:
         at = self.at[rows]
-        if ((lengths < 0) | (lengths > self.ends[rows] - at)).any():
-            raise NotInColumns
+        damaged = (lengths < 0) | (lengths > self.ends[rows] - at)
+        if damaged.any():
+            raise self._refused(rows, damaged)
         self.at[rows] = at + lengths
+
+    @contextmanager
+    def _placed(self, rows: _Rows) -> Iterator[None]:
+        """Name rows by their positions in the batch if what is done with ``rows`` raises NotInColumns."""
+        try:
+            yield
+        except NotInColumns as refused:
+            places = refused.rows if isinstance(rows, slice) else rows[refused.rows].tolist()
+            raise NotInColumns(places) from None
+
+    def _refused(self, rows: _Rows, damaged: npt.NDArray[np.bool_]) -> NotInColumns:
+        places = np.flatnonzero(damaged)
+        return NotInColumns((places if isinstance(rows, slice) else rows[places]).tolist())
 
 
 def _number_leaves(node: Scalar, numbers: _Longs, time: FieldTime | None) -> list[Any]:
@@ -674,5 +699,5 @@ def _number_leaves(node: Scalar, numbers: _Longs, time: FieldTime | None) -> lis
 
 def _part_leaves(node: Scalar, parts: list[bytes], time: FieldTime | None) -> list[Any]:
     if node.kind == "string" and not is_refused(node, time):
-        return list(map(bytes.decode, parts))
+        return list(texts_of(parts))
     return [leaf_of(node, part, time) for part in parts]

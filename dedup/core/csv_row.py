@@ -14,9 +14,10 @@ from operator import itemgetter
 from typing import Final, Literal
 
 from dedup.core.avro import Leaf
+from dedup.core.columns import NotInColumns, is_utf8
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import ABSENT, Number, with_foreign_format
-from dedup.core.member_reader import MemberReader, not_of_format
+from dedup.core.member_reader import MemberReader, not_of_format, time_leaf
 from dedup.core.tracking_id import Path
 from dedup.core.varint import Damaged
 
@@ -82,8 +83,6 @@ class CsvLayout:
 class CsvReader(MemberReader):
     """Reads columns from CSV values."""
 
-    takes_at_once = True
-
     def __init__(self, layout: CsvLayout, ids: Sequence[Path], time: FieldTime | None) -> None:
         super().__init__(ids, time)
         self._layout: Final = layout
@@ -108,27 +107,33 @@ class CsvReader(MemberReader):
             found[-1] = _number(found[-1])
         return self.leaves(found)
 
-    def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return the columns if every row is simple enough to be split at each delimiter, and otherwise None."""
+    def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]]:
+        """Return the columns of a batch. Raises NotInColumns if any row cannot simply be split at each delimiter."""
         end = next((end for end in _LINE_ENDS if values[0].endswith(end)), b"")
-        joined = b"\n".join([value.removesuffix(end) for value in values] if end else values)
-        if b'"' in joined or b"\r" in joined or joined.startswith(_BYTE_ORDER_MARK.encode()):
-            return None
-        try:
-            # A row with too many cells is not split further, because its cells would take many times its memory.
-            rows = [row.split(self._layout.between, len(self._layout.columns)) for row in joined.decode().split("\n")]
-        except UnicodeDecodeError:
-            return None
-        if len(rows) != len(values) or {*map(len, rows)} != {len(self._layout.columns)}:
-            return None
+        bare = [value.removesuffix(end) for value in values] if end else values
+        rows = self._split(b"\n".join(bare))
+        if len(rows) != len(bare) or {*map(len, rows)} != {len(self._layout.columns)}:
+            raise NotInColumns([row for row, value in enumerate(bare) if not self._is_plain(value)])
         columns: list[list[Leaf]] = [list(map(itemgetter(place), rows)) for place in self._places]
-        if any("" in column for column in columns) or any(_BYTE_ORDER_MARK in row[0] for row in rows):
-            return None
-        if self._is_numeric:
+        columns = [[cell or ABSENT for cell in column] if "" in column else column for column in columns]
+        if self._time is not None and self._is_numeric:
             columns[-1] = list(map(_number, columns[-1]))
-            if str in set(map(type, columns[-1])):
-                return None
+            if not {*map(type, columns[-1])} <= {int, Number}:
+                columns[-1] = [time_leaf(found, self._time.unit) for found in columns[-1]]
         return columns
+
+    def _split(self, joined: bytes) -> list[list[str]]:
+        """Return the cells of rows that are joined by line feeds, or an empty list if they must be read one by one."""
+        if b'"' in joined or b"\r" in joined or _BYTE_ORDER_MARK.encode() in joined or not is_utf8(joined):
+            return []
+        # A row with too many cells is not split further, because its cells would take many times its memory.
+        return [row.split(self._layout.between, len(self._layout.columns)) for row in joined.decode().split("\n")]
+
+    def _is_plain(self, row: bytes) -> bool:
+        """Tell whether a row without its line break can simply be split at each delimiter."""
+        if any(odd in row for odd in (b'"', b"\r", b"\n", _BYTE_ORDER_MARK.encode())) or not is_utf8(row):
+            return False
+        return row.count(self._layout.between.encode()) + 1 == len(self._layout.columns)
 
 
 @lru_cache(maxsize=256)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from calendar import monthrange
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar, assert_never
 
@@ -11,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dedup.core.columns import NotInColumns
 from dedup.core.exact_json import ABSENT, NotJudged, Number, Unreadable
 from dedup.core.tracking_id import Path, format_path
 
@@ -236,8 +238,8 @@ def _number_ms(number: Number, power: int) -> int | None:
     return time_ms if MIN_MS <= time_ms <= MAX_MS else None
 
 
-def times_ms_of(column: list[Any], unit: TimeUnit) -> list[int] | None:
-    """Convert a column of decoded JSON values to milliseconds, or return None if any row requires `time_ms_of`."""
+def times_ms_of(column: list[Any], unit: TimeUnit) -> list[int]:
+    """Convert a column of decoded JSON values to milliseconds. Raises NotInColumns if any row requires `time_ms_of`."""
     match unit:
         case "ms" | "timestamp":
             return column
@@ -246,12 +248,9 @@ def times_ms_of(column: list[Any], unit: TimeUnit) -> list[int] | None:
         case "s":
             if isinstance(column[0], int):
                 return [time * 1000 for time in column]
-            return _seconds_ms(column)
+            return _all(list(map(_seconds_ms, column)))
         case "rfc3339":
-            times_ms = rfc3339_column_ms(column) or [
-                time_ms for time_ms in map(rfc3339_ms, column) if time_ms is not None
-            ]
-            return times_ms if len(times_ms) == len(column) else None
+            return rfc3339_column_ms(column) or _all(list(map(rfc3339_ms, column)))
         case never:
             assert_never(never)
 
@@ -265,14 +264,20 @@ def typed_times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
         return None
     if unit == "timestamp" and (max(column) > MAX_MS or min(column) < MIN_MS):
         return None
-    return times_ms_of(column, unit)
+    with suppress(NotInColumns):
+        return times_ms_of(column, unit)
+    return None
 
 
-def _seconds_ms(column: list[msgspec.Raw]) -> list[int] | None:
-    times_ms: list[int] = []
-    for raw in column:
-        whole, point, fraction = bytes(raw).partition(b".")
-        if not whole.isdigit() or len(whole) > 15 or not (fraction.isdigit() if point else True):  # noqa: PLR2004
-            return None
-        times_ms.append(int(whole) * 1000 + int(fraction[:3].ljust(3, b"0")))
-    return times_ms
+def _all(times_ms: list[int | None]) -> list[int]:
+    known = [time_ms for time_ms in times_ms if time_ms is not None]
+    if len(known) < len(times_ms):
+        raise NotInColumns([row for row, time_ms in enumerate(times_ms) if time_ms is None])
+    return known
+
+
+def _seconds_ms(raw: msgspec.Raw) -> int | None:
+    whole, point, fraction = bytes(raw).partition(b".")
+    if not whole.isdigit() or len(whole) > 15 or not (fraction.isdigit() if point else True):  # noqa: PLR2004
+        return None
+    return int(whole) * 1000 + int(fraction[:3].ljust(3, b"0"))

@@ -1,35 +1,24 @@
 """Extracts the tracking IDs, event times, and fingerprints of a batch as columns (the fast path).
 
-The fast path is used only if `extract_one` (the slow path) would certainly give the same result. If a check fails, the
-batch is split in half, and a batch of at most four rows takes the slow path. The checks for JSON fields are:
-
-* One msgspec call decodes all values, joined by line feeds. Every value must begin with ``{`` and end with ``}``.
-  The sequence ``}`` LF ``{`` can occur only between two values, so if the decoder returns as many structs as there are
-  rows, each struct belongs to exactly one row.
-* msgspec accepts invalid UTF-8 in members that it skips, so the joined bytes must be valid UTF-8.
-* msgspec keeps the last of several members with the same name, so each name on a path may occur only once per row.
-  A value takes the slow path if its escape sequences could spell a member name.
-* A value that is long enough to be nested too deeply may have at most `MAX_DEPTH` opening brackets.
-* An ID must be a string or a 64-bit integer.
+The fast path is used only for rows for which `extract_one` (the slow path) would certainly give the same result. Each
+format's reader names the other rows of a batch (`NotInColumns`), and they take the slow path. If a reader cannot name
+them, the batch is split in half. A batch of at most four rows takes the slow path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from operator import attrgetter
-from typing import Annotated, Any, Final, Literal, NamedTuple, assert_never
-
-import msgspec
-import numpy as np
-import numpy.typing as npt
+from itertools import chain
+from typing import Any, Final, NamedTuple, assert_never
 
 from dedup.core import tracking_id as encoding
 from dedup.core.avro import Leaf
-from dedup.core.event_time import MAX_MS, MIN_MS, EventTime, FieldTime, TimeUnit, times_ms_of, typed_times_ms
-from dedup.core.exact_json import DECODE_REFUSALS, SHORT_BYTES, Unreadable, content_of, may_be_deep
+from dedup.core.columns import NotInColumns, Pieces, in_order, in_pieces, present
+from dedup.core.event_time import EventTime, FieldTime, typed_times_ms
+from dedup.core.exact_json import Unreadable, content_of
 from dedup.core.extract_one import (
     FOUND_BEFORE,
     MEMBERWISE,
@@ -55,6 +44,7 @@ from dedup.core.extract_one import (
 )
 from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, payloads_of, refs_of, rows_by_ref
 from dedup.core.id_columns import PartMemo, bytes_keys, composite_ids, instant_ids, kept, kept_if, scalar_keys
+from dedup.core.json_columns import compile_columns
 from dedup.core.tracking_id import (
     CONTENT,
     CodeRule,
@@ -80,215 +70,6 @@ __all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_ex
 _INT64_BITS: Final = 64
 _BY_KEY: Final = TrackingId(KeyRule())
 _SOME_KEY: Final = [b"1"]
-_WORD_BYTES: Final = 4
-_MARGIN_BYTES: Final = 2
-"""The minimum number of bytes that follow a member name, which are a colon and a closing brace."""
-
-_Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
-_Seconds = Annotated[int, msgspec.Meta(ge=-(MAX_MS // 1000), le=MAX_MS // 1000)]
-_Id = str | _Int64
-_TIME_TYPES: Final[dict[TimeUnit, tuple[Any, ...]]] = {
-    "ms": (_Int64,),
-    "us": (_Int64,),
-    "s": (_Seconds, msgspec.Raw),
-    "rfc3339": (str,),
-    "timestamp": (),
-}
-"""Maps each unit to the types that the decoder tries for a time. For seconds, it tries whole numbers first."""
-
-
-class _Name(NamedTuple):
-    """The name of one JSON member on the path to an ID or an event time."""
-
-    quoted: bytes
-    """The name in quotes, as it appears in a value if none of its characters is escaped."""
-    depths: tuple[int, ...]
-    """The nesting depths at which the paths contain the name, with one entry per occurrence."""
-
-
-def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
-    # Comparing the first four bytes as one word, vectorized at each of four offsets, is twice as fast as bytes.count.
-    # If other names begin with the same bytes, only bytes.count is exact.
-    if len(quoted) >= _WORD_BYTES:
-        word = np.frombuffer(quoted, "<u4", 1)
-        found = 0
-        for offset in range(_WORD_BYTES):
-            words = np.frombuffer(joined, "<u4", (len(joined) - offset) // _WORD_BYTES, offset)
-            found += int(np.count_nonzero(words == word))
-        if found <= times:
-            return True
-    return joined.count(quoted) <= times
-
-
-def _occur_in_places(joined: bytes, names: tuple[_Name, ...], count: int) -> bool:
-    """Tell whether each member name occurs at most once per value at every depth where a path contains the name.
-
-    The values must not contain backslashes, so that every quote begins or ends a string.
-    """
-    text = np.frombuffer(joined, np.uint8)
-    quotes = text == ord('"')
-    # The parity of the number of quotes so far becomes 1 at a string's opening quote, and 0 at its closing quote.
-    inside = np.cumsum(quotes, dtype=np.uint8) & 1
-    outside = inside == 0
-    # Setting this bit turns `[` into `{` and `]` into `}`, so that both kinds of brackets count.
-    folded = text | 0x20
-    steps = ((folded == ord("{")) & outside).view(np.int8) - ((folded == ord("}")) & outside).view(np.int8)
-    depths = np.cumsum(steps, dtype=np.int32)
-    openings = np.flatnonzero(quotes & (inside == 1))
-    at_depth = depths[openings]
-    return all(
-        _members_at(text, openings[at_depth == depth], name.quoted) <= name.depths.count(depth) * count
-        for name in names
-        for depth in set(name.depths)
-    )
-
-
-def _members_at(text: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], quoted: bytes) -> int:
-    starts = starts[starts < len(text) - len(quoted) - _MARGIN_BYTES]
-    for at, char in enumerate(quoted):
-        starts = starts[text[starts + at] == char]
-    behind = text[starts + len(quoted)]
-    # A string directly before a comma or a closing bracket is a value. A string before white space counts as a name.
-    is_value = (behind == ord(",")) | (behind == ord("}")) | (behind == ord("]"))
-    return int(np.count_nonzero(~is_value))
-
-
-@dataclass(frozen=True, slots=True)
-class JsonColumns:
-    """Decodes the members that contain IDs and event times from a whole batch of values at once."""
-
-    decoders: tuple[msgspec.json.Decoder[Any], ...]
-    ids: tuple[Callable[[Any], Any], ...]
-    time: Callable[[Any], Any] | None
-    unit: TimeUnit
-    names: tuple[_Name, ...]
-    escapes: tuple[bytes, ...]
-    """Escape sequences that no value may contain, because a member name could be spelled with them."""
-
-    def decode(self, values: Sequence[bytes | None]) -> tuple[list[list[str | int]], list[int] | None] | None:
-        """Return a column for each ID path and the column of times, or None if any row requires `extract_one`."""
-        joined = _joined(values)
-        if joined is None:
-            return None
-        if not joined.isascii():
-            try:
-                joined.decode()
-            except UnicodeDecodeError:
-                return None
-        # Searching for one byte is 50 times as fast as searching for a sequence of two bytes.
-        if b"\\" in joined and any(escape in joined for escape in self.escapes):
-            return None
-        rows = self._rows(joined)
-        count = len(values)
-        if rows is None or len(rows) != count:
-            return None
-        # No member that contains an ID or a time may be repeated. Every row is known to have each of these members.
-        once = all(_occurs_at_most(joined, name.quoted, len(name.depths) * count) for name in self.names)
-        if not once and (b"\\" in joined or not _occur_in_places(joined, self.names, count)):
-            return None
-        columns = [list(map(member, rows)) for member in self.ids]
-        if self.time is None:
-            return columns, None
-        times_ms = times_ms_of(list(map(self.time, rows)), self.unit)
-        return None if times_ms is None else (columns, times_ms)
-
-    def _rows(self, joined: bytes) -> list[Any] | None:
-        for decoder in self.decoders:
-            try:
-                return decoder.decode_lines(joined)
-            except DECODE_REFUSALS:
-                continue
-        return None
-
-
-def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns | None:
-    r"""Return the decoder for the fields of the ID and the time, or None if only `extract_one` can read the fields.
-
-    Only `extract_one` can read array elements, fields that contain one another, and member names that JSON can spell in
-    several ways even without ``\u``.
-    """
-    paths = [*ids, time.path] if time is not None else list(ids)
-    tree = _Node({}, None)
-    for path in paths:
-        if not tree.grow(path, is_time=time is not None and path == time.path):
-            return None
-    names = tree.names()
-    if any(char in '"\\/' or char < " " for name in names for char in name):  # JSON has short escapes for these
-        return None
-    time_types: tuple[Any, ...] = (None,) if time is None else _TIME_TYPES[time.unit]
-    if time is not None and time.path in ids:  # a part of an ID is a string or an integer
-        time_types = time_types[:1]
-    return JsonColumns(
-        decoders=tuple(msgspec.json.Decoder(tree.struct(time_type)) for time_type in time_types),
-        ids=tuple(attrgetter(tree.attribute(path)) for path in ids),
-        time=None if time is None else attrgetter(tree.attribute(time.path)),
-        unit="ms" if time is None else time.unit,
-        names=tuple(_Name(f'"{name}"'.encode(), tuple(depths)) for name, depths in names.items()),
-        # These are the beginnings of the escape sequences that could spell a character of these names.
-        escapes=tuple(b"\\u00%d" % high for high in range(2, 8)) if "".join(names).isascii() else (b"\\u",),
-    )
-
-
-@dataclass(slots=True)
-class _Node:
-    members: dict[str, _Node]
-    leaf: Literal["id", "time"] | None
-
-    def grow(self, path: Path, *, is_time: bool) -> bool:
-        here = self
-        for step in path:
-            if isinstance(step, int) or here.leaf is not None:
-                return False
-            here = here.members.setdefault(step, _Node({}, None))
-        if here.members:
-            return False
-        here.leaf = "time" if is_time else "id"
-        return True
-
-    def names(self, depth: int = 1) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        for name, node in self.members.items():
-            found.setdefault(name, []).append(depth)
-            for below, depths in node.names(depth + 1).items():
-                found.setdefault(below, []).extend(depths)
-        return found
-
-    def struct(self, time_type: object) -> object:
-        if self.leaf is not None:
-            return time_type if self.leaf == "time" else _Id
-        fields = [
-            (f"m{at}", node.struct(time_type), msgspec.field(name=name))
-            for at, (name, node) in enumerate(self.members.items())
-        ]
-        # Reference counting frees the rows before the next batch, so the garbage collector can ignore them.
-        return msgspec.defstruct("Row", fields, gc=False)
-
-    def attribute(self, path: Path) -> str:
-        here, steps = self, []
-        for step in path:
-            steps.append(f"m{list(here.members).index(str(step))}")
-            here = here.members[str(step)]
-        return ".".join(steps)
-
-
-def _joined(values: Sequence[bytes | None]) -> bytes | None:
-    """Return the values joined by line feeds, or None if any value might not be an object or be nested too deeply."""
-    try:
-        joined = b"\n".join(values)  # type: ignore[arg-type]
-    except TypeError:  # a null value
-        return None
-    lengths = np.fromiter(map(len, values), np.int64, len(values))  # type: ignore[arg-type]
-    if lengths.min() == 0:
-        return None
-    ends = np.cumsum(lengths + 1) - 1
-    text = np.frombuffer(joined, np.uint8)
-    if not ((text[ends - lengths] == ord("{")).all() and (text[ends - 1] == ord("}")).all()):
-        return None
-    if lengths.max() > SHORT_BYTES and any(may_be_deep(value) for value in values if value is not None):
-        return None
-    return joined
-
-
 _FEW: Final = 4
 """With at most this many rows, another attempt on the fast path is not worthwhile."""
 
@@ -343,11 +124,13 @@ class _Batch(NamedTuple):
     timestamps_ms: Sequence[int]
 
     def only(self, rows: Sequence[int]) -> _Batch:
+        if len(rows) == len(self.values):
+            return self
         return _Batch(
-            [self.keys[row] for row in rows],
-            [self.values[row] for row in rows],
-            [self.headers[row] for row in rows],
-            [self.timestamps_ms[row] for row in rows],
+            list(map(self.keys.__getitem__, rows)),
+            list(map(self.values.__getitem__, rows)),
+            list(map(self.headers.__getitem__, rows)),
+            list(map(self.timestamps_ms.__getitem__, rows)),
         )
 
 
@@ -394,14 +177,16 @@ class Extractor:
             return self._first_of(batch)
         if isinstance(self.recipe.tracking_id.rule, CodeRule):
             return self._by_function(batch, self.recipe.tracking_id.rule)
-        if len(batch.values) <= _FEW or not self._columnar:
+        count = len(batch.values)
+        if count <= _FEW or not self._columnar:
             return self._one_by_one(batch)
-        found = self._in_columns(batch)
-        if found is not None:
-            return found
-        if None in batch.values:
-            return self._nulls_apart(batch)
-        return self._halved(batch)
+        pieces = in_pieces(
+            count,
+            lambda rows: self._in_columns(batch.only(rows)),
+            lambda rows: self._one_by_one(batch.only(rows)),
+            lambda rows: self._halved(batch.only(rows)),
+        )
+        return pieces[0][1] if len(pieces) == 1 else self._merged(count, pieces)
 
     def _by_function(self, batch: _Batch, rule: CodeRule) -> Extracted:
         """Call the user's function once for each record whose value has the expected format."""
@@ -485,93 +270,69 @@ class Extractor:
         faults = first.faults | {half + row: fault for row, fault in second.faults.items()}
         return Extracted(first.ids + second.ids, first.times_ms + second.times_ms, fingerprints, faults)
 
-    def _nulls_apart(self, batch: _Batch) -> Extracted:
-        null: tuple[list[int], list[int]] = ([], [])
-        for row, value in enumerate(batch.values):
-            null[value is None].append(row)
-        return self._apart(batch, null)
-
-    def _apart(self, batch: _Batch, parts: Sequence[Sequence[int]]) -> Extracted:
-        """Extract each of the given groups of rows separately."""
-        # In each part, either all values are null or none is.
-        takes = [self._one_by_one if rows and batch.values[rows[0]] is None else self._extract for rows in parts]
-        return self._merged(
-            len(batch.values), [(rows, take(batch.only(rows))) for take, rows in zip(takes, parts, strict=True)]
-        )
-
-    def _merged(self, count: int, pieces: Iterable[tuple[Sequence[int], Extracted]]) -> Extracted:
-        """Return one batch of rows that were extracted in pieces. If pieces overlap, the last piece counts."""
-        ids: list[bytes | None] = [None] * count
-        times_ms = [0] * count
-        fingerprints = [b""] * count
+    def _merged(self, count: int, pieces: Pieces[Extracted]) -> Extracted:
+        """Return one batch of rows that were extracted in pieces. A row that is in none of them has no ID."""
+        places = in_order(count, pieces)
         faults: dict[int, Fault] = {}
         for rows, part in pieces:
-            for at, row in enumerate(rows):
-                ids[row] = part.ids[at]
-                times_ms[row] = part.times_ms[at]
-                if part.fingerprints is not None:
-                    fingerprints[row] = part.fingerprints[at]
-            faults |= {rows[at]: fault for at, fault in part.faults.items()}
-        return Extracted(ids, times_ms, fingerprints if self.recipe.fingerprint else None, faults)
+            for at, fault in part.faults.items():
+                faults[rows[at]] = fault
+        ids = [*chain.from_iterable(part.ids for _, part in pieces), None]
+        times_ms = [*chain.from_iterable(part.times_ms for _, part in pieces), 0]
+        fingerprints = None
+        if self.recipe.fingerprint:
+            found = [*chain.from_iterable(part.fingerprints or [] for _, part in pieces), b""]
+            fingerprints = list(map(found.__getitem__, places))
+        return Extracted(
+            list(map(ids.__getitem__, places)), list(map(times_ms.__getitem__, places)), fingerprints, faults
+        )
 
     def of_likely(self, batch: _Batch) -> tuple[Sequence[int], Extracted]:
         """Return the rows that may have an ID (all rows if the fast path succeeds), and their extracted values."""
-        found = self._in_columns(batch) if self._columnar and batch.values else None
-        if found is not None:
-            return range(len(batch.values)), found
+        if self._columnar and batch.values:
+            with suppress(NotInColumns):
+                return range(len(batch.values)), self._in_columns(batch)
         sources = zip(batch.keys, batch.values, batch.headers, strict=True)
         rows = [row for row, source in enumerate(sources) if may_identify(self.recipe, *source)]
         return rows, self(*batch.only(rows))
 
-    def _in_columns(self, batch: _Batch) -> Extracted | None:
-        if self._json is None and None in batch.values:
-            return None
+    def _in_columns(self, batch: _Batch) -> Extracted:
+        """Return the results for a batch. Raises NotInColumns if any row requires `extract_one`."""
+        values = present(batch.values)
         if self.recipe.fmt in MEMBERWISE:
-            return self._typed(batch)
+            return self._typed(batch, values)
+        if self.recipe.fmt == "json_schema":
+            values = present(payloads_of(self.recipe.schema_id, values, batch.headers))
         members: list[list[str | int]] = []
         times_ms: list[int] | None = None
-        payloads: Sequence[bytes | None] | None = batch.values
-        if self.recipe.fmt == "json_schema":
-            payloads = payloads_of(self.recipe.schema_id, batch.values, batch.headers)
-        if payloads is None:
-            return None
         if self._json is not None:
-            decoded = self._json.decode(payloads)
-            if decoded is None:
-                return None
-            members, times_ms = decoded
-        ids = self._ids(batch, payloads, members)
+            members, times_ms = self._json.decode(values)
+        ids = self._ids(batch, values, members)
         if ids is None:
-            return None
-        fingerprints = None
-        if self.recipe.fingerprint:
-            fingerprints = [self._fingerprint(payload) for payload in payloads if payload is not None]
+            raise NotInColumns(sorted(self._lacking(batch, members)))
+        fingerprints = list(map(self._fingerprint, values)) if self.recipe.fingerprint else None
         return Extracted(list(ids), list(batch.timestamps_ms) if times_ms is None else times_ms, fingerprints, {})
 
-    def _typed(self, batch: _Batch) -> Extracted | None:
+    def _typed(self, batch: _Batch, values: Sequence[bytes]) -> Extracted:
         """Extract the values of each schema separately."""
-        values: Sequence[bytes | None] | None = batch.values
         refs: set[SchemaRef | None] = {b""}
         if isinstance(self.recipe.schema, SchemaBook):
             place, indexed = self.recipe.schema_id, self.recipe.indexed
-            values = payloads_of(place, batch.values, batch.headers, indexed=indexed)
-            column = refs_of(place, batch.values, batch.headers, indexed=indexed)
+            column = refs_of(place, values, batch.headers, indexed=indexed)
+            values = present(payloads_of(place, values, batch.headers, indexed=indexed))
             refs = set(column)
-        if values is None or None in refs:
-            return None
         if len(refs) > 1:
-            return self._apart(batch, rows_by_ref(column))
+            parts = rows_by_ref(column)
+            return self._merged(len(values), [(rows, self._extract(batch.only(rows))) for rows in parts])
         try:
             reader = reader_for(self.recipe, refs.pop() or b"")
         except Unreadable as refused:  # parsing a schema again for each row would be slow
-            return self._gathered([fault_of(refused)] * len(batch.values))
+            return self._gathered([fault_of(refused)] * len(values))
         if not reader.columnar:
             return self._one_by_one(batch)
-        present = [value for value in values if value is not None]
-        columns = reader.columns(present)
-        return None if columns is None else self._of_columns(batch, present, columns)
+        return self._of_columns(batch, values, reader.columns(values))
 
-    def _of_columns(self, batch: _Batch, values: list[bytes], columns: list[list[Leaf]]) -> Extracted:
+    def _of_columns(self, batch: _Batch, values: Sequence[bytes], columns: list[list[Leaf]]) -> Extracted:
         """Return the results for values whose members have been read, so that an odd row slows down few others."""
         count = len(values)
         found = self._of_usual(batch, values, columns) if count > _FEW else None
@@ -601,8 +362,13 @@ class Extractor:
             row
             for column, usual in zip(columns, kinds, strict=True)
             for row, leaf in enumerate(column)
-            if type(leaf) not in usual or leaf == ""
+            if type(leaf) not in usual
         }
+        return odd | self._lacking(batch, columns)
+
+    def _lacking(self, batch: _Batch, columns: Sequence[Sequence[Any]]) -> set[int]:
+        """Return the rows in which a part of the ID is missing or empty."""
+        odd = {row for column in columns if "" in column for row, leaf in enumerate(column) if leaf == ""}
         rule = self.recipe.tracking_id.rule
         rules = [part.rule for part in rule.parts] if isinstance(rule, PartsRule) else [rule]
         for each in rules:
@@ -610,7 +376,7 @@ class Extractor:
                 odd.update(row for row, value in enumerate(_column(each, batch, iter(()))) if not value)
         return odd
 
-    def _of_usual(self, batch: _Batch, values: list[bytes], columns: list[list[Leaf]]) -> Extracted | None:
+    def _of_usual(self, batch: _Batch, values: Sequence[bytes], columns: list[list[Leaf]]) -> Extracted | None:
         """Return the results for values whose members have been read, or None if any row requires `of_leaves`."""
         time, times_ms = self.recipe.event_time, list(batch.timestamps_ms)
         members: list[Any] = columns
@@ -626,9 +392,8 @@ class Extractor:
         fingerprints = list(map(value_digest, values)) if self.recipe.fingerprint else None
         return Extracted(list(ids), times_ms, fingerprints, {})
 
-    def _ids(
-        self, batch: _Batch, payloads: Sequence[bytes | None], members: list[list[str | int]]
-    ) -> list[bytes] | None:
+    def _ids(self, batch: _Batch, payloads: Sequence[bytes], members: list[list[str | int]]) -> list[bytes] | None:
+        """Return the state keys, or None if any row lacks a part of the ID."""
         match self.recipe.tracking_id.rule:
             case KeyRule():
                 return self._bytes(batch.keys)
@@ -645,11 +410,10 @@ class Extractor:
                 ids = None if any(None in column for column in columns) else composite_ids(columns, self._memos)
                 return kept_if(ids)
             case RawContentRule():
-                return bytes_keys([value for value in batch.values if value is not None])
+                return bytes_keys(present(batch.values))
             case ContentRule(exclude):
-                with suppress(Unreadable):
-                    return [state_key(CONTENT + content_of(each, exclude)) for each in payloads if each is not None]
-                return None
+                contents = [_content(each, exclude) for each in payloads]
+                return [state_key(CONTENT + content) for content in present(contents)]
             case CodeRule() | FirstOfRule():  # `_by_function`; each alternative has its own extractor
                 return None
             case never:
@@ -674,6 +438,13 @@ class Extractor:
         if self._normalize is not None:
             present = [normalize_bytes(value, self._normalize) for value in present]
         return kept_if(instant_ids(present)) if self._instants else bytes_keys(present)
+
+
+def _content(payload: bytes, exclude: tuple[Path, ...]) -> bytes | None:
+    try:
+        return content_of(payload, exclude)
+    except Unreadable:
+        return None
 
 
 def _column(rule: KeyRule | HeaderRule | FieldRule, batch: _Batch, members: Iterator[list[str | int]]) -> Sequence[Any]:

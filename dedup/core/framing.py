@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import chain
 from operator import itemgetter
 from typing import Any, Final, Literal, Self, cast
@@ -184,22 +183,18 @@ def rows_by_ref(refs: Sequence[SchemaRef | None]) -> list[list[int]]:
 
 def payloads_of(
     place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers], *, indexed: bool = False
-) -> Sequence[bytes | None] | None:
-    """Return the payloads of a column of values, or None if any row must be passed to `payload_of`."""
-    if None in values:
-        return None
-    there = cast("Sequence[bytes]", values)
+) -> list[bytes | None]:
+    """Return the payload of each value, with None for null values and for values whose framing is damaged."""
     size = _head(place, values, headers, indexed=indexed)
     if size:
-        return list(map(itemgetter(slice(size, None)), there))
-    if indexed:
-        with suppress(Unreadable):
-            return [split(place, *row, indexed=True)[1] for row in zip(there, headers, strict=True)]
-        return None
-    ids = [[content for name, content in row if name == HEADER] for row in headers]
-    if place != "prefix" and all(len(found) == 1 and _is_id(found[0]) for found in ids):
-        return there
-    return None
+        return list(map(itemgetter(slice(size, None)), cast("Sequence[bytes]", values)))
+    payloads: list[bytes | None] = []
+    for value, row in zip(values, headers, strict=True):
+        try:
+            payloads.append(None if value is None else split(place, value, row, indexed=indexed)[1])
+        except Unreadable:
+            payloads.append(None)
+    return payloads
 
 
 def _head(place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers], *, indexed: bool) -> int:

@@ -9,10 +9,12 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import ClassVar, Final, assert_never
 from uuid import UUID
 
 from dedup.core.avro import Instant, Leaf, Refused
+from dedup.core.columns import NotInColumns, in_order, in_pieces
 from dedup.core.event_time import FieldTime, TimeUnit
 from dedup.core.exact_json import ABSENT, Absent, NotJudged, Number, Unreadable, with_foreign_format
 from dedup.core.tracking_id import Path
@@ -24,8 +26,6 @@ MANY: Final = 8
 INVALID_TIMESTAMP: Final = Refused("invalid timestamp")
 """Stands for an item of a type for times whose content is not a time."""
 _INT64: Final = 1 << 63
-_FEW: Final = 8
-"""With at most this many values, another attempt to read them at once is not worthwhile."""
 
 
 @dataclass(slots=True)
@@ -54,8 +54,6 @@ class MemberReader(ABC):
     """Reads the members at given paths, and the event time, from values of one format."""
 
     columnar: Final = True
-    takes_at_once = False
-    """Whether `at_once` can succeed."""
 
     def __init__(self, ids: Sequence[Path], time: FieldTime | None) -> None:
         self.has_time: Final = time is not None
@@ -72,27 +70,47 @@ class MemberReader(ABC):
         Raises Unreadable if the value does not have the format.
         """
 
-    def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:  # noqa: ARG002 - for other formats
-        """Return the columns of a batch of usual values much faster than `read` would, or None for any other batch."""
-        return None
+    def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]]:
+        """Return the columns of a batch of usual values much faster than `read` would.
 
-    def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return one column per path, followed by the event times, or None if any value cannot be read."""
-        found = self.at_once(values)
-        if found is not None:
-            return found
-        if self.takes_at_once and len(values) > _FEW:  # one unusual value slows down only a few others
-            half = len(values) // 2
-            first = self.columns(values[:half])
-            second = None if first is None else self.columns(values[half:])
-            if first is None or second is None:
-                return None
-            return [left + right for left, right in zip(first, second, strict=True)]
-        try:
-            rows = list(map(self.read, values))
-        except NotJudged:
-            return None
-        return [list(column) for column in zip(*rows, strict=True)]
+        Raises NotInColumns if any value must be passed to `read`, which is so for all values of most formats.
+        """
+        raise NotInColumns(range(len(values)))
+
+    def columns(self, values: Sequence[bytes]) -> list[list[Leaf]]:
+        """Return one column per path, followed by the event times.
+
+        Raises NotInColumns with the rows of the values that cannot be read, if there are any.
+        """
+
+        def at_once(rows: Sequence[int]) -> list[list[Leaf]]:
+            return self.at_once(values if len(rows) == len(values) else [values[row] for row in rows])
+
+        def each(rows: Sequence[int]) -> list[list[Leaf]]:
+            return self._read([values[row] for row in rows], rows)
+
+        pieces = in_pieces(len(values), at_once, each, each)
+        if len(pieces) == 1:
+            return pieces[0][1]
+        order = in_order(len(values), pieces)
+        whole = [list(chain.from_iterable(parts)) for parts in zip(*(columns for _, columns in pieces), strict=True)]
+        return [list(map(column.__getitem__, order)) for column in whole]
+
+    def _read(self, values: Sequence[bytes], rows: Sequence[int]) -> list[list[Leaf]]:
+        """Read values one by one. Raises NotInColumns with the entries in ``rows`` of those that cannot be read."""
+        columns: list[list[Leaf]] = [[] for _ in range(self.count)]
+        refused: list[int] = []
+        for row, value in zip(rows, values, strict=True):
+            try:
+                found = self.read(value)
+            except NotJudged:
+                refused.append(row)
+                continue
+            for column, leaf in zip(columns, found, strict=True):
+                column.append(leaf)
+        if refused:
+            raise NotInColumns(refused)
+        return columns
 
     def leaves(self, found: list[Leaf]) -> list[Leaf]:
         """Return the values, with `Refused` instead of each value whose type is not allowed for an ID or event time."""

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 
 from dedup.core.avro import Instant, Leaf, Refused
+from dedup.core.columns import NotInColumns
 from dedup.core.event_time import MAX_MS, MIN_MS, FieldTime, TimeUnit
 from dedup.core.exact_json import DECODE_REFUSALS
 from dedup.core.member_reader import (
@@ -92,19 +93,23 @@ class _Columns(NamedTuple):
     has_timestamps: bool
     """Whether the last path leads to timestamps."""
 
-    def decode(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return one column per path, or None if any value must be read with `MessagePackReader.read`."""
+    def decode(self, values: Sequence[bytes]) -> list[list[Leaf]]:
+        """Return one column per path.
+
+        Raises NotInColumns if any value must be read with `MessagePackReader.read`.
+        """
         try:
             rows = list(map(self.decoder.decode, values))
         except DECODE_REFUSALS:
-            return None
+            raise NotInColumns(_undecodable(self.decoder, values)) from None
         # Every row is known to have each of these members.
         joined, count = b"".join(values), len(values)
         often = any(
             joined.count(shortest) > times * count or longer in joined for shortest, longer, times in self.names
         )
-        if often and not _are_single(values, self.tree):
-            return None
+        repeating = _repeating(values, self.tree) if often else None
+        if repeating:
+            raise NotInColumns(repeating)
         columns = [list(map(member, rows)) for member in self.members]
         if self.has_timestamps:
             columns[-1] = [time_leaf(_extension(each.code, each.data), "timestamp") for each in columns[-1]]
@@ -142,20 +147,33 @@ def _compiled(ids: Sequence[Path], time: FieldTime | None) -> _Columns | None:
     )
 
 
-def _are_single(maps: Sequence[bytes | msgspec.Raw], tree: dict[str, Any]) -> bool:
-    """Tell whether msgspec has seen every member of the maps on the paths, so that none of their names is repeated.
+def _undecodable(decoder: msgspec.msgpack.Decoder[Any], values: Sequence[bytes | msgspec.Raw]) -> list[int]:
+    odd: list[int] = []
+    for row, value in enumerate(values):
+        try:
+            decoder.decode(value)
+        except DECODE_REFUSALS:
+            odd.append(row)
+    return odd
+
+
+def _repeating(maps: Sequence[bytes | msgspec.Raw], tree: dict[str, Any]) -> list[int]:
+    """Return the rows in which a name of a map on a path may be repeated, because msgspec has not seen every member.
 
     Every map must have each name of ``tree``. The check takes as long as decoding the batch again.
     """
     try:
         members = list(map(_MEMBERS.decode, maps))
-    except DECODE_REFUSALS:  # one of the maps has a key that is not text
-        return False
+    except DECODE_REFUSALS:  # a map has a key that is not text
+        return _undecodable(_MEMBERS, maps)
     # msgspec keeps one of several members with the same name, however the name is encoded.
-    if any(len(each) != _announced(memoryview(one)) for each, one in zip(members, maps, strict=True)):
-        return False
+    odd = [
+        row
+        for row, (each, one) in enumerate(zip(members, maps, strict=True))
+        if len(each) != _announced(memoryview(one))
+    ]
     inside = [(name, below) for name, below in tree.items() if isinstance(below, dict)]
-    return all(_are_single([each[name] for each in members], below) for name, below in inside)
+    return odd or [row for name, below in inside for row in _repeating([each[name] for each in members], below)]
 
 
 def _announced(encoded: memoryview) -> int:
@@ -367,11 +385,10 @@ class MessagePackReader(ItemReader):
     def __init__(self, ids: Sequence[Path], time: FieldTime | None) -> None:
         super().__init__(ids, time)
         self._columns: Final = _compiled(ids, time)
-        self.takes_at_once = self._columns is not None
 
-    def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return the columns of a batch, or None if msgspec cannot be trusted to read every value exactly."""
-        return None if self._columns is None else self._columns.decode(values)
+    def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]]:
+        """Return the columns of a batch. Raises NotInColumns if msgspec might not read every value exactly."""
+        return super().at_once(values) if self._columns is None else self._columns.decode(values)
 
 
 @lru_cache(maxsize=256)

@@ -8,7 +8,8 @@ protobuf.dev.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, cast
@@ -17,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dedup.core.avro import Leaf, Refused
+from dedup.core.columns import NotInColumns, texts_of
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import ABSENT, Absent, Number, Unreadable, with_foreign_format
 from dedup.core.proto_schema import MAX_DEPTH, SCALARS, TIMESTAMP, Field, Message, message_at, parse_proto
 from dedup.core.tracking_id import Path
-from dedup.core.varint import PADDING, Damaged, NotInColumns, varint, varints
+from dedup.core.varint import PADDING, Damaged, varint, varints
 
 _VARINT_BITS: Final = 64
 _VARINT, _FIXED64, _SIZED, _GROUP, _END, _FIXED32 = range(6)
@@ -213,14 +215,14 @@ class ProtobufReader:
             return fault
         return None
 
-    def columns(self, values: Sequence[bytes]) -> list[list[Leaf]] | None:
-        """Return one column per path, followed by the event times, or None if any value must be passed to `read`."""
+    def columns(self, values: Sequence[bytes]) -> list[list[Leaf]]:
+        """Return one column per path, followed by the event times.
+
+        Raises NotInColumns if any value must be passed to `read`.
+        """
         batch = _Batch(self, values)
-        try:
-            batch.walk_all(self.steps)
-            return [[ABSENT] * len(values) if each is None else self._leaves(each, batch) for each in self._columns]
-        except (NotInColumns, UnicodeDecodeError):
-            return None
+        batch.walk_all(self.steps)
+        return [[ABSENT] * len(values) if each is None else self._leaves(each, batch) for each in self._columns]
 
     def _leaf(self, column: _Column, found: Sequence[int | bytes | Absent]) -> Leaf:
         raw = found[column.slot]
@@ -234,10 +236,12 @@ class ProtobufReader:
             return raw if column.type_name == "bytes" else _text(raw)
         raws = np.array([raw], np.uint64)
         if column.type_name == TIMESTAMP:
-            times_ms = _times_ms(raws, np.array([found[column.slot + 1]], np.uint64))
-            if times_ms is None:
-                raise Damaged("a timestamp is not in the years 1 to 9999, or its nanoseconds are not below a second")
-            return times_ms[0]
+            try:
+                (time_ms,) = _times_ms(raws, np.array([found[column.slot + 1]], np.uint64))
+            except NotInColumns:
+                text = "a timestamp is not in the years 1 to 9999, or its nanoseconds are not below a second"
+                raise Damaged(text) from None
+            return time_ms
         (leaf,) = _numbers(column, raws)
         return leaf
 
@@ -250,14 +254,11 @@ class ProtobufReader:
             starts, ends = batch.raws[column.slot].tolist(), batch.ends[column.slot].tolist()
             leaves = [batch.joined[start:end] for start, end in zip(starts, ends, strict=True)]
             if column.type_name == "string":
-                leaves = list(map(bytes.decode, leaves))
+                leaves = texts_of(leaves)
             if not column.has_presence and min(map(len, leaves)) == 0:
                 leaves = [each or ABSENT for each in leaves]
         elif column.type_name == TIMESTAMP:
-            times_ms = _times_ms(batch.raws[column.slot], batch.raws[column.slot + 1])
-            if times_ms is None:
-                raise NotInColumns
-            leaves = times_ms
+            leaves = _times_ms(batch.raws[column.slot], batch.raws[column.slot + 1])
         else:
             leaves = _numbers(column, batch.raws[column.slot])
         if not there.all():
@@ -293,11 +294,12 @@ def _numbers(column: _Column, raws: _Raws) -> list[Leaf]:
     return found if column.has_presence or numbers.all() else [each or ABSENT for each in found]
 
 
-def _times_ms(seconds: _Raws, nanos: _Raws) -> list[int] | None:
-    """Convert timestamps to milliseconds, or return None if any timestamp is invalid."""
+def _times_ms(seconds: _Raws, nanos: _Raws) -> list[int]:
+    """Convert timestamps to milliseconds. Raises NotInColumns if any timestamp is invalid."""
     whole, rest = seconds.view(np.int64), nanos.astype(np.uint32).view(np.int32).astype(np.int64)
-    if whole.min() < _LEAST_S or whole.max() > _MOST_S or rest.min() < 0 or rest.max() >= _SECOND_NS:
-        return None
+    invalid = (whole < _LEAST_S) | (whole > _MOST_S) | (rest < 0) | (rest >= _SECOND_NS)
+    if invalid.any():
+        raise NotInColumns(np.flatnonzero(invalid).tolist())
     return cast("list[int]", (whole * 1000 + rest // _MS_NS).tolist())
 
 
@@ -375,6 +377,15 @@ class _Cursor:
         return raw
 
 
+@contextmanager
+def _placed(rows: _Longs) -> Iterator[None]:
+    """Name rows by their positions in the batch if what is done with ``rows`` raises NotInColumns."""
+    try:
+        yield
+    except NotInColumns as refused:
+        raise NotInColumns(rows[refused.rows].tolist()) from None
+
+
 class _Batch:
     """The Protobuf values of a batch. `walk` reads one message in each of the given rows."""
 
@@ -403,9 +414,11 @@ class _Batch:
         tags = np.zeros(len(rows), np.uint64)
         due: slice | _Longs = slice(None)
         while len(rows):
-            found, at[due] = varints(self._text, at[due], ends[due])
+            places = rows[due]
+            with _placed(places):
+                found, at[due] = varints(self._text, at[due], ends[due])
             if (found > _MOST_TAG).any():
-                raise NotInColumns
+                raise NotInColumns(places[found > _MOST_TAG].tolist())
             tags[due] = found
             tag = int(tags.min())
             if tag == _OVER:
@@ -425,10 +438,13 @@ class _Batch:
         """Read one field in each row, and return the position at which the field ends."""
         wire = tag & 7
         if not tag >> 3 or wire not in {_VARINT, _FIXED64, _SIZED, _FIXED32}:
-            raise NotInColumns
-        raws, starts, behind = self._value(wire, at, ends)
-        if (behind > ends).any() or (step is not None and step.is_wanted and step.wire not in {-1, wire}):
-            raise NotInColumns
+            raise NotInColumns(rows.tolist())
+        with _placed(rows):
+            raws, starts, behind = self._value(wire, at, ends)
+        if step is not None and step.is_wanted and step.wire not in {-1, wire}:
+            raise NotInColumns(rows.tolist())
+        if (behind > ends).any():
+            raise NotInColumns(rows[behind > ends].tolist())
         if step is not None and step.wire in {-1, wire}:
             if step.takes and wire in _WIDTHS:
                 places = starts[:, np.newaxis] + np.arange(_WIDTHS[wire])
@@ -446,7 +462,7 @@ class _Batch:
         if wire == _VARINT:
             return raws, at, behind
         if int(raws.max()) > len(self.joined):
-            raise NotInColumns
+            raise NotInColumns(np.flatnonzero(raws > len(self.joined)).tolist())
         return behind.view(np.uint64), behind, behind + raws.view(np.int64)
 
     def _take(self, step: _Step, rows: _Longs, raws: _Raws, ends: _Longs) -> None:

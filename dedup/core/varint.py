@@ -11,6 +11,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from dedup.core.columns import NotInColumns
+
 PADDING: Final = bytes(16)
 """The bytes that follow the last value of a batch, so that a truncated number can be read before it is refused."""
 _BITS: Final = 64
@@ -22,10 +24,6 @@ _Longs = npt.NDArray[np.int64]
 
 class Damaged(Exception):
     """Raised if a value does not have its format. The message says why, but does not reveal the payload."""
-
-
-class NotInColumns(Exception):
-    """Raised if a batch cannot be read in columns, so that its values must be read one by one."""
 
 
 def varint(value: bytes, at: int, end: int) -> tuple[int, int]:
@@ -50,8 +48,8 @@ def varint(value: bytes, at: int, end: int) -> tuple[int, int]:
 def varints(text: npt.NDArray[np.uint8], at: _Longs, ends: _Longs) -> tuple[npt.NDArray[np.uint64], _Longs]:
     """Return the unsigned number at each position in a batch's bytes, and the positions after the numbers.
 
-    The bytes end with `PADDING`. Raises NotInColumns if a number extends beyond its entry in ``ends``, or if it has
-    more than 64 bits.
+    The bytes end with `PADDING`. Raises NotInColumns if any number extends beyond its entry in ``ends``, or has more
+    than 64 bits.
     """
     byte = text[at]
     raw = (byte & _LOW).astype(np.uint64)
@@ -60,10 +58,11 @@ def varints(text: npt.NDArray[np.uint8], at: _Longs, ends: _Longs) -> tuple[npt.
     while len(going):
         byte = text[at[going]]
         if shift == _BITS - 1 and byte.max() > 1:  # the 64th bit is the last one
-            raise NotInColumns
+            raise NotInColumns(going[byte > 1].tolist())
         raw[going] |= (byte & _LOW).astype(np.uint64) << np.uint64(shift)
         at[going] += 1
         going, shift = going[byte > _LOW], shift + 7
-    if (at > ends).any():
-        raise NotInColumns
+    beyond = at > ends
+    if beyond.any():
+        raise NotInColumns(np.flatnonzero(beyond).tolist())
     return raw, at

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dedup.core.columns import NotInColumns
 from dedup.core.csv_row import CsvLayout, CsvReader, Delimiter
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import Unreadable
@@ -52,9 +54,19 @@ VALUES = st.lists(st.sampled_from(["a", "7", "", "é", "\ufeffa", "1.5"]), min_s
 def test_columns_are_what_is_read_one_by_one(values, unit):
     layout = CsvLayout(("a", "b", "c"))
     reader = CsvReader(layout, [("c",), ("a",)], None if unit is None else FieldTime(("b",), unit))
-    try:
-        rows = list(map(reader.read, values))
-    except Unreadable:
-        assert reader.columns(values) is None
+    rows = [one_by_one(reader, value) for value in values]
+    refused = {row for row, found in enumerate(rows) if found is None}
+    if refused:
+        with pytest.raises(NotInColumns) as caught:
+            reader.columns(values)
+        assert caught.value.rows
+        assert set(caught.value.rows) <= refused
     else:
         assert reader.columns(values) == [list(column) for column in zip(*rows, strict=True)]
+
+
+def one_by_one(reader, value):
+    try:
+        return reader.read(value)
+    except Unreadable:
+        return None

@@ -7,10 +7,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dedup.core.avro import Leaf, Refused
+from dedup.core.columns import NotInColumns
 from dedup.core.event_time import FieldTime, RecordTime
 from dedup.core.exact_json import ABSENT, Number, Unreadable
 from dedup.core.extract_one import Recipe
@@ -149,11 +151,14 @@ def test_a_value_is_well_formed_if_msgspec_says_so(value, paths, unit):
 def test_columns_are_what_is_read_one_by_one(values, paths, unit):
     reader = reader_of(paths, unit)
     rows = [shown(reader, value) for value in values]
-    columns = reader.columns(values)
-    if any(isinstance(row, str) for row in rows):
-        assert columns is None
+    refused = {row for row, found in enumerate(rows) if isinstance(found, str)}
+    if refused:
+        with pytest.raises(NotInColumns) as caught:
+            reader.columns(values)
+        assert caught.value.rows
+        assert set(caught.value.rows) <= refused
     else:
-        assert columns is not None
+        columns = reader.columns(values)
         found = [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in values]
         assert [[(type(leaf), leaf) for leaf in row] for row in found] == [
             [(type(leaf), leaf) for leaf in row] for row in rows
@@ -176,8 +181,12 @@ def test_a_repeated_name_is_refused_however_it_is_written(members, head):
     numbers = [number for name, number in members if name == "id"]
     expected = "repeated_member" if len(numbers) > 1 else numbers or [ABSENT]
     assert shown(reader, value) == expected
-    columns = reader.columns([value] * 3)
-    assert columns == (None if len(numbers) > 1 else [[*expected] * 3])
+    if len(numbers) > 1:
+        with pytest.raises(NotInColumns) as caught:
+            reader.columns([value] * 3)
+        assert caught.value.rows == [0, 1, 2]
+    else:
+        assert reader.columns([value] * 3) == [[*expected] * 3]
 
 
 def doubtful(a_map: int, text: int, null: int) -> st.SearchStrategy[bytes]:

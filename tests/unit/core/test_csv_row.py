@@ -4,6 +4,7 @@ import tracemalloc
 
 import pytest
 
+from dedup.core.columns import NotInColumns
 from dedup.core.csv_row import CsvLayout, CsvReader
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import Unreadable
@@ -176,7 +177,8 @@ def test_a_row_with_too_many_cells_is_refused_before_they_are_split(row):
     tracemalloc.start()
     with pytest.raises(Unreadable, match=r"cells, and `source\.columns` has 3"):
         reader.read(row)
-    assert reader.columns([row] * 2) is None
+    with pytest.raises(NotInColumns):
+        reader.columns([row] * 2)
     _, most_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most_bytes < 10 * len(row)

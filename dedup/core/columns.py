@@ -1,0 +1,95 @@
+"""Reads most rows of a batch in columns, and the others one by one.
+
+Reading in columns is fast, but it refuses a batch unless it is sure of every row. It names the odd rows if it can, and
+then only these are read one by one. So one unusual record among thousands costs little more than itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+_ATTEMPTS: Final = 12
+"""How often columns are tried, because an attempt can reveal odd rows that the one before could not see. This many
+attempts take about as long as reading all rows one by one."""
+
+T = TypeVar("T")
+Pieces = list[tuple[Sequence[int], T]]
+"""Results of parts of a batch, each with the rows of its part. If a row is in two parts, the later one counts."""
+
+
+class NotInColumns(Exception):
+    """Raised if a batch cannot be read in columns, because some of its rows must be read one by one."""
+
+    def __init__(self, rows: Iterable[int] = ()) -> None:
+        self.rows: Final = list(rows)
+        """The positions of such rows in the batch, or an empty list if they are unknown."""
+        super().__init__(f"{len(self.rows)} rows" if self.rows else "unknown rows")
+
+
+def in_pieces(
+    count: int,
+    in_columns: Callable[[Sequence[int]], T],
+    one_by_one: Callable[[Sequence[int]], T],
+    otherwise: Callable[[Sequence[int]], T],
+) -> Pieces[T]:
+    """Return the results of a batch of ``count`` rows: of odd rows one by one, and of all others in columns.
+
+    ``in_columns`` may raise NotInColumns with positions in the rows that it was given. If it names none, ``otherwise``
+    takes the rows that are left.
+    """
+    left: Sequence[int] = range(count)
+    pieces: Pieces[T] = []
+    for _ in range(_ATTEMPTS):
+        try:
+            return [*pieces, (left, in_columns(left))]
+        except NotInColumns as refused:
+            odd = set(refused.rows)
+        if not odd:
+            return [*pieces, (left, otherwise(left))]
+        taken = [row for at, row in enumerate(left) if at in odd]
+        pieces.append((taken, one_by_one(taken)))
+        left = [row for at, row in enumerate(left) if at not in odd]
+        if not left:
+            return pieces
+    return [*pieces, (left, one_by_one(left))]
+
+
+def in_order(count: int, pieces: Pieces[Any]) -> list[int]:
+    """Return, for each row of a batch, its position in the concatenated pieces, or -1 if it is in none of them."""
+    order = np.full(count, -1)
+    begin = 0
+    for rows, _ in pieces:
+        order[np.fromiter(rows, np.int64, len(rows))] = np.arange(begin, begin + len(rows))
+        begin += len(rows)
+    places: list[int] = order.tolist()
+    return places
+
+
+def present(values: Sequence[bytes | None]) -> list[bytes]:
+    """Return a column of values if none is null. Raises NotInColumns if any is."""
+    there = [value for value in values if value is not None]
+    if len(there) < len(values):
+        raise NotInColumns([row for row, value in enumerate(values) if value is None])
+    return there
+
+
+def texts_of(parts: Sequence[bytes]) -> list[str]:
+    """Decode a column of texts. Raises NotInColumns if any of them is not UTF-8."""
+    try:
+        return list(map(bytes.decode, parts))
+    except UnicodeDecodeError:
+        raise NotInColumns([row for row, part in enumerate(parts) if not is_utf8(part)]) from None
+
+
+def is_utf8(text: bytes) -> bool:
+    """Tell whether bytes are valid UTF-8."""
+    if text.isascii():
+        return True
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
