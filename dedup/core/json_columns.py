@@ -15,14 +15,15 @@ might not:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from dedup.core.columns import NotInColumns, is_utf8, present
 from dedup.core.event_time import MAX_MS, MIN_MS, FieldTime, TimeUnit, times_ms_of
@@ -31,8 +32,7 @@ from dedup.core.tracking_id import Path
 
 _OPENING, _CLOSING = b"{}"
 _WORD_BYTES: Final = 4
-_MARGIN_BYTES: Final = 2
-"""The minimum number of bytes that follow a member name, which are a colon and a closing brace."""
+_MEMBERS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 _Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
 _Seconds = Annotated[int, msgspec.Meta(ge=-(MAX_MS // 1000), le=MAX_MS // 1000)]
@@ -45,15 +45,6 @@ _TIME_TYPES: Final[dict[TimeUnit, tuple[Any, ...]]] = {
     "timestamp": (),
 }
 """Maps each unit to the types that the decoder tries for a time. For seconds, it tries whole numbers first."""
-
-
-class _Name(NamedTuple):
-    """The name of one JSON member on the path to an ID or an event time."""
-
-    quoted: bytes
-    """The name in quotes, as it appears in a value if none of its characters is escaped."""
-    depths: tuple[int, ...]
-    """The nesting depths at which the paths contain the name, with one entry per occurrence."""
 
 
 def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
@@ -70,42 +61,29 @@ def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
     return joined.count(quoted) <= times
 
 
-def _rows_repeating(values: Sequence[bytes], names: tuple[_Name, ...]) -> list[int]:
-    """Return the rows in which a member name occurs more than once at a depth where a path contains the name.
+def _rows_repeating(joined: bytes, objects: Sequence[bytes | msgspec.Raw], node: _Node) -> list[int]:
+    """Return the rows whose object, or an object in it on a path, may repeat a member on a path.
 
-    The values must be valid JSON without backslashes, so that every quote begins or ends a string.
+    msgspec keeps the last of several members with the same name. Unless a name is repeated, it occurs exactly once more in
+    the text of the object than in the text of the values that msgspec has kept.
     """
-    text = np.frombuffer(b"\n".join(values), np.uint8)
-    quotes = text == ord('"')
-    # The parity of the number of quotes so far becomes 1 at a string's opening quote, and 0 at its closing quote.
-    inside = np.cumsum(quotes, dtype=np.uint8) & 1
-    outside = inside == 0
-    # Setting this bit turns `[` into `{` and `]` into `}`, so that both kinds of brackets count.
-    folded = text | 0x20
-    steps = ((folded == ord("{")) & outside).view(np.int8) - ((folded == ord("}")) & outside).view(np.int8)
-    depths = np.cumsum(steps, dtype=np.int32)
-    openings = np.flatnonzero(quotes & (inside == 1))
-    at_depth = depths[openings]
-    ends = np.cumsum(np.fromiter(map(len, values), np.int64, len(values)) + 1)
-    repeating = np.zeros(len(values), np.bool_)
-    for name in names:
-        for depth in set(name.depths):
-            found = _members_at(text, openings[at_depth == depth], name.quoted)
-            rows = np.searchsorted(ends, found, side="right")
-            repeating |= np.bincount(rows, minlength=len(values)) > name.depths.count(depth)
-    odd: list[int] = np.flatnonzero(repeating).tolist()
-    return odd
-
-
-def _members_at(text: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], quoted: bytes) -> npt.NDArray[np.int64]:
-    starts = starts[starts < len(text) - len(quoted) - _MARGIN_BYTES]
-    for at, char in enumerate(quoted):
-        starts = starts[text[starts + at] == char]
-    behind = text[starts + len(quoted)]
-    # A string directly before a comma or a closing bracket is a value. A string before white space counts as a name.
-    is_value = (behind == ord(",")) | (behind == ord("}")) | (behind == ord("]"))
-    names: npt.NDArray[np.int64] = starts[~is_value]
-    return names
+    kept = _MEMBERS.decode_lines(joined)
+    values = b"\n".join(chain.from_iterable(map(dict.values, kept)))
+    for name in node.members:
+        quoted = f'"{name}"'.encode()
+        if joined.count(quoted) != values.count(quoted) + len(objects):
+            return [
+                row
+                for row, (text, members) in enumerate(zip(objects, kept, strict=True))
+                if bytes(text).count(quoted) != sum(bytes(value).count(quoted) for value in members.values()) + 1
+            ]
+    for name, below in node.members.items():
+        if below.members:
+            inner = [members[name] for members in kept]
+            repeating = _rows_repeating(b"\n".join(inner), inner, below)
+            if repeating:
+                return repeating
+    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +94,10 @@ class JsonColumns:
     ids: tuple[Callable[[Any], Any], ...]
     time: Callable[[Any], Any] | None
     unit: TimeUnit
-    names: tuple[_Name, ...]
+    tree: _Node
+    """The names on the paths, as they contain one another."""
+    names: tuple[tuple[bytes, int], ...]
+    """Each name on a path in quotes, as it appears in a value, and the number of its places on the paths."""
     escapes: tuple[bytes, ...]
     """Escape sequences that no value may contain, because a member name could be spelled with them."""
 
@@ -131,9 +112,11 @@ class JsonColumns:
         rows = self._rows(joined) if plain and _are_objects(joined, there) else None
         if rows is None or len(rows) != len(there):
             raise NotInColumns(self._odd_rows(there, plain=plain))
-        repeating = self._repeating(joined, there)
-        if repeating:
-            raise NotInColumns(repeating)
+        # No member on a path may be repeated. Every row is known to have each of these members.
+        if not all(_occurs_at_most(joined, quoted, places * len(there)) for quoted, places in self.names):
+            repeating = _rows_repeating(joined, there, self.tree)
+            if repeating:
+                raise NotInColumns(repeating)
         columns = [list(map(member, rows)) for member in self.ids]
         return columns, None if self.time is None else times_ms_of(list(map(self.time, rows)), self.unit)
 
@@ -156,20 +139,6 @@ class JsonColumns:
             if not is_object or not (plain or (self._is_plain(value) and not may_be_deep(value))):
                 odd.append(row)
         return odd
-
-    def _repeating(self, joined: bytes, values: list[bytes]) -> list[int]:
-        """Return rows that may repeat a member on a path. Every row must be known to have each of these members."""
-        if all(_occurs_at_most(joined, name.quoted, len(name.depths) * len(values)) for name in self.names):
-            return []
-        if b"\\" not in joined:
-            return _rows_repeating(values, self.names)
-        often = [
-            row
-            for row, value in enumerate(values)
-            if any(value.count(name.quoted) > len(name.depths) for name in self.names)
-        ]
-        escaped = [row for row in often if b"\\" in values[row]]
-        return escaped or [often[at] for at in _rows_repeating([values[row] for row in often], self.names)]
 
     def _rows(self, joined: bytes) -> list[Any] | None:
         for decoder in self.decoders:
@@ -204,7 +173,8 @@ def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns 
         ids=tuple(attrgetter(tree.attribute(path)) for path in ids),
         time=None if time is None else attrgetter(tree.attribute(time.path)),
         unit="ms" if time is None else time.unit,
-        names=tuple(_Name(f'"{name}"'.encode(), tuple(depths)) for name, depths in names.items()),
+        tree=tree,
+        names=tuple((f'"{name}"'.encode(), places) for name, places in names.items()),
         # These are the beginnings of the escape sequences that could spell a character of these names.
         escapes=tuple(b"\\u00%d" % high for high in range(2, 8)) if "".join(names).isascii() else (b"\\u",),
     )
@@ -226,12 +196,11 @@ class _Node:
         here.leaf = "time" if is_time else "id"
         return True
 
-    def names(self, depth: int = 1) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        for name, node in self.members.items():
-            found.setdefault(name, []).append(depth)
-            for below, depths in node.names(depth + 1).items():
-                found.setdefault(below, []).extend(depths)
+    def names(self) -> Counter[str]:
+        """Return each name in this tree, with the number of its places."""
+        found = Counter(list(self.members))
+        for node in self.members.values():
+            found += node.names()
         return found
 
     def struct(self, time_type: object) -> object:
