@@ -64,8 +64,8 @@ def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
 def _rows_repeating(joined: bytes, objects: Sequence[bytes | msgspec.Raw], node: _Node) -> list[int]:
     """Return the rows whose object, or an object in it on a path, may repeat a member on a path.
 
-    msgspec keeps the last of several members with the same name. Unless a name is repeated, it occurs exactly once more in
-    the text of the object than in the text of the values that msgspec has kept.
+    msgspec keeps the last of several members with the same name. Unless a name is repeated, it occurs exactly once more
+    in the text of the object than in the text of the values that msgspec has kept.
     """
     kept = _MEMBERS.decode_lines(joined)
     values = b"\n".join(chain.from_iterable(map(dict.values, kept)))
