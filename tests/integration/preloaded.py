@@ -87,7 +87,7 @@ class Preloaded:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         line = [sys.executable, __file__, str(theirs.fileno())]
         # With threads of BLAS, a fork would be a copy of one thread of two.
-        environ = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+        environ = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
         process = subprocess.Popen(line, pass_fds=[theirs.fileno()], env=environ, start_new_session=True)
         theirs.close()
         atexit.register(lambda: (ours.close(), process.wait()))

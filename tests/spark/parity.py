@@ -152,12 +152,15 @@ _IN_CSV = {"format": "csv", "columns": ["tenant", "id", "number", "placed", "v"]
 PACKED: dict[str, dict[str, Any]] = {
     "msgpack": {"source": {"format": "msgpack"}, **_KEPT},
     "msgpack-fields": {"source": {"format": "msgpack"}, **_BY_FIELDS},
+    "msgpack-python": {"source": {"format": "msgpack"}, **RULES["python"]},
     "cbor": {"source": {"format": "cbor"}, **_KEPT},
     "cbor-fields": {"source": {"format": "cbor"}, **_BY_FIELDS},
     "protobuf": {"source": _IN_PROTOBUF, **_KEPT},
     "protobuf-fields": {"source": _IN_PROTOBUF, **_BY_FIELDS},
+    "protobuf-parts": {"source": _IN_PROTOBUF, **RULES["parts"]},
     "protobuf-zero": {"source": _IN_PROTOBUF, "tracking_id": {"fields": ["order.id", "v"], "zero": "value"}},
     "csv": {"source": _IN_CSV, **_KEPT},
+    "csv-instant": {"source": _IN_CSV, "tracking_id": {"fields": ["placed", "id"], "normalize": ["instant"]}},
     "csv-fields": {
         "source": _IN_CSV,
         "tracking_id": {"fields": ["tenant", "number"]},

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+
+def _decoded(value: bytes) -> Any:
+    try:
+        return msgspec.msgpack.decode(value)
+    except msgspec.DecodeError:
+        return json.loads(value)
 
 
 def own_id(key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]) -> object:
@@ -13,7 +23,7 @@ def own_id(key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, 
     for name, content in headers:
         if name == "id" and content:
             return content
-    found = json.loads(value)["id"]
+    found = _decoded(value)["id"]
     if isinstance(found, float):
         raise TypeError("an amount is no order")
     return found

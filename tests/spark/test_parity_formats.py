@@ -17,12 +17,12 @@ from dedup.spark.kafka_source import read_kafka
 from dedup.topology.parse import parse
 from tests.brokers import read_all
 from tests.integration.workload import Event
-from tests.spark.parity import ALL, document, model_record, of_format, recipe_of, row_of, rules_of, stream
+from tests.spark.parity import ALL, FORMATS, document, model_record, of_format, recipe_of, row_of, rules_of, stream
 from tests.spark.parity_topics import ANY_TIME, rows_in_topics, sent
 from tests.spark.test_parity_model import rows_of
-from tests.spark.test_parity_worker import FEW, compared, start_worker, until_ended
+from tests.spark.test_parity_worker import FEW, compared, compared_at_length, start_worker, until_ended
 
-__all__ = ["compared"]  # a fixture
+__all__ = ["compared", "compared_at_length"]  # fixtures
 
 pytestmark = pytest.mark.broker
 
@@ -66,11 +66,7 @@ def test_behind_a_repartition_topic_in_its_order(spark, kafka, admin, topic_name
     file.write_text(json.dumps(made), encoding="utf-8")
     topology = parse(file.read_text(encoding="utf-8"), name=name)
     admin.create_topic(topology.output.topic, 2, ANY_TIME)
-    worker = start_worker(tmp_path, file, kafka, name)
-    try:
-        until_ended(worker, tmp_path / f"{name}.log", 1_800)
-    finally:
-        worker.kill()
+    until_ended({name: start_worker(tmp_path, file, kafka, name)}, tmp_path, 1_800)
     now_ms = int(time.time() * 1000)
     model = by_model_of_log(kafka, topology, 2, now_ms)
     assert len(model) == len(events)
@@ -80,6 +76,17 @@ def test_behind_a_repartition_topic_in_its_order(spark, kafka, admin, topic_name
     batch = rows_of(judged(history.records, topology, now_ms=now_ms, order="offsets", feeds=history.feeds))
     assert {place: row for place, (row, _) in batch.items()} == model
     assert rows_in_topics(kafka.bootstrap, topology, places) == model
+
+
+# In each format once, and by each rule for IDs that the formats came with.
+IN_CI = {"framed-fields", "avro-first-of", "protobuf-parts", "msgpack-python", "cbor-fields", "csv-instant"}
+BY_FORMAT = [name if name in IN_CI else pytest.param(name, marks=pytest.mark.long) for name in FORMATS]
+
+
+@pytest.mark.timeout(3_600)
+@pytest.mark.parametrize("name", BY_FORMAT)
+def test_one_long_stream_is_judged_alike_by_all_four(compared_at_length, name):
+    compared_at_length(name)
 
 
 @pytest.mark.timeout(900)
