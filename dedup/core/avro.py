@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice, repeat
@@ -22,10 +21,10 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
-from dedup.core.columns import NotInColumns, texts_of
 from dedup.core.event_time import FieldTime, TimeUnit
 from dedup.core.exact_json import ABSENT, Absent, Number, Unreadable, with_foreign_format
 from dedup.core.framing import PREFIX_BYTES
+from dedup.core.odd_rows import NotInColumns, among, refuse, texts_of
 from dedup.core.tracking_id import Path
 from dedup.core.varint import PADDING, Damaged, varint, varints
 
@@ -385,9 +384,7 @@ class AvroReader:
             batch.walk(self._schema, self._want, slice(None), 0)
         except Unreadable:
             raise NotInColumns from None
-        longer = batch.at != batch.ends
-        if longer.any():
-            raise NotInColumns(np.flatnonzero(longer).tolist())
+        refuse(batch.at != batch.ends)
         return batch.found
 
     def time_of(self, slot: int) -> FieldTime | None:
@@ -592,8 +589,8 @@ class _Batch:
         chosen = self._varints(rows)
         self._pay(chosen)
         least, most = int(chosen.min()), int(chosen.max())
-        if least < 0 or most >= len(branches):
-            raise self._refused(rows, (chosen < 0) | (chosen >= len(branches)))
+        with among(rows):
+            refuse((chosen < 0) | (chosen >= len(branches)))
         if least == most:
             self.walk(branches[least], want, rows, depth + 1)
             return
@@ -610,12 +607,11 @@ class _Batch:
             sized = going[counts < 0]
             due = self._varints(sized) + self.at[sized]
             counts = np.abs(counts)
-            damaged = (counts < 0) | (counts > self.ends[going] - self.at[going])
-            if damaged.any():
-                raise self._refused(going, damaged)
+            with among(going):
+                refuse((counts < 0) | (counts > self.ends[going] - self.at[going]))
             self._block(node, going, counts, depth)
-            if (due != self.at[sized]).any():
-                raise self._refused(sized, due != self.at[sized])
+            with among(sized):
+                refuse(due != self.at[sized])
 
     def _pay(self, values: _Longs) -> None:
         self._credit += len(values) - _ROWS_PER_STEP
@@ -640,14 +636,15 @@ class _Batch:
         match node.kind:
             case "int" | "long" | "enum":
                 numbers = self._varints(rows)
-                if node.kind == "enum" and (numbers.min() < 0 or numbers.max() >= len(node.symbols)):
-                    raise self._refused(rows, (numbers < 0) | (numbers >= len(node.symbols)))
+                if node.kind == "enum":
+                    with among(rows):
+                        refuse((numbers < 0) | (numbers >= len(node.symbols)))
                 self._put(want, rows, lambda time: _number_leaves(node, numbers, time))
             case "boolean":
                 flags = self._text[self.at[rows]]
                 self._advance(rows, 1)
-                if flags.max() > 1:
-                    raise self._refused(rows, flags > 1)
+                with among(rows):
+                    refuse(flags > 1)
                 self._put(want, rows, lambda time: [leaf_of(node, flag, time) for flag in flags.tolist()])
             case _:
                 lengths: _Longs | int = node.width if node.width >= 0 else self._varints(rows)
@@ -656,34 +653,20 @@ class _Batch:
                 if want.slots:
                     ends = (starts + lengths).tolist()
                     parts = [self._joined[start:end] for start, end in zip(starts.tolist(), ends, strict=True)]
-                    with self._placed(rows):
+                    with among(rows):
                         self._put(want, rows, lambda time: _part_leaves(node, parts, time))
 
     def _varints(self, rows: _Rows) -> _Longs:
-        with self._placed(rows):
+        with among(rows):
             raw, self.at[rows] = varints(self._text, self.at[rows], self.ends[rows])
         numbers: _Longs = (raw >> np.uint64(1)).astype(np.int64) ^ -(raw & np.uint64(1)).astype(np.int64)
         return numbers
 
     def _advance(self, rows: _Rows, lengths: _Longs | int) -> None:
         at = self.at[rows]
-        damaged = (lengths < 0) | (lengths > self.ends[rows] - at)
-        if damaged.any():
-            raise self._refused(rows, damaged)
+        with among(rows):
+            refuse((lengths < 0) | (lengths > self.ends[rows] - at))
         self.at[rows] = at + lengths
-
-    @contextmanager
-    def _placed(self, rows: _Rows) -> Iterator[None]:
-        """Name rows by their positions in the batch if what is done with ``rows`` raises NotInColumns."""
-        try:
-            yield
-        except NotInColumns as refused:
-            places = refused.rows if isinstance(rows, slice) else rows[refused.rows].tolist()
-            raise NotInColumns(places) from None
-
-    def _refused(self, rows: _Rows, damaged: npt.NDArray[np.bool_]) -> NotInColumns:
-        places = np.flatnonzero(damaged)
-        return NotInColumns((places if isinstance(rows, slice) else rows[places]).tolist())
 
 
 def _number_leaves(node: Scalar, numbers: _Longs, time: FieldTime | None) -> list[Any]:

@@ -14,10 +14,10 @@ from operator import itemgetter
 from typing import Final, Literal
 
 from dedup.core.avro import Leaf
-from dedup.core.columns import NotInColumns, is_utf8
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import ABSENT, Number, with_foreign_format
 from dedup.core.member_reader import MemberReader, not_of_format, time_leaf
+from dedup.core.odd_rows import NotInColumns, is_utf8
 from dedup.core.tracking_id import Path
 from dedup.core.varint import Damaged
 

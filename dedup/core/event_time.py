@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dedup.core.columns import NotInColumns
 from dedup.core.exact_json import ABSENT, NotJudged, Number, Unreadable
+from dedup.core.odd_rows import NotInColumns
 from dedup.core.tracking_id import Path, format_path
 
 TimeUnit = Literal["rfc3339", "s", "ms", "us", "timestamp"]

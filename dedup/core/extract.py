@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple, assert_never
 
 from dedup.core import tracking_id as encoding
 from dedup.core.avro import Leaf
-from dedup.core.columns import NotInColumns, Pieces, in_order, in_pieces, present
 from dedup.core.event_time import EventTime, FieldTime, typed_times_ms
 from dedup.core.exact_json import Unreadable, content_of
 from dedup.core.extract_one import (
@@ -45,6 +44,7 @@ from dedup.core.extract_one import (
 from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, payloads_of, refs_of, rows_by_ref
 from dedup.core.id_columns import PartMemo, bytes_keys, composite_ids, instant_ids, kept, kept_if, scalar_keys
 from dedup.core.json_columns import compile_columns
+from dedup.core.odd_rows import NotInColumns, Pieces, in_order, in_pieces, present
 from dedup.core.tracking_id import (
     CONTENT,
     CodeRule,

@@ -25,9 +25,9 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 import numpy as np
 
-from dedup.core.columns import NotInColumns, is_utf8, present
 from dedup.core.event_time import MAX_MS, MIN_MS, FieldTime, TimeUnit, times_ms_of
 from dedup.core.exact_json import DECODE_REFUSALS, SHORT_BYTES, may_be_deep
+from dedup.core.odd_rows import NotInColumns, is_utf8
 from dedup.core.tracking_id import Path
 
 _OPENING, _CLOSING = b"{}"
@@ -75,7 +75,8 @@ def _rows_repeating(joined: bytes, objects: Sequence[bytes | msgspec.Raw], node:
             return [
                 row
                 for row, (text, members) in enumerate(zip(objects, kept, strict=True))
-                if bytes(text).count(quoted) != sum(bytes(value).count(quoted) for value in members.values()) + 1
+                if (found := bytes(text).count(quoted)) > 1
+                and found != sum(bytes(value).count(quoted) for value in members.values()) + 1
             ]
     for name, below in node.members.items():
         if below.members:
@@ -101,20 +102,18 @@ class JsonColumns:
     escapes: tuple[bytes, ...]
     """Escape sequences that no value may contain, because a member name could be spelled with them."""
 
-    def decode(self, values: Sequence[bytes | None]) -> tuple[list[list[str | int]], list[int] | None]:
+    def decode(self, values: Sequence[bytes]) -> tuple[list[list[str | int]], list[int] | None]:
         """Return a column for each ID path and the column of times.
 
         Raises NotInColumns if any row requires `extract_one`.
         """
-        there = present(values)
-        joined = b"\n".join(there)
-        plain = self._is_plain(joined) and (max(map(len, there)) <= SHORT_BYTES or not any(map(may_be_deep, there)))
-        rows = self._rows(joined) if plain and _are_objects(joined, there) else None
-        if rows is None or len(rows) != len(there):
-            raise NotInColumns(self._odd_rows(there, plain=plain))
+        joined = b"\n".join(values)
+        rows = self._rows(joined) if self._is_plain(joined) and _are_objects(joined, values) else None
+        if rows is None or len(rows) != len(values):
+            raise NotInColumns(self._odd_rows(joined, values))
         # No member on a path may be repeated. Every row is known to have each of these members.
-        if not all(_occurs_at_most(joined, quoted, places * len(there)) for quoted, places in self.names):
-            repeating = _rows_repeating(joined, there, self.tree)
+        if not all(_occurs_at_most(joined, quoted, places * len(values)) for quoted, places in self.names):
+            repeating = _rows_repeating(joined, values, self.tree)
             if repeating:
                 raise NotInColumns(repeating)
         columns = [list(map(member, rows)) for member in self.ids]
@@ -125,9 +124,10 @@ class JsonColumns:
         # Searching for one byte is 50 times as fast as searching for a sequence of two bytes.
         return is_utf8(joined) and (b"\\" not in joined or not any(escape in joined for escape in self.escapes))
 
-    def _odd_rows(self, values: list[bytes], *, plain: bool) -> list[int]:
-        """Return the rows that alone make a batch unfit for columns, if all are JSON text that is ``plain`` or not."""
+    def _odd_rows(self, joined: bytes, values: Sequence[bytes]) -> list[int]:
+        """Return the rows that alone make a batch unfit for columns."""
         odd: list[int] = []
+        plain = self._is_plain(joined) and max(map(len, values)) <= SHORT_BYTES
         decode = self.decoders[-1].decode  # it accepts what the other decoders accept
         for row, value in enumerate(values):
             try:
@@ -221,11 +221,13 @@ class _Node:
         return ".".join(steps)
 
 
-def _are_objects(joined: bytes, values: list[bytes]) -> bool:
-    """Tell whether every value begins and ends like an object."""
+def _are_objects(joined: bytes, values: Sequence[bytes]) -> bool:
+    """Tell whether every value begins and ends like an object, and is certainly not nested too deeply."""
     lengths = np.fromiter(map(len, values), np.int64, len(values))
     if lengths.min() == 0:
         return False
     ends = np.cumsum(lengths + 1) - 1
     text = np.frombuffer(joined, np.uint8)
-    return bool((text[ends - lengths] == _OPENING).all() and (text[ends - 1] == _CLOSING).all())
+    if not ((text[ends - lengths] == _OPENING).all() and (text[ends - 1] == _CLOSING).all()):
+        return False
+    return bool(lengths.max() <= SHORT_BYTES) or not any(map(may_be_deep, values))

@@ -14,9 +14,9 @@ from typing import ClassVar, Final, assert_never
 from uuid import UUID
 
 from dedup.core.avro import Instant, Leaf, Refused
-from dedup.core.columns import NotInColumns, in_order, in_pieces
 from dedup.core.event_time import FieldTime, TimeUnit
 from dedup.core.exact_json import ABSENT, Absent, NotJudged, Number, Unreadable, with_foreign_format
+from dedup.core.odd_rows import NotInColumns, in_order, in_pieces
 from dedup.core.tracking_id import Path
 from dedup.core.varint import Damaged
 

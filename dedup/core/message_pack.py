@@ -23,7 +23,6 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 
 from dedup.core.avro import Instant, Leaf, Refused
-from dedup.core.columns import NotInColumns
 from dedup.core.event_time import MAX_MS, MIN_MS, FieldTime, TimeUnit
 from dedup.core.exact_json import DECODE_REFUSALS
 from dedup.core.member_reader import (
@@ -38,6 +37,7 @@ from dedup.core.member_reader import (
     runs_of,
     time_leaf,
 )
+from dedup.core.odd_rows import NotInColumns
 from dedup.core.tracking_id import Path
 from dedup.core.varint import Damaged
 

@@ -8,8 +8,7 @@ protobuf.dev.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, cast
@@ -18,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dedup.core.avro import Leaf, Refused
-from dedup.core.columns import NotInColumns, texts_of
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import ABSENT, Absent, Number, Unreadable, with_foreign_format
+from dedup.core.odd_rows import NotInColumns, among, refuse, texts_of
 from dedup.core.proto_schema import MAX_DEPTH, SCALARS, TIMESTAMP, Field, Message, message_at, parse_proto
 from dedup.core.tracking_id import Path
 from dedup.core.varint import PADDING, Damaged, varint, varints
@@ -297,9 +296,7 @@ def _numbers(column: _Column, raws: _Raws) -> list[Leaf]:
 def _times_ms(seconds: _Raws, nanos: _Raws) -> list[int]:
     """Convert timestamps to milliseconds. Raises NotInColumns if any timestamp is invalid."""
     whole, rest = seconds.view(np.int64), nanos.astype(np.uint32).view(np.int32).astype(np.int64)
-    invalid = (whole < _LEAST_S) | (whole > _MOST_S) | (rest < 0) | (rest >= _SECOND_NS)
-    if invalid.any():
-        raise NotInColumns(np.flatnonzero(invalid).tolist())
+    refuse((whole < _LEAST_S) | (whole > _MOST_S) | (rest < 0) | (rest >= _SECOND_NS))
     return cast("list[int]", (whole * 1000 + rest // _MS_NS).tolist())
 
 
@@ -377,15 +374,6 @@ class _Cursor:
         return raw
 
 
-@contextmanager
-def _placed(rows: _Longs) -> Iterator[None]:
-    """Name rows by their positions in the batch if what is done with ``rows`` raises NotInColumns."""
-    try:
-        yield
-    except NotInColumns as refused:
-        raise NotInColumns(rows[refused.rows].tolist()) from None
-
-
 class _Batch:
     """The Protobuf values of a batch. `walk` reads one message in each of the given rows."""
 
@@ -414,11 +402,9 @@ class _Batch:
         tags = np.zeros(len(rows), np.uint64)
         due: slice | _Longs = slice(None)
         while len(rows):
-            places = rows[due]
-            with _placed(places):
+            with among(rows[due]):
                 found, at[due] = varints(self._text, at[due], ends[due])
-            if (found > _MOST_TAG).any():
-                raise NotInColumns(places[found > _MOST_TAG].tolist())
+                refuse(found > _MOST_TAG)
             tags[due] = found
             tag = int(tags.min())
             if tag == _OVER:
@@ -439,12 +425,11 @@ class _Batch:
         wire = tag & 7
         if not tag >> 3 or wire not in {_VARINT, _FIXED64, _SIZED, _FIXED32}:
             raise NotInColumns(rows.tolist())
-        with _placed(rows):
-            raws, starts, behind = self._value(wire, at, ends)
         if step is not None and step.is_wanted and step.wire not in {-1, wire}:
             raise NotInColumns(rows.tolist())
-        if (behind > ends).any():
-            raise NotInColumns(rows[behind > ends].tolist())
+        with among(rows):
+            raws, starts, behind = self._value(wire, at, ends)
+            refuse(behind > ends)
         if step is not None and step.wire in {-1, wire}:
             if step.takes and wire in _WIDTHS:
                 places = starts[:, np.newaxis] + np.arange(_WIDTHS[wire])
@@ -461,8 +446,7 @@ class _Batch:
         raws, behind = varints(self._text, at, ends)
         if wire == _VARINT:
             return raws, at, behind
-        if int(raws.max()) > len(self.joined):
-            raise NotInColumns(np.flatnonzero(raws > len(self.joined)).tolist())
+        refuse(raws > len(self.joined))
         return behind.view(np.uint64), behind, behind + raws.view(np.int64)
 
     def _take(self, step: _Step, rows: _Longs, raws: _Raws, ends: _Longs) -> None:

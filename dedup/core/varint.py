@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dedup.core.columns import NotInColumns
+from dedup.core.odd_rows import NotInColumns, refuse
 
 PADDING: Final = bytes(16)
 """The bytes that follow the last value of a batch, so that a truncated number can be read before it is refused."""
@@ -62,7 +62,5 @@ def varints(text: npt.NDArray[np.uint8], at: _Longs, ends: _Longs) -> tuple[npt.
         raw[going] |= (byte & _LOW).astype(np.uint64) << np.uint64(shift)
         at[going] += 1
         going, shift = going[byte > _LOW], shift + 7
-    beyond = at > ends
-    if beyond.any():
-        raise NotInColumns(np.flatnonzero(beyond).tolist())
+    refuse(at > ends)
     return raw, at

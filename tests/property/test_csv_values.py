@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dedup.core.columns import NotInColumns
 from dedup.core.csv_row import CsvLayout, CsvReader, Delimiter
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import Unreadable
 from dedup.core.member_reader import Damaged
+from dedup.core.odd_rows import NotInColumns
 
 BETWEEN: dict[Delimiter, str] = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 DELIMITERS = st.sampled_from(list(BETWEEN.items()))

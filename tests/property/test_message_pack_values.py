@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dedup.core.avro import Leaf, Refused
-from dedup.core.columns import NotInColumns
 from dedup.core.event_time import FieldTime, RecordTime
 from dedup.core.exact_json import ABSENT, Number, Unreadable
 from dedup.core.extract_one import Recipe
 from dedup.core.member_reader import MemberReader
 from dedup.core.message_pack import MessagePackReader
+from dedup.core.odd_rows import NotInColumns
 from dedup.core.tracking_id import FieldRule, FirstOfRule, HeaderRule, KeyRule, TrackingId
 from tests.extraction import same_in_columns
 

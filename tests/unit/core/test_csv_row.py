@@ -4,12 +4,12 @@ import tracemalloc
 
 import pytest
 
-from dedup.core.columns import NotInColumns
 from dedup.core.csv_row import CsvLayout, CsvReader
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import Unreadable
 from dedup.core.extract import Recipe
 from dedup.core.extract_one import One
+from dedup.core.odd_rows import NotInColumns
 from dedup.core.tracking_id import (
     FieldRule,
     FieldsRule,

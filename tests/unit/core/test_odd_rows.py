@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from dedup.core import extract
-from dedup.core.columns import NotInColumns, in_order, in_pieces, texts_of
 from dedup.core.csv_row import CsvLayout
 from dedup.core.event_time import FieldTime, RecordTime
 from dedup.core.extract import Extractor, Recipe
 from dedup.core.extract_one import Fault, extract_one
+from dedup.core.odd_rows import NotInColumns, in_order, in_pieces, texts_of
 from dedup.core.tracking_id import ContentRule, FieldRule, HeaderRule, KeyRule, TrackingId
 
 COUNT = 1_000
@@ -114,9 +114,19 @@ def test_records_without_a_key_or_a_header_alone_are_read_one_by_one(rule):
 
 def test_rows_that_no_attempt_names_are_left_to_the_last_resort():
     def refuse(rows):
-        raise NotInColumns([0] if len(rows) > 3 else [])
+        raise NotInColumns([0] if len(rows) > 98 else [])
 
-    assert in_pieces(5, refuse, list, tuple) == [([0], [0]), ([1], [1]), ([2, 3, 4], (2, 3, 4))]
+    left = range(2, 100)
+    assert in_pieces(100, refuse, list, tuple) == [([0], [0]), ([1], [1]), ([*left], (*left,))]
+
+
+def test_the_last_few_rows_are_not_tried_again():
+    def refuse(rows):
+        assert len(rows) == 17
+        raise NotInColumns([3])
+
+    left = [row for row in range(17) if row != 3]
+    assert in_pieces(17, refuse, list, lambda _: pytest.fail("the rows are known")) == [([3], [3]), (left, left)]
 
 
 def test_attempts_that_find_one_row_each_end():

@@ -6,14 +6,18 @@ then only these are read one by one. So one unusual record among thousands costs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-_ATTEMPTS: Final = 12
+_ATTEMPTS: Final = 8
 """How often columns are tried, because an attempt can reveal odd rows that the one before could not see. This many
 attempts take about as long as reading all rows one by one."""
+_FEW: Final = 16
+"""If at most this many rows are left, another attempt takes longer than reading them one by one."""
 
 T = TypeVar("T")
 Pieces = list[tuple[Sequence[int], T]]
@@ -52,9 +56,28 @@ def in_pieces(
         taken = [row for at, row in enumerate(left) if at in odd]
         pieces.append((taken, one_by_one(taken)))
         left = [row for at, row in enumerate(left) if at not in odd]
-        if not left:
-            return pieces
+        if len(left) <= _FEW:
+            break
+    if not left:
+        return pieces
     return [*pieces, (left, one_by_one(left))]
+
+
+def refuse(odd: npt.NDArray[np.bool_]) -> None:
+    """Raise NotInColumns with the rows that are marked as odd, if any is."""
+    if odd.any():
+        raise NotInColumns(np.flatnonzero(odd).tolist())
+
+
+@contextmanager
+def among(rows: slice | npt.NDArray[np.int64]) -> Iterator[None]:
+    """Name rows by their positions in the batch if NotInColumns is raised for some of ``rows``; a slice is all rows."""
+    try:
+        yield
+    except NotInColumns as refused:
+        if isinstance(rows, slice):
+            raise
+        raise NotInColumns(rows[refused.rows].tolist()) from None
 
 
 def in_order(count: int, pieces: Pieces[Any]) -> list[int]:
