@@ -203,7 +203,7 @@ def odd(plain: list[dict[str, object]], events: list[bytes]) -> None:
         "no ID": lambda value: value.replace(b'"event_id"', b'"other_id"'),
         "truncated": lambda value: value[:-9],
         "null value": lambda _: None,
-        "escapes": lambda value: value.replace(b"/catalogue", b"\\u0041catalogue"),
+        "escapes": lambda value: value.replace(b"/catalogue", b"/c\\u0061talogue"),
         "repeated member": lambda value: value.replace(b'"page"', b'"event_id"'),
     }
     odd_ones("json", "", events, in_json)

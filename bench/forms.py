@@ -23,7 +23,7 @@ _FRAME: Final = b"\0" + _SCHEMA_ID.to_bytes(4, "big")
 _FIRST_MESSAGE: Final = b"\0"
 """The message indexes of a Protobuf value whose type is the first one of its schema."""
 _ODD_EVERY: Final = 100
-"""In the form `odd`, one event among so many begins with white space, so that dedup can not read it in columns."""
+"""In the form `odd`, one event among so many has an escaped letter in a name, and so can not be read in columns."""
 _AVRO: Final = json.dumps(
     {
         "type": "record",
@@ -73,7 +73,7 @@ def encoder(form: str) -> Callable[[bytes], bytes]:
         case "json" | "headers":
             return lambda value: value
         case "odd":
-            return lambda value: b" " + value if crc32(value) % _ODD_EVERY == 0 else value
+            return lambda value: value.replace(b'"user"', b'"us\\u0065r"') if crc32(value) % _ODD_EVERY == 0 else value
         case "json_schema":
             return lambda value: _FRAME + value
         case "avro":

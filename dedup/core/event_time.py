@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from calendar import monthrange
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar, assert_never
@@ -28,6 +29,8 @@ _POWER: Final = {"s": 3, "ms": 0, "us": -3}
 """Maps each unit to the exponent of the power of ten that converts a number of this unit to milliseconds."""
 
 _MONTH_DAYS: Final = np.array([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31])
+_MANY: Final = 16
+"""The minimum number of strings for which a column is faster than converting them one by one."""
 _FRACTION_AT: Final = 19
 """The index of the decimal point in an RFC 3339 string with fractions of a second."""
 
@@ -250,7 +253,7 @@ def times_ms_of(column: list[Any], unit: TimeUnit) -> list[int]:
                 return [time * 1000 for time in column]
             return _all(list(map(_seconds_ms, column)))
         case "rfc3339":
-            return rfc3339_column_ms(column) or _all(list(map(rfc3339_ms, column)))
+            return rfc3339_column_ms(column) or _all(_by_length(column))
         case never:
             assert_never(never)
 
@@ -274,6 +277,20 @@ def _all(times_ms: list[int | None]) -> list[int]:
     if len(known) < len(times_ms):
         raise NotInColumns([row for row, time_ms in enumerate(times_ms) if time_ms is None])
     return known
+
+
+def _by_length(texts: list[str]) -> list[int | None]:
+    """Convert RFC 3339 strings of several layouts, as Java's Instant writes them: without zeros at a fraction's end."""
+    rows: defaultdict[int, list[int]] = defaultdict(list)
+    for row, text in enumerate(texts):
+        rows[len(text)].append(row)
+    times_ms: list[int | None] = [None] * len(texts)
+    for equal in rows.values():
+        part = [texts[row] for row in equal]
+        column = rfc3339_column_ms(part) if _MANY <= len(part) < len(texts) else None
+        for row, time_ms in zip(equal, column or map(rfc3339_ms, part), strict=True):
+            times_ms[row] = time_ms
+    return times_ms
 
 
 def _seconds_ms(raw: msgspec.Raw) -> int | None:

@@ -55,12 +55,11 @@ ODD = [
     ("another type", JSON, in_json, b'{"id": 1.5, "t": "2026-01-31T08:00:00Z"}'),
     ("no time", JSON, in_json, b'{"id": "a", "t": "soon"}'),
     ("truncated", JSON, in_json, in_json(7)[:-9]),
-    ("white space", JSON, in_json, b" " + in_json(7)),
     ("no object", JSON, in_json, b"[" + in_json(7) + b"]"),
     ("no value", JSON, in_json, None),
     ("no bytes", JSON, in_json, b""),
     ("not UTF-8", JSON, in_json, in_json(7).replace(b'"v"', b'"\xff"')),
-    ("escapes", JSON, in_json, in_json(7).replace(b'"v"', b'"\\u0076"')),
+    ("escapes", JSON, in_json, in_json(7).replace(b'"v"', b'"\\u0069"')),
     ("repeated", JSON, in_json, in_json(7).replace(b'"v"', b'"id"')),
     ("nested deeply", JSON, in_json, in_json(7).replace(b": 7", b": " + b"[" * 600 + b"]" * 600)),
     ("no Avro", record("avro"), in_avro, b"\x7f"),
@@ -99,6 +98,25 @@ def test_odd_values_alone_are_read_one_by_one(recipe, usual, odd, every):
         else:
             assert (found.ids[row], found.times_ms[row]) == (one.id, one.time_ms)
             assert row not in found.faults
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda row, value: b" \t" + value + b"\r\n" if row % 3 else value,
+        lambda _, value: value.replace(b'"v"', b'"a\\u002B\\u003c\\n\\"v"'),
+        lambda row, value: value.replace(b".%03d" % (row % 1000), (b"", b".5", b".123456")[row % 3]),
+        lambda row, value: value.replace(b'"v": ', b'"customer": {"id": "a \\"id\\"", "t": [{"id": 1}]}, "v": '),
+    ],
+    ids=["white space", "escapes of other characters", "times of several lengths", "names again elsewhere"],
+)
+def test_usual_values_of_other_producers_are_read_in_columns(change):
+    values = [change(row, in_json(row)) for row in range(COUNT)]
+    with mock.patch.object(extract, "extract_one", side_effect=pytest.fail):
+        found = Extractor(JSON)([b"key"] * COUNT, values, [()] * COUNT, [0] * COUNT)
+    for row, value in enumerate(values):
+        one = extract_one(JSON, b"key", value, (), 0)
+        assert (found.ids[row], found.times_ms[row]) == (one.id, one.time_ms)
 
 
 @pytest.mark.parametrize("rule", [KeyRule(), HeaderRule("id")], ids=["key", "header"])
