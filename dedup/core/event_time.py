@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from calendar import monthrange
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar, assert_never
 
@@ -258,18 +258,16 @@ def times_ms_of(column: list[Any], unit: TimeUnit) -> list[int]:
             assert_never(never)
 
 
-def typed_times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
-    """Convert a column of typed values to milliseconds, or return None if any row requires `time_ms_of`."""
-    if set(map(type, column)) != {str if unit == "rfc3339" else int}:
-        return None
-    most = MAX_MS // 1000
-    if unit == "s" and (max(column) > most or min(column) < -most):
-        return None
-    if unit == "timestamp" and (max(column) > MAX_MS or min(column) < MIN_MS):
-        return None
-    with suppress(NotInColumns):
-        return times_ms_of(column, unit)
-    return None
+def typed_times_ms(column: Sequence[Any], unit: TimeUnit) -> list[int]:
+    """Convert a column of strings (for RFC 3339) or integers to milliseconds.
+
+    Raises NotInColumns if any row requires `time_ms_of`.
+    """
+    if unit in {"s", "timestamp"}:
+        most = MAX_MS // 1000 if unit == "s" else MAX_MS
+        if max(column) > most or min(column) < -most:
+            raise NotInColumns([row for row, time in enumerate(column) if not -most <= time <= most])
+    return times_ms_of(list(column), unit)
 
 
 def _all(times_ms: list[int | None]) -> list[int]:

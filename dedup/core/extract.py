@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, Final, NamedTuple, assert_never
+from typing import Any, Final, NamedTuple, TypeVar, assert_never
 
 from dedup.core import tracking_id as encoding
 from dedup.core.avro import Leaf
@@ -44,7 +44,7 @@ from dedup.core.extract_one import (
 from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, payloads_of, refs_of, rows_by_ref
 from dedup.core.id_columns import PartMemo, bytes_keys, composite_ids, instant_ids, kept, kept_if, scalar_keys
 from dedup.core.json_columns import compile_columns
-from dedup.core.odd_rows import NotInColumns, Pieces, in_order, in_pieces, present
+from dedup.core.odd_rows import NotInColumns, Pieces, in_order, in_pieces, of_other_types, present
 from dedup.core.tracking_id import (
     CONTENT,
     CodeRule,
@@ -68,6 +68,7 @@ from dedup.core.tracking_id import (
 __all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_extractor"]
 
 _INT64_BITS: Final = 64
+T = TypeVar("T")
 _BY_KEY: Final = TrackingId(KeyRule())
 _SOME_KEY: Final = [b"1"]
 _FEW: Final = 4
@@ -117,6 +118,11 @@ def compile_extractor(
     return Extractor(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude, schema_id, schema))
 
 
+def _at(rows: Sequence[int], column: Sequence[T]) -> Sequence[T]:
+    """Return a column's values in some rows, which are in ascending order."""
+    return column if len(rows) == len(column) else list(map(column.__getitem__, rows))
+
+
 class _Batch(NamedTuple):
     keys: Sequence[bytes | None]
     values: Sequence[bytes | None]
@@ -124,13 +130,8 @@ class _Batch(NamedTuple):
     timestamps_ms: Sequence[int]
 
     def only(self, rows: Sequence[int]) -> _Batch:
-        if len(rows) == len(self.values):
-            return self
         return _Batch(
-            list(map(self.keys.__getitem__, rows)),
-            list(map(self.values.__getitem__, rows)),
-            list(map(self.headers.__getitem__, rows)),
-            list(map(self.timestamps_ms.__getitem__, rows)),
+            _at(rows, self.keys), _at(rows, self.values), _at(rows, self.headers), _at(rows, self.timestamps_ms)
         )
 
 
@@ -186,7 +187,7 @@ class Extractor:
             lambda rows: self._one_by_one(batch.only(rows)),
             lambda rows: self._halved(batch.only(rows)),
         )
-        return pieces[0][1] if len(pieces) == 1 else self._merged(count, pieces)
+        return self._merged(count, pieces)
 
     def _by_function(self, batch: _Batch, rule: CodeRule) -> Extracted:
         """Call the user's function once for each record whose value has the expected format."""
@@ -272,6 +273,8 @@ class Extractor:
 
     def _merged(self, count: int, pieces: Pieces[Extracted]) -> Extracted:
         """Return one batch of rows that were extracted in pieces. A row that is in none of them has no ID."""
+        if len(pieces) == 1 and len(pieces[0][0]) == count:
+            return pieces[0][1]
         places = in_order(count, pieces)
         faults: dict[int, Fault] = {}
         for rows, part in pieces:
@@ -333,38 +336,17 @@ class Extractor:
         return self._of_columns(batch, values, reader.columns(values))
 
     def _of_columns(self, batch: _Batch, values: Sequence[bytes], columns: list[list[Leaf]]) -> Extracted:
-        """Return the results for values whose members have been read, so that an odd row slows down few others."""
-        count = len(values)
-        found = self._of_usual(batch, values, columns) if count > _FEW else None
-        if found is not None:
-            return found
-        odd = self._odd_rows(batch, columns)
-        if count <= _FEW or len(odd) == count:
-            leaves = list(zip(*columns, strict=True)) or [()] * count
-            rows = zip(*batch, leaves, strict=True)
-            return self._gathered([of_leaves(self.recipe, *row) for row in rows])  # type: ignore[arg-type]
-        half = count // 2
-        parts: list[Sequence[int]] = [range(half), range(half, count)]
-        if odd:
-            parts = [[row for row in range(count) if row not in odd], sorted(odd)]
-        pieces: list[tuple[Sequence[int], Extracted]] = []
-        for part in parts:
-            own = [[column[row] for row in part] for column in columns]
-            pieces.append((part, self._of_columns(batch.only(part), [values[row] for row in part], own)))
-        return self._merged(count, pieces)
+        """Return the results for values whose members have been read. Only odd rows are judged one by one."""
 
-    def _odd_rows(self, batch: _Batch, columns: list[list[Leaf]]) -> set[int]:
-        """Return the rows that certainly require `of_leaves`, because a part is missing or has an unusual type."""
-        kinds: list[tuple[type, ...]] = [(str, int)] * len(columns)
-        if isinstance(self.recipe.event_time, FieldTime):
-            kinds[-1] = (str,) if self.recipe.event_time.unit == "rfc3339" else (int,)
-        odd = {
-            row
-            for column, usual in zip(columns, kinds, strict=True)
-            for row, leaf in enumerate(column)
-            if type(leaf) not in usual
-        }
-        return odd | self._lacking(batch, columns)
+        def usual(rows: Sequence[int]) -> Extracted:
+            return self._of_usual(batch.only(rows), _at(rows, values), [_at(rows, column) for column in columns])
+
+        def each(rows: Sequence[int]) -> Extracted:
+            leaves = list(zip(*(_at(rows, column) for column in columns), strict=True)) or [()] * len(rows)
+            records = zip(*batch.only(rows), leaves, strict=True)
+            return self._gathered([of_leaves(self.recipe, *record) for record in records])  # type: ignore[arg-type]
+
+        return self._merged(len(values), in_pieces(len(values), usual, each, each))
 
     def _lacking(self, batch: _Batch, columns: Sequence[Sequence[Any]]) -> set[int]:
         """Return the rows in which a part of the ID is missing or empty."""
@@ -376,23 +358,22 @@ class Extractor:
                 odd.update(row for row, value in enumerate(_column(each, batch, iter(()))) if not value)
         return odd
 
-    def _of_usual(self, batch: _Batch, values: Sequence[bytes], columns: list[list[Leaf]]) -> Extracted | None:
-        """Return the results for values whose members have been read, or None if any row requires `of_leaves`."""
+    def _of_usual(self, batch: _Batch, values: Sequence[bytes], columns: list[Any]) -> Extracted:
+        """Return the results for values whose members have been read. Raises NotInColumns for rows for `of_leaves`."""
         time, times_ms = self.recipe.event_time, list(batch.timestamps_ms)
-        members: list[Any] = columns
+        odd: set[int] = set()
         if isinstance(time, FieldTime):
-            typed = typed_times_ms(columns[-1], time.unit)
-            if typed is None:
-                return None
-            members, times_ms = columns[:-1], typed
-        usual = all(set(map(type, column)) <= {str, int} for column in members)
-        ids = self._ids(batch, values, members) if usual else None
+            *columns, last = columns
+            odd = of_other_types(last, {str} if time.unit == "rfc3339" else {int})
+            times_ms = [] if odd else typed_times_ms(last, time.unit)
+        odd.update(*(of_other_types(column, {str, int}) for column in columns))
+        ids = None if odd else self._ids(batch, values, columns)
         if ids is None:
-            return None
+            raise NotInColumns(sorted(odd | self._lacking(batch, columns)))
         fingerprints = list(map(value_digest, values)) if self.recipe.fingerprint else None
         return Extracted(list(ids), times_ms, fingerprints, {})
 
-    def _ids(self, batch: _Batch, payloads: Sequence[bytes], members: list[list[str | int]]) -> list[bytes] | None:
+    def _ids(self, batch: _Batch, payloads: Sequence[bytes], members: list[Any]) -> list[bytes] | None:
         """Return the state keys, or None if any row lacks a part of the ID."""
         match self.recipe.tracking_id.rule:
             case KeyRule():

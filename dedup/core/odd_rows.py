@@ -6,7 +6,7 @@ then only these are read one by one. So one unusual record among thousands costs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
@@ -97,6 +97,13 @@ def present(values: Sequence[bytes | None]) -> list[bytes]:
     if len(there) < len(values):
         raise NotInColumns([row for row, value in enumerate(values) if value is None])
     return there
+
+
+def of_other_types(column: Sequence[object], usual: Collection[type]) -> set[int]:
+    """Return the rows in which a column's value has none of the usual types."""
+    if set(map(type, column)) <= set(usual):
+        return set()
+    return {row for row, value in enumerate(column) if type(value) not in usual}
 
 
 def texts_of(parts: Sequence[bytes]) -> list[str]:
