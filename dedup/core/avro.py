@@ -33,7 +33,7 @@ MAX_DEPTH: Final = 200
 _MOST_SCHEMA_CHARS: Final = 1 << 20
 _MOST_DECIMAL_BYTES: Final = 1_024
 _ROWS_PER_STEP: Final = 16
-"""After 64 free steps, `columns` gives up if a step (a union or an item) reads fewer values than this on average."""
+"""After 64 free steps, `columns` gives up if its steps (unions or items) read fewer values than this on average."""
 
 # Avro's Java library, which registries use, accepts letters of any language in names, and any string as a namespace.
 _NAME: Final = re.compile(r"[^\W\d]\w*")
@@ -67,7 +67,7 @@ _NO_ID: Final = frozenset(
 class SchemaRefused(ValueError):
     """Raised if a schema is invalid or does not describe records.
 
-    The message begins with a verb, so that an error text can put the message after the name of the schema.
+    The message begins with a verb, so that an error text can put it after the name of the schema.
     """
 
 
@@ -349,7 +349,8 @@ class AvroReader:
         fault = self._fault(value, self._want, found)
         if fault is None:
             return found
-        # Of several faults, all alternatives of an ID must report the same one: damage first, the ID's own faults last.
+        # If a value has several faults, all alternatives of an ID must report the same one, so damage comes first and
+        # the ID's own faults come last.
         fault = self._fault(value, _NOTHING, found) or self._fault(value, self._without_ids, found) or fault
         if isinstance(fault, Damaged):
             fault = self._not_avro(value, f"the value is not a record of the schema: {fault}")
@@ -369,7 +370,7 @@ class AvroReader:
     def _not_avro(self, value: bytes, text: str) -> Unreadable:
         if value[:1] == b"{" and value[-1:] == b"}":
             return Unreadable("not_avro", f"{text}; it looks like JSON", format_name="json")
-        # Byte 0 begins a framing, or the first field of a damaged record.
+        # A zero byte begins either a framing or the first field of a damaged record.
         if value[:1] == b"\0" and self._fault(value[PREFIX_BYTES:], _NOTHING, []) is not None:
             return Unreadable("not_avro", text)
         return with_foreign_format(value, "not_avro", text)
@@ -497,7 +498,7 @@ class _Cursor:
                 raise Damaged(f"a block of items has another size than it says (byte {self.at})")
 
     def _key(self, keys: dict[bytes, bool]) -> str | int:
-        """Return a map item's key, or -1 for a key that is on no path. ``keys`` says which keys on paths were read."""
+        """Return a map item's key, or -1 if it is on no path. ``keys`` says which keys on paths have been read."""
         key = self._take(self._varint())
         if key not in keys:
             return -1
@@ -545,7 +546,7 @@ _Rows = slice | _Longs
 
 
 class _Batch:
-    """A position in each Avro value of a batch. `walk` advances the positions in given rows past one encoded value."""
+    """A position in each Avro value of a batch. `walk` moves the positions in the given rows past one encoded value."""
 
     def __init__(self, reader: AvroReader, values: Sequence[bytes]) -> None:
         self._reader: Final = reader

@@ -57,7 +57,7 @@ def _size_of(first: int) -> int:
 _SIZES: Final = bytes(map(_size_of, range(256)))
 _RUNS: Final = runs_of(_SIZES)
 _SIMPLES: Final[dict[int, Leaf]] = {20: False, 21: True, 22: None, 23: ABSENT}
-"""Maps the supported simple values to leaves. The value undefined, like a missing member, becomes ABSENT."""
+"""Maps the supported simple values to leaves. The value ``undefined`` becomes ABSENT, as a missing member does."""
 _LEAST_LONG_SIMPLE: Final = 32
 
 _TIME_TEXT, _TIME_NUMBER, _BIGNUM, _NEGATIVE_BIGNUM, _DECIMAL, _UUID, _SELF_DESCRIBED = 0, 1, 2, 3, 4, 37, 55_799
@@ -72,7 +72,7 @@ _NEXT: Final = {_ELEMENTS: _ELEMENTS, _KEYS: _VALUES, _VALUES: _KEYS}
 """Maps each kind of item in an array or a map of indefinite length to the kind of item that follows it."""
 _KNOWN: Final = b"|".join(b"(?:%s)" % pattern for pattern in one_of(_SIZES).values())
 _PAIRED: Final = {_ELEMENTS: re.compile(b"(?s)(?:%s)++" % _KNOWN), _KEYS: re.compile(b"(?s)(?:(?:%s){2})++" % _KNOWN)}
-"""Maps each kind of item that may be missing to a pattern for items of known lengths, after which it follows again."""
+"""Maps each kind of item that may be missing to a pattern for items of known lengths. The same kind follows these."""
 _NESTED: Final = re.compile(rb"(?s)(?:[\xc0-\xd7\x81]|\xd8.|\xd9.{2}|\xda.{4}|\xdb.{8})++")
 """Matches the heads of tags and of arrays with one element, each of which contains exactly one item."""
 _ENTRY_ITEMS: Final = {_ARRAY: 1, _MAP: 2}
@@ -82,7 +82,7 @@ _INSIDE: Final = {
     _ARRAY << 5 | _INDEFINITE: _ELEMENTS,
     _MAP << 5 | _INDEFINITE: _KEYS,
 }
-"""Maps the first byte of an array or a map to what must follow inside it, if the first byte says so."""
+"""Maps the first byte of an array or a map to what must follow inside it, if the first byte determines this."""
 
 _Head = tuple[int, int, int]
 """The decoded head of an item: its major type, its additional information, and its argument (0 if indefinite)."""
@@ -165,7 +165,7 @@ class _Cursor(Cursor):
             if self.at < end <= size:
                 self.at = end
                 return
-        # What must follow is a number of items or, in an item of indefinite length, one key of `_NEXT`.
+        # ``due`` says what must follow: a number of items or, in an item of indefinite length, one key of `_NEXT`.
         due, outer = 1, list[int]()
         while due or outer:
             if due == 0:
@@ -192,7 +192,7 @@ class _Cursor(Cursor):
                 due = inside
 
     def _skip_known(self, due: int, known: int) -> int:
-        """Skip an item of the length ``known`` and possibly items that follow it. Return what must follow then."""
+        """Skip an item of the length ``known`` and possibly some items after it. Return what must follow next."""
         at = self.at
         self.at += known
         if due in _PAIRED:
@@ -231,7 +231,7 @@ class _Cursor(Cursor):
             case 2:
                 return b"".join(self._chunks(head))
             case 3:
-                # A character must not be divided between two chunks.
+                # A character must not be split across two chunks.
                 return "".join(map(self.text, self._chunks(head)))
             case 6:
                 return self._tagged(argument)

@@ -123,7 +123,7 @@ class CsvReader(MemberReader):
         return columns
 
     def _split(self, joined: bytes) -> list[list[str]]:
-        """Return the cells of rows that are joined by line feeds, or an empty list if they must be read one by one."""
+        """Return the cells of rows joined by line feeds, or an empty list if the rows must be read one by one."""
         if b'"' in joined or b"\r" in joined or _BYTE_ORDER_MARK.encode() in joined or not is_utf8(joined):
             return []
         # A row with too many cells is not split further, because its cells would take many times its memory.

@@ -30,7 +30,7 @@ _POWER: Final = {"s": 3, "ms": 0, "us": -3}
 
 _MONTH_DAYS: Final = np.array([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31])
 _MANY: Final = 16
-"""The minimum number of strings for which a column is faster than converting them one by one."""
+"""The minimum number of strings for which converting them as a column is faster than converting them one by one."""
 _FRACTION_AT: Final = 19
 """The index of the decimal point in an RFC 3339 string with fractions of a second."""
 
@@ -200,7 +200,7 @@ def _layout_holds(lines: bytes, count: int, zone: int, *, utc: bool) -> bool:
         return False
     if not utc and lines[zone::width].translate(None, b"+-"):
         return False
-    # `translate` also removes any separator in a wrong place, and then too few digits remain.
+    # `translate` also removes separators in wrong places, which leaves too few digits.
     digits = lines.translate(None, b"-T:.Z+\n")
     return digits.isdigit() and len(digits) == (width - len(marks) - (not utc)) * count
 

@@ -44,7 +44,7 @@ class _Foreign:
 
 
 _MAGIC: Final[tuple[tuple[bytes, _Foreign], ...]] = (
-    # The order matters, because one byte order mark of UTF-32 begins like one of UTF-16.
+    # The order matters, because one UTF-32 byte order mark begins with the bytes of a UTF-16 one.
     (b"\x00\x00\xfe\xff", _Foreign("utf_32", "bytes 0000feff: the byte order mark of UTF-32")),
     (b"\xff\xfe\x00\x00", _Foreign("utf_32", "bytes fffe0000: the byte order mark of UTF-32")),
     (b"\xff\xfe", _Foreign("utf_16", "bytes fffe: the byte order mark of UTF-16")),

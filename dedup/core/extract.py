@@ -1,8 +1,8 @@
 """Extracts the tracking IDs, event times, and fingerprints of a batch as columns (the fast path).
 
-The fast path is used only for rows for which `extract_one` (the slow path) would certainly give the same result. Each
-format's reader names the other rows of a batch (`NotInColumns`), and they take the slow path. If a reader cannot name
-them, the batch is split in half. A batch of at most four rows takes the slow path.
+A row takes the fast path only if `extract_one` (the slow path) would certainly give the same result. Each format's
+reader raises `NotInColumns` with all other rows of a batch, and these rows take the slow path. If a reader cannot name
+these rows, the batch is split in half. A batch of at most four rows takes the slow path.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Extracted:
     faults: dict[int, Fault]
 
     def as_alternative(self, index: int, lacking: Collection[int]) -> Extracted:
-        """Return the batch with IDs encoded for alternative ``index``, without the faults of the rows ``lacking``."""
+        """Return the batch with IDs encoded for alternative ``index``, without the faults of rows in ``lacking``."""
         begin = encoding.encode_alternative(index, b"")
         keys = kept([begin + (key or b"") for key in self.ids]) if self.ids else []
         ids = [None if key is None else made for key, made in zip(self.ids, keys, strict=True)]
@@ -155,7 +155,7 @@ class Extractor:
         self._instants: Final = "instant" in steps
         if isinstance(rule, CodeRule):
             self._function: Final = rule.load()
-            # Reads everything but the ID, which is whatever stands in place of the key.
+            # Extracts everything but the ID, and uses whatever is passed as the key as the ID.
             self._without_id: Final = Extractor(replace(recipe, tracking_id=_BY_KEY))
 
     def __call__(
@@ -211,7 +211,7 @@ class Extractor:
         return found
 
     def _in_column(self, returned: list[Any]) -> list[bytes] | None:
-        """Return the state keys of what a function returned, or None if the values do not all have one usual type."""
+        """Return the state keys of the values that a function returned, or None unless all have the same usual type."""
         kind = type(returned[0]) if returned else None
         if any(type(each) is not kind for each in returned):
             return None
@@ -272,7 +272,7 @@ class Extractor:
         return Extracted(first.ids + second.ids, first.times_ms + second.times_ms, fingerprints, faults)
 
     def _merged(self, count: int, pieces: Pieces[Extracted]) -> Extracted:
-        """Return one batch of rows that were extracted in pieces. A row that is in none of them has no ID."""
+        """Merge rows that were extracted in pieces into one batch. A row that is in none of the pieces has no ID."""
         if len(pieces) == 1 and len(pieces[0][0]) == count:
             return pieces[0][1]
         places = in_order(count, pieces)
@@ -359,7 +359,7 @@ class Extractor:
         return odd
 
     def _of_usual(self, batch: _Batch, values: Sequence[bytes], columns: list[Any]) -> Extracted:
-        """Return the results for values whose members have been read. Raises NotInColumns for rows for `of_leaves`."""
+        """Return the results for values whose members were read. Raises NotInColumns for rows that need `of_leaves`."""
         time, times_ms = self.recipe.event_time, list(batch.timestamps_ms)
         odd: set[int] = set()
         if isinstance(time, FieldTime):

@@ -1,4 +1,4 @@
-"""Extracts the tracking ID, event time, and fingerprint of one record in a slow but obvious way.
+"""Extracts the tracking ID, event time, and fingerprint of one record in a slow but straightforward way.
 
 Tests check that the column extractor (extract.py) agrees with this module on every record.
 """
@@ -64,7 +64,7 @@ Format = Literal["json", "json_schema", "avro", "protobuf", "msgpack", "cbor", "
 TYPED: Final = frozenset[Format]({"avro", "protobuf"})
 """The formats whose values can be read only with their schema."""
 MEMBERWISE: Final = TYPED | frozenset[Format]({"msgpack", "cbor", "csv"})
-"""The formats whose values are never decoded as a whole, so that payloads are compared as bytes."""
+"""The formats whose values are never decoded as a whole, so payloads are compared as bytes."""
 Headers = Sequence[tuple[str, bytes | None]]
 
 Schema = str | SchemaBook | CsvLayout
@@ -163,7 +163,7 @@ def may_identify(recipe: Recipe, key: bytes | None, value: bytes | None, headers
         case HeaderRule(name):
             return any(header == name for header, _ in headers)
         case FieldRule((str(name), *_)) if value is not None and recipe.fmt in {"json", "json_schema"}:
-            # Only the first name of the path is searched for, because a repeated first name is a fault on its own.
+            # Search for only the first name of the path, because repeating it is a fault by itself.
             return b"\\" in value or name.encode() in value
         case _:
             return True
@@ -175,7 +175,7 @@ _MOST_DETAIL_CHARS: Final = 500
 
 
 EXTRACTED: Final = "dedup-extracted"
-"""The header with which a repartition task passes on what it has extracted, if a function returns the IDs."""
+"""The header in which a repartition task passes on what it has extracted, if a function returns the IDs."""
 
 
 class _MissingId(NotJudged):
@@ -189,10 +189,10 @@ def extract_one(
 ) -> One | Fault:
     """Return the ID, time, and fingerprint of a record, or its first fault.
 
-    Of several faults, the first of TOMBSTONE, UNREADABLE, MISSING_ID, and BAD_TIME is returned. A null value is a
-    TOMBSTONE if the ID or the event time comes from the value. If the ID comes from the key or a header, MISSING_ID
-    precedes TOMBSTONE.
-    A value that is not in the expected format is UNREADABLE even if only the key or a header is needed.
+    If a record has several faults, the one that comes first in this order is returned: TOMBSTONE, UNREADABLE,
+    MISSING_ID, BAD_TIME. A null value is a TOMBSTONE if the ID or the event time comes from the value. If the ID comes
+    from the key or a header, MISSING_ID precedes TOMBSTONE. A value that is not in the expected format is UNREADABLE
+    even if only the key or a header is needed.
     """
     if isinstance(recipe.tracking_id.rule, FirstOfRule):
         return _first_of(recipe, key, value, headers, timestamp_ms)
@@ -353,17 +353,17 @@ def _of_raw(value: bytes | None) -> bytes:
 
 
 def call_function(function: IdFunction, name: str, key: bytes | None, value: bytes | None, headers: Headers) -> object:
-    """Return what the user's function of this name returns for a record, or the fault if it raises an exception."""
+    """Return what the user's function ``name`` returns for a record, or a fault if it raises an exception."""
     try:
         return function(key, value, tuple(headers))
     except (KeyboardInterrupt, Terminated):
         raise
-    except BaseException as error:  # noqa: BLE001  # any exception in user code makes a dead letter, even SystemExit
+    except BaseException as error:  # noqa: BLE001  # any exception in user code, even SystemExit, makes a dead letter
         return Fault(FaultKind.UNREADABLE, ID_FUNCTION_FAILED, f"{name} raised {described(error)}")
 
 
 def id_of_returned(found: object, tracking_id: TrackingId, rule: CodeRule) -> bytes | Fault:
-    """Return the state key of the ID that `call_function` returned, or the fault if it is no usable ID."""
+    """Return the state key of the ID that `call_function` returned, or a fault if this value is not a usable ID."""
     try:
         return state_key(_of_returned(found, tracking_id, rule))
     except NotJudged as refused:
@@ -386,7 +386,7 @@ def _of_returned(found: object, tracking_id: TrackingId, rule: CodeRule) -> byte
         )
     try:
         return encoding.encode_integer_text(str(found))
-    except ValueError:  # Python refuses to write more than some thousand digits
+    except ValueError:  # Python refuses to write more than a few thousand digits
         raise _MissingId("id_out_of_range", f"{place} is an integer of {found.bit_length()} bits") from None
 
 
@@ -409,7 +409,7 @@ def _found_before(_key: bytes | None, _value: bytes | None, headers: Headers) ->
     """Return the state key or the fault in the record's last header."""
     name, content = headers[-1] if headers else ("", None)
     if name != EXTRACTED or content is None:
-        return None  # an idle marker, which is no record
+        return None  # an idle marker, which is not a record
     if content[:1] == b"[":
         kind, *said = json.loads(content)
         return Fault(FaultKind(kind), *said)
@@ -421,11 +421,11 @@ def _load_found_before() -> IdFunction:
 
 
 FOUND_BEFORE: Final = TrackingId(CodeRule(EXTRACTED, 1, _load_found_before))
-"""The rule for records of a repartition topic whose last header is `EXTRACTED`. What this header says is final."""
+"""The rule for records of a repartition topic whose last header is `EXTRACTED`. The content of this header is final."""
 
 
 def described(error: BaseException) -> str:
-    """Return the type and the message of an exception in user code, as at most 500 characters that can be printed."""
+    """Return the type and the message of an exception in user code, as at most 500 printable characters."""
     try:
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
     except BaseException:  # noqa: BLE001  # the error's own __str__ fails

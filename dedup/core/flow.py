@@ -1,4 +1,4 @@
-"""Defines `Flow` and `FlowRecord`, with which a user's code processes records after their verdict."""
+"""Defines `Flow` and `FlowRecord`, which user code uses to process records after their verdict."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FlowRecord(NamedTuple):
     value: bytes | None
     headers: tuple[tuple[str, bytes | None], ...]
     timestamp_ms: int
-    """The timestamp in ms, which every record that the flow yields keeps."""
+    """The timestamp in ms. Every record that the flow yields keeps it."""
     verdict: str = "unique"
     """The verdict unique, or the reason why the record is forwarded without the uniqueness guarantee: missing_id,
     tombstone, conflict, or late. The header dedup-verdict contains the same word.
@@ -111,7 +111,7 @@ def yielded(flow: Flow, record: FlowRecord, topics: Collection[str]) -> list[Flo
                 return _fault(f"the flow yields more than {MOST_YIELDED} records")
     except (KeyboardInterrupt, Terminated):
         raise
-    except BaseException as error:  # noqa: BLE001  # any exception in user code makes a dead letter, even SystemExit
+    except BaseException as error:  # noqa: BLE001  # any exception in user code, even SystemExit, makes a dead letter
         return _fault(described(error))
     return found if wrong is None else _fault(wrong)
 

@@ -162,10 +162,10 @@ def judged_at_once(
 ) -> tuple[list[int], list[tuple[int, Sighting]], list[tuple[int, int]]] | None:
     """Return `unique`, `duplicates`, and `repeats` of an `Outcome`, or None if the records must be judged one by one.
 
-    Records can be judged at once if the batch and the known sightings are so close together in time that every repeated
-    ID makes a duplicate. If payloads are compared, each duplicate must also have the ``fingerprints`` of the sighting
-    that it repeats. ``known`` must contain only sightings of the given IDs, and ``stream_time_ms`` is the stream time
-    after the batch. The window must not extend sightings.
+    Records can be judged at once if the batch and the known sightings are so close together in time that every record
+    that repeats an ID is a duplicate. If payloads are compared, the fingerprint of each duplicate in ``fingerprints``
+    must also equal that of the sighting that it repeats. ``known`` must contain only sightings of the given IDs, and
+    ``stream_time_ms`` is the stream time after the batch. The window must not extend sightings.
     """
     least_ms, greatest_ms = min(times_ms), max(times_ms)
     if least_ms < stream_time_ms - window.grace_ms or greatest_ms - least_ms >= window.guard_ms:
@@ -326,7 +326,7 @@ class _Judging:
         self._outcome: Final = outcome
         self._known: Final = known
         self._fresh: Final[dict[bytes, int]] = {}
-        """Maps each ID whose only sighting is from this batch to its row. Few such IDs need a `Sighting` object."""
+        """Maps each ID whose only sighting is from this batch to the sighting's row. Few such IDs need a `Sighting`."""
 
     def run(self, stream_times: list[int], skipped: set[int]) -> None:
         known, fresh = self._known, self._fresh
@@ -337,8 +337,8 @@ class _Judging:
         for row, (key, time_ms, stream_time_ms) in enumerate(zip(ids, times_ms, stream_times, strict=True)):
             if key is None:
                 continue
-            # Most repeated IDs have one sighting, and their records are duplicates of the same payload that leave the
-            # sighting unchanged. Only other records need `_judge_known`.
+            # Most repeated IDs have one sighting, and their records are duplicates with the same payload, which leave
+            # the sighting unchanged. Only the other records need `_judge_known`.
             first = fresh.get(key)
             if first is not None:
                 first_ms = times_ms[first]

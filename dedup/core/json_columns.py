@@ -1,7 +1,7 @@
 """Decodes the JSON members that contain IDs and event times from a whole batch of values at once.
 
-The columns are used only if `extract_one` would certainly give the same result. These checks find the rows for which it
-might not:
+The columns are used only if `extract_one` would certainly give the same result. These checks find the rows for which
+the result might differ:
 
 * One msgspec call decodes all values, joined by line feeds. Every value must begin with ``{`` and end with ``}``, apart
   from white space around it.
@@ -65,7 +65,7 @@ def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
 
 
 def _rows_repeating(joined: bytes, objects: Sequence[bytes | msgspec.Raw], node: _Node) -> list[int]:
-    """Return the rows whose object, or an object in it on a path, may repeat a member on a path.
+    """Return the rows in which an object, or an object on a path inside it, may repeat a member on a path.
 
     msgspec keeps the last of several members with the same name. Unless a name is repeated, it occurs exactly once more
     in the text of the object than in the text of the values that msgspec has kept.
@@ -99,9 +99,9 @@ class JsonColumns:
     time: Callable[[Any], Any] | None
     unit: TimeUnit
     tree: _Node
-    """The names on the paths, as they contain one another."""
+    """The names on the paths, as a tree."""
     names: tuple[tuple[bytes, int], ...]
-    """Each name on a path in quotes, as it appears in a value, and the number of its places on the paths."""
+    """Each name on a path in quotes, as it appears in a value, and in how many places on the paths it occurs."""
     spelling: re.Pattern[bytes]
     """The escape sequences that no value may contain, because a name on a path could be spelled with them."""
 
@@ -133,10 +133,10 @@ class JsonColumns:
         return is_utf8(joined) and (b"\\" not in joined or self.spelling.search(joined) is None)
 
     def _odd_rows(self, joined: bytes, values: Sequence[bytes]) -> list[int]:
-        """Return the rows that alone make a batch unfit for columns. No value may have white space around it."""
+        """Return the rows that, even alone, cannot be read in columns. No value may have white space around it."""
         odd: list[int] = []
         plain = self._is_plain(joined) and max(map(len, values)) <= SHORT_BYTES
-        decode = self.decoders[-1].decode  # it accepts what the other decoders accept
+        decode = self.decoders[-1].decode  # it accepts everything that the other decoders accept
         for row, value in enumerate(values):
             try:
                 decode(value)
@@ -214,7 +214,7 @@ class _Node:
         return True
 
     def names(self) -> Counter[str]:
-        """Return each name in this tree, with the number of its places."""
+        """Return each name in this tree, with the number of places where it occurs."""
         found = Counter(list(self.members))
         for node in self.members.values():
             found += node.names()

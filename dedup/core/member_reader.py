@@ -24,7 +24,7 @@ MS_NS: Final = 1_000_000
 MANY: Final = 8
 """The minimum number of items for which searching for a run of equally long items is worthwhile."""
 INVALID_TIMESTAMP: Final = Refused("invalid timestamp")
-"""Stands for an item of a type for times whose content is not a time."""
+"""Stands for an item whose type is for times, but whose content is not a time."""
 _INT64: Final = 1 << 63
 
 
@@ -40,7 +40,7 @@ class PathTree:
     """The elements to read if the item is an array, by their positions."""
 
     def at(self, path: Path) -> PathTree:
-        """Return the node at a path below this item, and create the node if it does not exist."""
+        """Return the node at a path below this item, and create it if it does not exist."""
         here = self
         for step in path:
             if isinstance(step, int):
@@ -73,14 +73,14 @@ class MemberReader(ABC):
     def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]]:
         """Return the columns of a batch of usual values much faster than `read` would.
 
-        Raises NotInColumns if any value must be passed to `read`, which is so for all values of most formats.
+        Raises NotInColumns if any value must be passed to `read`. In most formats, all values must be.
         """
         raise NotInColumns(range(len(values)))
 
     def columns(self, values: Sequence[bytes]) -> list[list[Leaf]]:
         """Return one column per path, followed by the event times.
 
-        Raises NotInColumns with the rows of the values that cannot be read, if there are any.
+        If any values cannot be read, raises NotInColumns with their rows.
         """
 
         def at_once(rows: Sequence[int]) -> list[list[Leaf]]:
@@ -97,7 +97,7 @@ class MemberReader(ABC):
         return [list(map(column.__getitem__, order)) for column in whole]
 
     def _read(self, values: Sequence[bytes], rows: Sequence[int]) -> list[list[Leaf]]:
-        """Read values one by one. Raises NotInColumns with the entries in ``rows`` of those that cannot be read."""
+        """Read values one by one. Raises NotInColumns with the ``rows`` entries of values that cannot be read."""
         columns: list[list[Leaf]] = [[] for _ in range(self.count)]
         refused: list[int] = []
         for row, value in zip(rows, values, strict=True):
@@ -136,7 +136,7 @@ class Cursor(ABC):
         """Read one item, and store the requested values in `found`. Raises Damaged if the item is not valid."""
 
     def text(self, raw: bytes) -> str:
-        """Decode a text. If it is not UTF-8, store the error, because the item may be damaged after the text."""
+        """Decode a text. If it is not UTF-8, store the error, because the rest of the item may be damaged."""
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
@@ -164,7 +164,8 @@ class ItemReader(MemberReader):
         found: list[Leaf] = [ABSENT] * self.count
         fault = self._fault(value, self.wanted, found)
         if fault is not None:
-            # Of several faults, all alternatives of an ID must report the same one, so the ID's own faults come last.
+            # If a value has several faults, all alternatives of an ID must report the same one, so the ID's own faults
+            # come last.
             raise self._fault(value, self._without_ids, found) or fault
         return self.leaves(found)
 

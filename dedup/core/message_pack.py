@@ -4,9 +4,9 @@ A value is one item, usually a map, and must end where the item ends. A path con
 in arrays, and the reader skips all other items. The reader does not recurse into skipped items and does not allocate
 memory for announced lengths, so it limits neither depth nor length.
 
-`columns` decodes values with msgspec, and uses `MessagePackReader.read` if the results might differ. Because msgspec
-keeps the last of several members with the same name, each name must occur only once in the bytes of a value, in its
-shortest encoding, or else msgspec must find as many different names in each map on a path as the map announces.
+`columns` decodes values with msgspec, and uses `MessagePackReader.read` if the results might differ. msgspec keeps the
+last of several members with the same name. Therefore, each name must occur only once in the bytes of a value, in its
+shortest encoding. Otherwise, msgspec must find as many different names in each map on a path as the map announces.
 Source: github.com/msgpack/msgpack/blob/master/spec.md.
 """
 
@@ -87,7 +87,7 @@ class _Columns(NamedTuple):
     members: tuple[Any, ...]
     """For each path, a function that returns the member at the path in a decoded value."""
     names: tuple[tuple[bytes, bytes, int], ...]
-    """For each name in the paths, its shortest encoding, the end of every longer encoding, and its number of places."""
+    """Each name in the paths: its shortest encoding, the end of every longer encoding, and how many places it has."""
     tree: dict[str, Any]
     """The names on the paths, each with the names below it or, at the end of a path, with the type of the member."""
     has_timestamps: bool
@@ -359,7 +359,7 @@ class _Cursor(Cursor):
 
 
 def _extension(kind: int, content: bytes) -> Instant | Refused:
-    """Return the instant that a timestamp extension represents, or `Refused` for any other or invalid extension."""
+    """Return the instant that a timestamp extension represents, or `Refused` for an invalid or any other extension."""
     if kind != _TIMESTAMP:
         return Refused("extension")
     match len(content):

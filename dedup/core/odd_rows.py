@@ -1,7 +1,7 @@
 """Reads most rows of a batch in columns, and the others one by one.
 
-Reading in columns is fast, but it refuses a batch unless it is sure of every row. It names the odd rows if it can, and
-then only these are read one by one. So one unusual record among thousands costs little more than itself.
+Reading in columns is fast, but a column reader refuses a batch unless it is sure of every row. If it can name the odd
+rows, only these are read one by one, so one unusual record among thousands adds little more than its own cost.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 _ATTEMPTS: Final = 8
-"""How often columns are tried, because an attempt can reveal odd rows that the one before could not see. This many
-attempts take about as long as reading all rows one by one."""
+"""The maximum number of attempts to read columns. An attempt can reveal odd rows that the previous attempt could not.
+This many attempts take about as long as reading all rows one by one."""
 _FEW: Final = 16
 """If at most this many rows are left, another attempt takes longer than reading them one by one."""
 
@@ -29,7 +29,7 @@ class NotInColumns(Exception):
 
     def __init__(self, rows: Iterable[int] = ()) -> None:
         self.rows: Final = list(rows)
-        """The positions of such rows in the batch, or an empty list if they are unknown."""
+        """The batch positions of the rows that must be read one by one, or an empty list if they are unknown."""
         super().__init__(f"{len(self.rows)} rows" if self.rows else "unknown rows")
 
 
@@ -39,10 +39,10 @@ def in_pieces(
     one_by_one: Callable[[Sequence[int]], T],
     otherwise: Callable[[Sequence[int]], T],
 ) -> Pieces[T]:
-    """Return the results of a batch of ``count`` rows: of odd rows one by one, and of all others in columns.
+    """Return the results of a batch of ``count`` rows. Odd rows are read one by one, and all others in columns.
 
-    ``in_columns`` may raise NotInColumns with positions in the rows that it was given. If it names none, ``otherwise``
-    takes the rows that are left.
+    ``in_columns`` may raise NotInColumns with positions in the rows that it was given. If the exception has no
+    positions, ``otherwise`` takes the rows that are left.
     """
     left: Sequence[int] = range(count)
     pieces: Pieces[T] = []
@@ -64,14 +64,14 @@ def in_pieces(
 
 
 def refuse(odd: npt.NDArray[np.bool_]) -> None:
-    """Raise NotInColumns with the rows that are marked as odd, if any is."""
+    """If any rows are marked as odd, raise NotInColumns with these rows."""
     if odd.any():
         raise NotInColumns(np.flatnonzero(odd).tolist())
 
 
 @contextmanager
 def among(rows: slice | npt.NDArray[np.int64]) -> Iterator[None]:
-    """Name rows by their positions in the batch if NotInColumns is raised for some of ``rows``; a slice is all rows."""
+    """If NotInColumns is raised for some of ``rows``, name them by their batch positions; a slice means all rows."""
     try:
         yield
     except NotInColumns as refused:
@@ -92,7 +92,7 @@ def in_order(count: int, pieces: Pieces[Any]) -> list[int]:
 
 
 def present(values: Sequence[bytes | None]) -> list[bytes]:
-    """Return a column of values if none is null. Raises NotInColumns if any is."""
+    """Return a column of values. Raises NotInColumns if any value is null."""
     there = [value for value in values if value is not None]
     if len(there) < len(values):
         raise NotInColumns([row for row, value in enumerate(values) if value is None])

@@ -1,4 +1,4 @@
-"""Parses a Protobuf schema from a file or a schema registry into the message types that the schema defines.
+"""Parses a Protobuf schema from a file or a schema registry into the message types that it defines.
 
 The parser keeps only the properties that determine the encoding of values, which are the fields, their types, and their
 presence. Imported files are not read. The parser knows the types in `_WELL_KNOWN`, and refuses all other imported
@@ -120,7 +120,7 @@ def parse_proto(text: str) -> Message:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> Message | str:
-    """Return the result of `parse_proto`, or the text of its error, so that the cache also contains errors."""
+    """Return the result of `parse_proto`, or the text of its error, so that errors are cached as well."""
     try:
         return _parse(text)
     except SchemaRefused as refused:

@@ -31,7 +31,7 @@ _MOST_TAG: Final = (1 << 32) - 1
 _OVER: Final = _MOST_TAG + 1
 """Stands for the next tag of a message that has ended."""
 _ROWS_PER_STEP: Final = 16
-"""After 64 free steps, `columns` gives up if a step advances fewer values than this on average."""
+"""After 64 free steps, `columns` gives up if its steps advance fewer values than this on average."""
 _LEAST_S: Final = -62_135_596_800
 _MOST_S: Final = 253_402_300_799
 """The first and last seconds that `google.protobuf.Timestamp` allows, which are those of the years 1 to 9999."""
@@ -95,7 +95,7 @@ def names_at(message: Message, path: Path) -> list[str]:
 def type_at(message: Message, path: Path) -> str | None:
     """Return the type at a path, or None if the message lacks the path.
 
-    If a repeated field, a map, or a group is on the path, the result is this kind, and all further steps are ignored.
+    If a repeated field, a map, or a group is on the path, the result is that kind, and the rest of the path is ignored.
     """
     found = fields_at(message, path)
     if found and found[-1].kind in {"repeated", "map", "group"}:
@@ -139,8 +139,8 @@ class _Column:
 class ProtobufReader:
     """Reads the members at given paths, and the event time, from values of one message type.
 
-    With ``zeros``, a member of an ID that has no presence and was not sent is 0, false, or empty, provided that the
-    message around it was sent.
+    With ``zeros``, an ID member that has no presence and was not sent is 0, false, or empty, provided that the message
+    that contains it was sent.
     """
 
     columnar: Final = True
@@ -154,7 +154,7 @@ class ProtobufReader:
         self.texts: Final[list[bool]] = []
         """Says for each slot whether it holds bytes instead of a number."""
         self.opened: Final[list[int]] = []
-        """The slots that hold a default from the start."""
+        """The slots that start with a default value."""
         self._columns: Final[list[_Column | None]] = [self._place(message, path, None) for path in ids]
         if time is not None:
             self._columns.append(self._place(message, time.path, time))
@@ -195,7 +195,8 @@ class ProtobufReader:
         if fault is None:
             return found
         if self._without_ids is not None:
-            # Of several faults, all alternatives of an ID must report the same one, so the ID's own faults come last.
+            # If a value has several faults, all alternatives of an ID must report the same one, so the ID's own faults
+            # come last.
             fault = self._without_ids.fault(value, found) or fault
         if isinstance(fault, Unreadable):
             raise fault

@@ -1,4 +1,4 @@
-"""Implements the deduplication rule in a slow but obvious way, as the reference for all other implementations.
+"""Implements the deduplication rule in a slow but straightforward way, as the reference for all other implementations.
 
 Tests and ``dedup verify`` compare other implementations with this model. The model judges records one by one, never
 reads a clock, and shares only the types ``Source`` and ``Sighting`` with the fast implementations.
@@ -164,7 +164,7 @@ class ReferenceModel:
 
     @staticmethod
     def _nearest(sightings: list[Sighting], time_ms: int) -> Sighting:
-        """Return the nearest sighting, or the smallest of several equally near ones, so that all engines agree."""
+        """Return the nearest sighting, or the smallest of several equally close ones, so that all engines agree."""
         best = sightings[0]
         best_distance_ms = -1
         for seen in sightings:

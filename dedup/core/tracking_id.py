@@ -36,7 +36,7 @@ from typing import Final, Literal
 from uuid import UUID as Uuid  # noqa: N811  # the tag has the name
 
 Path = tuple[str | int, ...]
-"""A path, which contains at least one member name or array position, outermost first."""
+"""A path: one or more member names or array positions, outermost first."""
 
 ENCODING_VERSION: Final = 1
 """The version of the encoding. The state fingerprint contains it, so a task cannot use state of another version."""
@@ -203,8 +203,8 @@ IdFunction = Callable[[bytes | None, bytes | None, Sequence[tuple[str, bytes | N
 class CodeRule:
     """The rule that a user's function returns the ID: a string, bytes, an integer, or None if there is no ID.
 
-    The function must depend only on its arguments. The name and the version stand for what the function does: if it
-    returns other IDs than before, it needs another version.
+    The function must depend only on its arguments. The name and the version identify what the function does: if it
+    starts to return different IDs, it needs a new version.
     """
 
     name: str
@@ -219,7 +219,7 @@ class CodeRule:
 
 
 class StateKey(bytes):
-    """A state key that dedup found earlier. A function returns it, instead of an ID, to have it used as it is."""
+    """A state key that dedup found earlier. A function returns it instead of an ID so that it is used unchanged."""
 
     __slots__ = ()
 
@@ -247,12 +247,12 @@ def alternatives_of(rule: Rule) -> tuple[Alternative, ...]:
 
 
 def code_rules(rule: Rule) -> tuple[CodeRule, ...]:
-    """Return the rule, or its alternatives, that call a user's function."""
+    """Return the rule, or those of its alternatives, that call a user's function."""
     return tuple(each for each in alternatives_of(rule) if isinstance(each, CodeRule))
 
 
 def member_paths(rule: Rule) -> tuple[Path, ...]:
-    """Return the paths of the members that form the ID, or an empty tuple if no single members form it."""
+    """Return the paths of the members that form the ID, or an empty tuple if no individual members form it."""
     match rule:
         case FirstOfRule(alternatives):
             return tuple(dict.fromkeys(path for each in alternatives for path in member_paths(each)))
@@ -292,7 +292,7 @@ class TrackingId:
     `instant`, the last step, converts RFC 3339 strings to instants, and leaves other strings unchanged.
     """
     zeros: bool = False
-    """Whether a Protobuf field without presence has its type's default, instead of no value, if it was not sent."""
+    """Whether an unsent Protobuf field without presence has its type's default value instead of no value."""
 
 
 def state_key(canonical: bytes) -> bytes:

@@ -82,7 +82,7 @@ class Window:
 
     @property
     def retention_ms(self) -> int:
-        """The stream time during which a sighting still counts after its end: the guard period plus the grace."""
+        """How long, in stream time, a sighting still counts after its end: the guard period plus the grace."""
         return self.guard_ms + self.grace_ms
 
     @property

@@ -119,7 +119,7 @@ def sendable(request: Any) -> Any:  # noqa: ANN401  # untyped protocol structure
 def metadata_request(
     names: Iterable[str], kind: type[MetadataRequest_v10] = MetadataRequest_v10, *, rights: bool = False
 ) -> Any:  # noqa: ANN401  # untyped protocol structures
-    """Return a metadata request for the named topics, which does not make the broker create missing topics.
+    """Return a metadata request for the named topics. It does not make the broker create missing topics.
 
     If ``rights`` is set, the response includes the operations that the caller is authorized to perform.
     """
@@ -161,7 +161,7 @@ class KafkaWire:
         self._topic_ids: dict[str, str] = {}
         """Maps the name of each pinned topic to its ID."""
         self._seen_ids: dict[str, str] = {}
-        """Maps the name of each other topic that was fetched to the topic's ID when it was last looked up."""
+        """Maps the name of each fetched topic that is not pinned to the ID that the last lookup returned."""
 
     async def start(self) -> None:
         """Connect to the cluster. Raises BrokerUnavailable if no broker responds within the connection's `patience_ms`.
@@ -439,7 +439,7 @@ class KafkaWire:
             for topic_id, partition, position, leader_epoch, most in wanted
         )
         topics: list[Any] = [(*row, {}) for row in rows]
-        sizes = (CONSUMER, wait_ms, 1, most_bytes)  # at least one byte, at once if there is one
+        sizes = (CONSUMER, wait_ms, 1, most_bytes)  # respond as soon as there is at least one byte
         request = FetchRequest_v13(*sizes, READ_COMMITTED, NO_SESSION, NO_EPOCH, topics, [], "", {})
         answer = await self.send(node, request, lane)
         return answer.error_code, [

@@ -152,7 +152,7 @@ async def diagnose(connection: Connection) -> list[Diagnosis]:
 def most_telling(findings: Sequence[Diagnosis]) -> Diagnosis | None:
     """Return the most important diagnosis, or None if there are no diagnoses.
 
-    A permanent problem is more important than a temporary problem.
+    A permanent problem is more important than a temporary one.
     """
     return min(findings, key=lambda finding: finding.passing, default=None)
 
@@ -216,7 +216,7 @@ async def _of_tls(connection: Connection, host: str, port: int) -> tuple[Trouble
     failed = await _handshake(host, port, context)
     match failed:
         case None:
-            # With TLS 1.3, the client learns only from a read that the broker has rejected its certificate.
+            # With TLS 1.3, the client must read to learn that the broker has rejected its certificate.
             if await _answers(host, port, context):
                 return Trouble.SASL_WANTED, ""
             return Trouble.CLIENT_CERTIFICATE, ""

@@ -62,7 +62,7 @@ class TopicCheck:
     def __init__(
         self, wire: Wire, expected: Mapping[str, TopicNow], may_grow: Collection[str] = (), after_growth: str = _GROWN
     ) -> None:
-        """Only topics in ``may_grow`` may get partitions. The error for any other topic ends with ``after_growth``."""
+        """Only topics in ``may_grow`` may gain partitions. The error for any other topic ends with ``after_growth``."""
         self._wire: Final = wire
         self._expected: Final = dict(expected)
         self._may_grow: Final = frozenset(may_grow)
@@ -187,7 +187,7 @@ class FeedEnd(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """Tracks how far a partition has been read since the call of `FeedFetcher.begin` that created the object."""
+    """Tracks how far a partition has been read since the `FeedFetcher.begin` call that created this object."""
 
     position: int
     """The next offset to fetch."""
@@ -337,7 +337,8 @@ class FeedFetcher:
 
     async def _fetch(self, node: int, sources: list[TopicPartition]) -> list[Answer]:
         if node in self._flowing:
-            # If a broker gathered the records, it would look at every partition of the request for every new record.
+            # If the broker waited for more records instead, it would check every partition of the request for each new
+            # record.
             await self._wire.pause(self._gather_ms)
             self._flowing.discard(node)
         asked = {
@@ -381,7 +382,7 @@ class FeedFetcher:
                 node, wanted, wait_ms=self._wait_ms, most_bytes=_REQUEST_BYTES, lane=_FEED_LANE
             )
         except NoAnswer:
-            await self._wire.pause(_AGAIN_PAUSE_MS)  # a broker that is away refuses thousands of connections a second
+            await self._wire.pause(_AGAIN_PAUSE_MS)  # an unavailable broker refuses thousands of connections a second
             raise
         if code:
             await self._wire.pause(_AGAIN_PAUSE_MS)

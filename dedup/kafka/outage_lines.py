@@ -23,7 +23,7 @@ AWAY: Final = {"outage": "away"}
 ASIDE: Final = {"outage": "aside"}
 """The `extra` of dedup's log messages that are treated like aiokafka's messages about an unavailable broker."""
 BACK: Final = {"outage": "back"}
-"""The `extra` of dedup's log message that says that nothing waits for a broker any longer."""
+"""The `extra` of dedup's log message that nothing is waiting for a broker anymore."""
 FAILURES: Final = (
     "Unable ",
     "Group Coordinator Request failed",

@@ -1,7 +1,7 @@
 """Lists the producer epochs of a partition's committed batches, to verify that no fenced producer wrote them.
 
-Only one transactional ID writes to a changelog partition, and each new owner begins a newer epoch (KIP-98). If a batch
-with an older epoch follows a batch with a newer epoch, a zombie wrote the batch with the older epoch.
+Only one transactional ID writes to a changelog partition, and each new owner begins a newer epoch (KIP-98). A batch
+with an older epoch that follows a batch with a newer epoch was written by a zombie.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def in_order(batches: Iterable[WrittenBatch]) -> Epochs:
         number += 1
         owners.add((batch.producer_id, batch.epoch))
         if batch.producer_id != current:
-            # The old producer ID has used up its epochs or has expired. The broker never uses an old producer ID again.
+            # The old producer ID has used up its epochs or has expired. The broker never reuses it.
             left.add(current)
             current = batch.producer_id
         if batch.producer_id in left or batch.epoch < newest.get(batch.producer_id, -1):

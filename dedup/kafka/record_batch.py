@@ -200,7 +200,7 @@ def equal_records(
 ) -> RecordBatch | None:
     """Return a batch of records with the given keys, each preceded by ``prefix``, and the given values.
 
-    `equal_records` builds the same records as `fill`, but faster, because each record is a row of a byte table in which
+    This function builds the same records as `fill`, but faster, because each record is a row of a byte table in which
     only a few columns differ. The result is None if the keys or the values differ in length, or if one batch cannot
     hold all records.
     """
@@ -441,7 +441,8 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
     def __init__(self, source: TopicPartition, raw: bytes, aborted: Sequence[tuple[int, int]], position: int) -> None:
         crcs, isolation = True, READ_COMMITTED
         super().__init__(source, MemoryRecords(raw), aborted, position, None, None, crcs, isolation)
-        # The unused iterator refers to this object. Such a cycle keeps the response in memory until it is collected.
+        # The unused iterator refers to this object. Such a cycle keeps the response in memory until the cycle is
+        # collected.
         self._records_iterator = None
 
     def batches(self) -> Iterator[Any]:

@@ -217,7 +217,7 @@ class OffsetFetchRequest_v7(OneVersion, RequestStruct):
 
     With `require_stable` (KIP-447), the response is an error while an open transaction may change an offset. Without
     `require_stable`, the offsets may be outdated, because a broker before Kafka 4 may respond to InitProducerId shortly
-    before it applies the offsets of the transaction that this request ended.
+    before it applies the offsets of the transaction that InitProducerId ended.
     """
 
     FLEXIBLE_VERSION = True

@@ -32,7 +32,7 @@ from dedup.topology.model import Topology
 
 log: Final = logging.getLogger(__name__)
 _WITHIN_S: Final = 5.0
-"""Maximum time in which a registry must send a complete response."""
+"""Maximum time that a registry may take to send a complete response."""
 _MOST_BYTES: Final = 4 << 20
 _CHUNK: Final = 1 << 16
 _NOT_FOUND: Final = 404
@@ -48,7 +48,7 @@ _AT_ONCE: Final = 4
 _PAUSE_S: Final = 0.2
 _LOOK_S: Final = 0.02
 TASK_PATIENCE_S: Final = 60.0
-"""How long a task of a Spark job waits for a registry that gives no answer, before the task fails."""
+"""How long a Spark task waits for a registry that gives no answer before the task fails."""
 _MOST_UNKNOWN: Final = 10_000
 _SUFFIX: Final = ".json"
 _CERTIFICATE: Final = "CERTIFICATE-----"
@@ -63,8 +63,8 @@ class _NoRedirect(HTTPRedirectHandler):
 class SchemaRegistry:
     """A thread-safe client of a schema registry that caches the schemas that it has found.
 
-    The client can be pickled, including its credentials, because Spark's executors also ask the registry. Each process
-    keeps only one copy of a pickled client.
+    The client can be pickled, including its credentials, because Spark's executors also query the registry. Each
+    process keeps only one copy of a pickled client.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class SchemaRegistry:
     def schema(self, ref: SchemaRef, *, patience_s: float = 0.0, unknown_s: float = 0.0) -> str | None:
         """Return the text of a schema, or None if neither the exported schemas nor the registry contains the ID.
 
-        The text may be written in another schema language, and then fails to parse. If the registry does not know the
+        The text may be in another schema language, in which case it fails to parse. If the registry does not know the
         ID, the client asks again, but waits for at most ``unknown_s`` seconds for all IDs together. Raises
         RegistryUnavailable if the registry gives no usable answer for ``patience_s`` seconds.
         """
@@ -293,7 +293,7 @@ class SchemaResolver:
     """Looks up schemas in a registry before the records that need these schemas are judged."""
 
     def __init__(self, registry: SchemaRegistry, *, wait_ms: int) -> None:
-        """A schema counts as unknown only if the registry has not known the schema for ``wait_ms``."""
+        """A schema counts as unknown only if the registry has not known it for ``wait_ms``."""
         self.book: Final = SchemaBook()
         """The schemas found so far, or None for an unknown schema, which is looked up again when a record needs it."""
         self.away: str | None = None
@@ -361,7 +361,7 @@ class SchemaResolver:
             log.warning("the schema registry does not know schema %s: its records are dead letters", named(ref))
         self.book[ref] = found
         if found is None:
-            await asyncio.sleep(_LONGEST_PAUSE_S)  # before it is asked for again
+            await asyncio.sleep(_LONGEST_PAUSE_S)  # before the schema is looked up again
         del self._asking[ref]
 
     def _note(self, away: str | None) -> None:

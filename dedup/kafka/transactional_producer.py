@@ -153,7 +153,7 @@ class Session:
         return code
 
     def add(self, batches: Sequence[RecordBatch], feeding: TopicPartition | None = None) -> None:
-        """Add batches to the current transaction. `settle` and `prepare` raise any errors in sending these batches.
+        """Add batches to the current transaction. `settle` and `prepare` raise any errors that occur in sending them.
 
         If a batch is refused, the error names ``feeding``, the partition to which the batch's row numbers refer.
         """
@@ -385,7 +385,7 @@ class Session:
     async def _insist(
         self, name: str, ask: Callable[[], Awaitable[int]], *, again: frozenset[int] = AGAIN, repeatable: bool = False
     ) -> None:
-        """Send a transactional request, and repeat the request after a response whose error code is in ``again``.
+        """Send a transactional request, and repeat it after a response whose error code is in ``again``.
 
         Without a response, only InitProducerId is repeated (``repeatable``), because each copy starts a newer epoch.
         """

@@ -70,7 +70,7 @@ class Store(Protocol):
         """Yield sorted tuples (segment, state key, value). Raises TaskCorrupted if an entry is unreadable."""
 
     def close(self) -> None:
-        """Release the store, unless the store is already released."""
+        """Release the store, unless it is already released."""
 
     def wipe(self) -> None:
         """Close the store and delete all its data."""

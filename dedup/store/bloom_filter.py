@@ -53,11 +53,11 @@ PIECE_IDS: Final = 100_000
 HASHES_PER_KEY: Final = 8
 """The number of hashes that can be loaded from a log in the time that it takes to read one key from the store."""
 PIECE_WORDS: Final = 1 << 15
-"""The maximum number of snapshot words in one step of a read or write, so that these words fit into a core's cache."""
+"""The maximum number of snapshot words in one step of a read or write, so that they fit into a core's cache."""
 WORDS_PER_KEY: Final = 32
 """The number of snapshot words that can be read or written in the time that it takes to read one key from the store."""
 SNAPSHOT_FROM_IDS: Final = 1_000_000
-"""The smallest number of IDs for which a log gets a snapshot; a smaller log loads within 0.03 s without a snapshot."""
+"""The smallest number of IDs for which a log gets a snapshot; a smaller log loads within 0.03 s even without one."""
 _SNAPSHOT_EVERY: Final = 8
 """A new snapshot is written when the log has grown by the last snapshot's number of IDs divided by this number."""
 _WORD_BYTES: Final = 4
@@ -275,7 +275,7 @@ class SegmentFilter:
         """The key after which reading the segment continues, or None if the segment is not being read."""
 
     def load(self, mark: LogMark | None, *, first_key: bytes, ids: int, position: int) -> None:
-        """Make `warm` load the filter of a segment with the number of IDs ``ids`` and the position ``position``.
+        """Make `warm` load the filter of a segment that has ``ids`` IDs and the position ``position``.
 
         ``first_key`` is less than all keys of the segment.
         """
@@ -354,8 +354,7 @@ class SegmentFilter:
         return replace(self._log, segment_ids=segment_ids, segment_position=position)
 
     def warm(self, keys: int, read_keys: Callable[[bytes, int], list[bytes]], first_key: bytes) -> int:
-        """Load more IDs in about the time that reading ``keys`` keys takes, and return the part of ``keys`` that is
-        left.
+        """Load more IDs in about the time of reading ``keys`` keys, and return how much of ``keys`` is left.
 
         If all IDs are loaded and a snapshot is due, the method spends the remaining time on writing it.
         ``read_keys(key, limit)`` returns up to ``limit`` keys of the segment that follow ``key``, in ascending order.

@@ -71,7 +71,7 @@ _ENTRIES: Final = {
 }
 """Maps each header, which is the top byte of an entry's first field, to the layout of the entry."""
 _FEW_ROWS: Final = 32
-"""The number of rows up to which encoding the rows one by one is faster than setting up NumPy columns."""
+"""Up to this number of rows, encoding rows one by one is faster than setting up NumPy columns."""
 
 _NARROW_COLUMNS: Final = [("head", ">u8"), ("topic", "u1"), ("partition", ">u2"), ("offset", ">u4")]
 _WIDE_COLUMNS: Final = [("head", ">u8"), ("topic", ">u2"), ("partition", ">u4"), ("offset", ">u8")]
@@ -378,7 +378,7 @@ def sighting_key(segment: int, state_key: bytes) -> bytes:
 
 
 def segment_prefix(segment: int) -> bytes:
-    """Return the bytes with which the changelog keys of all sightings in a segment begin."""
+    """Return the prefix of the changelog keys of all sightings in a segment."""
     if not 0 <= segment < _TIME_LIMIT:
         raise InvariantBroken(f"a segment that starts at {segment} ms cannot be stored: event times are >= 0.")
     return _SIGHTING_TAG + segment.to_bytes(8)
@@ -400,7 +400,7 @@ def parse_key(key: bytes) -> SightingKey | None:
 
 
 def sighting_rows(keys: Sequence[bytes | None], state_keys: Collection[bytes]) -> list[int]:
-    """Return the rows of all keys except those of sightings whose IDs are not in ``state_keys``. No key is parsed."""
+    """Return the rows of all keys, but of sighting keys only those with IDs in ``state_keys``. No key is parsed."""
     ends = tuple(state_keys)
     return [
         row for row, key in enumerate(keys) if key is None or key.endswith(ends) or not key.startswith(_SIGHTING_TAG)

@@ -25,7 +25,7 @@ _STORE_FILE: Final = re.compile(
     re.ASCII,
 )
 FILTER_LOG: Final = "filter-log-"
-"""The prefix of a Bloom filter log's file name; the segment's start in ms follows the prefix."""
+"""The prefix of a Bloom filter log's file name; the segment's start in ms follows it."""
 SNAPSHOT_SUFFIX: Final = ".bits"
 NEW_SNAPSHOT_SUFFIX: Final = ".bits-new"
 """The suffixes that are added to the name of a filter's log for its snapshot and for a snapshot being written."""

@@ -354,8 +354,7 @@ class RocksStore:
         """Open the store in a directory, or create a new store if the directory is empty.
 
         With ``log_filters=False``, the Bloom filters are not kept for the next `open`, which then reads all keys. Use
-        ``log_filters=False`` for a topology that writes the same IDs repeatedly, because a log grows by one hash for
-        every write.
+        this for a topology that writes the same IDs repeatedly, because a log grows by one hash with every write.
 
         Raises TaskCorrupted if the store is damaged or belongs to another task. Raises StateIncompatible if the
         directory is in use, is a symbolic link, is not writable, or contains foreign files.
@@ -391,7 +390,7 @@ class RocksStore:
             store.close()
             raise
         if failure is not None:
-            # The traceback would keep the database open, but the caller must be able to delete the database.
+            # The traceback would keep the database open, but the caller must be able to delete it.
             failure.__traceback__ = failure.__cause__ = failure.__context__ = None
             store.close()
             raise failure
@@ -551,7 +550,7 @@ class RocksStore:
         return ids
 
     def close(self) -> None:
-        """Close the store and release its directory, unless the store is already closed."""
+        """Close the store and release its directory, unless it is already closed."""
         if self._closed:
             return
         self._closed = True
@@ -658,7 +657,7 @@ class RocksStore:
 
 
 def _keys_after(family: rocksdict.Rdict, key: bytes, limit: int) -> list[bytes]:
-    """Return at most ``limit`` keys after ``key``, sorted. Raises an error if a damaged block ends the keys early."""
+    """Return at most ``limit`` keys after ``key``, sorted. Raises an error if a damaged block ends the read early."""
     keys = cast("list[bytes]", list(islice(family.keys(from_key=key + b"\0", read_opt=_in_order()), limit)))
     if len(keys) < limit:
         _refuse_early_end(family, keys[-1] if keys else _LAST_POSITION)

@@ -3,8 +3,8 @@
     open  --freeze-->  committing  --applied-->  store
 
 The open generation collects the sightings of the running transaction. ``freeze`` sets the open generation aside for the
-commit, and ``applied`` writes that generation to the store after the commit. Sightings in the store are not cached: in
-a measurement, a cache took more time (7% of the judging time) than it saved.
+commit, and ``applied`` writes it to the store after the commit. Sightings in the store are not cached: in a
+measurement, a cache took more time (7% of the judging time) than it saved.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class WriteBuffer:
         return frozen
 
     def applied(self, generation: Writes, record: TaskRecord | None, position: int) -> None:
-        """Write a committed generation to the store atomically, and drop the generation from the buffer.
+        """Write a committed generation to the store atomically, and drop it from the buffer.
 
         Raises InvariantBroken unless the commit of ``generation`` is the one in flight. If the store raises an error,
         the generation stays in the buffer.
@@ -89,7 +89,7 @@ def _in_tiers(tiers: Iterable[Writes], segment: int, ids: Sequence[bytes]) -> di
     for tier in tiers:
         values = tier.get(segment)
         if values:
-            # The intersection runs in C. Therefore, no Python code runs per ID in the usual case, in which all IDs are
-            # unknown.
+            # The intersection runs in C, so in the usual case, in which all IDs are unknown, no Python code runs per
+            # ID.
             found.update((state_key, values[state_key]) for state_key in values.keys() & ids)
     return found

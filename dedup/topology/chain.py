@@ -203,7 +203,7 @@ def _shared_topics(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
             theirs = set(other.written_topics)
             shared = [name for name in topology.written_topics if name in theirs]
             if not shared or topology.name == other.name:
-                continue  # `_taken_twice` reports the equal names, which are the cause of the equal topics
+                continue  # `_taken_twice` reports the equal names, which cause the equal topics
             names = ", ".join(shared)
             if shared == [topology.dead_letter] == [other.dead_letter]:
                 text = (

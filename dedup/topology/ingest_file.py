@@ -43,7 +43,7 @@ class Ingest:
 
 
 def is_ingest(text: str) -> bool:
-    """Tell whether a file is an ingest file, even if the file is invalid."""
+    """Tell whether a file is an ingest file, even if it is invalid."""
     return _INGEST_KEY.search(text) is not None
 
 

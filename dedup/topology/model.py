@@ -102,12 +102,12 @@ class SourceSpec:
 
     @property
     def is_memberwise(self) -> bool:
-        """True if values are never decoded as a whole, so that payloads are compared as bytes."""
+        """True if values are never decoded as a whole, so payloads are compared as bytes."""
         return self.format in MEMBERWISE
 
     @property
     def is_binary(self) -> bool:
-        """True if values have a binary format, which excludes text and bytes without any format."""
+        """True if values have a binary format. Neither text nor bytes without any format count as one."""
         return self.is_memberwise and self.format != "csv"
 
 
@@ -304,7 +304,7 @@ class Topology:
 
     @property
     def passes_ids_on(self) -> bool:
-        """True if repartition tasks pass on the IDs that a user's function returned, so that they are found once."""
+        """True if repartition tasks pass on the IDs that a user's function returned, so each ID is found only once."""
         return not self.direct and bool(code_rules(self.tracking_id.rule))
 
     def knowing(self, schemas: SchemaBook) -> Self:

@@ -136,7 +136,7 @@ def _topology(file: TopologyFile, read_file: Callable[[str], str], name: str) ->
     schema = None if source.schema_file is None else SchemaFile(source.schema_file, read_file(source.schema_file))
     framing = "auto" if source.schema_id == "none" else source.schema_id
     declared = source.partitioned_by == "tracking_id"
-    # Normalization may make two keys equal that the producers' partitioner has treated as different.
+    # Normalization may make two keys equal although the producers' partitioner treated them as different.
     implied = has_key(tracking_id.rule) and not tracking_id.normalize
     cap_ms = file.extend_at_most or file.guard_period * _EXTENSIONS_OF_GUARD
     grace_ms = file.guard_period if file.grace is None else file.grace
@@ -188,7 +188,7 @@ def _flow(written: str | FlowFile, name: str) -> FlowSpec:
 def _code(written: str | FunctionFile, name: str, read_file: Callable[[str], str]) -> CodeRule:
     file = FunctionFile(function=written) if isinstance(written, str) else written
     module = file.function.partition(":")[0].replace(".", "/")
-    digest = ""  # of a module that is installed
+    digest = ""  # for an installed module
     for candidate in (f"{module}/__init__.py", f"{module}.py"):  # in the order in which Python looks for them
         with suppress(OSError, UnicodeDecodeError):
             digest = source_digest(read_file(candidate))
@@ -333,7 +333,7 @@ _WITH_TIMESTAMPS: Final = "`source.format: avro`, `protobuf`, `msgpack`, or `cbo
 
 
 def _format_of(document: Document) -> Format | None:
-    """Return the format of the values, or None if the file does not write a format as text."""
+    """Return the format of the values, or None if the file does not state a format as text."""
     written: Format | None = document.get(_FORMAT)
     # A list or a mapping is not hashable, and thus cannot be looked up in a set of formats.
     return written if isinstance(written, str) else None
