@@ -59,7 +59,7 @@ _PLACES: Final[Mapping[str, str]] = {
     "Work": "connect.idempotent_reader",
     "load_settings": "settings",
 }
-"""Maps each name that is imported when it is first accessed to the module of the name."""
+"""Maps each name that is imported on first access to its module."""
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401  # any of the public classes

@@ -19,7 +19,7 @@ _Headers = Sequence[tuple[str, bytes | None]]
 
 
 def directory_of(file: str) -> str:
-    """Return the absolute directory of a file, so that another working directory does not change what it means."""
+    """Return the absolute directory of a file, so that a later change of the working directory does not affect it."""
     return str(Path(file).resolve().parent)
 
 
@@ -59,7 +59,7 @@ def load_id_function(
 
     ``digest`` is the `source_digest` of the module next to the topology file when the file was read, or an empty string
     if there was no module. Raises TopologyError if the attribute is not a function, if the function is async, or if the
-    module in this process has another digest, because another function may return other IDs.
+    module in this process has a different digest, because a different function may return different IDs.
     """
     key = "tracking_id.python"
     function, module = load_attribute(key, name, directory, file)

@@ -40,7 +40,7 @@ class AuthorMistake(DedupError):
     exit_code = 2
 
     def __init__(self, problems: list[Problem]) -> None:
-        # Callers show only the problems, so that an error without any would look like success.
+        # Callers show only the problems, so an error without any would look like success.
         if not problems:
             raise InvariantBroken(f"{type(self).__name__} was raised without any problem.")
         self.problems: Final = problems
@@ -62,7 +62,7 @@ class PackageMissing(DedupError):
 
     def __init__(self, need: str, extra: str) -> None:
         python = shlex.quote(sys.executable)
-        # An environment that `uv` makes has no pip.
+        # An environment that `uv` creates has no pip.
         pip = f"{python} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {python}"
         super().__init__(f"{need} needs packages that are not installed; install them: {pip} 'dedup-streams[{extra}]'")
 

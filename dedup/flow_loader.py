@@ -32,9 +32,9 @@ def load_flow(spec: FlowSpec) -> Flow:
 
 
 def load_code(topology: Topology) -> Flow | None:
-    """Import a topology's ID functions and its flow, and return the flow, or None if the topology has no flow.
+    """Import a topology's ID functions and its flow, and return the flow, or None if there is none.
 
-    Raises TopologyError as `load_attribute` does, and if the code is not what the topology file says.
+    Raises TopologyError as `load_attribute` does, and if the code does not match the topology file.
     """
     for rule in code_rules(topology.tracking_id.rule):
         rule.load()
@@ -59,7 +59,7 @@ def sample_findings(topology: Topology, records: Sequence[FlowRecord]) -> list[F
 
 
 def _differences(key: str, code: str, what: str, found: tuple[list[Any], list[Any]]) -> Iterator[Finding]:
-    """Yield a finding if what was called has failed at a sample, and one if the results of the two processes differ."""
+    """Yield a finding if the function or flow failed on a sample, and another if the two processes' results differ."""
     first, second = found
     failed = [made for made in first if isinstance(made, Fault) and made.code != "id_null"]
     if failed:

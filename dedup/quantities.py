@@ -20,7 +20,8 @@ SIZE_PATTERN: Final = r"^[0-9]{1,19}(B|KiB|MiB|GiB|TiB)$"
 def parse_duration(text: str, *, short: bool = False) -> int:
     """Parse a duration such as ``15m``, and return milliseconds. Raises ValueError with a message for the user.
 
-    For a number of at most two digits without a unit, the message suggests seconds if ``short`` is true, or else hours.
+    For a number of at most two digits without a unit, the message suggests seconds if ``short`` is true, and hours
+    otherwise.
     """
     # Without a unit, 24 probably means hours, and 500 probably means milliseconds.
     few = ("s", "ms") if short else ("h", "m")

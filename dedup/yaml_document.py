@@ -35,7 +35,7 @@ _MOST_BYTES: Final = 1 << 20
 _MOST_NODES: Final = 20_000
 _MOST_DEPTH: Final = 20
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
-"""Python represents each byte of an argument or a variable that is not UTF-8 as an unpaired surrogate."""
+"""Python represents each byte that is not UTF-8 in an argument or a variable as an unpaired surrogate."""
 _CONSTANTS: Final = {"": None, "~": None, "null": None, "true": True, "false": False}
 _INTEGER: Final = re.compile(r"[-+]?[0-9]{1,300}")
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]{1,3})?")
@@ -179,7 +179,7 @@ def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
         problem = Problem(name, f"is not YAML: {' '.join(str(error).split())}")
     else:
         return document
-    # Report only this problem. Nothing after the problem was read, so every later key would be reported as missing.
+    # Report only this problem. Nothing after it was read, so every later key would be reported as missing.
     return Document(name, problems=[problem])
 
 
@@ -263,7 +263,7 @@ def _place(name: str, mark: Any) -> str:  # noqa: ANN401 - ruamel's mark
 
 
 def _scalar(event: Any) -> Any:  # noqa: ANN401 - any plain scalar
-    """Return a scalar's value by the YAML 1.2 core schema, in which quoted scalars and timestamps are strings."""
+    """Return a scalar's value under the YAML 1.2 core schema, in which quoted scalars and timestamps are strings."""
     text: str = event.value
     if not event.implicit[0]:
         return text
@@ -277,7 +277,7 @@ def _scalar(event: Any) -> Any:  # noqa: ANN401 - any plain scalar
 class Keys(BaseModel):
     """The base class for models of mappings in YAML files. Unknown keys are rejected, and values are not converted.
 
-    Importing a model is cheap, since every command does it: pydantic builds the validator on first use, and
+    Every command imports models, so importing one is cheap: pydantic builds the validator on first use, and
     `schema_of`, not pydantic, reads the descriptions of the keys from the source.
     """
 

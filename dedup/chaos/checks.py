@@ -1,4 +1,4 @@
-"""Computes the report of `dedup chaos` and its nine oracles, which are conditions that must hold in every run.
+"""Computes the report of `dedup chaos` and its nine oracles, the conditions that must hold in every run.
 
 Once all workers have stopped, `gather` collects the evidence from Kafka, the stores, and the workers' logs and exit
 codes.
@@ -46,7 +46,7 @@ _HEIGHT: Final = 200
 
 @dataclass(slots=True)
 class Oracle:
-    """A condition that must hold in every run of `dedup chaos`, with the result of checking the condition."""
+    """A condition that must hold in every run of `dedup chaos`, with the result of checking it."""
 
     name: str
     meaning: str
@@ -55,7 +55,7 @@ class Oracle:
 
     @property
     def verdict(self) -> str:
-        """Return the word that reports use for the outcome, which is "held" or "BROKEN"."""
+        """Return the word that reports use for the outcome: "held" or "BROKEN"."""
         return "held" if self.held else "BROKEN"
 
 

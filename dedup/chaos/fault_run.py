@@ -156,9 +156,7 @@ class ChaosFleet(Processes):
         self.starts += len(names)
 
     def restart(self, number: int, *, killed: bool) -> bool:
-        """End a worker with SIGKILL or SIGTERM, and restart the worker immediately; return False if the worker is
-        frozen.
-        """
+        """End a worker with SIGKILL or SIGTERM, and restart it immediately; return False if it is frozen."""
         name = _name(number)
         if self.running[name].paused:
             return False
@@ -170,7 +168,7 @@ class ChaosFleet(Processes):
         return True
 
     def pause(self, number: int) -> bool:
-        """Freeze a worker; return False if the worker is already frozen or has ended."""
+        """Freeze a worker; return False if it is already frozen or has ended."""
         process = self.running[_name(number)]
         if process.paused or not process.running:
             return False
@@ -182,7 +180,7 @@ class ChaosFleet(Processes):
         self.running[_name(number)].resume()
 
     def add_worker(self) -> bool:
-        """Start the extra worker; return False if the extra worker is already running."""
+        """Start the extra worker; return False if it is already running."""
         extra = _name(self.most - 1)
         if extra in self.running:
             return False
@@ -216,7 +214,7 @@ class ChaosFleet(Processes):
             self._end(name, clean=frozenset({0, _NOT_UP_YET}))
 
     def count_logged(self, number: int, text: str) -> int:
-        """Return how often a worker has logged ``text`` since the worker's first start."""
+        """Return how often a worker has logged ``text`` since its first start."""
         path = self.log_file(_name(number))
         return path.read_text(encoding="utf-8", errors="replace").count(text) if path.exists() else 0
 
@@ -446,7 +444,7 @@ class ChaosRun:
         return None
 
     def _inject(self, fault: ScheduledFault) -> None:
-        """Inject a fault, record whether the fault hit its target, and schedule the fault's end if necessary."""
+        """Inject a fault, record whether it hit its target, and schedule its end if necessary."""
         fleet, cluster, worker = self._stage.fleet, self._stage.cluster, fault.worker
         lasts_s = 0.0
         end: Callable[[], None] | None = None

@@ -184,9 +184,7 @@ class LiveChecker:
         return Sightings(self._records, self._duplicated, tuple(self._samples))
 
     def finish(self, ends: dict[int, int]) -> bool:
-        """Read up to the offsets in ``ends``, and return whether the live checker reached these offsets within a
-        minute.
-        """
+        """Read up to the offsets in ``ends``, and return whether the live checker reached them within a minute."""
         self._targets = ends
         self._thread.join(_ENDS_WITHIN_S)
         return not self._thread.is_alive()

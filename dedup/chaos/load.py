@@ -209,9 +209,7 @@ def make_topic(bootstrap: str, name: str, partitions: int, *, by_arrival: bool =
 
 
 class Sender:
-    """Sends records at a steady rate in a thread, and sends each record at least once. Use a sender as a context
-    manager.
-    """
+    """Sends records at a steady rate in a thread, each at least once. Use a sender as a context manager."""
 
     def __init__(
         self, records: Iterable[Made], settings: Settings, *, per_s: int, options: Mapping[str, Any] | None = None

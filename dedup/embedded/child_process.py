@@ -19,8 +19,8 @@ _TAIL_LINES: Final = 15
 
 
 class ChildProcess:
-    """A program in its own session, so that Ctrl-C on the terminal does not reach the program. All methods of
-    `ChildProcess` block.
+    """A program in its own session, so that Ctrl-C on the terminal does not reach it. All methods of `ChildProcess`
+    block.
     """
 
     def __init__(self, command: Sequence[str], log_file: Path, *, directory: Path | None = None) -> None:

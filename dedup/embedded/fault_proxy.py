@@ -50,7 +50,7 @@ class FaultProxy:
         self._server: asyncio.Server
 
     def __enter__(self) -> Self:
-        """Start the proxy. Raises OSError if the proxy's port is in use."""
+        """Start the proxy. Raises OSError if its port is in use."""
         self._thread.start()
         self._server = self._run(asyncio.start_server(self._accept, _HOST, self.port, limit=_CHUNK_BYTES))
         self.port = self._server.sockets[0].getsockname()[1]
@@ -63,7 +63,7 @@ class FaultProxy:
         self._loop.close()
 
     def cut(self) -> int:
-        """Reset every open connection, and return the number of connections. Bytes in transit may be lost."""
+        """Reset all open connections, and return their number. Bytes in transit may be lost."""
         return self._call(self._cut)
 
     def swallow_answers(self) -> int:

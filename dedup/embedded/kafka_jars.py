@@ -1,7 +1,7 @@
 """Downloads Kafka's jars from Maven Central once per user, and caches them.
 
 `kafka-jars.lock` lists every jar with its SHA-256. This module checks the SHA-256 itself, because jgo's resolver only
-warns if the SHA-256 differs. `python -m dedup.embedded.kafka_jars` prints a new lock file.
+warns if it differs. `python -m dedup.embedded.kafka_jars` prints a new lock file.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def read_lock(text: str) -> tuple[Jar, ...]:
 
 
 def install_jars(directory: Path, progress: Progress | None = None) -> Path:
-    """Download the jars of the lock file into `directory`, unless all jars are already there, and return `directory`.
+    """Download the jars of the lock file into `directory`, unless they are all there already, and return `directory`.
 
     If several processes call this function at once, one process downloads and the others wait. Raises BrokerUnavailable
     if a jar cannot be downloaded or has the wrong SHA-256.

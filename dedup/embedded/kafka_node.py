@@ -78,7 +78,7 @@ _LOGGING_OPTIONS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ProxiedListener:
-    """A listener on `broker_port` that advertises `proxy_port`, the port of a proxy in front of the listener."""
+    """A listener on `broker_port` that advertises `proxy_port`, the port of a proxy in front of it."""
 
     proxy_port: int
     broker_port: int
@@ -183,7 +183,7 @@ class EmbeddedKafka:
             self._dir, self._ports = None, ()
 
     def kill(self) -> None:
-        """Kill the node with SIGKILL, but keep the node's data for restart()."""
+        """Kill the node with SIGKILL, but keep its data for restart()."""
         self._end(ChildProcess.kill)
 
     def restart(self) -> None:
@@ -305,7 +305,7 @@ class ClassArchive:
         if self.made is None:
             return
         if exit_code in _CLEAN_EXITS and self.made.is_file():
-            # Two nodes may publish an archive at the same time. Because of the rename, the archive is always complete.
+            # Two nodes may publish an archive at the same time. The rename ensures that the archive is always complete.
             self.made.replace(self.file)
         else:
             self.made.unlink(missing_ok=True)
@@ -353,14 +353,14 @@ def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
                 f"Kafka's storage tool failed with exit code {made.returncode}: {made.stderr.strip()[-500:]}. "
                 f"Delete {jars} and try again."
             )
-        # Two processes may create the file at the same time. Because of the rename, the file is always complete.
+        # Two processes may create the file at the same time. The rename ensures that the file is always complete.
         (Path(temporary) / "data" / "bootstrap.checkpoint").replace(kept)
     return kept
 
 
 def new_id() -> str:
     """Return a new cluster ID or directory ID in Kafka's format (16 bytes in URL-safe base64)."""
-    # Kafka's tools would take an ID that starts with a dash for an option.
+    # Kafka's tools would parse an ID that starts with a dash as an option.
     while True:
         text = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
         if not text.startswith("-"):

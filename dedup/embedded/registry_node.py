@@ -110,7 +110,7 @@ class EmbeddedRegistry:
 
 
 def install_registry(directory: Path, progress: Progress | None = None) -> Path:
-    """Download the registry into ``directory``, unless it is already there, and return the registry's jar.
+    """Download the registry into ``directory``, unless it is already there, and return its jar.
 
     If several processes call this function at once, one process downloads and the others wait. Raises
     RegistryUnavailable if the download fails or the downloaded archive has the wrong SHA-256.

@@ -164,7 +164,7 @@ class Expected:
         return len(self.sure.digests) + sum(not wanted.optional for wanted in self.others)
 
     def one_by_one(self) -> list[Wanted]:
-        """Move the records of ``sure`` to ``others``, and return all of them in the order of the log."""
+        """Move the records of ``sure`` to ``others``, and return all of them in log order."""
         self.others = sorted([*self.others, *self.sure.rows()], key=lambda wanted: wanted.position)
         self.sure = NONE_SURE
         return self.others
@@ -203,7 +203,7 @@ class Comparison:
 def matched_at_once(
     expected: Sequence[Expected], actual: Sequence[SeenColumns], *, from_end: bool = False
 ) -> Comparison:
-    """Return the result of `matched`, but match digests that occur once on each side as whole columns."""
+    """Return the same result as `matched`, but match digests that occur once on each side in one step, as columns."""
     task_ends = np.cumsum([0, *(len(each.sure.digests) for each in expected)])
     partition_ends = np.cumsum([0, *(len(each.digests) for each in actual)])
     wanted = list(chain.from_iterable(each.sure.digests for each in expected))
@@ -285,7 +285,7 @@ def _candidates(
 
 
 def out_of_order(wanted: array[int]) -> Iterator[int]:
-    """Yield the fewest indexes whose removal leaves the values in ascending order, found by patience sorting."""
+    """Yield the fewest indexes whose removal leaves the values in ascending order (patience sorting)."""
     tops, top_places, previous = array("q"), array("q"), array("q")
     for at, each in enumerate(wanted):
         pile = bisect_left(tops, each)

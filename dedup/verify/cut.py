@@ -38,7 +38,7 @@ OnProgress = Callable[[str, int, int], None]
 
 
 class Order:
-    """Checks that each task has written its records in one partition in the order of the task's log."""
+    """Checks that each task has written its records in one partition in the order of its log."""
 
     def __init__(self, bounds: Bounds, matches: Spill) -> None:
         self._bounds: Final = bounds
@@ -119,7 +119,7 @@ class WrittenPartition:
     first_kept: tuple[int, bytes] | None = None
     """The hash (`spill.places_of`) and the digest of the first sampled record."""
     truncated: bool = False
-    """True if a transaction stays open, so that no record after the beginning of that transaction is known."""
+    """True if a transaction stays open, so that no record after its beginning is known."""
     late: set[bytes] = field(default_factory=set)
     """Digests of records marked as forwarded late, sampled or not, until there are more than `_MOST_LATE`."""
 
@@ -140,7 +140,7 @@ class WrittenPartition:
 
 @dataclass(slots=True)
 class Cut:
-    """The offsets up to which one verification reads each topic, and the data that the verification has read."""
+    """The offsets up to which one verification reads each topic, and the data that it has read."""
 
     topology: Topology
     reader: KafkaReader
@@ -160,7 +160,7 @@ class Cut:
     scratch: str
     """The directory for data that does not fit into memory."""
     sample: int = 1
-    """The verification judges one tracking ID out of this many."""
+    """The verification judges one in this many tracking IDs."""
     begun_with: dict[str, int] = field(default_factory=dict)
     """Maps each topic that tasks read to its partition count when the state began; empty if unknown."""
     total: int = 0
@@ -186,7 +186,7 @@ class Cut:
     def read_judged(self, topic: str, partition: int, start: int, end: int) -> Iterable[RecordColumns]:
         """Yield the records that `read` yields for a source topic.
 
-        Raises StateIncompatible if a record has no append time, although `event_time: arrival` needs the append time.
+        Raises StateIncompatible if a record has no append time, although `event_time: arrival` needs one.
         """
         for columns in self.read(topic, partition, start, end):
             if self.topology.by_arrival and columns.created is not None:
@@ -230,7 +230,7 @@ class Cut:
         return self.hold(Log.spill(self.scratch, buckets))
 
     def hold(self, spill: Spill) -> Spill:
-        """Register a spill for `free` to close, and return the spill."""
+        """Register a spill for `free` to close, and return it."""
         self.held.append(spill)
         return spill
 

@@ -39,7 +39,7 @@ WHY_BEFORE: Final = "source offsets before the first record that left a trace; w
 def verify_direct(cut: Cut) -> None:
     """Verify every partition of the source topic, and report unexpected records in the late and dead-letter topics."""
     source = cut.topology.source.topics[0]
-    # Records that a flow has sent name their source records, so a compacted output does not prevent the replay.
+    # Each record that a flow has sent names its source record, so a compacted output does not prevent the replay.
     if cut.compacted if cut.plan.flowed is None else source in cut.compacted:
         _verify_compacted(cut, source)
         return
@@ -51,7 +51,7 @@ def verify_direct(cut: Cut) -> None:
 
 @dataclass(slots=True)
 class _Partition:
-    """One source partition, and the records that workers wrote for the partition."""
+    """One source partition, and the records that workers wrote for it."""
 
     cut: Cut
     plan: Plan
@@ -62,7 +62,7 @@ class _Partition:
     known: bool
     """True if it is certain that no record was judged before the first record that is read."""
     excused_below: int | None = None
-    """The output offset below which records come from deleted source records, or None until this offset is known."""
+    """The output offset below which records come from deleted source records, or None until it is known."""
     gone_position: int = -1
     """The log position below which records may have been forwarded to the deleted beginning of the output."""
     uncertain: bool = False
@@ -109,7 +109,7 @@ def source_log(
     known: bool,
     only: Collection[bytes] | None = None,
 ) -> Iterator[Log]:
-    """Yield a source partition's records in ranges of offsets, each of which is given as (first, end, pending).
+    """Yield a source partition's records in ranges of offsets. Each range is given as (first, end, pending).
 
     If ``only`` is given, the function yields only the records with these IDs.
     """
@@ -123,7 +123,7 @@ def source_log(
 
 
 def keep(cut: Cut, spill: Spill, log: Log) -> Log:
-    """Add the sampled records to their buckets, return these records, and count all other records."""
+    """Add the sampled records to their buckets and return them, and count all other records."""
     kept = cut.sampled(log.ids, log.contents)
     if len(kept) < len(log.ids):
         cut.report.unsampled += len(log.ids) - len(kept)
@@ -201,7 +201,7 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
     task = TaskReplay(held.plan, Books("", 0), Report("", "", "", 0), ((0, held.books.partition),))
     task.take(Log(*held.log.bucket(place % held.log.buckets)))
     positions = [wanted.position for wanted in task.forwarded.one_by_one() if wanted.digest == first]
-    # If several expected records are equal, the output still contains the last of the equal records.
+    # If several expected records are equal, the output still contains the last of them.
     there = output.bucket(place % held.log.buckets).digests.count(first)
     return positions[-there:][0] if positions else -1
 
@@ -232,7 +232,7 @@ def _copies(cut: Cut, partition: int, buckets: int, *, known: bool) -> Copies:
 
 
 def _verify_compacted(cut: Cut, source: str) -> None:
-    """Make only the checks that do not depend on order, because compaction removed records that verdicts depend on."""
+    """Run only the checks that do not depend on order, because compaction removed records that verdicts depend on."""
     cut.report.method = f"order-free checks: {' and '.join(sorted(cut.compacted))} is compacted"
     buckets = buckets_for(sum(each.high - each.low for each in cut.bounds[source].values()))
     numbers = range(cut.partitions[source])

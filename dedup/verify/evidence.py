@@ -123,7 +123,7 @@ class SideTopic:
         return not self._empty and self._db.execute(ask, source).fetchone() is not None
 
     def first_offset(self, partition: int) -> int | None:
-        """Return the lowest offset in a partition of the first source topic that an entry names, or None."""
+        """Return the lowest offset that an entry names in a partition of the first source topic, or None."""
         ask = "SELECT min(position) FROM filed WHERE topic=0 AND feed=?"
         found: int | None = self._db.execute(ask, (partition,)).fetchone()[0]
         return found

@@ -100,7 +100,7 @@ class Explanation:
         """The number of contradictions between the verdicts and the topics.
 
         A written record without a source record counts only if all judged records are listed, because an unlisted
-        source record could account for the written record.
+        source record could account for it.
         """
         complete = self.whole and not self.more
         return sum(bool(explained.wrong) for explained in self.records) + (len(self.strays) if complete else 0)
@@ -215,8 +215,8 @@ def _records(
 ) -> Iterator[tuple[int, RecordColumns, Extracted, int]]:
     """Yield each record with the ID in a topic, as (partition, columns, extracted values, row).
 
-    An ID function may return another ID now than it did in a repartition task. If the IDs are passed on, records with
-    one of the contents are therefore also yielded.
+    An ID function may now return a different ID than it did in a repartition task. Therefore, if the IDs are passed on,
+    records with one of the contents are also yielded.
     """
     cut, keys = search.cut, search.keys
     also = contents if cut.topology.passes_ids_on else ()
@@ -270,7 +270,8 @@ def _find_written(search: _Search) -> None:
             content = digest_with(row.content, row.headers, 0)
             by_source.setdefault(content, []).append(explained)
     if cut.plan.flowed is not None:
-        # The scan has found the records that the flow made from each source record. A flow may rightly make no record.
+        # The scan has found the records that the flow made from each source record. It is valid for a flow to make no
+        # record.
         for row, explained in search.rows:
             sent = [] if row.flowed is None else row.flowed.sent
             explained.went += (cut.plan.flowed.place(each.target, each.partition, each.offset) for each in sent)
@@ -307,7 +308,7 @@ def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord
 
 
 def _find_sightings(search: _Search) -> None:
-    """Find the ID's sightings in the changelog, in which only the last record with a key counts."""
+    """Find the ID's sightings in the changelog, where only the last record with a key counts."""
     cut, topic = search.cut, search.cut.topology.changelog_topic
     window = cut.topology.window
     for partition, bounds in cut.reader.bounds(topic).items():

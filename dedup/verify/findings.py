@@ -137,10 +137,9 @@ class OrderFree:
 class Copies:
     """Checks the records in the given partitions of the duplicates and conflicts topics.
 
-    A task writes its copies in the order of the task's log. The number of the partition to which a task writes is the
-    task's own number modulo the topic's number of partitions. ``known`` is true if it is certain that no record was
-    judged before the first record of the log. ``purged`` contains the repartition topic's partitions that are not
-    replayed.
+    A task writes its copies in the order of its log, to the partition whose number is the task's own number modulo the
+    topic's partition count. ``known`` is true if it is certain that no record was judged before the first record of the
+    log. ``purged`` contains the repartition topic's partitions that are not replayed.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class Copies:
             for number in partitions.get(topic, ())
         ]
         self.gone: Final[Counter[str]] = Counter()
-        """Maps each topic that has lost its beginning to the number of copies that the topic should have received."""
+        """Maps each topic that has lost its beginning to the number of copies that it should have received."""
 
     def judge(self, number: int, tasks: Sequence[TaskReplay], report: Report) -> None:
         """Compare the copies in one bucket with the copies that the tasks had to write."""

@@ -37,7 +37,7 @@ _CACHE_KIB: Final = 16_384
 
 
 class FlowOutput(NamedTuple):
-    """A record that a flow yielded, as it is in a topic."""
+    """A record that a flow yielded, as it appears in a topic."""
 
     target: int
     """The index of the record's topic in `Topology.forwards_to`."""
@@ -117,7 +117,7 @@ class FlowOutputs:
             yield None if source[0] is None else Source(*source), self.place(target, partition, offset)
 
     def first_offset(self, partition: int) -> int | None:
-        """Return the lowest offset in a partition of the first source topic that a record names, or None."""
+        """Return the lowest offset that a record names in a partition of the first source topic, or None."""
         ask = "SELECT min(position) FROM sent WHERE topic=0 AND feed=?"
         found: int | None = self._db.execute(ask, (partition,)).fetchone()[0]
         return found
@@ -182,7 +182,7 @@ class FlowOutputs:
         self._db.executemany("INSERT INTO matched VALUES (?,?,?,?,?)", rows)
 
     def displaced(self) -> Iterator[str]:
-        """Yield the place of each record that follows a record in its partition but precedes that record in the log."""
+        """Yield the place of each record that comes after another record in its partition but before it in the log."""
         for place in self._db.execute(_DISPLACED):
             yield self.place(*place)
 

@@ -154,11 +154,11 @@ def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
 
 
 class OpenTransaction(Exception):  # This exception describes a partition, and is not an error.
-    """Raised if a partition cannot be read to its end, because a transaction in the partition stays open."""
+    """Raised if a partition cannot be read to its end because a transaction in it stays open."""
 
 
 class KafkaReader:
-    """Reads a Kafka cluster, and never writes to the cluster.
+    """Reads a Kafka cluster, and never writes to it.
 
     All methods block. Use one instance per thread, as a context manager. Every method raises BrokerUnavailable if no
     response arrives in time or if the broker refuses a request.
@@ -169,7 +169,7 @@ class KafkaReader:
         self._brokers: Final = ", ".join(settings.brokers)
         self._admin: Final = AdminClient(dict(self._config))
         self._askers: Final[dict[str, Consumer]] = {}
-        """Maps each group to a consumer that reads the group's offsets but never joins the group."""
+        """Maps each group to a consumer that reads the group's offsets but never joins it."""
         self._consumer: Final = Consumer(
             {
                 **self._config,
@@ -198,7 +198,7 @@ class KafkaReader:
     def partitions(self, topics: Iterable[str]) -> dict[str, int]:
         """Return the partition count of each topic, or 0 for a topic that does not exist."""
         try:
-            # Unlike a request of the admin client, this request gives the metadata to the consumer for its later reads.
+            # Unlike an admin client's request, this one gives the consumer the metadata for its later reads.
             known = self._consumer.list_topics(timeout=_ANSWER_WITHIN_S).topics
         except KafkaException as error:
             raise self._unavailable("listing the topics", error) from error

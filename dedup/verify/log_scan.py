@@ -83,7 +83,7 @@ class Odd(NamedTuple):
 
     fault: ModelFault | None = None
     code: str = ""
-    """The code of the record's fault; empty if the record has no fault."""
+    """The code of the record's fault; empty if it has none."""
     pending: bool = False
     """True if the record is at or after the committed offset, so that a task may or may not have judged it."""
     replayed: bool = False
@@ -111,7 +111,7 @@ _NOT_ODD: Final = Odd()
 
 
 class Flowed(NamedTuple):
-    """The key and the value of a record, which the flow needs, and the records that the flow made from the record."""
+    """A record's key and value, which the flow needs, and the records that the flow made from that record."""
 
     key: bytes | None
     value: bytes | None
@@ -392,7 +392,7 @@ class LogScan:
         # Stream time before a judged record is unknown if the log's beginning was deleted.
         begins_in_doubt = judged and not self._from_start and self._anchor_ms is None
         if begins_in_doubt and not self._perhaps_late(batch.original(at), batch.late):
-            # The record was unique, or a duplicate of a sighting that was still kept, whatever the record's age.
+            # The record was unique, or a duplicate of a sighting that was still kept, regardless of the record's age.
             rules = plan.rules
             longest_ms = rules.extend_at_most_ms if rules.extend else 0
             self._doubt_from(record.time_ms + 2 * rules.guard_ms + rules.grace_ms + longest_ms)

@@ -44,7 +44,7 @@ def print_report(report: Report, console: Console) -> None:
     places = [f"{books.topic}/{books.partition}" for books in report.books]
     table = _books(report, places)
     if _too_wide(table, console) > 0:
-        # A table for a narrow terminal omits lines and the middle of long names, but no number and no partition.
+        # A table for a narrow terminal omits lines and the middle of long names, but never a number or a partition.
         longest = max(map(len, places))
         most = longest - _too_wide(_books(report, places, with_lines=False), console)
         table = _books(report, [_cut(place, max(most, _SHORTEST_NAME)) for place in places], with_lines=False)

@@ -1,8 +1,8 @@
 """Verifies a topology with a repartition topic.
 
 Every source record must be in the repartition topic, unchanged and only once. The verdicts on the records of the
-repartition topic must be those of the model. For source records whose copies were deleted from the
-repartition topic, the module runs only the checks that do not depend on order (`findings.OrderFree`).
+repartition topic must match the model's. For source records whose copies were deleted from the repartition topic, the
+module runs only the checks that do not depend on order (`findings.OrderFree`).
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ class _Step:
     unseen: Spill
     """Records that are absent from an incomplete output, as (task, position, source position)."""
     passed: Spill | None
-    """The source position of each record in the repartition topic, and what the repartition task extracted, or None if
-    the task does not pass that on.
+    """The source position of each record in the repartition topic, and what the repartition task extracted; None if the
+    task does not pass on what it extracts.
     """
     returned: Spill | None
-    """The source position of each source record, and what is extracted now, or None like `passed`."""
+    """The source position of each source record, and what is extracted now; None if `passed` is None."""
     purged: bool
     """True if a partition of the repartition topic has lost its beginning."""
     firsts: dict[Feed, int] = field(default_factory=dict)
@@ -191,7 +191,7 @@ def log_rows(
     """Yield all records of a partition of the repartition topic, as they were in the source topic.
 
     If ``only`` is given, the function yields only the records with these IDs. If the repartition tasks pass on what
-    they extract, that is added to ``passed``.
+    they extract, the function adds this to ``passed``.
     """
     log = cut.topology.repartition_topic
     bounds = cut.bounds[log][partition]
@@ -335,12 +335,12 @@ def _account(cut: Cut, step: _Step, number: int) -> None:
 
 
 def _compare_ids(cut: Cut, before: Spill, after: Spill, number: int) -> None:
-    """Count the records for which the user's function returns another ID now than it did in the repartition task."""
+    """Count the records for which the user's function now returns a different ID than in the repartition task."""
     *columns, found = before.bucket(number)
     passed = dict(zip(zip(*(each.tolist() for each in columns), strict=True), found, strict=True))
     *columns, found = after.bucket(number)
     places = zip(*(each.tolist() for each in columns), strict=True)
-    # The texts of two faults may contain addresses.
+    # Two faults are not compared, because their texts may contain addresses.
     pairs = ((passed.get(place) or now, now) for place, now in zip(places, found, strict=True))
     other = sum(was != now and not was[:1] == now[:1] == b"[" for was, now in pairs)
     if other:
@@ -393,7 +393,8 @@ def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copie
         log = Log(*spill.bucket(number))
         _check_owners(cut, books, log, owners)
         tasks.append(_replayed(cut, books, log))
-    # The order of records without an ID is known only within a source partition, so each partition is replayed alone.
+    # The order of records without an ID is known only within a source partition, so each partition is replayed
+    # separately.
     books, spill = step.without_id
     past = Log(*spill.bucket(number))
     for topic, partition in step.feeds if past.ids else ():
@@ -413,7 +414,8 @@ def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copie
     for at, each in enumerate(written):
         each.order.match(*found.places(at))
     if step.purged:
-        # The output also has records that were since purged from the log, so unknown output records are no violations.
+        # The output also has records that have since been purged from the log, so unknown output records are not
+        # violations.
         found.extra.clear()
     partial = any(each.bounds.start_deleted or each.truncated for each in written)
     for number_of_task, wanted in explain(found, tasks, written, cut.report, partial=partial):

@@ -89,8 +89,8 @@ class Doubt:
         self._longest_ms: Final = rules.extend_at_most_ms if rules.extend else 0
 
     def about(self, tracking_id: bytes, time_ms: int, stream_time_ms: int, unseen_ms: int) -> bool:
-        """Return whether a worker's verdict on a record may differ from the model's verdict, and remember a doubtful
-        ID.
+        """Return whether a worker's verdict on a record may differ from the model's; if it may, remember the ID as
+        doubtful.
 
         Sightings up to the event time ``unseen_ms`` may be unknown.
         """
@@ -249,7 +249,7 @@ class TaskReplay:
         return True
 
     def _dead_by_evidence(self, row: Row, letter: Filed) -> None:
-        """Check the dead letter of a record without a fault, which a broker, a registry, a clock, or a flow caused."""
+        """Check the dead letter that a broker, a registry, a clock, or a flow caused for a record without a fault."""
         far_ahead = row.time_ms > row.odd.before_ms + self._plan.topology.max_clock_skew_ms
         by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
         if letter.reason == FLOW_FAILED and self._plan.flowed is not None:

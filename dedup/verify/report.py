@@ -57,7 +57,7 @@ class Books:
     partition: int
     read: int = 0
     unique: int = 0
-    """The number of records that were forwarded as the first ones with their IDs, including forwarded conflicts."""
+    """The number of records that were forwarded as the first record with their ID, including forwarded conflicts."""
     exempt: int = 0
     """The number of records without an ID or a value that are marked and forwarded without being judged."""
     duplicates: int = 0
@@ -74,7 +74,7 @@ class Books:
     not_provable: int = 0
     """The number of records in ``read`` for which the log alone cannot show that the verdict was right."""
     ended: int | None = None
-    """The number of records that ended in a topic or were rightly dropped; None if the number is unknown."""
+    """The number of records that ended up in a topic or were correctly dropped; None if the number is unknown."""
 
     @property
     def balanced(self) -> bool:
@@ -131,7 +131,7 @@ class Report:
     counts: dict[ViolationKind, int] = field(default_factory=lambda: dict.fromkeys(MEANINGS, 0))
     samples: list[Violation] = field(default_factory=list)
     sample: int = 1
-    """The verification judged one tracking ID out of this many."""
+    """The verification judged one in this many tracking IDs."""
     unsampled: int = 0
     """The number of records that were not judged, because their IDs are not in the sample."""
     not_provable: dict[str, int] = field(default_factory=dict)

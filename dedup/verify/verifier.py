@@ -1,14 +1,14 @@
 """Implements `dedup verify`, which reads only Kafka, replays the records with the exact model, and reports differences.
 
 The verifier first reads the group's committed offsets. Workers must have written the results of all records below these
-offsets. Only then does the verifier read the ends of the topics that workers write, so the results of all records below
-the committed offsets are before these ends. Records that workers judge during the verification are *pending*.
+offsets. The verifier then reads the ends of the topics that workers write, so all these results are before the ends.
+Records that workers judge during the verification are *pending*.
 
 The verifier replays a partition if a log still contains the partition's records in order (`direct`, `repartitioned`).
-If no log contains the records in order, the verifier runs only the checks that do not depend on order
-(`findings.OrderFree`). Records whose verdicts cannot be checked are counted as not provable, never as correct.
+Otherwise, it runs only the checks that do not depend on order (`findings.OrderFree`). Records whose verdicts cannot be
+checked are counted as not provable, never as correct.
 
-Memory use depends little on the size of the topics, because records are sorted into buckets on disk (`spill`).
+Memory use hardly depends on the size of the topics, because records are sorted into buckets on disk (`spill`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def verify(
 ) -> Report:
     """Verify a topology, and return the report when all records have been read.
 
-    The verifier judges one tracking ID out of ``sample``, with all records that have this ID. ``scratch`` is a
-    directory for temporary files, which take about 200 bytes plus the key for each record; the default is the system's
-    temporary directory. Raises StateIncompatible if the topology and the cluster do not match, and BrokerUnavailable if
-    the cluster cannot be read.
+    The verifier judges one in ``sample`` tracking IDs, with all records that have this ID. ``scratch`` is a directory
+    for temporary files, which take about 200 bytes plus the key for each record; the default is the system's temporary
+    directory. Raises StateIncompatible if the topology and the cluster do not match, and BrokerUnavailable if the
+    cluster cannot be read.
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "replay", int(began_s * 1000), sample=sample)

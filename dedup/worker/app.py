@@ -167,7 +167,7 @@ class GroupAssignor(PartitionAssignor):
         return found
 
     def _get_copartitioned_groups(self, topics: Any, cluster: Any, subscriptions: Any) -> Any:  # type: ignore[override]  # Faust calls this method on the instance
-        """Map each number of task groups to the sets of topics whose task groups are assigned together."""
+        """Map each task-group count to the sets of topics with this count whose task groups are assigned together."""
         found: defaultdict[int, list[set[str]]] = defaultdict(list)
         for partitions, alike in super()._get_copartitioned_groups(topics, cluster, subscriptions).items():
             found[-(-partitions // self._size)] += alike
@@ -198,8 +198,7 @@ STORES.aliases["dedup"] = "dedup.worker.app:SightingsStore"
 def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> DedupApp:
     """Build the Faust app of a topology. Call `create_app` in the event loop that will run the app."""
     # Faust needs a directory for its own data. A topology's name contains no dot, so ".faust" is never a state
-    # directory. The directory's path is absolute, because Faust would look for a relative table directory below the
-    # data directory.
+    # directory. The path is absolute, because Faust would look for a relative table directory below the data directory.
     directory = settings.state_dir.absolute() / ".faust"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     app = DedupApp(

@@ -5,7 +5,7 @@ the worker logs a warning and restores the state from the changelog alone. If a 
 or the topology, the worker raises StateIncompatible.
 
 The files are written into a temporary directory, which is renamed only after the files' digests have been checked. The
-event loop renames the directory, so an abandoned transfer thread cannot disturb a later owner of the partition.
+event loop renames the directory, so an abandoned transfer thread cannot interfere with a later owner of the partition.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = 
     """Run the blocking function ``work`` in a daemon thread, and return its result.
 
     ``work`` receives a function to which it reports the number of bytes in each transferred piece. Raises any exception
-    that ``work`` raises, and CheckpointUnusable if no bytes are transferred for ``stalled_s`` seconds. The thread is
-    not from the event loop's pool, because unresponsive storage would exhaust that pool, which also resolves host
-    names.
+    that ``work`` raises, and CheckpointUnusable if no bytes are transferred for ``stalled_s`` seconds. The thread does
+    not come from the event loop's pool: unresponsive storage would exhaust that pool, which also resolves host names.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -110,7 +109,7 @@ class Bootstrap:
         """The number of failed attempts to use a checkpoint that existed or may have existed."""
         self._slots: Final = asyncio.Semaphore(_MOST_AT_ONCE)
         self._tried: Final[set[Checkpoint]] = set()
-        """The checkpoints that were used here. A checkpoint is needed again only if its store was lost or damaged."""
+        """The checkpoints that this process used. One is needed again only if its store was lost or damaged."""
         self._fresh: Final[dict[Path, Checkpoint]] = {}
         """Maps each directory to the checkpoint that was written into it, until the store is opened."""
         self._swept: Final[set[Path]] = set()
@@ -181,7 +180,7 @@ class Bootstrap:
         if found.segment_ms != wanted.segment_ms:
             return "it was made with another guard period or grace, so sightings now belong to different segments."
         if found.position < bounds.start:
-            # Owners delete only changelog records that no live segment needs, so a restore must read all the others.
+            # Owners delete only changelog records that no live segment needs, so a restore must read all that remain.
             return (
                 f"it ends at changelog position {found.position}, and the changelog begins at {bounds.start} now, so "
                 "nothing in it is needed anymore. Run `dedup checkpoint` more often."

@@ -163,7 +163,7 @@ class Replay:
             timeout_ms=self.settings.transaction_timeout_ms,
         )
         await session.open()
-        # The position is committed in any case, so that `offsets.retention.minutes` is counted from now on.
+        # The position is always committed, so that `offsets.retention.minutes` is counted from now on.
         position = await self._begin(session, side)
         fetcher = FeedFetcher(self.wire, await TopicCheck.of(self.wire, side.topic), wait_ms=WAIT_MS)
         fetcher.begin(side, position)

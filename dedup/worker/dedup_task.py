@@ -86,7 +86,7 @@ class Placement:
     """The number of partitions of the topic."""
     numbers: TaskNumbers
     logged: set[Hashable]
-    """See `DedupPlan`. Only the first partition of a topic with a misplaced ID is logged."""
+    """See `DedupPlan`. For each topic, only the first partition with a misplaced ID is logged."""
     passed: int = _SAMPLE_EVERY
     """The number of records since the last sample."""
 
@@ -135,7 +135,7 @@ def record_key_of(state_key: bytes) -> bytes | None:
 
 
 def note_format(rows: Rows, row: int, plan: DedupPlan, judged: Judged) -> None:
-    """Count a dead letter with an unexpected format, and log the first one of each topic and format."""
+    """Count a dead letter with an unexpected format, and log the first one for each topic and format."""
     fault = rows.extracted.faults.get(row)
     if fault is None or not fault.format_name:
         return
@@ -198,7 +198,7 @@ def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
 
 
 def _without_extracted(batch: FeedBatch, idle_rows: Collection[int]) -> FeedBatch:
-    """Return the batch without the header `EXTRACTED`, which is the last header of every record but idle markers.
+    """Return the batch without the header `EXTRACTED`, which is the last header of every record except idle markers.
 
     Raises InvariantBroken if a record lacks it.
     """
@@ -297,7 +297,7 @@ class DedupTask(TaskWork):
         self._segment_ms: Final = self._window.segment_ms
         self._keeping: Final = keeping
         self._began = 0
-        """The first offset that the changelog had at the time of the restore."""
+        """The changelog's first offset at the time of the restore."""
         self._buffer: WriteBuffer | None = None
         self._applied = StreamTime.before(plan.feeds)
         self._stream_time = self._applied
@@ -307,7 +307,7 @@ class DedupTask(TaskWork):
 
     @property
     def oldest_live_ms(self) -> int:
-        """The smallest `last_ms` of a sighting that is still live at the applied stream time."""
+        """The smallest `last_ms` of all sightings that are still live at the applied stream time."""
         return self._window.oldest_live_ms(self._applied.value_ms)
 
     @property
@@ -443,7 +443,7 @@ class DedupTask(TaskWork):
                 self.recent.note(rows, outcome, now_ms)
                 self._placement.sample(rows.extracted.ids)
                 return batches + self._remember(rows, outcome, now_ms)
-            refusals.rows.update(misfits)  # the known misfits need not be measured again
+            refusals.rows.update(misfits)  # known misfits need not be measured again
             topic, first = min(misfits, key=itemgetter(1))
             refused[first] = refusal(topic, misfits[topic, first])
         return None

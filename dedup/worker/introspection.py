@@ -153,7 +153,7 @@ def _family(metric: Metric, values: Iterable[tuple[tuple[str, ...], Value]]) -> 
 
 
 def _cumulated(durations: Durations) -> list[tuple[str, int]]:
-    """Return the buckets in the form that Prometheus expects, in which each bucket includes all lower buckets."""
+    """Return cumulative buckets, as Prometheus expects: each bucket includes all lower ones."""
     bounds = [*map(floatToGoString, durations.bounds_s), "+Inf"]
     return list(zip(bounds, accumulate(durations.counts), strict=True))
 
@@ -319,7 +319,7 @@ class Introspection:
         return tuple(sorted(peers, key=lambda peer: peer.worker))
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
-        """Return a source record, truncated if it is long, or None if the log does not contain the record.
+        """Return a source record, truncated if it is long, or None if the log does not contain it.
 
         Raises NoAnswer if the broker does not respond. Raises StateIncompatible if the topic is not a source of this
         topology or if the fetch is refused.
@@ -370,7 +370,7 @@ def _returned(tracking_id: TrackingId, rule: CodeRule, text: str) -> Iterator[On
     """Yield the ID for each value that the user's function may have returned, without calling the function."""
     values: list[str | bytes | int] = [text, text.encode()]
     if _JSON_INTEGER.fullmatch(text):
-        with suppress(ValueError):  # Python reads at most some thousand digits, and writes no more
+        with suppress(ValueError):  # Python parses and formats at most a few thousand digits
             values.append(int(text))
     for value in values:
         known = replace(tracking_id, rule=replace(rule, load=partial(_returning, value)))

@@ -6,7 +6,7 @@ writes. A topology without a layout topic has the first layout: one partition pe
 
 A change of the layout first writes a layout with `changing_to`, then fences every transactional ID of the old and the
 new layout, and finally writes the new layout. A task group reads the layout *after* its own InitProducerId. Either the
-group finds the change and ends, or the change has not fenced the group's ID yet and will do so.
+group finds the change and ends, or the change has not fenced the group's ID yet and will fence it.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _fits(counts: Mapping[str, int], ours: Mapping[str, int], topology: Topology
 
 
 async def begun(topology: Topology, cluster: Cluster, wire: Wire) -> Cluster:
-    """Return a copy of ``cluster`` that also has the partition counts that the layout recorded for a new state."""
+    """Return a copy of ``cluster`` with the partition counts that the layout recorded when the state began."""
     return replace(cluster, begun_with=(await read_layout(wire, topology)).counts)
 
 
@@ -268,7 +268,7 @@ class LayoutChange:
 
         A broker responds to EndTxn before it writes the markers, and readers get the previous layout until the markers
         are written. A worker that began a new epoch after the fence and read the previous layout would continue to use
-        that layout.
+        it.
         """
         line: Line = (OWN_ROW, SteadyClock().now_ms(), _KEY, encode_layout(layout), [])
         session.add(fill(TopicPartition(self.topology.layout_topic, 0), [line], compression="none"))
@@ -281,7 +281,7 @@ class LayoutChange:
 
 
 async def change_layout(topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin) -> None:
-    """Change the number of partitions per transaction to the topology's number, and keep the state and the offsets.
+    """Change the number of partitions per transaction to the topology's, and keep the state and the offsets.
 
     The function also completes a change that was interrupted. Raises DedupError if workers are running or another
     process changes the layout, or StateIncompatible if topics are missing.

@@ -84,7 +84,7 @@ async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, st
 
 
 async def committed_position(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> Position | None:
-    """Return the group's committed offset with the leader epoch and the note that belong to it.
+    """Return the group's committed offset with its leader epoch and its note.
 
     The function retries while the coordinator is unavailable and, with ``stable``, while an open transaction may change
     the offset (KIP-447). A caller that does not own the partition may have to wait until the transaction of a dead

@@ -40,7 +40,7 @@ _TIME_RANGE: Final = re.compile(r"timestamp should be within \[(-?\d{1,19}), (-?
 Misfits = dict[tuple[str, int], str]
 """Maps a topic and a feeding offset to the reason why the topic does not accept the record at that offset."""
 FLOW: Final = ""
-"""The value that stands for the topic in `Misfits` if the topology's flow failed at the record."""
+"""The value that stands for the topic in `Misfits` if the topology's flow failed on the record."""
 TRUSTED_MS: Final = 60_000
 SOURCE: Final = "dedup-source"
 TIMESTAMP: Final = "dedup-timestamp"
@@ -109,8 +109,7 @@ class Refusals:
         # A flow may have made several records of a batch from one record, and no cut can separate such records.
         rows = list(dict.fromkeys(row for row in refusal.rows if row != OWN_ROW))
         if not rows:
-            # Only one more attempt is made, because the topic's limit is read again and smaller batches may be
-            # accepted.
+            # One more attempt is made, because the topic's limit is read again and smaller batches may be accepted.
             if not refusal.too_large or (topic, OWN_ROW) in self.digests:
                 raise refusal
             self.digests.add((topic, OWN_ROW))
@@ -142,12 +141,12 @@ class Refusals:
 
 
 def refusal(topic: str, why: str) -> Fault:
-    """Return the fault of a record that the topic refuses or, if ``topic`` is `FLOW`, at which the flow failed."""
+    """Return the fault of a record that the topic refuses or, if ``topic`` is `FLOW`, on which the flow failed."""
     return Fault(FaultKind.UNREADABLE, FLOW_FAILED if topic == FLOW else "refused_by_broker", why)
 
 
 def faults_of(batch: FeedBatch, refused: Mapping[int, Fault]) -> dict[int, Fault]:
-    """Return a fault for each row that is refused (by its feeding offset) or has a header name that is not UTF-8."""
+    """Return a fault for each row whose offset is in ``refused`` or that has a header name that is not UTF-8."""
     faults = {}
     for row, offset in enumerate(batch.offsets):
         if offset in refused:
@@ -172,7 +171,7 @@ class Limits:
         self._read_ms: Final = dict.fromkeys(known, now_ms())
 
     def most_bytes(self, topic: str) -> int:
-        """Return the largest uncompressed size at which the broker certainly accepts a batch of several records."""
+        """Return the largest uncompressed size at which the broker is certain to accept a batch of several records."""
         known = self._known.get(topic)
         return BATCH_BYTES if known is None else known.surely_fits_bytes
 
@@ -215,7 +214,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The target topic of each verdict; None means that no record with that verdict is written."""
+    """The target topic of each verdict; None means that records with that verdict are not written."""
 
     source_topics: tuple[str, ...]
     output: Route | None
@@ -276,7 +275,7 @@ class RecordCollector:
     def fitting(
         self, target: TopicPartition, lines: Iterable[Line], refusals: Refusals, misfits: Misfits
     ) -> list[RecordBatch]:
-        """Return the lines (records to send) as batches, but add lines that the topic refuses to ``misfits``."""
+        """Return the lines (records to send) as batches. Lines that the topic refuses go to ``misfits`` instead."""
         if refusals.rows or target.topic in refusals.times_ms:
             lines = list(_taken_there(lines, target.topic, refusals, misfits))
         batches = []
@@ -322,7 +321,7 @@ class RecordCollector:
         route: Route,
         misfits: Misfits,  # noqa: ARG002  # only `FlowCollector` uses this parameter
     ) -> list[tuple[TopicPartition, Iterable[Line]]]:
-        """Return the records to forward, by partition, and add records at which a flow fails to ``misfits``."""
+        """Return the records to forward, by partition. Records on which a flow fails go to ``misfits`` instead."""
         forwarded = self.forwarded(outcome)
         if not forwarded:
             return []
@@ -380,7 +379,7 @@ class RecordCollector:
                 yield self._side_partition(route), self._copies(batch, found)
 
     def _copies(self, batch: FeedBatch, found: list[tuple[int, Sighting]]) -> Iterator[Line]:
-        """Yield duplicates with headers that name the sighting that each of them repeats."""
+        """Yield each duplicate with headers that name the sighting that it repeats."""
         places = self._places(of.source for _, of in found)
         for (row, of), place in zip(found, places, strict=True):
             yield self._line(batch, row, [(_FIRST_TIME, b"%d" % of.first_ms), (_FIRST_SOURCE, place)])
@@ -411,7 +410,7 @@ class RecordCollector:
 
 
 def _taken_there(lines: Iterable[Line], topic: str, refusals: Refusals, misfits: Misfits) -> Iterator[Line]:
-    """Yield the lines that the topic is not known to refuse, and add all other lines to ``misfits``."""
+    """Yield the lines that the topic is not known to refuse. All other lines go to ``misfits``."""
     for line in lines:
         why = refusals.rows.get((topic, line[0])) or refusals.untimely(topic, line[1])
         if why is None:

@@ -1,4 +1,4 @@
-"""Implements a `repartition` task, which sends each source record, unjudged, to the partition of the record's ID."""
+"""Implements a `repartition` task, which sends each source record, unjudged, to the partition of its ID."""
 
 from __future__ import annotations
 
@@ -118,10 +118,10 @@ class RepartitionTask(TaskWork):
         rows = Rows(extracted, batch.offsets, (Feed(self._plan.topic, batch.feeding.partition),))
         outcome = Outcome(dead=dead)
         self.recent.note(rows, outcome, self._clock.now_ms())
-        return self.collector.publish(batch, rows, outcome, refusals, {})  # `publish` leaves out no dead letter
+        return self.collector.publish(batch, rows, outcome, refusals, {})  # `publish` never omits a dead letter
 
     def idle(self) -> list[RecordBatch]:
-        """Return one marker per partition of the repartition topic, which says that this feed has no new records."""
+        """Return a marker for each partition of the repartition topic, to say that this feed has no new records."""
         topic, partition = self._plan.feeding
         now_ms = self._clock.now_ms()
         headers: list[Header] = [(IDLE, f"{topic}/{partition}".encode()), (TIMESTAMP, str(now_ms).encode())]

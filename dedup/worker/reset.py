@@ -185,7 +185,7 @@ class Reset:
                 session.add(fill(changelog, [line], compression="none"))
                 await session.commit({place: Position(offset) for place, offset in offsets.items()})
             except CommitUnknown:
-                # The leader of a partition that was just created may not know this partition yet.
+                # The leader of a partition that was just created may not know the partition yet.
                 if attempt + 1 == MOST_ATTEMPTS:
                     raise
                 await self.wire.refresh()

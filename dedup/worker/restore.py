@@ -326,7 +326,7 @@ class LostOffsets:
         """
         if self.look is None or self.look.done():
             self.look = asyncio.create_task(self._read_feeds(), name="look for lost offsets")
-        # A task that is revoked must not cancel the search for the other tasks.
+        # A task that is revoked must not cancel the search, because other tasks may wait for its result.
         if feed in await asyncio.shield(self.look):
             raise self._refusal([feed])
 
@@ -356,7 +356,7 @@ IDLE_MS: Final = 100
 _STEP_BYTES: Final = 256 << 10
 """The maximum size of a standby's step, in bytes of the changelog; the worker's own records wait during a step."""
 SHARE: Final = 1.0
-"""The length of the pause that all standbys make after a step, as a multiple of the time that the step took."""
+"""The length of the pause of all standbys after a step, as a multiple of the time that the step took."""
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ class Child:
     """A worker process, its start time, and its restarts."""
 
     number: int
-    """The number at the end of the worker's ID, which starts at 1."""
+    """The number at the end of the worker's ID; numbers start at 1."""
     process: subprocess.Popen[bytes]
     started_s: float
     back_off_s: float = FIRST_BACK_OFF_S

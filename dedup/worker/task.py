@@ -204,7 +204,7 @@ class SharedTransaction(Protocol):
     dirty: asyncio.Event
     """An event that is set while the transaction contains something to commit."""
     sendable: asyncio.Event
-    """An event that is cleared during a commit, when records for the next transaction may not be sent yet."""
+    """An event that is cleared during a commit, when records for the next transaction must not be sent yet."""
     open_for_batches: asyncio.Event
     """An event that is cleared while refused records are judged again; no batch is added until the next commit."""
 
@@ -265,7 +265,7 @@ class Task:
         self._expected = 0
         """The offset at which the next batch from the transport must begin."""
         self._held: list[FeedBatch] = []
-        """The batches that were judged but may not be committed yet; they are judged again if a record is refused."""
+        """The judged batches that may still be uncommitted; they are judged again if a record is refused."""
         self._waiting: list[list[RecordBatch]] = []
         """The record batches that wait to be sent, in one list per batch that was judged during a commit."""
         self._waiting_records = 0

@@ -65,12 +65,12 @@ class TaskFactory:
     """The size limits of topics, shared by all tasks so that all of them learn from a refusal."""
 
     flow: Flow | None = field(init=False, default=None)
-    """The topology's flow, or None if the topology has no flow."""
+    """The topology's flow, or None if it has none."""
     transactions: Counter[str] = field(init=False, default_factory=Counter)
     """The number of transactions of all task groups since the worker's start, by result."""
 
     def __post_init__(self) -> None:
-        """Import the flow and the ID functions, which may raise TopologyError.
+        """Import the flow and the ID functions; this may raise TopologyError.
 
         Raises SettingsError early if no installed package can read the checkpoint URL.
         """
@@ -140,7 +140,7 @@ class TaskFactory:
     def grouped(self, feeding: Iterable[TopicPartition]) -> list[Members]:
         """Return the feeding partitions, one tuple per task group. Raises InvariantBroken if a group is incomplete.
 
-        Partitions that were added to a topic later are grouped, too. The leader of the consumer group may learn of such
+        Partitions that were added to a topic later are also grouped. The leader of the consumer group may learn of such
         partitions before or after this worker does, so the last task group may lack them. If the topic may not grow,
         the tasks of added partitions refuse to start.
         """
@@ -158,7 +158,7 @@ class TaskFactory:
         return [tuple(members) for members in by_group.values()]
 
     def build(self, members: Members) -> TaskGroup:
-        """Return a new task group with one task for each of the feeding partitions, which `grouped` has returned."""
+        """Return a new task group with one task per feeding partition in ``members``, which `grouped` has returned."""
         self.wire.pin(self.check.topic_ids)
         topology, first = self.topology, members[0]
         dedup = topology.direct or first.topic not in topology.source.topics

@@ -1,8 +1,7 @@
 """Implements a task group, whose tasks share a transactional ID and are assigned, fenced, and committed together.
 
-A transaction costs a broker several milliseconds, no matter how many records the transaction contains. Therefore, n
-tasks of the same kind commit in one transaction, which contains the records, the task records, and the offsets of all
-these tasks:
+A transaction costs a broker several milliseconds, no matter how many records it contains. Therefore, n tasks of the
+same kind commit in one transaction, which contains the records, the task records, and the offsets of all these tasks:
 
     open()        fences the previous owner (InitProducerId), once per assignment; each task then starts by itself
     commit()      captures all tasks at once, awaits all sends, adds all offsets, sends EndTxn, and applies all results
@@ -79,7 +78,7 @@ class TaskGroup:
         """
         await self._session.open()
         # Either a change of the layout fences this ID later, or the change has already begun, and the next line finds
-        # the change.
+        # it.
         await self._refuse_layout()
 
     def send(self, batches: Sequence[RecordBatch], feeding: TopicPartition) -> None:
@@ -189,7 +188,7 @@ class TaskGroup:
             for task in self._running():
                 task.judge_again()
         except BaseException:
-            # A waiting call to `close` must not commit an offset without the state that belongs to the offset.
+            # A waiting call to `close` must not commit an offset without the state that belongs to it.
             self.give_up()
             raise
         finally:
@@ -199,7 +198,7 @@ class TaskGroup:
         return [task for task in self.tasks.values() if task.state is TaskState.RUNNING]
 
     def _learn(self, refused: Sequence[RecordRefused]) -> None:
-        """Tell each task its refused records. Raises RecordRefused if one of these records has no replacement left."""
+        """Tell each task which of its records were refused. Raises RecordRefused if one has no replacement left."""
         if not refused:
             return
         more = f", and {len(refused) - 1} more batches" if len(refused) > 1 else ""
@@ -214,7 +213,7 @@ class TaskGroup:
             self.tasks[feeding].learn(own)
 
     async def _look_at_limits(self, refused: Sequence[RecordRefused]) -> None:
-        """Read again the size limits of the topics that refused a record for its size. All tasks share these limits."""
+        """Reread the size limits of the topics that refused a record for its size. All tasks share these limits."""
         too_large = sorted({(each.topic, each.partition) for each in refused if each.too_large})
         for task in self._running()[:1]:
             for topic, partition in too_large:

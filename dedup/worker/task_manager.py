@@ -52,10 +52,10 @@ class Membership(Protocol):
     """The consumer group member that reads partitions on behalf of the tasks."""
 
     rebalancing: bool
-    """True during a rebalance. A partition's new owner may then fence the task before this worker closes the task."""
+    """True during a rebalance. A partition's new owner may then fence the task before this worker closes it."""
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
-        """Start to read a partition at a position, and return a number that identifies this reading."""
+        """Start reading a partition at a position, and return a number that identifies this reading."""
 
     def halt(self, feeding: TopicPartition) -> None:
         """Stop reading a partition until `begin` is called for it."""
@@ -90,7 +90,7 @@ class Factory(Protocol):
         """Return the feeding partitions, one tuple per task group. Raises InvariantBroken if a group is incomplete."""
 
     def build(self, members: Members) -> TaskGroup:
-        """Return a new task group with one task for each of the feeding partitions ``members``."""
+        """Return a new task group with one task for each feeding partition in ``members``."""
 
     def wipe(self, feeding: TopicPartition) -> None:
         """Delete the local state of a feeding partition's task."""
@@ -211,7 +211,7 @@ class TaskManager:
             await asyncio.wait(loops, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             await ended(loops)
-            # The errors are also read if this loop is canceled, because asyncio logs errors that nobody has read.
+            # The errors are retrieved even if this loop is canceled, because asyncio logs errors that nobody retrieves.
             errors = [error for loop in loops if not loop.cancelled() and (error := loop.exception()) is not None]
         if errors:
             raise errors[0]

@@ -91,7 +91,7 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
         self._consumer: Final = consumer
 
     async def on_partitions_revoked(self, revoked: Iterable[Any]) -> None:
-        """Remember that the group rebalances; the next assignment shows which partitions are lost."""
+        """Remember that the group is rebalancing; the next assignment shows which partitions are lost."""
         self._consumer.rebalancing = True
 
     async def on_partitions_assigned(self, assigned: Iterable[Any]) -> None:
@@ -99,7 +99,7 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
         consumer = self._consumer
         consumer.client.pause(*assigned)
         for tp in assigned:
-            # Without a position, the client would ask the broker for the offset of one partition after the other.
+            # Without a position, the client would ask the broker for the offsets one partition at a time.
             consumer.client.seek(tp, 0)
         consumer.app.on_rebalance_start()
         await consumer.close_if_expelled()
@@ -199,7 +199,7 @@ class Consumer(FaustConsumer):
         self.client.subscribe(topics=sorted(set(topics)), listener=RebalanceListener(self))
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
-        """Start to read a partition at a position, and return a number that identifies this reading."""
+        """Start reading a partition at a position, and return a number that identifies this reading."""
         tp = TP(*feeding)
         if tp not in self.assignment():
             return _NOT_READ
@@ -273,7 +273,7 @@ class Consumer(FaustConsumer):
         try:
             if (lost := self.lost_membership()) is not None:
                 raise lost
-            # aiokafka considers a member alive as long as the member polls. This poll returns no records, because all
+            # aiokafka considers a member alive as long as it polls. This poll returns no records, because all
             # partitions are paused.
             await self.client.getmany(timeout_ms=0)
             reading = [tp for tp in self._get_active_partitions() if tp not in self._held]

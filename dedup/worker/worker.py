@@ -81,7 +81,7 @@ class Loop(uvloop.Loop):
 
 
 def kept_worker_id(settings: Settings) -> str:
-    """Return the worker's ID, which is configured, or else generated once and stored in the state directory.
+    """Return the worker's configured ID or, without one, an ID that is generated once and kept in the state directory.
 
     The ID makes the worker a static member of the group (KIP-345), so a worker that was killed gets its partitions back
     immediately when it restarts.
@@ -124,7 +124,7 @@ class IdleFeeds:
     quiet: dict[TopicPartition, _Quiet] = field(init=False, default_factory=dict)
 
     def look(self, tasks: Mapping[TopicPartition, Task], now_ms: int) -> None:
-        """Mark each feed as idle once it has had no lag for `idle_after_ms`, and again only after another record."""
+        """Mark each feed as idle after `idle_after_ms` without lag. Mark it again only after another record."""
         for feeding in self.quiet.keys() - tasks.keys():
             del self.quiet[feeding]
         for feeding, task in tasks.items():
