@@ -210,7 +210,7 @@ _CHAIN_POLL_EVERY_S: Final = 0.1
 
 
 def demo_chain(limit: int, directory: Path, console: Console) -> None:
-    """Run the chain until the table contains all flights, and check that the table contains each flight only once.
+    """Run the chain until the table contains all flights, and check that it contains each flight only once.
 
     Raises VerificationFailed if a flight is missing or duplicated, and InvariantBroken if a process ended unexpectedly.
     """

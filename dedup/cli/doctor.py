@@ -1,4 +1,4 @@
-"""Implements `dedup doctor`, which checks a cluster layer by layer for what prevents a topology from running.
+"""Implements `dedup doctor`, which checks a cluster layer by layer for anything that prevents a topology from running.
 
 A layer, such as DNS or TLS, is checked only if the layer below it works, so that each problem is reported only once.
 """

@@ -225,7 +225,7 @@ class Column:
 def fitted(columns: Sequence[Column], width: int) -> Table:
     """Return a table with as many of the first columns as fit into ``width`` terminal columns.
 
-    The table leaves out all other columns, and cuts no cell. The first column, which names the row, is always shown.
+    The table omits all other columns, and truncates no cell. The first column, which names the row, is always shown.
     """
     shown, used = [columns[0]], columns[0].width
     for column in columns[1:]:
@@ -243,7 +243,7 @@ def fitted(columns: Sequence[Column], width: int) -> Table:
 
 
 def shortened(name: str, others: Collection[str]) -> str:
-    """Return a name, with the middle of a long name cut out unless another name would then look the same."""
+    """Return a name, with the middle cut out if it is long, unless another name would then look the same."""
     if _cut(name) == name or any(_cut(other) == _cut(name) for other in others if other != name):
         return name
     return _cut(name)

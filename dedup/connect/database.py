@@ -170,7 +170,7 @@ def make_staging(connection: DatabaseConnection, table: Table) -> None:
 
 
 def make(connection: DatabaseConnection, table: str, statement: str) -> None:
-    """Create the table if it does not exist. For an existing table, no permission to create tables is needed."""
+    """Create the table if it does not exist. If the table exists, no permission to create tables is needed."""
     if connection.has(table):
         return
     try:

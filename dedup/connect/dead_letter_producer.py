@@ -1,8 +1,8 @@
-"""Sends a sink's dead letters exactly once, although the sink writes its rows to a database, not to Kafka.
+"""Sends a sink's dead letters exactly once, even though the sink writes its rows to a database, not to Kafka.
 
 The sink sends dead letters before it commits the database transaction, which holds the partition's lock. After a crash
-between the commit to Kafka and the commit to the database, the sink reads the same records again. Therefore, the sink
-reads the dead-letter topic at startup to find out which records already have a dead letter.
+between the commit to Kafka and the commit to the database, the sink reads the same records again. At startup, it
+therefore reads the dead-letter topic to find out which records already have a dead letter.
 """
 
 from __future__ import annotations

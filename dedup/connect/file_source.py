@@ -85,7 +85,7 @@ class _OpenFile:
         self.lines: Final = _LineReader(descriptor, known.position, most_bytes)
         self.rows: Final = spec.columns and _CsvRows(known.path, descriptor, spec.columns, most_bytes)
         self.gone = gone
-        """True if the file was deleted or its name no longer matches the pattern, so that it is closed at its end."""
+        """True if the file was deleted or its name no longer matches the pattern; such a file is closed at its end."""
         self.warned = False
 
 
@@ -186,7 +186,7 @@ class Files:
             elif opened is not None:
                 continue
             else:
-                # The file may have been renamed with unread lines while `dedup ingest` was not running.
+                # The file may have been renamed before all its lines were read, while `dedup ingest` was not running.
                 known = self._known.get(inode)
                 if known is None or known.deleted:
                     continue
@@ -435,7 +435,7 @@ class _LineReader:
             self._rest += data
 
     def _lines(self, lines: list[bytes], *, feed_bytes: int = 1) -> _Lines:
-        """Return the lines, of which the first one continues the line whose beginning was read earlier."""
+        """Return the lines; the first one continues the line whose beginning was read earlier."""
         lengths = list(map(len, lines))
         lengths[0] += self.rest_bytes
         lines[0] = self._rest + lines[0]

@@ -58,7 +58,7 @@ class Transaction:
 
 
 class IdempotentWriter:
-    """A transactional producer whose name outlives a restart of the application. Use the writer with ``async with``.
+    """A transactional producer that keeps its name when the application restarts. Use the writer with ``async with``.
 
     If another process opens a writer with the same name, this writer's next transaction raises TaskMigrated. If the
     response to a commit is lost, the writer finds out whether the transaction was committed, and repeats an
@@ -112,7 +112,7 @@ class IdempotentWriter:
             await self._started().commit(made.lines, made.positions)
 
     def kept(self, name: str) -> str | None:
-        """Return the position that `Transaction.keep` last committed under ``name``, or None without a position."""
+        """Return the position that `Transaction.keep` last committed under ``name``, or None if there is none."""
         found = self._started().positions.get(name)
         return None if found is None else found.decode()
 

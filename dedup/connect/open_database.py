@@ -128,7 +128,7 @@ class SqliteConnection(DatabaseConnection):
 
 
 class RetryingDatabase:
-    """Keeps at most one connection to a database, and replaces a connection that is lost.
+    """Keeps at most one connection to a database, and replaces a lost connection.
 
     All methods block. Each new connection is first passed to ``prepare``.
     """

@@ -161,7 +161,7 @@ class _Run:
         return gathered
 
     async def _write(self, current: _Transaction) -> _Transaction:
-        """Write a transaction to the table while reading the next transaction, and return the next one."""
+        """Write a transaction to the table while reading the next one, and return the next one."""
         writing = asyncio.create_task(self._written(current))
         try:
             return await self._gather()

@@ -195,7 +195,7 @@ class _Run:
         return made if made.positions else None
 
     async def _commit(self, current: _Transaction) -> _Transaction | None:
-        """Commit a transaction while reading the next transaction, and return the next one."""
+        """Commit a transaction while reading the next one, and return the next one."""
         most_rows = 1 if self.single else None
         sending = asyncio.create_task(self.outbox.commit(current.lines, current.positions, most_rows=most_rows))
         try:

@@ -47,7 +47,7 @@ class SinkRows:
 
     rows: list[Row] = field(default_factory=list)
     records: list[tuple[TopicPartition, Columns, int]] = field(default_factory=list)
-    """The source partition, the batch, and the index in the batch of each row's record."""
+    """For each row, its record's source partition, batch, and index in the batch."""
     bad: list[RejectedRecord] = field(default_factory=list)
     """Records that cannot become rows."""
 

@@ -2,10 +2,10 @@
 records that seeded a fleet.
 
 The audit judges the source records with `batch_verdicts.judged` and computes which records the topics should contain.
-The audit then compares the digests of the expected records with the digests of the records in the topics. A record that
-occurs less often than expected is lost, one that occurs more often is duplicated, and one that is not expected at all
-is a phantom. If the topics do not contain enough records to prove a verdict, the audit counts the record as not
-provable, never as correct.
+It then compares the digests of the expected records with those of the records in the topics. A record that occurs less
+often than expected is lost, one that occurs more often is duplicated, and one that is not expected at all is a phantom.
+If the topics do not contain enough records to prove a verdict, the audit counts the record as not provable, never as
+correct.
 
 A finding is a row with a kind, a place, a text, and a number of records. The kind is `not_provable` or one of
 `verify.report.MEANINGS`.
@@ -148,9 +148,7 @@ def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:
 
 
 def _count_ended(report: Report, cut: AuditCut, sides: Sides, pairs: DataFrame) -> None:
-    """Report each fully judged partition in which not every record ended as a unique, duplicate, or late record or as a
-    dead letter.
-    """
+    """Report each fully judged partition with records that did not end as unique, duplicate, late, or dead letter."""
     topology, output = cut.topology, cut.topology.output
     if topology.direct and output is not None and cut.partitions[output.topic] and cut.complete(output.topic):
         committed = by_key(cut.committed[cut.log_topic], fn.col("partition"))

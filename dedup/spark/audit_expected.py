@@ -29,7 +29,9 @@ from dedup.verify.report import Report
 _TAILS: Final = {"late": evidence.LATE_TAIL, "dead_letter": evidence.DEAD_TAIL}
 """Maps a verdict to the headers that a worker appends to records in the verdict's side topic."""
 _NO_CEILING_MS: Final = 1 << 48
-"""A limit that no event time exceeds, because only the dead-letter topic shows which event times a worker rejected."""
+"""A limit that no event time exceeds; the audit uses it, because only the dead-letter topic shows which event times a
+worker rejected.
+"""
 _MOST_BROADCAST: Final = 100_000
 _PATH: Final = r"^(.*)/(\d+)/(\d+)$"
 _DIGITS: Final = 32
@@ -315,15 +317,15 @@ def forwarded_by_replay(topics: Sequence[str]) -> Column:
 def expected(cut: AuditCut, sides: Sides) -> DataFrame:
     """Return every record of the log with its verdict, its expected digests, and its records in side topics.
 
-    Only the broker, a worker's clock, or the schema registry can explain some dead letters. Such dead letters left no
+    Some dead letters can be explained only by the broker, a worker's clock, or the schema registry. They left no
     sighting and did not advance stream time, so they are not judged with the other records. The columns include
     `source`, `verdict`, `reason`, `time_ms`, `stream_ms`, `before_ms` (the stream time before the record), `task`, `at`
     (the offset in the log), and the columns of `Sides.records`. `pending` is true if the fleet might not have judged
     the record, `history` is true if the record is before the fleet's first offset, and `doubtful` is true if another
     verdict is possible. `fault` is the reason why a record is a dead letter according to its content, and `forwards` is
     true if a record with this verdict is in the output. `raw`, `out`, and `copy` are the digests that the record has in
-    the source, in the output, and among the duplicates. A record in a side topic that names no record of the log has a
-    row whose `verdict` is null.
+    the source, in the output, and among the duplicates. If a record in a side topic names no record of the log, it has
+    a row whose `verdict` is null.
     """
     topology, records, contiguous = cut.topology, cut.log, cut.contiguous
     if sides.refused_number:

@@ -69,7 +69,7 @@ class RunReport:
     files: int = 0
     seconds: float = 0.0
     fresh: bool = True
-    """False if the run had already been published, so that nothing was written."""
+    """False if nothing was written because the run had already been published."""
 
 
 def backfill(
@@ -143,7 +143,7 @@ class RunDirectory:
         return str(self._root.path if self._fmt == "delta" else self._root.at(f"run={self._run}"))
 
     def begin(self, identity: str, now_ms: int) -> RunReport | int:
-        """Return the report of a published run; for any other run, return the clock time in ms that the run must use.
+        """Return the report if the run was published; otherwise, return the clock time in ms that the run must use.
 
         Raises StateIncompatible if a run with this name was begun with another input, topology, or order.
         """

@@ -99,10 +99,10 @@ def judged(
 
     ``now_ms`` is the clock time in ms that decides which event times are in the future. Set ``contiguous`` if the
     offsets of each Kafka partition ascend within each Spark partition of ``df`` and no two Spark partitions overlap, as
-    with Spark's Kafka source. Setting ``contiguous`` saves a sort; the job checks the order while it runs. ``feeds``
-    lists all source partitions if ``df`` is read from the repartition topic. Raises TopologyError if ``df`` lacks a
-    required column, and SettingsError for unusable Spark settings. When the result is computed, the job raises the
-    errors that `backfill.backfill` lists.
+    with Spark's Kafka source. This saves a sort; the job checks the order while it runs. ``feeds`` lists all source
+    partitions if ``df`` is read from the repartition topic. Raises TopologyError if ``df`` lacks a required column, and
+    SettingsError for unusable Spark settings. When the result is computed, the job raises the errors that
+    `backfill.backfill` lists.
     """
     placed = order == "offsets"
     history = History(df, placed, contiguous, identity="", place="", feeds=tuple(feeds), by_arrival=True)
@@ -177,9 +177,9 @@ def shuffled(
         packed = packed.withColumn(KNOWN, F.lit(None).cast(BinaryType()))
     for buckets, layer in (layers or {}).items():
         packed = packed.unionByName(routed(layer, buckets, targets, batch_rows))
-    # If the size is unknown, adaptive execution merges partitions that are too small for a task. Adaptive execution
-    # never divides a partition here, because Spark divides only partitions of joins and of REBALANCE. If ``ends`` is
-    # given, no partitions are merged, because each known sighting is sent to one particular task.
+    # If the size is unknown, adaptive execution merges partitions that are too small for a task. It never divides a
+    # partition here, because Spark divides only partitions of joins and of REBALANCE. If ``ends`` is given, no
+    # partitions are merged, because each known sighting is sent to one particular task.
     merged = history.size_bytes is None and ends is None
     together = packed.repartition(TARGET) if merged else packed.repartition(reducers, TARGET)
     return Shuffled(together, reduced, _judged_schema(df), reducers)
@@ -238,7 +238,7 @@ def balanced(history: History, counts: Mapping[str, int]) -> int:
 def mode_of(topology: Topology, history: History) -> Mode:
     """Return the mode, which determines the order in which the records of a history are judged.
 
-    Raises SettingsError if the topology needs timestamps that the broker set, and the history does not guarantee them.
+    Raises SettingsError if the topology needs broker-set timestamps but the history does not guarantee them.
     """
     refuse_unchecked(topology, history)
     if not history.placed:
@@ -249,9 +249,7 @@ def mode_of(topology: Topology, history: History) -> Mode:
 
 
 def refuse_unchecked(topology: Topology, history: History) -> None:
-    """Raise SettingsError if the topology needs timestamps that the broker set, and the history does not guarantee
-    them.
-    """
+    """Raise SettingsError if the topology needs broker-set timestamps but the history does not guarantee them."""
     if topology.by_arrival and not history.by_arrival and not history.feeds:
         text = "is arrival, so pass what `read_files` or `read_kafka` returns: a plain DataFrame does not show which "
         raise SettingsError([Problem("event_time", text + "timestamps are the broker's")])
@@ -295,8 +293,8 @@ def history_of(df: DataFrame, *, identified: bool) -> History:
     """
     refuse_other_shape(df)
     names = RECORDS.fieldNames()
-    # xxhash64 ignores nulls, so whether a column is null is hashed, too. The sum does not depend on the order of rows,
-    # and a 64-bit sum would overflow.
+    # xxhash64 ignores nulls, so whether a column is null is hashed, too. The hashes are added, because a sum does not
+    # depend on the order of rows, and cast to decimals, because a 64-bit sum would overflow.
     hashed = F.xxhash64(*names, *(F.col(name).isNull() for name in names)).cast("decimal(20,0)")
     digest_of = F.sum(hashed) if identified else F.lit(None)
     row = df.agg(F.count("offset").alias("placed"), F.count(F.lit(1)).alias("rows"), digest_of.alias("sum")).first()
@@ -311,8 +309,8 @@ def history_of(df: DataFrame, *, identified: bool) -> History:
 def _map_tasks(spark: SparkSession, size_bytes: int, reducers: int) -> int:
     """Return a number of map tasks such that each map task has rows for every reduce task and no core is idle."""
     cores = spark.sparkContext.defaultParallelism
-    # The result is a multiple of the number of cores, so that each map task reads a part of the input of one task of
-    # `files._log_order`.
+    # The result is a multiple of the number of cores, so that each map task reads part of the input of a single
+    # `files._log_order` task.
     return cores * max(1, size_bytes // (_LEAST_BYTES_EACH * reducers * cores))
 
 

@@ -106,7 +106,7 @@ class _Groups:
         return cls(starts, np.diff(np.append(starts, len(groups))), order, *ends)
 
     def sightings(self, wanted: Integers, known: KnownSightings) -> dict[int, Sightings]:
-        """Map each group whose index is in ``wanted`` to the known sightings of the group."""
+        """Map each group whose index is in ``wanted`` to its known sightings."""
         borders = list(zip(self.known_from[wanted].tolist(), self.known_to[wanted].tolist(), strict=True))
         rows = [self.order[begin:end] for begin, end in borders]
         found = iter(known.at(np.concatenate(rows) if rows else self.order[:0]))
@@ -191,8 +191,7 @@ def _judge_chunk(
     outcome = Outcome(judged_times_ms=times_ms)
     known = {b"%d" % group: each for group, each in earlier.items()}
     if names[0] in known:
-        # Expired sightings are dropped here, because they would otherwise be examined again with each part of a long
-        # group.
+        # Expired sightings are dropped here; otherwise, they would be examined again for each part of a long group.
         oldest_ms = rules.window.oldest_live_ms(stream_times[0])
         live = tuple(seen for seen in known.pop(names[0]) if seen.last_ms >= oldest_ms)
         known |= {names[0]: live} if live else {}

@@ -48,7 +48,7 @@ HEADERS: Final = RECORDS["headers"].dataType
 COORDINATES: Final = ("topic", "partition", "offset")
 
 _KIND: Final = "timestampType"
-"""The column of Spark's Kafka source that is 1 if the broker set the timestamp (LogAppendTime), or 0 (CreateTime)."""
+"""The column of Spark's Kafka source: 1 if the broker set the timestamp (LogAppendTime), 0 otherwise (CreateTime)."""
 _TYPES: Final[dict[str, tuple[str, ...]]] = {
     "value": ("string", "binary"),
     "key": ("string", "binary"),
@@ -74,7 +74,7 @@ topology compares payloads), and the code, kind (`dedup.core.extract.FaultKind`)
 """
 
 NO_ARRIVAL: Final = "a record of the input"
-"""The first words of the error that a job raises if a producer, and not the broker, set a record's timestamp."""
+"""The first words of the error that a job raises if a producer, not the broker, set a record's timestamp."""
 _REPLACEMENT: Final = "\ufffd"
 _US_PER_MS: Final = 1_000
 _BATCH_ROWS: Final = 4_000
@@ -221,7 +221,7 @@ def _headers_column(column: Any) -> tuple[list[list[Header]], list[int]]:  # noq
 def content_digests(records: pa.RecordBatch) -> npt.NDArray[np.uint64]:
     """Return a 128-bit BLAKE2b digest of each record's key, value, headers, and timestamp, as two 64-bit numbers.
 
-    The digests determine the order of records that have no offsets and the same ID and event time.
+    The digests determine the order of records without offsets that have the same ID and event time.
     """
     columns = zip(
         binary_column(records.column("key")),
@@ -235,7 +235,7 @@ def content_digests(records: pa.RecordBatch) -> npt.NDArray[np.uint64]:
 
 def _digest(key: bytes | None, value: bytes | None, headers: list[Header], time_ms: int | None) -> bytes:
     parts = [key, value, *(part for name, content in headers for part in (name.encode(), content))]
-    # The lengths are included, because moving bytes from one part to the next would not change the digest otherwise.
+    # The digest includes the lengths; without them, moving bytes from one part to the next would not change it.
     lengths = ",".join("-" if part is None else str(len(part)) for part in parts)
     return blake2b(b"".join([f"{time_ms};{lengths};".encode(), *filter(None, parts)]), digest_size=16).digest()
 
@@ -262,8 +262,7 @@ def identified(df: DataFrame, topology: Topology) -> DataFrame:
 
 
 def extract_batch(extractor: Extractor, batch: pa.RecordBatch) -> Extracted:
-    """Run the extractor on the Arrow columns `key`, `value`, `headers`, and `timestamp_ms`, and return the extractor's
-    result.
+    """Run the extractor on the Arrow columns `key`, `value`, `headers`, and `timestamp_ms`, and return its result.
 
     A row without a timestamp gets the timestamp -1, so it becomes a dead letter if the topology takes event time from
     the record's timestamp.

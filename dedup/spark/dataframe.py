@@ -63,9 +63,9 @@ def dedup(
     time), and `dedup_stream_time`. For a row that repeats a sighting, the columns `dedup_first_seen`,
     `dedup_first_topic`, `dedup_first_partition`, and `dedup_first_offset` contain the time and position of that
     sighting. The default ``order`` is "offsets" if ``shape`` is "kafka" and ``df`` has topic, partition, and offset;
-    otherwise, the default is "event_time". ``now_ms`` is the clock time in ms that decides which event times are in the
-    future (by default, the time of the call). ``settings`` contains the address of the schema registry, and is needed
-    only if values name their schemas.
+    otherwise, it is "event_time". ``now_ms`` is the clock time in ms that decides which event times are in the future
+    (by default, the time of the call). ``settings`` contains the address of the schema registry, and is needed only if
+    values name their schemas.
 
     Raises SettingsError for a streaming DataFrame, an unknown shape or order, and a column name that occurs twice or
     that `dedup` adds. Also raises SettingsError if the topology or the order needs columns that ``df`` lacks. Raises

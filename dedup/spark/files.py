@@ -124,7 +124,7 @@ class History:
     bounds: tuple[PartitionBounds, ...] = ()
     """The bounds of the records in each Kafka partition, if they were determined."""
     by_arrival: bool = False
-    """Whether reading the records fails unless the broker set their timestamps."""
+    """Whether reading fails at a record whose timestamp the broker did not set."""
     events: StructType | None = None
     """The columns of the input if each row is an event; otherwise, None."""
 
@@ -142,12 +142,12 @@ def read_files(
 
     A path may be the directory of a `backfill` run or a directory inside it, even if a manifest published the run
     (`manifest.files_of_runs`). A Delta or Iceberg table is read at its latest version at the time of the call, even if
-    someone writes to the table later. If ``rows_are_events`` is true, each row of the table becomes an event (JSON
-    without the null columns), and the table needs no column `value`. If ``paths`` are files, ``base`` is the directory
-    whose subdirectories become columns (`day=2026-01-31/`). If ``by_arrival`` is true, every row must show that the
-    broker set the row's timestamp (`columns.as_records`). Raises SettingsError with a list of all files that are
-    damaged or whose schema differs from that of the first file. Raises TopologyError for columns that are missing or
-    have the wrong type.
+    someone writes to it later. If ``rows_are_events`` is true, each row of the table becomes an event (JSON without the
+    null columns), and the table needs no column `value`. If ``paths`` are files, ``base`` is the directory whose
+    subdirectories become columns (`day=2026-01-31/`). If ``by_arrival`` is true, every row must show that the broker
+    set its timestamp (`columns.as_records`). Raises SettingsError with a list of all files that are damaged or whose
+    schema differs from that of the first file. Raises TopologyError for columns that are missing or have the wrong
+    type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
@@ -261,8 +261,8 @@ def _version(spark: SparkSession, name: str, table_id: str, version: int, of_pat
 
 
 def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None) -> _Input:
-    """Return the files as a table. Raises SettingsError if a directory (``topic=a/``) is named like a column of a
-    record.
+    """Return the files as a table. Raises SettingsError if a directory (``topic=a/``) has the same name as a column of
+    a record.
     """
     reader = spark.read.options(**LOSSLESS)
     if base is not None:
@@ -435,8 +435,8 @@ def _json_row() -> Column:
 def as_events(table: DataFrame) -> Column:
     """Return a column with each row as JSON bytes, without null members.
 
-    A time that is more precise than milliseconds keeps all its digits, because two different events could become equal
-    if Spark cut off digits.
+    Times that are more precise than milliseconds keep all their digits; if Spark cut some off, two different events
+    could become equal.
     """
     columns = [_exact(F.col(f"`{field.name}`"), field.dataType).alias(field.name) for field in table.schema.fields]
     return F.to_json(F.struct(*columns)).cast(BinaryType())

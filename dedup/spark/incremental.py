@@ -236,7 +236,7 @@ class _Run:
                 f"log, whose order depends on input that later runs read. Judge all of the input at once with "
                 f"`dedup spark backfill`, or leave out the columns topic, partition and offset."
             )
-        # An empty input does not show whether rows of this input would have coordinates.
+        # An empty input does not show whether its rows would have coordinates.
         if not empty and self.state.mode not in {"", mode}:
             names = {"direct": "with topic, partition and offset", "event_time": "without topic, partition and offset"}
             raise StateIncompatible(
@@ -300,7 +300,7 @@ class OutputTable:
         self._files: Final = self._root.files
         self.path: Final = self._log.path
         self._newest = -1
-        """The table's latest version at the time when `last_run` read the log."""
+        """The table's latest version when `last_run` read the log."""
 
     def state_path(self, name: str) -> str:
         """Return the path of a file or directory in the state directory."""
@@ -403,7 +403,7 @@ class OutputTable:
         return intent if intent.identity == identity else None
 
     def begin(self, intent: Intent) -> Intent:
-        """Write the intent of a run to the state directory, and return the intent."""
+        """Write the intent of a run to the state directory, and return it."""
         self._write(f"runs/{intent.run:08}.json", asdict(intent))
         return intent
 

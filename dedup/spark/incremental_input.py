@@ -1,9 +1,9 @@
 """Finds the new part of an input, which consists of new files in a directory, new versions of a Delta table, or the
 rows of a DataFrame.
 
-Before a run reads its input, the run *pins* the input by storing a JSON description, so that another attempt reads the
-same input. The *position*, which is also JSON, describes what all runs together have read, with one entry for each kind
-of input.
+Before a run reads its input, it *pins* the input: it stores a JSON description, so that another attempt reads the same
+input. The *position*, which is also JSON, describes what all runs together have read, with one entry for each kind of
+input.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NewFiles:
     fmt: FileFormat
     rows_are_events: bool = False
     by_arrival: bool = False
-    """Whether reading fails unless the broker set the timestamps, which the column `timestampType` shows."""
+    """Whether reading fails at a timestamp that the broker did not set, according to the column `timestampType`."""
 
     @property
     def place(self) -> str:
@@ -110,7 +110,7 @@ class NewFiles:
         return {**before, "files": {**before.get("files", {}), **pinned["files"]}}
 
     def _statuses(self, paths: Sequence[str]) -> dict[str, list[int]]:
-        """Map the path of each file that Spark would read to the file's size and modification time in ms."""
+        """Map the path of each file that Spark would read to its size and modification time in ms."""
         try:
             files = self.spark.read.format("binaryFile").load(list(paths))
             rows = files.select("path", "length", F.unix_millis("modificationTime").alias("modified_ms")).collect()
@@ -129,7 +129,7 @@ class NewVersions:
     """The path of the table."""
     rows_are_events: bool = False
     by_arrival: bool = False
-    """Whether reading fails unless the broker set the timestamps, which the column `timestampType` shows."""
+    """Whether reading fails at a timestamp that the broker did not set, according to the column `timestampType`."""
 
     def pin(self, position: Pinned) -> Pinned | None:
         """Return a description of the table versions that no run has read, or None if these versions appended no rows.
@@ -231,14 +231,14 @@ class NewVersions:
 class NewRows:
     """The rows of a DataFrame, all of which are new.
 
-    The DataFrame has the columns of `columns.RECORDS` or, if each row is an event, any columns. If the number and the
-    digest of the rows are the same as in the last run, the run judges nothing.
+    The DataFrame has the columns of `columns.RECORDS` or, if each row is an event, any columns. If the number and
+    digest of the rows are the same as in the last run, the new run judges nothing.
     """
 
     frame: DataFrame = field(repr=False)
     rows_are_events: bool = False
     by_arrival: bool = False
-    """Whether reading fails unless the broker set the timestamps, which the column `timestampType` shows."""
+    """Whether reading fails at a timestamp that the broker did not set, according to the column `timestampType`."""
     place: ClassVar[str] = "the DataFrame"
 
     @property

@@ -2,8 +2,8 @@
 offsets.
 
 A worker of a topology that reads its source directly judges each source partition separately. If a history consists of
-Parquet files with a single Kafka partition in each row group, a Spark task can also judge each Kafka partition
-separately. The Spark task judges one part of a log at a time, and keeps only the unexpired sightings of earlier parts.
+Parquet files with a single Kafka partition in each row group, a Spark task can do the same. It judges one part of a log
+at a time, and keeps only the unexpired sightings of earlier parts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dedup.spark.sightings import SIGHTINGS, current, live
 _MOST_LOG_ROWS: Final = 1 << 22
 """Maximum number of records in a log; their sightings take less than 500 MB if IDs are no longer than UUIDs."""
 _SHUFFLE_FACTOR: Final = 2
-"""A job with a shuffle needs about this many times the CPU time of a job without a shuffle."""
+"""A job with a shuffle needs about this many times the CPU time of a job without one."""
 _PART_ROWS: Final = 65_536
 _PART_BYTES: Final = 32 << 20
 """A task judges at most about `_PART_ROWS` records or `_PART_BYTES` bytes at a time."""
@@ -50,8 +50,8 @@ def assigned(logs: Sequence[LogSplits], *, tasks: int, cores: int, extend: bool 
 
     Set ``extend`` to true if duplicates extend sightings, because merging extended sightings takes twice the memory.
 
-    Return an empty list if a shuffle is better. A shuffle is better if a log has too many records for a task's memory,
-    or if one task would need more time for the largest log than a job with a shuffle on ``cores`` cores.
+    Return an empty list if a shuffle is better: if a log has too many records for a task's memory, or if one task would
+    take longer for the largest log than a job with a shuffle on ``cores`` cores.
     """
     rows = [log.rows for log in logs]
     most_rows = _MOST_LOG_ROWS // (2 if extend else 1)

@@ -1,7 +1,7 @@
 """Implements the map side of a batch job, which prepares records for the reduce tasks that judge them.
 
-A map task extracts each record's ID and event time, and finds exempt records and dead letters. The map task also
-computes stream time within its own part of the input (`OffsetRuns`), and sends packed records to the reduce tasks.
+A map task extracts each record's ID and event time, and finds exempt records and dead letters. It also computes stream
+time within its own part of the input (`OffsetRuns`), and sends packed records to the reduce tasks.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ _MOST_RUNS: Final = 10_000
 
 # The following algorithm computes stream time in one pass. Stream time is the running maximum of event time over a
 # source partition, but several Spark tasks read that partition. A task knows the running maximum within each of its
-# *offset runs* (sequences of ascending offsets), but not the greatest event time before the run. Therefore, each map
-# task finally sends every reduce task a notice, which describes the map task's offset runs. A reduce task has all
-# notices before it judges its first record. The log is neither read twice nor sorted as a whole.
+# *offset runs* (sequences of ascending offsets), but not the greatest event time before the run. Therefore, at the end
+# of its input, each map task sends every reduce task a notice that describes the map task's offset runs. A reduce task
+# has all notices before it judges its first record. The log is neither read twice nor sorted as a whole.
 
 
 @dataclass(slots=True)
@@ -249,7 +249,7 @@ def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
 
 
 def _without_extracted(batch: pa.RecordBatch, idle: Collection[int]) -> pa.RecordBatch:
-    """Remove the header `EXTRACTED`, which is the last header of each record but idle markers.
+    """Remove the header `EXTRACTED`, which is the last header of every record except idle markers.
 
     Raises InvariantBroken for a record without it, which no repartition task wrote.
     """
@@ -267,8 +267,8 @@ def _without_extracted(batch: pa.RecordBatch, idle: Collection[int]) -> pa.Recor
 # and back. Therefore, a map task packs the rows for one reduce task into one binary value (an Arrow stream), so that
 # the cost depends on the number of bytes. Spark's own hash of `TARGET` determines which reduce task receives a value.
 #
-# Spark passes batches of `maxRecordsPerBatch` rows to Python, whatever the size of the rows, and a batch must stay
-# below 2 GiB. Therefore, enough empty rows follow each packed value to keep a full batch within `BATCH_BYTES`.
+# Spark passes batches of `maxRecordsPerBatch` rows to Python regardless of their size, and a batch must stay below
+# 2 GiB. Therefore, enough empty rows follow each packed value to keep a full batch within `BATCH_BYTES`.
 
 
 class _Buffers:

@@ -1,6 +1,6 @@
 """Implements `dedup spark seed`, which turns a history into the initial state of a fleet.
 
-The command judges the history as in a backfill, and reduces it to the sightings that have not expired. The first
+The command judges the history as a backfill does, and reduces it to the sightings that have not expired. The first
 transaction writes a seed mark in the phase `seeding` to every changelog partition. If the topology repartitions
 records, the command commits the source offsets before it writes any sightings. Spark tasks then write the sightings of
 each partition under the fleet's transactional IDs. The last transaction of a partition contains the task record, the
@@ -12,8 +12,8 @@ running it again writes the same records and finishes the seed. The command reje
 history or different offsets, because records of the first run would stay in the changelog.
 
 Writing a changelog record twice does no harm, so attempts of a Spark task may be repeated or run concurrently. If an
-upstream Spark task fails, the writing task sees only a normal end of its input. Therefore, the writing task commits the
-last transaction of a partition only if the number and the digest of the records match the seed mark.
+upstream Spark task fails, the writing task sees only a normal end of its input. It therefore commits the last
+transaction of a partition only if the number and the digest of the records match the seed mark.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def seed(
 
     ``history`` is a `History` of files, a DataFrame of `columns.RECORDS`, or None for the source topics from their
     start. The function ignores rows whose offset or timestamp shows that the fleet will read them. ``commit_rows`` is
-    the number of changelog records in a transaction. Writes no seed and raises StateIncompatible if the group or the
-    changelog contains state that `dedup spark seed` did not write. Also raises StateIncompatible if an earlier run
+    the number of changelog records in a transaction. Raises StateIncompatible, without writing a seed, if the group or
+    the changelog contains state that `dedup spark seed` did not write. Also raises StateIncompatible if an earlier run
     began a different seed, or if all records of the history are dead letters.
     """
     began_s = time.monotonic()
@@ -475,7 +475,7 @@ class _SeedWriter:
         )
         await session.open()
         try:
-            # The offset is read in this attempt's own epoch, when the transactions of older attempts have ended.
+            # Read the offset in this attempt's own epoch, after the transactions of older attempts have ended.
             if await self._is_begun(feeding):
                 return True
             # The changelog holds the whole state; if it later begins at a higher offset, it was truncated.

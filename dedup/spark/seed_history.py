@@ -104,8 +104,8 @@ def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order)
     """Return the verdicts with the column `dedup_partition`, the number of the task that judges the record's ID.
 
     In a direct topology, a task's number is its source partition; Kafka's default partitioner determines the partition
-    of rows without coordinates from the key. With a repartition topic, Kafka's default partitioner determines the
-    task's number from the ID.
+    of rows without coordinates from the key. With a repartition topic, the same partitioner determines the task's
+    number from the ID.
     """
     if topology.direct and order == "offsets":
         return verdicts.withColumn("dedup_partition", fn.col("partition"))
@@ -171,7 +171,8 @@ def _progress(
         feeds = [FeedTime(0, task, greatest, idle=False)] if topology.direct else []
         for position, name in enumerate(() if topology.direct else topology.source.topics):
             for partition in range(source_partitions[name]):
-                # Rows without coordinates show no feed, so all feeds of a task get the task's greatest event time.
+                # Rows without coordinates do not show their feed, so all feeds of a task get the task's greatest event
+                # time.
                 max_ms = greatest if order == "event_time" else maxima.get((name, partition), BEFORE_ALL_TIME)
                 # A feed without history is idle, so that it does not hold stream time back.
                 feeds.append(FeedTime(position, partition, max_ms, idle=max_ms == BEFORE_ALL_TIME))
@@ -207,8 +208,8 @@ def _encoded(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _encoded_values(lists: pa.ListArray) -> list[bytes]:
-    """Encode each list of sightings, with a fast path if every list contains only one sighting, which no duplicate
-    extended.
+    """Encode each list of sightings, with a fast path if every list contains only one sighting and no duplicate
+    extended it.
     """
     flat = lists.flatten()
     first, last, *place = (flat.field(name).to_numpy(zero_copy_only=False) for name in _SEEN[:-1])

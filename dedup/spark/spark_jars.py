@@ -1,7 +1,7 @@
 """Downloads the jars that PySpark lacks (Kafka connector, Delta, Iceberg, S3, JDBC) from Maven Central.
 
-The module does not use Spark's own resolver, Ivy. Ivy fails if a Maven cache contains POM files without their jars, and
-requests a jar that some mirrors lack.
+The module does not use Spark's own resolver, Ivy, because Ivy fails if a Maven cache contains POM files without their
+jars, and requests a jar that some mirrors lack.
 
 `spark-jars.lock` lists the jars for every supported version of Spark with their SHA-256 digests. The command `python -m
 dedup.spark.spark_jars` prints a new lock file that lists the jars for the installed version of PySpark.

@@ -2,8 +2,8 @@
 fleet.
 
 Spark reads the topics, schedules and retries tasks, and stores the offsets of each micro-batch. A Spark task judges its
-Kafka partition as a worker does (`task_attempt`). The task commits the records, their sightings, the task record, and
-the group's offset in one transaction, under the transactional ID that the fleet uses for the partition. A fleet can
+Kafka partition as a worker does (`task_attempt`). It commits the records, their sightings, the task record, and the
+group's offset in one transaction, under the transactional ID that the fleet uses for the partition. A fleet can
 therefore take over where a stream stops, and vice versa, but a fleet and a stream that run at the same time fence each
 other.
 
@@ -83,7 +83,7 @@ def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
     path, files = checkpoint.at(_IDENTITY_FILE), checkpoint.files
     if not files.exists(path):
         left = files.listStatus(checkpoint.path) if files.exists(checkpoint.path) else []
-        # A driver that was killed while it was writing the identity may have left the part file behind.
+        # A driver that was killed while writing the identity may have left the part file behind.
         if any(status.getPath().getName() != _PART_FILE for status in left):
             raise StateIncompatible(
                 f"{checkpoint.path}: is not empty, and not a checkpoint of `dedup spark run`: {_IDENTITY_FILE} is "
@@ -116,7 +116,7 @@ class Prepared:
     the topology's start offset.
     """
     unpinned: tuple[TopicPartition, ...]
-    """Partitions without a committed offset whose start offset depends on the time at which the stream starts."""
+    """Partitions that have no committed offset and whose start offset depends on when the stream starts."""
 
     def feeding(self, sub_topology: SubTopology) -> dict[TopicPartition, int]:
         """Return the start offsets of the partitions that the tasks of a sub-topology read."""
@@ -125,7 +125,7 @@ class Prepared:
         return {at: offset for at, offset in self.positions.items() if at.topic in topics}
 
     def identity(self) -> dict[str, object]:
-        """Return the values that must not change if a stream is to continue from its checkpoint.
+        """Return the values that must stay the same so that a stream can continue from its checkpoint.
 
         `state` contains the topology's rules and partition counts. `topics` contains Kafka's topic IDs, because a
         recreated topic has different records at the same offsets. `semantics` is a constant that existing checkpoints
@@ -262,15 +262,13 @@ class _IdleMarks:
         self._quiet[feeding] = position, since_s
 
     async def _caught_up_at(self, wire: KafkaWire, feeding: TopicPartition) -> int | None:
-        """Return a partition's position if only markers and aborted records follow the position; otherwise, return
-        None.
-        """
+        """Return a partition's position if only markers and aborted records follow it; otherwise, return None."""
         committed = await committed_offset(wire, self._ready.topology.name, feeding)
         lag = await lag_after(wire, feeding, self._ready.positions[feeding] if committed is None else committed)
         return None if lag.records else lag.position
 
     async def _mark(self, wire: KafkaWire, feeding: TopicPartition, position: int) -> bool:
-        """Write an idle marker unless a micro-batch runs or has moved the position; return whether a marker was
+        """Write an idle marker unless a micro-batch is running or has moved the position; return whether a marker was
         written.
         """
         if not self.busy.acquire(blocking=False):
@@ -364,9 +362,7 @@ class _Query:
             self.options.on_batch(judged)
 
     def goes_on(self, spark: SparkSession) -> bool:
-        """Return whether the query is active; if a defect in Spark has stopped the query, restart the query, but only
-        once.
-        """
+        """Return whether the query is active; if a defect in Spark has stopped it, restart it, but only once."""
         if self.query is None or self.query.isActive:
             return self.query is not None
         if self.failure is not None or self.restarted or not _failed_in_report(self.query):
@@ -397,8 +393,8 @@ def _failed_in_report(query: StreamingQuery) -> bool:
     """Return whether only the progress report of a micro-batch failed, after Spark had committed the micro-batch.
 
     If a driver was killed during a micro-batch, the next driver repeats the micro-batch without asking Kafka for the
-    latest offsets. In this case, `KafkaMicroBatchStream.metrics` of Spark 4.1 fails, because the method expects the
-    latest offsets.
+    latest offsets. In this case, `KafkaMicroBatchStream.metrics` of Spark 4.1 fails, because it expects the latest
+    offsets.
     """
     failure: Any = query._jsq.exception()  # noqa: SLF001 - PySpark keeps only the text
     cause = failure.get().getCause() if failure.isDefined() else None
@@ -424,7 +420,7 @@ class Running:
         return self._monitor.url
 
     def start(self) -> None:
-        """Start all queries, or only the first query if the queries run one after another."""
+        """Start all queries, or only the first if they run one after another."""
         self._monitor.start()
         try:
             for query in self._queries[:1] if self._in_turn else self._queries:

@@ -1,7 +1,7 @@
 """Logs each micro-batch of a running stream, and serves the same pages and metrics as a worker.
 
 A thread of the driver adds up the counts that Spark tasks report after a commit. The thread also asks the brokers for
-the lag, because Spark does not know the lag while a micro-batch is running.
+the lag, because Spark does not know it while a micro-batch is running.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StreamMonitor:
         }
         self._name: Final = settings.worker_id or f"spark-{socket.gethostname()}"
         self._ended: Final[list[BatchReport]] = []
-        """Micro-batches that have not been logged yet, because each log line contains the lag after the micro-batch."""
+        """Micro-batches that wait to be logged, because each log line contains the lag after its micro-batch."""
         self._news: Final = asyncio.Event()
         self._over = False
         self._dead: Final = DeadShare()

@@ -7,9 +7,9 @@ files one by one, newest first (see "Delta Log Entries" in Delta's protocol), be
 Spark job over all log files.
 
 Iceberg has no transaction IDs, so it would accept the appends of two competing jobs, one after the other. Therefore,
-`IcebergLog.append` writes rows to a branch that begins at the latest snapshot that the method has examined. The method
-then checks that `main` is still at this snapshot, and fast-forwards `main` to the branch (see "Branching and Tagging"
-in Iceberg's documentation). Iceberg rejects the fast-forward if the table has changed since the check. If another job
+`IcebergLog.append` writes rows to a branch that begins at the latest snapshot that the method has examined. It then
+checks that `main` is still at this snapshot, and fast-forwards `main` to the branch (see "Branching and Tagging" in
+Iceberg's documentation). Iceberg rejects the fast-forward if the table has changed since the check. If another job
 commits first, the appended rows stay invisible, and `append` starts over or, if the other job belongs to the same
 application, fails.
 """
@@ -62,9 +62,7 @@ class TableCommit:
         self.rows: Final = int((info.get("operationMetrics") or {}).get("numOutputRows") or 0)
 
     def actions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the commit's actions; each action is parsed only when requested, because a commit may have many
-        actions.
-        """
+        """Yield the commit's actions; each action is parsed only when requested, because there may be many."""
         return map(json.loads, self._lines)
 
     def __str__(self) -> str:

@@ -3,9 +3,8 @@
 The metadata of each table commit contains the Kafka offsets where the commit ends. Rows and offsets become visible
 together, so no checkpoint is needed. If a driver is killed, the next driver continues after the last table commit.
 
-If two sinks write to the same table, one of them fails, because an append fails if another sink has committed since the
-appending sink last read the table (`table_log`). A sink reads each of its table commits back and checks the ID in the
-metadata.
+An append fails if another sink has committed since this sink last read the table (`table_log`), so if two sinks write
+to the same table, one of them fails. A sink reads each of its table commits back and checks the ID in the metadata.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ _COLUMNS: Final = ("key", "value", "headers", "topic", "partition", "offset", "t
 _SETTLED_WITHIN_S: Final = 60.0
 _SETTLED_LOOK_S: Final = 0.2
 _RENEWED_AFTER_MS: Final = 24 * 3_600_000
-"""Without new records, the sink commits its offsets again after this time, because the commit with the offsets expires.
-In Delta, a commit expires after `delta.logRetentionDuration` (30 days by default); in Iceberg, it expires through
-`expire_snapshots`.
+"""Without new records, the sink commits its offsets again after this time, because the commit that contains them
+expires. In Delta, a commit expires after `delta.logRetentionDuration` (30 days by default); in Iceberg, it expires
+through `expire_snapshots`.
 """
 
 
@@ -48,7 +47,7 @@ class Appended:
     """A table commit of the sink, as read back from the table; its metadata contains the fields up to `id`."""
 
     topic_id: str
-    """Kafka's ID of the output topic, which reveals a recreated topic, whose offsets belong to other records."""
+    """Kafka's ID of the output topic; another ID reveals a recreated topic, whose offsets belong to other records."""
     number: int
     after: int
     """The version of the sink's previous commit; for the first commit, the table's latest version before it, or -1."""

@@ -298,7 +298,7 @@ def _refuse_other_columns(table: str, wanted: Sequence[str], found: Sequence[str
 def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
     """Upsert the newest row of each ID into a database table, and create the table if it does not exist.
 
-    Return the number of inserted or replaced rows. A single SQL statement of each run changes the rows of the table.
+    Return the number of inserted or replaced rows. Each run changes the rows of the table with a single SQL statement.
     Raises StateIncompatible if the table lacks a column or has no unique `tracking_id`.
     """
     if not _NAME.fullmatch(to.table):

@@ -4,8 +4,8 @@ Every transaction contains the sent records, their sightings, the task record wi
 group's offset. An attempt begins at the next offset to judge, whatever Spark does:
 
 * After a crash, Spark repeats a micro-batch; the attempt skips the rows that were judged before the crash.
-* If an upstream task fails, the attempt sees only a normal end of its input. The attempt can commit the rows that it
-  received, because the next attempt continues after them.
+* If an upstream task fails, the attempt sees only a normal end of its input. It can commit the rows that it received,
+  because the next attempt continues after them.
 * If the response to a commit is lost, the attempt opens a new epoch, finds out what was committed, and judges the
   remaining records again.
 * If two attempts run at the same time (speculative execution, or an executor that has lost its driver), the
@@ -49,9 +49,9 @@ from dedup.worker.task_factory import TaskFactory
 from dedup.worker.topics import Cluster
 
 _MOST_RENEWALS: Final = 3
-"""Maximum number of new epochs in which a commit is retried before the attempt fails and Spark starts a new one."""
+"""Maximum number of new epochs in which a commit is retried before the attempt fails and Spark starts a new attempt."""
 _REGISTRY_WITHIN_S: Final = 600.0
-"""How long an attempt waits for a schema registry that gives no answer, before Spark starts a new attempt."""
+"""How long an attempt waits for a schema registry that does not respond before Spark starts a new attempt."""
 _MARGIN: Final = 4
 """The broker aborts a transaction after a timeout, so an attempt commits after a quarter of that time."""
 _BROKER_TROUBLE: Final = 5
@@ -110,7 +110,7 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
     """Judge and commit the rows of one Spark partition, and yield one row of `REPORT`, or nothing if there are no rows.
 
     If another attempt might succeed, the function raises the error so that Spark starts one. If every attempt would
-    fail with the same error, the function puts the error into the report, and the driver raises the error.
+    fail with the same error, the function puts it into the report, and the driver raises it.
     """
     gc.set_threshold(GC_THRESHOLD)
     batches = feed_batches(arrow)
@@ -226,7 +226,7 @@ class _Attempt:
         return await coming
 
     async def _start(self) -> None:
-        """Start the task; if its local state is damaged, delete the local state and start the task again."""
+        """Start the task; if its local state is damaged, delete that state and start again."""
         await self._group.open()
         try:
             await self._task.start()

@@ -1,4 +1,4 @@
-"""Runs PySpark's daemon, from which Spark forks its Python workers, with preloaded modules.
+"""Runs PySpark's daemon with preloaded modules; Spark forks its Python workers from this daemon.
 
 Spark starts this process because of the setting `spark.python.daemon.module`. Compared with PySpark's own daemon, this
 process saves CPU time in every Python task:

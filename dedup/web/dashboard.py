@@ -55,8 +55,8 @@ class MetricHistory:
     _last_ms: int | None = None
 
     def sample(self, pulses: Iterable[TaskPulse], now_ms: int) -> Growth | None:
-        """Add a sample of the metrics since the previous call, and return the growth of the metrics as counts, or None
-        on the first call.
+        """Add a sample of the metrics since the previous call, and return their growth as counts; on the first call,
+        return None.
         """
         pulses = list(pulses)
         tasks = {id(pulse.numbers): pulse.numbers for pulse in pulses}
@@ -152,9 +152,10 @@ def notices(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) 
 
 
 def _of_fleet(own: Iterable[Notice], fleet: Sequence[Mapping[str, Any]]) -> list[Notice]:
-    """Return the issues of all workers, in the same way as `notices`. A page that does not answer is an issue, too.
+    """Return the issues of all workers, in the same way as `notices`. A page that does not respond is also an issue.
 
-    ``fleet`` contains what the page shows for each worker, this worker first, whose own issues are in ``own``.
+    ``fleet`` contains what the page shows for each worker, beginning with this worker; ``own`` contains this worker's
+    issues.
     """
     found = [*own, *_copies(fleet)]
     for other in fleet[1:]:
@@ -168,7 +169,7 @@ def _of_fleet(own: Iterable[Notice], fleet: Sequence[Mapping[str, Any]]) -> list
 
 
 def _copies(fleet: Iterable[Mapping[str, Any]]) -> Iterator[Notice]:
-    """Yield an issue for each ID function or flow of which the workers have different copies."""
+    """Yield an issue for each ID function or flow whose copies differ between the workers."""
     copies: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for worker in fleet:
         for name, digest in worker.get("user_code", {}).items():
@@ -258,7 +259,7 @@ class Summary:
 def summary(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer] = ()) -> Summary:
     """Return the figures of one worker from its current state, its latest samples, and the other workers that it knows.
 
-    Without ``peers``, the issues do not name workers that serve no pages, which every worker would report.
+    Without ``peers``, the issues do not name workers that serve no pages, because every worker would report them.
     """
     counted, last = seen.total(), samples[-1] if samples else None
     latencies = [sample["p99_s"] for sample in samples if sample["p99_s"] is not None]

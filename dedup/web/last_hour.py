@@ -1,13 +1,13 @@
 """Collects and merges data about the last hour of a fleet: its metrics, and the owners of each partition over time.
 
-Each worker keeps its data about the last hour in memory only. The worker adds up its own metrics in slots of ten
-seconds, and records the owner of each partition. For its own partitions, a worker also records the state of the task;
-the worker knows the owners of other partitions from the last assignment. The worker whose page is open merges the data
-of all workers. Slots begin at the same times on all workers and contain counts, so the merged metrics equal those of a
-single worker that runs all tasks.
+Each worker keeps its data about the last hour in memory only. It adds up its own metrics in slots of ten seconds, and
+records the owner of each partition. For its own partitions, a worker also records the state of the task; it knows the
+owners of other partitions from the last assignment. The worker whose page is open merges the data of all workers. Slots
+begin at the same times on all workers and contain counts, so the merged metrics equal those of a single worker that
+runs all tasks.
 
-If a worker ends, its slots and the states of its tasks are lost. The other workers still know which partitions the
-ended worker owned.
+If a worker ends, its slots and the states of its tasks are lost. The other workers still know which partitions it
+owned.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class Memory:
         return not self._slots or self._slots[-1].number != now_ms // SLOT_MS
 
     def add(self, grown: Growth, now_ms: int, state_bytes: int | None = None) -> None:
-        """Add the growth of the counts since the previous call to the slot of ``now_ms``. Only the first call of a slot
-        needs ``state_bytes``, because determining the size takes time.
+        """Add the growth of the counts since the previous call to the slot of ``now_ms``. Only the first call for a
+        slot needs ``state_bytes``, because determining the state size takes time.
         """
         number, counts = now_ms // SLOT_MS, tuple(grown.counts[name] for name in COUNTED)
         before = self._slots[-1] if self._slots else None
@@ -352,7 +352,7 @@ def _moves(steps: Mapping[tuple[str, int], Sequence[_Step]]) -> list[dict[str, A
 
 
 def _rebalances(times_ms: Iterable[int]) -> dict[int, int]:
-    """Map each time of a change of owner to the number of the rebalance to which the change belongs."""
+    """Map the time of each change of owner to the number of the rebalance that the change belongs to."""
     found: dict[int, int] = {}
     number, before_ms = 0, None
     for at_ms in sorted(times_ms):
@@ -412,7 +412,7 @@ def _label(places: Sequence[tuple[str, int]]) -> str:
 
 
 def _lost(hours: Sequence[WorkerHour], owned: Mapping[Any, Sequence[Span]], now_ms: int) -> Iterator[dict[str, Any]]:
-    """Yield each worker that owned partitions in the last hour and whose metrics of that time are lost."""
+    """Yield each worker that owned partitions in the last hour but whose metrics for that time are lost."""
     since_ms = {hour.worker: hour.since_ms for hour in hours}
     until: Counter[str] = Counter()
     for spans in owned.values():

@@ -5,7 +5,7 @@ To look up an ID, a worker asks the owners of the other partitions only for thei
 is never forwarded twice. A lookup answers "not known" only if every partition that may contain the ID was searched.
 
 Probes and the dashboard's own files need no token, because they contain no data. If no token is set, the server rejects
-requests whose Host header does not name loopback, because otherwise a website in a user's browser could read them
+requests whose Host header does not name loopback, because otherwise a website in a user's browser could read the pages
 through its own host name (DNS rebinding). The dashboard's plotting library is uPlot 1.6.32 from npm.
 """
 
@@ -369,7 +369,8 @@ class WebServer:
         return _json(await ask_owners(found, self._answers.peers(), self._settings.token))
 
     async def _dashboard(self, _: web.Request) -> web.Response:
-        # All open pages share one dashboard content, even while the server waits for a worker that does not respond.
+        # All open pages share the same dashboard content, even while the server waits for a worker that does not
+        # respond.
         old = self._board is None or (self._board.done() and time.monotonic() - self._made_s > _SHARED_S)
         if self._board is None or old:
             self._board = asyncio.create_task(self._made_board(), name="dashboard")
