@@ -123,7 +123,8 @@ class Number:
     def parts(self) -> tuple[str, str, int]:
         """Split the number into a sign ("" or "-"), digits without leading and trailing zeros, and a decimal exponent.
 
-        Zero is split into ("", "0", 0). Raises Unreadable if the exponent has more than 18 digits.
+        Zero is split into ("", "0", 0). Raises Unreadable if the exponent has more than 18 digits, not
+        counting leading zeros.
         """
         mantissa, _, power = self.text.lower().partition("e")
         negative = mantissa.startswith("-")

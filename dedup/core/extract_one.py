@@ -266,7 +266,7 @@ def member_types(fmt: Format, schema: str, path: Path, time: FieldTime | None, *
 
 
 def member_names(fmt: Format, schema: str, path: Path, *, first: bool) -> list[str]:
-    """Return the names of all members next to the member at a path, in a schema that `member_types` accepts."""
+    """Return the names of the member at a path and of those next to it, in a schema that `member_types` accepts."""
     if fmt == "protobuf":
         return [name for each in _messages(schema, first=first) for name in protobuf.names_at(each, path[:-1])]
     holders = avro.nodes_at(avro.parse_schema(schema), path[:-1])

@@ -217,7 +217,7 @@ class Topology:
 
     @property
     def reset_group(self) -> str:
-        """The group that stores the end offsets of written topics and start offsets of sources at `dedup reset`."""
+        """The group that stores start offsets of sources at `dedup reset`, and up to where old output counts."""
         return f"{self.name}.reset"
 
     @property
@@ -373,8 +373,8 @@ class Topology:
 def auto_group_size(partitions: int) -> int:
     """Return the number of partitions that share a transaction in a new topology, given its number of partitions.
 
-    With up to 16 partitions, each partition has its own transaction. With more than 16 partitions, there are eight
-    groups, which keep eight workers busy, or more groups if a group would otherwise have more than 64 partitions.
+    With up to 16 partitions, each partition has its own transaction. With more than 16 partitions, there are at most
+    eight groups, which keep as many workers busy, unless a group would then have more than 64 partitions.
     """
     return 1 if partitions <= _MOST_ALONE else min(-(-partitions // _AUTO_GROUPS), _MOST_AUTO)
 

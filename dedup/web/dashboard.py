@@ -55,8 +55,9 @@ class MetricHistory:
     _last_ms: int | None = None
 
     def sample(self, pulses: Iterable[TaskPulse], now_ms: int) -> Growth | None:
-        """Add a sample of the metrics since the previous call, and return their growth as counts; on the first call,
-        return None.
+        """Add a sample of the metrics since the previous call, and return their growth as counts.
+
+        The first call only remembers the metrics, and returns None.
         """
         pulses = list(pulses)
         tasks = {id(pulse.numbers): pulse.numbers for pulse in pulses}

@@ -29,7 +29,7 @@ NO_BROKER: Final = 5
 
 @dataclass(slots=True)
 class Child:
-    """A worker process, its start time, and its restarts."""
+    """A worker process, and when it was or will be started."""
 
     number: int
     """The number at the end of the worker's ID; numbers start at 1."""
