@@ -3,8 +3,8 @@
 A row gets its number before its transaction commits, so a lower number may become visible after a higher one. In
 PostgreSQL, the source therefore takes the greatest number as a bound, and waits until all transactions that hold a
 write lock on the table have ended, as CREATE INDEX CONCURRENTLY does; see docs/decisions/0012-edges.md. It then reads
-the rows up to the bound. With `settle`, the source first waits for a fixed time; where it
-cannot see the writers, it waits no longer, and may miss rows that commit later.
+the rows up to the bound. With `settle`, the source first waits for a fixed time. Where it cannot see the writers, it
+waits no longer, and may miss rows that commit later.
 """
 
 from __future__ import annotations
