@@ -71,7 +71,7 @@ class MemberReader(ABC):
         """
 
     def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]]:
-        """Return the columns of a batch of usual values much faster than `read` would.
+        """Return the columns of a batch much faster than `read` would, if all its values have the most common form.
 
         Raises NotInColumns if any value must be passed to `read`. In most formats, all values must be.
         """

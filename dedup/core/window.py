@@ -183,8 +183,8 @@ class StreamTime:
         """Return the stream time at each record, and the stream time after all records.
 
         Each record is a tuple of its feed, its event time (None if the record is not judged), and whether the record is
-        an idle marker. A feed that is not known yet, because its partition was added later, counts as idle until its
-        first record.
+        an idle marker. A feed that is not known yet, because its partition was added after the start, counts as idle
+        until its first record.
         """
         progress = dict(self.feeds)
         value_ms = self.value_ms

@@ -61,7 +61,7 @@ class _NoRedirect(HTTPRedirectHandler):
 
 
 class SchemaRegistry:
-    """A thread-safe client of a schema registry that caches the schemas that it has found.
+    """A thread-safe schema registry client that caches the schemas it has looked up.
 
     The client can be pickled, including its credentials, because Spark's executors also query the registry. Each
     process keeps only one copy of a pickled client.

@@ -67,7 +67,7 @@ def sightings_of(table: pa.Table) -> Iterator[Sighting]:
 
 
 def current(found: Sequence[pa.RecordBatch], topology: Topology, ends: LogEnds) -> pa.Table:
-    """Return the sightings that had not expired when earlier jobs ended, each with its latest `last_ms`."""
+    """Return the sightings that have not expired at the log ends of earlier jobs, each with its latest `last_ms`."""
     table = pa.Table.from_batches([live(batch, topology, ends) for batch in found], SIGHTINGS)
     if not topology.window.extend:
         return table
@@ -77,7 +77,7 @@ def current(found: Sequence[pa.RecordBatch], topology: Topology, ends: LogEnds) 
 
 
 def live(batch: pa.RecordBatch, topology: Topology, ends: LogEnds) -> pa.RecordBatch:
-    """Return the sightings in ``batch`` that had not expired when earlier jobs ended."""
+    """Return the sightings in ``batch`` that have not expired at the log ends of earlier jobs."""
     partitions = batch.column("partition").to_numpy()
     oldest_ms = np.zeros(batch.num_rows, np.int64)
     for (_, partition), end in ends.items():

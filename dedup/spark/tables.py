@@ -299,7 +299,7 @@ def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
     """Upsert the newest row of each ID into a database table, and create the table if it does not exist.
 
     Return the number of inserted or replaced rows. Each run changes the rows of the table with a single SQL statement.
-    Raises StateIncompatible if the table lacks a column or has no unique `tracking_id`.
+    Raises StateIncompatible if the table lacks a column or has no unique constraint on `tracking_id`.
     """
     if not _NAME.fullmatch(to.table):
         text = f"{to.table!r} is not a valid name; write letters, digits and _, such as orders or shop.orders"

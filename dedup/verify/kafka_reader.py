@@ -382,7 +382,7 @@ class KafkaReader:
 
 
 def client_config(settings: Settings) -> dict[str, Any]:
-    """Return the configuration of librdkafka for these settings."""
+    """Return the librdkafka configuration for these settings."""
     security = settings.security
     by_token = security.mechanism == "OAUTHBEARER"
     wanted = {

@@ -102,7 +102,7 @@ class TopologyTestDriver:
         """Start the tasks of the topology without any state.
 
         ``partitions`` is the partition count of each source topic, or a mapping from source topics to counts. ``now``
-        is the time at which the driver's clock begins; the default is the machine's time. ``schemas`` stands for the
+        is the time at which the driver's clock starts; the default is the machine's time. ``schemas`` replaces the
         schema registry: it maps each schema's ID, or its GUID as a string, to the schema's text.
         """
         if topology.source.names_schemas:
