@@ -70,7 +70,7 @@ class RepartitionTask(TaskWork):
         return await first_offset(self._wire, self._plan.feeding, self._plan.start)
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
-        """Return one batch per partition that the records' IDs map to, with each record's source position in a header."""
+        """Return a batch for each partition that the IDs map to, with each record's source position in a header."""
         plan = self._plan
         extracted = plan.extractor(batch.keys, batch.values, batch.headers, batch.timestamps_ms)
         # A record without an ID also needs a verdict, so it is also sent to a `dedup` task.
