@@ -10,7 +10,7 @@ import io
 import json
 import random
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -196,7 +196,8 @@ def document(name: str, options: Mapping[str, Any], topic: str | None = None) ->
     return made
 
 
-def stream(seed: int, count: int, partitions: int = 2) -> list[Event]:
+@cache
+def stream(seed: int, count: int, partitions: int = 2) -> Sequence[Event]:
     """Return the stream, an event each 10 ms of event time: a third repeats near, some far beyond the guard period.
 
     A fiftieth comes up to ten minutes late, nearly all out of order by up to 20 s, some from the year 2099; a
@@ -219,7 +220,7 @@ def stream(seed: int, count: int, partitions: int = 2) -> list[Event]:
         if dice.random() < 0.001:
             time_ms = YEAR_2099_MS + number
         made.append(_event(dice, number, chosen, time_ms, chosen % partitions))
-    return made
+    return tuple(made)
 
 
 def of_format(fmt: str) -> dict[str, dict[str, Any]]:

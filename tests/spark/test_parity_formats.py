@@ -92,4 +92,4 @@ def test_one_long_stream_is_judged_alike_by_all_four(compared_at_length, name):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fmt", ["json_schema", "avro", "protobuf", "msgpack", "cbor", "csv"])
 def test_values_of_a_format(compared, fmt):
-    compared(list(of_format(fmt)), FEW, seed=5, within_s=240)
+    compared([name for name in of_format(fmt) if name not in IN_CI], FEW, seed=5, within_s=240)
