@@ -143,7 +143,9 @@ class JsonColumns:
             except DECODE_REFUSALS:
                 odd.append(row)
                 continue
-            if not plain and (may_be_deep(value) or not self._is_plain(value)):
+            # Most values are known to be plain without a call.
+            certainly = plain or (value.isascii() and b"\\" not in value and len(value) <= SHORT_BYTES)
+            if not certainly and (may_be_deep(value) or not self._is_plain(value)):
                 odd.append(row)
         return odd
 
