@@ -161,16 +161,7 @@ def refs_of(
     place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers], *, indexed: bool = False
 ) -> list[SchemaRef | None]:
     """Return the schema ID of each value, with None for null values and for values whose framing is damaged."""
-    size = _head(place, values, headers, indexed=indexed)
-    if size:
-        return list(map(itemgetter(slice(0, size)), cast("Sequence[bytes]", values)))
-    found: list[SchemaRef | None] = []
-    for value, row in zip(values, headers, strict=True):
-        try:
-            found.append(None if value is None else split(place, value, row, indexed=indexed)[0])
-        except Unreadable:
-            found.append(None)
-    return found
+    return _parts_of(0, place, values, headers, indexed=indexed)
 
 
 def rows_by_ref(refs: Sequence[SchemaRef | None]) -> list[list[int]]:
@@ -185,16 +176,29 @@ def payloads_of(
     place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers], *, indexed: bool = False
 ) -> list[bytes | None]:
     """Return the payload of each value, with None for null values and for values whose framing is damaged."""
+    return _parts_of(1, place, values, headers, indexed=indexed)
+
+
+def _parts_of(
+    part: Literal[0, 1],
+    place: SchemaIdPlace,
+    values: Sequence[bytes | None],
+    headers: Sequence[_Headers],
+    *,
+    indexed: bool,
+) -> list[bytes | None]:
+    """Return one of the two parts that `split` returns, for each value whose framing is not damaged."""
     size = _head(place, values, headers, indexed=indexed)
     if size:
-        return list(map(itemgetter(slice(size, None)), cast("Sequence[bytes]", values)))
-    payloads: list[bytes | None] = []
+        cut = slice(size, None) if part else slice(0, size)
+        return list(map(itemgetter(cut), cast("Sequence[bytes]", values)))
+    found: list[bytes | None] = []
     for value, row in zip(values, headers, strict=True):
         try:
-            payloads.append(None if value is None else split(place, value, row, indexed=indexed)[1])
+            found.append(None if value is None else split(place, value, row, indexed=indexed)[part])
         except Unreadable:
-            payloads.append(None)
-    return payloads
+            found.append(None)
+    return found
 
 
 def _head(place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers], *, indexed: bool) -> int:
