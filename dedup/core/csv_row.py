@@ -24,6 +24,8 @@ from dedup.core.varint import Damaged
 Delimiter = Literal["comma", "semicolon", "tab", "pipe"]
 _CHARACTERS: Final[dict[Delimiter, str]] = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 _BYTE_ORDER_MARK: Final = "\ufeff"
+_ODD_MARKS: Final = (b'"', b"\r", _BYTE_ORDER_MARK.encode())
+"""What rows must not contain to be split at each delimiter."""
 _LINE_ENDS: Final = (b"\r\n", b"\n")
 _NUMBER: Final = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _SHORT_DIGITS: Final = 18
@@ -124,16 +126,19 @@ class CsvReader(MemberReader):
 
     def _split(self, joined: bytes) -> list[list[str]]:
         """Return the cells of rows joined by line feeds, or an empty list if the rows must be read one by one."""
-        if b'"' in joined or b"\r" in joined or _BYTE_ORDER_MARK.encode() in joined or not is_utf8(joined):
+        if _is_odd(joined):
             return []
         # A row with too many cells is not split further, because its cells would take many times its memory.
         return [row.split(self._layout.between, len(self._layout.columns)) for row in joined.decode().split("\n")]
 
     def _is_plain(self, row: bytes) -> bool:
         """Tell whether a row without its line break can simply be split at each delimiter."""
-        if any(odd in row for odd in (b'"', b"\r", b"\n", _BYTE_ORDER_MARK.encode())) or not is_utf8(row):
-            return False
-        return row.count(self._layout.between.encode()) + 1 == len(self._layout.columns)
+        delimiters = row.count(self._layout.between.encode())
+        return not _is_odd(row) and b"\n" not in row and delimiters + 1 == len(self._layout.columns)
+
+
+def _is_odd(text: bytes) -> bool:
+    return any(mark in text for mark in _ODD_MARKS) or not is_utf8(text)
 
 
 @lru_cache(maxsize=256)

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain
-from typing import Any, Final, NamedTuple, TypeVar, assert_never
+from typing import Any, Final, NamedTuple, assert_never
 
 from dedup.core import tracking_id as encoding
 from dedup.core.avro import Leaf
@@ -44,7 +43,7 @@ from dedup.core.extract_one import (
 from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, payloads_of, refs_of, rows_by_ref
 from dedup.core.id_columns import PartMemo, bytes_keys, composite_ids, instant_ids, kept, kept_if, scalar_keys
 from dedup.core.json_columns import compile_columns
-from dedup.core.odd_rows import NotInColumns, Pieces, in_order, in_pieces, of_other_types, present
+from dedup.core.odd_rows import NotInColumns, Pieces, at_rows, in_order, in_pieces, of_other_types, ordered, present
 from dedup.core.tracking_id import (
     CONTENT,
     CodeRule,
@@ -68,7 +67,6 @@ from dedup.core.tracking_id import (
 __all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_extractor"]
 
 _INT64_BITS: Final = 64
-T = TypeVar("T")
 _BY_KEY: Final = TrackingId(KeyRule())
 _SOME_KEY: Final = [b"1"]
 _FEW: Final = 4
@@ -118,11 +116,6 @@ def compile_extractor(
     return Extractor(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude, schema_id, schema))
 
 
-def _at(rows: Sequence[int], column: Sequence[T]) -> Sequence[T]:
-    """Return a column's values in some rows, which are in ascending order."""
-    return column if len(rows) == len(column) else list(map(column.__getitem__, rows))
-
-
 class _Batch(NamedTuple):
     keys: Sequence[bytes | None]
     values: Sequence[bytes | None]
@@ -131,7 +124,10 @@ class _Batch(NamedTuple):
 
     def only(self, rows: Sequence[int]) -> _Batch:
         return _Batch(
-            _at(rows, self.keys), _at(rows, self.values), _at(rows, self.headers), _at(rows, self.timestamps_ms)
+            at_rows(rows, self.keys),
+            at_rows(rows, self.values),
+            at_rows(rows, self.headers),
+            at_rows(rows, self.timestamps_ms),
         )
 
 
@@ -196,7 +192,7 @@ class Extractor:
         rows = [
             row for row in range(len(found.ids)) if row not in faults or faults[row].kind is not FaultKind.UNREADABLE
         ]
-        asked = batch if len(rows) == len(found.ids) else batch.only(rows)
+        asked = batch.only(rows)
         returned = list(map(partial(call_function, self._function, rule.name), asked.keys, asked.values, asked.headers))
         ids: Sequence[bytes | Fault] | None = self._in_column(returned)
         if ids is None:
@@ -232,7 +228,7 @@ class Extractor:
         pieces: list[tuple[Sequence[int], Extracted]] = []
         first_tombstones: dict[int, Fault] = {}
         for index, alternative in enumerate(self._alternatives):
-            part = batch if len(left) == len(batch.values) else batch.only(left)
+            part = batch.only(left)
             # The last alternative gets all remaining rows, and so detects values that do not have the expected format.
             last = alternative is self._alternatives[-1]
             places, found = (range(len(left)), alternative(*part)) if last else alternative.of_likely(part)
@@ -261,15 +257,9 @@ class Extractor:
 
     def _halved(self, batch: _Batch) -> Extracted:
         """Extract each half of the batch separately, so that one unusual record slows down only a few rows."""
-        keys, values, headers, times = batch
-        half = len(values) // 2
-        first = self(keys[:half], values[:half], headers[:half], times[:half])
-        second = self(keys[half:], values[half:], headers[half:], times[half:])
-        fingerprints = None
-        if first.fingerprints is not None and second.fingerprints is not None:
-            fingerprints = first.fingerprints + second.fingerprints
-        faults = first.faults | {half + row: fault for row, fault in second.faults.items()}
-        return Extracted(first.ids + second.ids, first.times_ms + second.times_ms, fingerprints, faults)
+        count = len(batch.values)
+        halves = (range(count // 2), range(count // 2, count))
+        return self._merged(count, [(rows, self._extract(batch.only(rows))) for rows in halves])
 
     def _merged(self, count: int, pieces: Pieces[Extracted]) -> Extracted:
         """Merge rows that were extracted in pieces into one batch. A row that is in none of the pieces has no ID."""
@@ -280,14 +270,14 @@ class Extractor:
         for rows, part in pieces:
             for at, fault in part.faults.items():
                 faults[rows[at]] = fault
-        ids = [*chain.from_iterable(part.ids for _, part in pieces), None]
-        times_ms = [*chain.from_iterable(part.times_ms for _, part in pieces), 0]
         fingerprints = None
         if self.recipe.fingerprint:
-            found = [*chain.from_iterable(part.fingerprints or [] for _, part in pieces), b""]
-            fingerprints = list(map(found.__getitem__, places))
+            fingerprints = ordered(places, (part.fingerprints or [] for _, part in pieces), b"")
         return Extracted(
-            list(map(ids.__getitem__, places)), list(map(times_ms.__getitem__, places)), fingerprints, faults
+            ordered(places, (part.ids for _, part in pieces), None),
+            ordered(places, (part.times_ms for _, part in pieces), 0),
+            fingerprints,
+            faults,
         )
 
     def of_likely(self, batch: _Batch) -> tuple[Sequence[int], Extracted]:
@@ -338,11 +328,14 @@ class Extractor:
     def _of_columns(self, batch: _Batch, values: Sequence[bytes], columns: list[list[Leaf]]) -> Extracted:
         """Return the results for values whose members have been read. Only odd rows are judged one by one."""
 
+        def only(rows: Sequence[int]) -> list[Sequence[Leaf]]:
+            return [at_rows(rows, column) for column in columns]
+
         def usual(rows: Sequence[int]) -> Extracted:
-            return self._of_usual(batch.only(rows), _at(rows, values), [_at(rows, column) for column in columns])
+            return self._of_usual(batch.only(rows), at_rows(rows, values), only(rows))
 
         def each(rows: Sequence[int]) -> Extracted:
-            leaves = list(zip(*(_at(rows, column) for column in columns), strict=True)) or [()] * len(rows)
+            leaves = list(zip(*only(rows), strict=True)) or [()] * len(rows)
             records = zip(*batch.only(rows), leaves, strict=True)
             return self._gathered([of_leaves(self.recipe, *record) for record in records])  # type: ignore[arg-type]
 

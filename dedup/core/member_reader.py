@@ -9,14 +9,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
 from typing import ClassVar, Final, assert_never
 from uuid import UUID
 
 from dedup.core.avro import Instant, Leaf, Refused
 from dedup.core.event_time import FieldTime, TimeUnit
 from dedup.core.exact_json import ABSENT, Absent, NotJudged, Number, Unreadable, with_foreign_format
-from dedup.core.odd_rows import NotInColumns, in_order, in_pieces
+from dedup.core.odd_rows import NotInColumns, at_rows, in_order, in_pieces, ordered
 from dedup.core.tracking_id import Path
 from dedup.core.varint import Damaged
 
@@ -84,25 +84,22 @@ class MemberReader(ABC):
         """
 
         def at_once(rows: Sequence[int]) -> list[list[Leaf]]:
-            return self.at_once(values if len(rows) == len(values) else [values[row] for row in rows])
+            return self.at_once(at_rows(rows, values))
 
-        def each(rows: Sequence[int]) -> list[list[Leaf]]:
-            return self._read([values[row] for row in rows], rows)
-
+        each = partial(self._read, values)
         pieces = in_pieces(len(values), at_once, each, each)
         if len(pieces) == 1:
             return pieces[0][1]
-        order = in_order(len(values), pieces)
-        whole = [list(chain.from_iterable(parts)) for parts in zip(*(columns for _, columns in pieces), strict=True)]
-        return [list(map(column.__getitem__, order)) for column in whole]
+        places = in_order(len(values), pieces)
+        return [ordered(places, parts, ABSENT) for parts in zip(*(columns for _, columns in pieces), strict=True)]
 
     def _read(self, values: Sequence[bytes], rows: Sequence[int]) -> list[list[Leaf]]:
-        """Read values one by one. Raises NotInColumns with the ``rows`` entries of values that cannot be read."""
+        """Read the values in some rows one by one. Raises NotInColumns with the rows that cannot be read."""
         columns: list[list[Leaf]] = [[] for _ in range(self.count)]
         refused: list[int] = []
-        for row, value in zip(rows, values, strict=True):
+        for row in rows:
             try:
-                found = self.read(value)
+                found = self.read(values[row])
             except NotJudged:
                 refused.append(row)
                 continue

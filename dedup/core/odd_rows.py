@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -89,6 +90,20 @@ def in_order(count: int, pieces: Pieces[Any]) -> list[int]:
         begin += len(rows)
     places: list[int] = order.tolist()
     return places
+
+
+def ordered(places: Sequence[int], parts: Iterable[Iterable[T]], lacking: T) -> list[T]:
+    """Return the parts of a column, one per piece, as one column, with ``lacking`` for rows that are in no piece.
+
+    ``places`` is the result of `in_order`.
+    """
+    column = [*chain.from_iterable(parts), lacking]
+    return list(map(column.__getitem__, places))
+
+
+def at_rows(rows: Sequence[int], column: Sequence[T]) -> Sequence[T]:
+    """Return a column's values in some rows, which must be in ascending order."""
+    return column if len(rows) == len(column) else list(map(column.__getitem__, rows))
 
 
 def present(values: Sequence[bytes | None]) -> list[bytes]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import time
 
 import pytest
@@ -59,7 +60,9 @@ def until_ended(workers, directory, within_s: float) -> None:
             stack.enter_context(worker.stdout)
             stack.enter_context(worker.stdin)  # whose end ends the worker
         for name, worker in workers.items():
-            code = worker.wait(max(0, deadline - time.monotonic()))
+            code = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = worker.wait(max(0, deadline - time.monotonic()))
             assert code == 0, (directory / f"{name}.log").read_text(encoding="utf-8")
 
 
