@@ -29,6 +29,7 @@ FILTER_LOG: Final = "filter-log-"
 SNAPSHOT_SUFFIX: Final = ".bits"
 NEW_SNAPSHOT_SUFFIX: Final = ".bits-new"
 """The suffixes that are added to the name of a filter's log for its snapshot and for a snapshot being written."""
+_MOST_LOG_BYTES: Final = 1 << 20
 _FORMAT: Final = "1"
 RESTORE: Final = "The directory will be deleted and restored from the changelog."
 NOT_THE_STORES_FAULT: Final = (
@@ -148,6 +149,22 @@ def _lock(directory: Path, lock: int) -> None:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         raise in_use(directory) from error
+
+
+def limit_log(directory: Path, emptied_at_bytes: int) -> int:
+    """Empty RocksDB's file LOG if it has grown by more than 1 MiB, and return its length when it was last emptied.
+
+    RocksDB itself can start a new log at a given size. It then keeps the options of every column family that was ever
+    created in memory and repeats them all in each new log. After 100 segments, adding and dropping one more took
+    350 ms instead of 15 ms, and this time grew with each segment.
+    """
+    log = directory / "LOG"
+    length = log.stat().st_size
+    if length - emptied_at_bytes <= _MOST_LOG_BYTES:
+        return emptied_at_bytes
+    # RocksDB continues to write at its old offset, so the file keeps its length, but not its blocks on the disk.
+    os.truncate(log, 0)
+    return length
 
 
 def in_use(directory: Path) -> StateIncompatible:

@@ -41,9 +41,11 @@ from dedup.store.directory import (
     delete_store,
     encode_identity,
     in_use,
+    limit_log,
     prepare_directory,
     refuse_other_owner,
 )
+from dedup.store.rocks_options import FILES_TO_SLOW_DOWN, LONGEST_KEY, TABLE_BYTES, rocks_options
 
 _POSITION: Final = struct.Struct(">Q")
 _SEGMENT: Final = struct.Struct(">QQQQ")
@@ -53,6 +55,7 @@ _IDENTITY_KEY: Final = b"identity"
 _STATE_KEY: Final = b"state"
 _SEGMENT_PREFIX: Final = b"segment/"
 _MARK_PREFIX: Final = b"filter/"
+_FAMILY_PREFIX: Final = b"family/"
 _SECRET_KEY: Final = b"filter-secret"
 _SECRET_BYTES: Final = 32
 _LAST_POSITION: Final = b""
@@ -63,40 +66,25 @@ _FILTERED_ON_OPEN_IDS: Final = 300_000
 _FEW_IDS: Final = 16
 """The number of IDs below which querying RocksDB is faster than hashing the IDs."""
 
-_MEMTABLE_BYTES: Final = 4 << 20
-_MEMTABLES: Final = 4
-"""The maximum number of RocksDB write buffers per column family; when all are full, writes wait for a flush."""
-_ARENA_BLOCK_BYTES: Final = 16 << 10
-"""The size of the blocks that memtables allocate, which is small because busy stores all allocate at the same time."""
-_BUCKETS: Final = 1 << 14
-_TABLE_BYTES: Final = 8 * _BUCKETS
-"""The memory that an empty hashed memtable uses, in bytes."""
 _MANY_STORES: Final = 16
 _FLUSH_EVERY_S: Final = 0.05
-_LEAST_FLUSH_BYTES: Final = 2 * _TABLE_BYTES
+_LEAST_FLUSH_BYTES: Final = 2 * TABLE_BYTES
 _STORES_PER_BUFFERS: Final = 128
 _MOST_TIMES: Final = 4
 """With more stores than `_STORES_PER_BUFFERS`, the write buffers grow in proportion, up to `_MOST_TIMES` their size.
 The memtables of 256 stores that share 64 MiB would be flushed after a few hundred IDs.
 """
-_WAL_BYTES: Final = 16 << 20
-_FILES_TO_MERGE: Final = 12
-"""The number of sorted runs at which RocksDB merges runs of similar size (universal compaction), so that each ID is
-rewritten only a few times.
-"""
-_FILES_TO_SLOW_DOWN: Final = 40
-_FILES_TO_STOP: Final = 60
-_OPEN_FILES: Final = 512
-"""The maximum number of files that a store keeps open. With a limit of 64 and 100,000,000 IDs in 4 stores, reopening
-files took half of the worker's time.
-"""
-_OPEN_FILES_SHARD_BITS: Final = 4
-"""RocksDB divides the limit of open files among 2**this groups; with its default of 6, each group gets only 8 files."""
-_BLOOM_BITS: Final = 10
 _TABLES_SHARE: Final = 4
 """The hash tables of all hashed memtables may take at most the memory of the write buffers divided by this number."""
-_LONGEST_KEY: Final = 33
-"""The length of the longest state key, used as the prefix length, so that a hashed memtable finds a key directly."""
+_PAST_ALL_KEYS: Final = b"\xff" * (LONGEST_KEY + 1)
+_MOST_FREE_FAMILIES: Final = 3
+_MOST_REUSED_BYTES: Final = 256 << 10
+"""How many column families a store keeps for its next segments after it has emptied them, and how large their files may
+be. Creating and dropping a family takes 15 ms, because RocksDB then writes the options of all families. Deleting all
+keys of a family takes 0.02 ms, but frees no space until RocksDB merges the family's files.
+"""
+_APPLIES_PER_LOOK: Final = 64
+"""The number of `apply` calls between two looks at the size of RocksDB's file LOG."""
 _NICEST: Final = 19
 _NICER_BY: Final = 10
 """The difference between the nice values of RocksDB's threads and of the worker, which gives the threads a tenth of the
@@ -231,7 +219,7 @@ class RocksMemory:
         self._write_buffer_bytes: Final = write_buffer_bytes
         self._stores = 0
         self._next_flush_s = 0.0
-        self._tables = write_buffer_bytes // _TABLES_SHARE // _TABLE_BYTES
+        self._tables = write_buffer_bytes // _TABLES_SHARE // TABLE_BYTES
 
     def add_stores(self, count: int) -> None:
         """Count opened stores, or closed stores if ``count`` is negative, and set the size of the write buffers."""
@@ -255,11 +243,15 @@ class RocksMemory:
         if waiting or active_bytes < max(used // self._stores, _LEAST_FLUSH_BYTES):
             return
         # If there are more level-0 files, even a flush with wait=False may wait for a merge.
-        if int(family.property_value("rocksdb.num-files-at-level0") or 0) < _FILES_TO_SLOW_DOWN // 2:
+        if int(family.property_value("rocksdb.num-files-at-level0") or 0) < FILES_TO_SLOW_DOWN // 2:
             self._next_flush_s = now_s + _FLUSH_EVERY_S
             # This flush is optional. If the store is damaged, the next write reports the damage.
             with contextlib.suppress(Exception):
                 family.flush(wait=False)
+
+    def options(self, *, hashed: bool, segment: bool = True) -> rocksdict.Options:
+        """Return the options of a segment's column family or, with ``segment=False``, of the database."""
+        return rocks_options(self.cache, self.write_buffers, self.env, hashed=hashed, segment=segment)
 
     def take_table(self) -> bool:
         """Reserve memory for a hashed memtable, and return whether enough memory was left."""
@@ -273,50 +265,10 @@ class RocksMemory:
         self._tables += count
 
 
-def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -> rocksdict.Options:
-    """Return the options of a segment's column family or, with ``segment=False``, of the database.
-
-    In a measurement, inserting or finding a key took 35% to 40% less time in a hashed memtable than in a skip list.
-    Write buffers are small, because a worker may have 256 stores.
-    """
-    table = rocksdict.BlockBasedOptions()
-    table.set_bloom_filter(_BLOOM_BITS, block_based=False)
-    table.set_block_cache(memory.cache)
-    # Raw mode is always used, because rocksdict's other mode unpickles the data that it reads.
-    options = rocksdict.Options(raw_mode=True)
-    options.set_block_based_table_factory(table)
-    options.create_if_missing(create_if_missing=True)
-    options.set_paranoid_checks(True)
-    options.set_wal_recovery_mode(rocksdict.DBRecoveryMode.point_in_time())
-    options.set_max_total_wal_size(_WAL_BYTES)
-    options.set_write_buffer_manager(memory.write_buffers)
-    options.set_env(memory.env)
-    options.set_write_buffer_size(_MEMTABLE_BYTES)
-    options.set_max_write_buffer_number(_MEMTABLES)
-    if segment:
-        # The default column family has only a few keys, so RocksDB merges its files by the default rules.
-        options.set_compaction_style(rocksdict.DBCompactionStyle.universal())
-        options.set_level_zero_file_num_compaction_trigger(_FILES_TO_MERGE)
-        options.set_level_zero_slowdown_writes_trigger(_FILES_TO_SLOW_DOWN)
-        options.set_level_zero_stop_writes_trigger(_FILES_TO_STOP)
-    options.set_arena_block_size(_ARENA_BLOCK_BYTES)
-    options.set_allow_concurrent_memtable_write(False)
-    options.set_compression_type(rocksdict.DBCompressionType.lz4())
-    options.set_max_open_files(_OPEN_FILES)
-    options.set_table_cache_num_shard_bits(_OPEN_FILES_SHARD_BITS)
-    options.set_max_background_jobs(2)
-    options.set_keep_log_file_num(1)
-    options.set_max_log_file_size(1 << 20)
-    options.set_stats_dump_period_sec(0)
-    options.set_stats_persist_period_sec(0)
-    if hashed:
-        options.set_prefix_extractor(rocksdict.SliceTransform.create_max_len_prefix(_LONGEST_KEY))
-        options.set_memtable_factory(rocksdict.MemtableFactory.hash_link_list(_BUCKETS))  # type: ignore[call-arg]  # the stub lacks it
-    return options
-
-
 @dataclass(slots=True)
 class _Segment:
+    name: str
+    """The name of the column family, which is the start of the first segment that it contained."""
     family: rocksdict.Rdict
     handle: rocksdict.ColumnFamily
     entry: _SegmentEntry
@@ -339,11 +291,14 @@ class RocksStore:
         self._write_options: Final = rocksdict.WriteOptions()
         self._write_options.sync = False
         self._segments: dict[int, _Segment] = {}
+        self._free: list[_Segment] = []
+        """Segments that were dropped and whose column families, now empty, can contain other segments."""
         self.task_record: TaskRecord | None = None
         """The last applied task record, or None in a new store."""
         self.position = 0
         """The changelog offset to restore from, or 0 in a new store."""
         self._manifest = Manifest.of(directory) or Manifest(0, 0)
+        self._applies = self._log_bytes = 0
         self._closed = False
         memory.add_stores(1)
 
@@ -361,7 +316,7 @@ class RocksStore:
         """
         prepare_directory(directory)
         memory = memory or RocksMemory()
-        options = _rocks_options(memory, hashed=False, segment=False)
+        options = memory.options(hashed=False, segment=False)
         failure: DedupError | None = None
         with errors_of(directory):
             manifest = Manifest.of(directory)
@@ -371,9 +326,7 @@ class RocksStore:
                 raise TaskCorrupted(f"{directory}: the file CURRENT is missing. {RESTORE}")
             names = rocksdict.Rdict.list_cf(str(directory), options) if exists else ["default"]
             hashed = [name for name in names if name != "default" and memory.take_table()]
-            families = {
-                name: _rocks_options(memory, hashed=name in hashed, segment=name != "default") for name in names
-            }
+            families = {name: memory.options(hashed=name in hashed, segment=name != "default") for name in names}
             try:
                 store = cls(
                     directory, rocksdict.Rdict(str(directory), options, families), memory, hashed, logged=log_filters
@@ -439,7 +392,7 @@ class RocksStore:
                 held = self._segments.get(start) or self._create(start)
                 handle = held.handle
                 # Inserting keys into a skip list in sorted order is up to ten times as fast as in random order.
-                for state_key in values if str(start) in self._hashed else sorted(values):
+                for state_key in values if held.name in self._hashed else sorted(values):
                     put(state_key, values[state_key], handle)
                 entry = replace(
                     held.entry,
@@ -449,6 +402,8 @@ class RocksStore:
                 )
                 put(_LAST_POSITION, _POSITION.pack(position), handle)
                 put(_segment_key(start), entry.encode())
+                if held.name != str(start):
+                    put(_family_key(start), held.name.encode())
                 hashed, mark = held.filter.write(list(values), segment_ids=entry.ids, position=position)
                 if held.filter.log_complete:
                     sealed_mark = _sealed(mark.encode())
@@ -462,6 +417,9 @@ class RocksStore:
             held.filter.add(hashed, mark)
         self.task_record = current
         self.position = position
+        self._applies += 1
+        if self._applies % _APPLIES_PER_LOOK == 0:
+            self._log_bytes = limit_log(self._directory, self._log_bytes)
         if changed:
             self._memory.flush_in_turn(max(changed, key=lambda each: len(each[2].hashes))[0].family)
 
@@ -475,14 +433,28 @@ class RocksStore:
         )
         with errors_of(self._directory):
             for start in dropped:
-                # A segment's entry is deleted before its family is dropped. If the process is killed in between, `open`
-                # drops the family that has no entry. If the order were reversed, a dropped family would look like a
-                # lost one.
-                self._db.delete(_segment_key(start), self._write_options)
-                self._db.delete(_mark_key(start), self._write_options)
-                del self._segments[start]
-                self._drop_family(str(start))
+                self._drop(start)
         return dropped
+
+    def _drop(self, start: int) -> None:
+        held = self._segments[start]
+        reused = (
+            len(self._free) < _MOST_FREE_FAMILIES
+            and (held.family.property_int_value("rocksdb.live-sst-files-size") or 0) <= _MOST_REUSED_BYTES
+        )
+        batch = rocksdict.WriteBatch(raw_mode=True)
+        _forget(batch, start)
+        if reused:
+            batch.delete_range(_LAST_POSITION, _PAST_ALL_KEYS, held.handle)
+        self._db.write(batch, self._write_options)
+        del self._segments[start]
+        self._delete_filter(str(start))
+        # If the process is killed before the next line, the next `open` drops the family, because it has no entry. If
+        # the entry were deleted after the family, a dropped family would look like a lost one.
+        if reused:
+            self._free.append(held)
+        else:
+            self._drop_family(held.name)
 
     def clear(self) -> None:
         """Delete the sightings, the task record, and the position atomically."""
@@ -491,15 +463,15 @@ class RocksStore:
         with errors_of(self._directory):
             batch.delete(_STATE_KEY)
             for start in self._segments:
-                batch.delete(_segment_key(start))
-                batch.delete(_mark_key(start))
+                _forget(batch, start)
             self._db.write(batch, self._write_options)
-            starts = sorted(self._segments)
+            dropped = sorted(self._segments.items())
             self._segments.clear()
             self.task_record, self.position = None, 0
-            for start in starts:
+            for start, held in dropped:
                 # If the process is killed before the next line, the next `open` drops each family that has no entry.
-                self._drop_family(str(start))
+                self._drop_family(held.name)
+                self._delete_filter(str(start))
 
     def approximate_bytes(self) -> int:
         """Return the total size in bytes of the segments' files, memtables, and logs."""
@@ -555,6 +527,7 @@ class RocksStore:
             return
         self._closed = True
         self._segments.clear()
+        self._free.clear()
         self._memory.give_tables(len(self._hashed))
         self._memory.add_stores(-1)
         with errors_of(self._directory):
@@ -572,12 +545,19 @@ class RocksStore:
             raise InvariantBroken("a closed store was used: its task was revoked. Build a new task instead.")
 
     def _create(self, start: int) -> _Segment:
-        name, hashed = str(start), self._memory.take_table()
-        if hashed:
-            self._hashed.add(name)
-        family = self._db.create_column_family(name, _rocks_options(self._memory, hashed=hashed))
         entry = _SegmentEntry(width_ms=0, birth=self.position, last_position=self.position, ids=0)
-        held = _Segment(family, self._db.get_column_family_handle(name), entry, self._new_filter(name))
+        if self._free:
+            held = replace(self._free.pop(), entry=entry, filter=self._new_filter(str(start)))
+        else:
+            name, taken = str(start), {each.name for each in self._segments.values()}
+            if name in taken:
+                name = str(max(map(int, taken)) + 1)
+            hashed = self._memory.take_table()
+            if hashed:
+                self._hashed.add(name)
+            family = self._db.create_column_family(name, self._memory.options(hashed=hashed))
+            handle = self._db.get_column_family_handle(name)
+            held = _Segment(name, family, handle, entry, self._new_filter(str(start)))
         self._segments[start] = held
         return held
 
@@ -592,6 +572,8 @@ class RocksStore:
         if name in self._hashed:
             self._hashed.remove(name)
             self._memory.give_tables(1)
+
+    def _delete_filter(self, name: str) -> None:
         for suffix in ("", SNAPSHOT_SUFFIX, NEW_SNAPSHOT_SUFFIX):
             self._log_path(name).with_suffix(suffix).unlink(missing_ok=True)
 
@@ -617,42 +599,55 @@ class RocksStore:
                     f"{self._directory}: {state.manifest} was truncated to {found.size_bytes}. {RESTORE}"
                 )
             self.position, self.task_record = state.position, state.record
-        entries = dict(self._entries())
-        for name in names:
-            entry = entries.pop(name, None)
-            if entry is None:
-                # The segment was never written to, or it was being dropped when the process ended.
-                self._drop_family(name)
-            else:
-                self._segments[int(name)] = self._loaded(name, entry)
+        entries = {start: (self._family_of(start), entry) for start, entry in dict(self._entries()).items()}
+        for name in set(names).difference(name for name, _ in entries.values()):
+            self._keep_if_empty(name)
         for path in self._directory.glob(f"{FILTER_LOG}*"):
-            if path.stem.removeprefix(FILTER_LOG) not in names:
-                path.unlink()  # the process ended after it dropped the column family and before it deleted the log
-        if entries:
-            raise TaskCorrupted(f"segments {', '.join(entries)} are missing, but their keys were stored. {RESTORE}")
+            if path.stem.removeprefix(FILTER_LOG) not in entries:
+                path.unlink()  # the process ended after it dropped the segment and before it deleted the log
+        missing = [start for start, (name, _) in entries.items() if name not in names]
+        if missing:
+            raise TaskCorrupted(f"segments {', '.join(missing)} are missing, but their keys were stored. {RESTORE}")
+        for start, (name, entry) in entries.items():
+            self._segments[int(start)] = self._loaded(start, name, entry)
+
+    def _keep_if_empty(self, name: str) -> None:
+        family = self._db.get_column_family(name)
+        if len(self._free) < _MOST_FREE_FAMILIES and family.get(_LAST_POSITION) is None:
+            entry = _SegmentEntry(width_ms=0, birth=0, last_position=0, ids=0)
+            self._free.append(
+                _Segment(name, family, self._db.get_column_family_handle(name), entry, self._new_filter(name))
+            )
+        else:
+            # Its segment was being dropped when the process ended.
+            self._drop_family(name)
+
+    def _family_of(self, start: str) -> str:
+        name: bytes | None = self._db.get(_family_key(int(start)))
+        return start if name is None else name.decode()
 
     def _entries(self) -> Iterator[tuple[str, _SegmentEntry]]:
         key = b""
         for key, value in _pairs(self._db):
             if key.startswith(_SEGMENT_PREFIX):
-                name = key[len(_SEGMENT_PREFIX) :].decode()
-                yield name, _SegmentEntry.decode(value, name)
+                start = key[len(_SEGMENT_PREFIX) :].decode()
+                yield start, _SegmentEntry.decode(value, start)
         _refuse_early_end(self._db, key)
 
-    def _loaded(self, name: str, entry: _SegmentEntry) -> _Segment:
+    def _loaded(self, start: str, name: str, entry: _SegmentEntry) -> _Segment:
         family = self._db.get_column_family(name)
         stored = family.get(_LAST_POSITION)
         if stored is None or _POSITION.unpack(stored)[0] < entry.last_position or self.position < entry.last_position:
             raise TaskCorrupted(
-                f"{self._directory}: segment {name} lacks writes up to changelog position {entry.last_position}: "
+                f"{self._directory}: segment {start} lacks writes up to changelog position {entry.last_position}: "
                 f"files were damaged or restored from a copy. {RESTORE}"
             )
-        held = _Segment(family, self._db.get_column_family_handle(name), entry, self._new_filter(name))
-        value: bytes | None = self._db.get(_mark_key(int(name)))
-        mark = None if value is None else LogMark.decode(_unsealed(value, f"the mark of filter {name}"))
+        held = _Segment(name, family, self._db.get_column_family_handle(name), entry, self._new_filter(start))
+        value: bytes | None = self._db.get(_mark_key(int(start)))
+        mark = None if value is None else LogMark.decode(_unsealed(value, f"the mark of filter {start}"))
         held.filter.load(mark, first_key=_LAST_POSITION, ids=entry.ids, position=entry.last_position)
         if entry.ids <= _FILTERED_ON_OPEN_IDS:
-            self._warm(int(name), held, entry.ids + 1)
+            self._warm(int(start), held, entry.ids + 1)
         return held
 
 
@@ -685,8 +680,17 @@ def _refuse_early_end(family: rocksdict.Rdict, last_key: bytes) -> None:
     iterator.status()
 
 
+def _forget(batch: rocksdict.WriteBatch, start: int) -> None:
+    for key in (_segment_key(start), _mark_key(start), _family_key(start)):
+        batch.delete(key)
+
+
 def _segment_key(start: int) -> bytes:
     return _SEGMENT_PREFIX + str(start).encode()
+
+
+def _family_key(start: int) -> bytes:
+    return _FAMILY_PREFIX + str(start).encode()
 
 
 def _mark_key(start: int) -> bytes:

@@ -64,15 +64,15 @@ class WriteBuffer:
         self._committing = frozen
         return frozen
 
-    def applied(self, generation: Writes, record: TaskRecord | None, position: int) -> None:
+    def applied(self, generation: Writes, record: TaskRecord, position: int, *, oldest_live_ms: int) -> None:
         """Write a committed generation to the store atomically, and drop it from the buffer.
 
-        Raises InvariantBroken unless the commit of ``generation`` is the one in flight. If the store raises an error,
-        the generation stays in the buffer.
+        Sightings that end before ``oldest_live_ms`` may be left out. If the store raises an error, the generation stays
+        in the buffer. Raises InvariantBroken unless the commit of ``generation`` is the one in flight.
         """
         if generation is not self._committing:
             raise InvariantBroken("a generation was applied that is not the one in flight.")
-        self._store.apply(generation, record, position)
+        self._store.apply(unexpired(generation, record.segment_ms, oldest_live_ms), record, position)
         self._committing = None
 
     def discard(self) -> None:
@@ -82,6 +82,14 @@ class WriteBuffer:
 
     def _tiers(self) -> tuple[Writes, ...]:
         return self._committing or {}, self._open
+
+
+def unexpired(writes: Writes, segment_ms: int, oldest_live_ms: int) -> Writes:
+    """Return the writes without the segments that `Store.drop_below` would drop.
+
+    In a backlog, one transaction may span many segments, of which only the last few are still live.
+    """
+    return {start: values for start, values in writes.items() if start + segment_ms > oldest_live_ms}
 
 
 def _in_tiers(tiers: Iterable[Writes], segment: int, ids: Sequence[bytes]) -> dict[bytes, bytes]:

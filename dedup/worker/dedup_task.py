@@ -547,7 +547,7 @@ class DedupTask(TaskWork):
 
         def apply(ends: Mapping[TopicPartition, int]) -> None:
             store, _ = self._opened()
-            buffer.applied(generation, record, ends[plan.changelog])
+            buffer.applied(generation, record, ends[plan.changelog], oldest_live_ms=oldest_ms)
             self._applied = stream_time
             self._numbers.add_verdicts(judged)
             self._numbers.reached(time_ms)

@@ -28,6 +28,7 @@ from dedup.quantities import format_duration, instant
 from dedup.store.base import Store
 from dedup.store.changelog import Collected, SeedMark, TaskRecord, Writes, all_within, collect, rebucket
 from dedup.store.directory import Keeping
+from dedup.store.write_buffer import unexpired
 from dedup.topology.model import Topology
 from dedup.worker.offsets import answered, bounds_of, committed_offset
 from dedup.worker.topics import Cluster
@@ -263,7 +264,10 @@ def refuse_other_feeding(record: TaskRecord, topic_id: str, feeding: TopicPartit
 
 
 def apply_changelog(store: Store, window: Window, found: Collected, next_offset: int) -> None:
-    """Apply the changelog records of one fetch in a single atomic write, in segments of ``window.segment_ms``."""
+    """Apply the changelog records of one fetch in a single atomic write, in segments of ``window.segment_ms``.
+
+    Sightings that have expired by the newest task record may be left out.
+    """
     writes: Writes = found.writes
     if _other_grid(writes, window):
         # The sightings were written under another guard period, so they move to segments of the current width.
@@ -276,6 +280,9 @@ def apply_changelog(store: Store, window: Window, found: Collected, next_offset:
     if record is not None:
         # The owner that wrote the record may have used another guard period, and therefore another segment width.
         record = replace(record, segment_ms=window.segment_ms)
+    newest = record or store.task_record
+    if newest is not None:
+        writes = unexpired(writes, window.segment_ms, window.oldest_live_ms(newest.stream_time_ms))
     store.apply(writes, record, next_offset)
 
 

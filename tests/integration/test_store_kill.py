@@ -114,10 +114,9 @@ class FlushedApart(RocksStore):
 class Gullible(RocksStore):
     """Opens without comparing a segment with what the default family says of it."""
 
-    def _loaded(self, name, entry):
-        return _Segment(
-            self._db.get_column_family(name), self._db.get_column_family_handle(name), entry, self._new_filter(name)
-        )
+    def _loaded(self, start, name, entry):
+        family, handle = self._db.get_column_family(name), self._db.get_column_family_handle(name)
+        return _Segment(name, family, handle, entry, self._new_filter(start))
 
 
 MODES = {"right": RocksStore, "position first": PositionFirst, "one position": OnePosition, "apart": FlushedApart}

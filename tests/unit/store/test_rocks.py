@@ -1,16 +1,20 @@
-"""RocksDB's own threads give way to the worker's, and stores share memory that grows with their number."""
+"""RocksDB's own threads give way to the worker's, stores share memory that grows with their number, segments share
+column families, and RocksDB's log stays short."""
 
 from __future__ import annotations
 
 import os
 import sys
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import rocksdict
 
 from dedup.store import rocks
 from dedup.store.base import StoreIdentity
+from dedup.store.changelog import TaskRecord
 from dedup.store.rocks import RocksMemory, RocksStore
 from tests.waiting import until
 
@@ -107,4 +111,118 @@ def test_a_store_that_was_flushed_in_turn_has_all_its_ids(tmp_path, monkeypatch)
     assert store.get_each([0], every) == {0: dict.fromkeys(every, b"v")}
     # RocksDB flushes in a thread of its own.
     until(lambda: list((tmp_path / "0").glob("*.sst")), "a file of the flushed store")
+    store.close()
+
+
+WIDTH_MS = 100
+
+
+def fill_in_turn(store, segments, ids=20):
+    """Write each segment, and drop all but the last three, as a worker does whose events are far apart."""
+    for start in segments:
+        values = {b"%d-%d" % (start, row): b"v" * 40 for row in range(ids)}
+        store.apply({start: values}, TaskRecord(b"f", start, (), 1, WIDTH_MS), store.position + 1)
+        store.drop_below(start - 2 * WIDTH_MS, WIDTH_MS)
+        assert list(store.segments()) == list(range(max(0, start - 2 * WIDTH_MS), start + 1, WIDTH_MS))
+
+
+def flush_all(store):
+    for held in store._segments.values():
+        held.family.flush()
+
+
+def families(directory):
+    return set(rocksdict.Rdict.list_cf(str(directory), rocksdict.Options(raw_mode=True))) - {"default"}
+
+
+def test_the_column_families_of_dropped_segments_contain_the_next_ones(tmp_path):
+    directory, made = tmp_path / "0", None
+    for first in range(0, 20_000, 5_000):
+        store = RocksStore.open(directory, identity=StoreIdentity("t", 0, ""))
+        fill_in_turn(store, range(first, first + 5_000, WIDTH_MS))
+        if first == 5_000:
+            flush_all(store)
+        kept = {
+            start: {key: value for at, key, value in store.sightings() if at == start} for start in store.segments()
+        }
+        assert [len(values) for values in kept.values()] == [20, 20, 20]
+        gone = [b"%d-0" % start for start in range(0, first + 4_700, WIDTH_MS)]
+        assert store.get_each(store.segments(), gone) == {}
+        store.close()
+        made = made or families(directory)
+        assert families(directory) == made
+        store = RocksStore.open(directory, identity=StoreIdentity("t", 0, ""))
+        for start, values in kept.items():
+            assert store.get_each([start], list(values)) == {start: values}
+        assert store.count_ids() == 60
+        # Identity, secret, and state, and for each segment its entry, its filter's mark, and its family.
+        assert len(list(store._db.keys())) <= 3 + 3 * 3
+        store.close()
+    assert len(made) == 4
+
+
+def test_a_large_segment_takes_its_column_family_along(tmp_path, monkeypatch):
+    monkeypatch.setattr(rocks, "_MOST_REUSED_BYTES", 1_000)
+    store = RocksStore.open(tmp_path / "0", identity=StoreIdentity("t", 0, ""))
+    fill_in_turn(store, range(0, 300, WIDTH_MS), ids=500)
+    flush_all(store)
+    fill_in_turn(store, range(300, 600, WIDTH_MS), ids=500)
+    assert {held.name for held in store._segments.values()} == {"300", "400", "500"}
+    assert families(tmp_path / "0") == {"300", "400", "500"}
+    store.close()
+
+
+@pytest.mark.parametrize("reused", [True, False])
+def test_a_store_that_ended_while_a_segment_was_dropped_lacks_the_segment(tmp_path, monkeypatch, reused):
+    directory = tmp_path / "0"
+    store = RocksStore.open(directory, identity=StoreIdentity("t", 0, ""))
+    fill_in_turn(store, range(0, 300, WIDTH_MS))
+
+    def killed(_store, _name):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RocksStore, "_delete_filter", killed)
+        if not reused:
+            patched.setattr(rocks, "_MOST_FREE_FAMILIES", 0)
+        with pytest.raises(KeyboardInterrupt):
+            store.drop_below(WIDTH_MS, WIDTH_MS)
+    store.close()
+    store = RocksStore.open(directory, identity=StoreIdentity("t", 0, ""))
+    assert list(store.segments()) == [100, 200]
+    assert store.get_each([0, 100], [b"0-0", b"100-0"]) == {100: {b"100-0": b"v" * 40}}
+    assert ("0" in families(directory)) == reused
+    fill_in_turn(store, range(300, 900, WIDTH_MS))
+    store.close()
+
+
+def test_a_segment_whose_start_names_the_family_of_another_one_has_its_own(tmp_path):
+    store = RocksStore.open(tmp_path / "0", identity=StoreIdentity("t", 0, ""))
+    record, position = TaskRecord(b"f", 0, (), 1, WIDTH_MS), count(1)
+    store.apply({0: {b"a": b"1"}, 100: {b"b": b"2"}}, record, next(position))
+    assert store.drop_below(100, WIDTH_MS) == (0,)
+    store.apply({500: {b"c": b"3"}}, record, next(position))
+    store.apply({0: {b"d": b"4"}}, record, next(position))
+    wanted = [(0, b"d", b"4"), (100, b"b", b"2"), (500, b"c", b"3")]
+    assert list(store.sightings()) == wanted
+    store.close()
+    store = RocksStore.open(tmp_path / "0", identity=StoreIdentity("t", 0, ""))
+    assert list(store.sightings()) == wanted
+    store.close()
+
+
+def test_the_log_of_rocksdb_is_emptied_and_names_no_segment_of_long_ago(tmp_path, monkeypatch):
+    monkeypatch.setattr(rocks, "_MOST_FREE_FAMILIES", 0)
+    store = RocksStore.open(tmp_path / "0", identity=StoreIdentity("t", 0, ""))
+    log, largest = tmp_path / "0" / "LOG", 0
+    for first in range(0, 20_000, 2_000):
+        fill_in_turn(store, range(first, first + 2_000, WIDTH_MS))
+        largest = max(largest, log.stat().st_blocks * 512)
+    assert 1 << 20 < largest < 3 << 20
+    assert log.stat().st_size > 2 << 20, "the log was not emptied"
+    assert b"Options for column family [0]" not in log.read_bytes()
+    assert len(list((tmp_path / "0").glob("LOG*"))) == 1
+    store.close()
+    store = RocksStore.open(tmp_path / "0", identity=StoreIdentity("t", 0, ""))
+    assert log.stat().st_size < 1 << 20
     store.close()

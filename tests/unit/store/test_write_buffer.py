@@ -11,6 +11,7 @@ from dedup.store.write_buffer import WriteBuffer
 
 RECORD = TaskRecord(b"f", 0, (), 1, 100)
 SEGMENTS = (0, 100, 200)
+OLDEST_MS = 0
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_a_sighting_is_visible_from_the_fold_to_the_store(overlay, store):
     assert overlay._open == {}
     assert overlay.get_many([b"a"]) == {b"a": [b"1"]}
     assert store.position == 0
-    overlay.applied(generation, RECORD, 5)
+    overlay.applied(generation, RECORD, 5, oldest_live_ms=OLDEST_MS)
     assert overlay._committing is None
     assert overlay.get_many([b"a"]) == {b"a": [b"1"]}
     assert store.get_each([0], [b"a"]) == {0: {b"a": b"1"}}
@@ -43,7 +44,7 @@ def test_a_newer_generation_hides_an_older_one_in_the_same_segment_only(overlay)
     for number in (1, 2, 3):
         overlay.add({0: {b"a": b"%d" % number}})
         if number < 3:
-            overlay.applied(overlay.freeze(), RECORD, number)
+            overlay.applied(overlay.freeze(), RECORD, number, oldest_live_ms=OLDEST_MS)
     overlay.freeze()
     overlay.add({0: {b"a": b"4"}, 100: {b"a": b"5", b"b": b"6"}})
     assert overlay.get_many([b"a", b"b", b"c"]) == {b"a": [b"4", b"5"], b"b": [b"6"]}
@@ -79,12 +80,12 @@ def test_a_second_commit_in_flight_is_refused(overlay):
 
 def test_only_the_generation_in_flight_can_be_applied_and_only_once(overlay):
     first = overlay.freeze()
-    overlay.applied(first, RECORD, 1)
+    overlay.applied(first, RECORD, 1, oldest_live_ms=OLDEST_MS)
     with pytest.raises(InvariantBroken):
-        overlay.applied(first, RECORD, 2)
+        overlay.applied(first, RECORD, 2, oldest_live_ms=OLDEST_MS)
     overlay.freeze()
     with pytest.raises(InvariantBroken):
-        overlay.applied(first, RECORD, 2)
+        overlay.applied(first, RECORD, 2, oldest_live_ms=OLDEST_MS)
 
 
 def test_a_generation_the_store_refuses_stays_visible(overlay, store):
@@ -92,14 +93,14 @@ def test_a_generation_the_store_refuses_stays_visible(overlay, store):
     overlay.add({0: {b"a": b"1"}})
     generation = overlay.freeze()
     with pytest.raises(InvariantBroken, match="moved back"):
-        overlay.applied(generation, RECORD, 8)
+        overlay.applied(generation, RECORD, 8, oldest_live_ms=OLDEST_MS)
     assert overlay._committing is not None
     assert overlay.get_many([b"a"]) == {b"a": [b"1"]}
 
 
 def test_a_discarded_overlay_shows_the_store_alone(overlay, store):
     overlay.add({0: {b"a": b"1"}})
-    overlay.applied(overlay.freeze(), RECORD, 1)
+    overlay.applied(overlay.freeze(), RECORD, 1, oldest_live_ms=OLDEST_MS)
     overlay.add({0: {b"b": b"2"}})
     overlay.freeze()
     overlay.add({0: {b"c": b"3"}})
@@ -109,9 +110,17 @@ def test_a_discarded_overlay_shows_the_store_alone(overlay, store):
     assert store.position == 1
 
 
+def test_segments_that_have_expired_meanwhile_are_not_written(overlay, store):
+    overlay.add({0: {b"a": b"1"}, 100: {b"a": b"2"}, 200: {b"b": b"3"}})
+    overlay.applied(overlay.freeze(), RECORD, 1, oldest_live_ms=200)
+    assert list(store.segments()) == [200]
+    assert store.drop_below(200, RECORD.segment_ms) == ()
+    assert overlay.get_many([b"a", b"b"]) == {b"b": [b"3"]}
+
+
 def test_dropped_segments_are_gone(overlay, store):
     overlay.add({0: {b"a": b"1"}, 100: {b"a": b"2"}})
-    overlay.applied(overlay.freeze(), RECORD, 1)
+    overlay.applied(overlay.freeze(), RECORD, 1, oldest_live_ms=OLDEST_MS)
     assert store.drop_below(100, 100) == (0,)
     assert overlay.get_many([b"a"]) == {b"a": [b"2"]}
 
@@ -138,7 +147,7 @@ def test_look_ups_equal_a_plain_dict_of_everything_judged(steps):
             generation = overlay.freeze()
         elif step == "applied" and generation is not None:
             position += 1
-            overlay.applied(generation, RECORD, position)
+            overlay.applied(generation, RECORD, position, oldest_live_ms=OLDEST_MS)
             generation = None
         asked = [b"d", b"a", b"b", b"e"]
         expected = {}

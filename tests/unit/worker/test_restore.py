@@ -65,6 +65,35 @@ async def test_everything_up_to_the_end_is_applied():
     assert [name for _, name, _ in store.sightings()] == [b"a", b"b"]
 
 
+class Noting(MemoryStore):
+    """A store that notes the segments that are written to."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = []
+
+    def apply(self, writes, record, position):
+        self.written += writes
+        super().apply(writes, record, position)
+
+
+async def test_segments_that_have_expired_by_the_newest_task_record_are_not_written():
+    store, width_ms = Noting(), WINDOW.segment_ms
+    lines = []
+    for number in range(50):
+        (value,) = encode_single_column([number * width_ms + 5], 0, 0, [number])
+        at = TaskRecord(OURS, number * width_ms + 5, (), number, width_ms)
+        lines += [(sighting_key(number * width_ms, b"%d" % number), value), (TASK_RECORD_KEY, encode_task_record(at))]
+    await restored(Log(lines, step=20), store)
+    live = [
+        number * width_ms for number in range(50) if (number + 1) * width_ms > WINDOW.oldest_live_ms(at.stream_time_ms)
+    ]
+    assert len(live) == 3
+    assert list(store.segments())[-3:] == live
+    # Each fetch has ten task records and as many segments, of which the three newest count.
+    assert store.written == [(fetch * 10 + row) * width_ms for fetch in range(5) for row in (7, 8, 9)]
+
+
 async def test_another_fingerprint_in_the_changelog_is_refused_before_it_is_applied():
     store = MemoryStore()
     with pytest.raises(StateIncompatible, match="another topology"):
