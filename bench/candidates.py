@@ -206,6 +206,7 @@ CANDIDATES: Final[Mapping[str, Candidate]] = {
         Candidate("kafka-streams-window", kafka_streams("window", 1), _BOTH),
         Candidate("kafka-streams-window-headers", kafka_streams("window", 1), _BOTH, form="headers"),
         Candidate("kafka-streams-window-odd", kafka_streams("window", 1), _BOTH, form="odd"),
+        Candidate("kafka-streams-window-backlog", kafka_streams("window", 1), _BOTH, form="backlog"),
         Candidate("kafka-streams-window-2-threads", kafka_streams("window", 2), _BOTH),
         Candidate("kafka-streams-4.3-window", kafka_streams("window", 1, KAFKA_STREAMS[1]), _BOTH),
         Candidate("kafka-streams-4.3-window-2-threads", kafka_streams("window", 2, KAFKA_STREAMS[1]), _BOTH),

@@ -44,6 +44,7 @@ SOURCES: Final[Mapping[str, Mapping[str, Any]]] = {
     "csv": {"format": "csv", "columns": list(_COLUMNS)},
     "headers": {"format": "json"},
     "odd": {"format": "json"},
+    "backlog": {"format": "json"},
 }
 """Maps each form of the workload to what a topology's `source` says of it."""
 
@@ -70,7 +71,7 @@ def headers_of(form: str, event_id: bytes) -> Headers:
 def encoder(form: str) -> Callable[[bytes], bytes]:
     """Return a function that converts a JSON value of the workload to the given form."""
     match form:
-        case "json" | "headers":
+        case "json" | "headers" | "backlog":
             return lambda value: value
         case "odd":
             return lambda value: value.replace(b'"user"', b'"us\\u0065r"') if crc32(value) % _ODD_EVERY == 0 else value

@@ -97,7 +97,7 @@ def measure(candidate: Candidate, task: Task, round_: int, progress: Progress) -
         (first_ms - began_ms) / 1000,
         used.cpu_s,
         used.peak_memory_bytes,
-        check(kept.events(in_json=candidate.form in {"json", "json_schema", "odd"}), task.expected),
+        check(kept.events(in_json=candidate.form in {"json", "json_schema", "odd", "backlog"}), task.expected),
     )
 
 

@@ -2,7 +2,8 @@
 
 Everything follows from the seed and the start time. A duplicate is a new event with an ID seen before: half of them
 repeat one of the 1,000 events before them, half repeat any earlier ID. All events lie within half a guard period, so
-each ID is to be forwarded exactly once, and it is its first event that goes on.
+each ID is to be forwarded exactly once, and it is its first event that goes on. In the form `backlog`, the events are
+spread over 30 days, and each duplicate repeats one of the 50 events before it, so this holds there, too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ Progress = Callable[[int], None]
 
 GUARD_MS: Final = 3_600_000
 NEAR_EVENTS: Final = 1_000
+_BACKLOG: Final = "backlog"
+_BACKLOG_MS: Final = 30 * 24 * GUARD_MS
+_BACKLOG_NEAR_EVENTS: Final = 50
 PADDING_BYTES: Final = 106
 _POOL_BYTES: Final = 1 << 16
 _USERS: Final = 100_000
@@ -53,17 +57,21 @@ class Workload:
     @property
     def step_ms(self) -> float:
         """Return the milliseconds from one event to the next: 1, less where that would leave the guard period."""
+        if self.form == _BACKLOG:
+            return _BACKLOG_MS / self.events
         return min(1.0, GUARD_MS / 2 / self.events)
 
     def time_ms(self, index: int) -> int:
         """Return the time of the event at `index`."""
-        return self.start_ms + int(index * self.step_ms)
+        before_ms = _BACKLOG_MS if self.form == _BACKLOG else 0
+        return self.start_ms - before_ms + int(index * self.step_ms)
 
     def owners(self) -> np.ndarray:
         """Return for each event the index of the first event with its ID: its own index if it is the first."""
         random = np.random.default_rng(self.seed)
         repeats = random.random(self.events) < self.duplicate_share
-        near = random.random(self.events) < 1 / 2
+        backlog = self.form == _BACKLOG
+        near = random.random(self.events) < (1 if backlog else 1 / 2)
         pick = random.random(self.events)
         owners = np.empty(self.events, np.int64)
         firsts = np.empty(self.events, np.int64)
@@ -74,7 +82,7 @@ class Workload:
                 firsts[count] = index
                 count += 1
             elif near[index]:
-                reach = min(index, NEAR_EVENTS)
+                reach = min(index, _BACKLOG_NEAR_EVENTS if backlog else NEAR_EVENTS)
                 owner = owners[index - 1 - int(pick[index] * reach)]
             else:
                 owner = firsts[int(pick[index] * count)]

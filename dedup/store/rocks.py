@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import compress, islice
+from itertools import compress
 from pathlib import Path
 from typing import Final, Self, cast
 
@@ -32,6 +32,7 @@ from dedup.errors import DedupError, InvariantBroken, TaskCorrupted
 from dedup.store.base import StoreIdentity
 from dedup.store.bloom_filter import Hashed, HashKey, LogMark, SegmentFilter
 from dedup.store.changelog import TaskRecord, Writes, decode_task_record, encode_task_record, refuse_unstorable
+from dedup.store.column_family import FILES_TO_SLOW_DOWN, TABLE_BYTES, delete_all, keys_after, pairs, rocks_options
 from dedup.store.directory import (
     FILTER_LOG,
     NEW_SNAPSHOT_SUFFIX,
@@ -45,7 +46,6 @@ from dedup.store.directory import (
     prepare_directory,
     refuse_other_owner,
 )
-from dedup.store.rocks_options import FILES_TO_SLOW_DOWN, LONGEST_KEY, TABLE_BYTES, rocks_options
 
 _POSITION: Final = struct.Struct(">Q")
 _SEGMENT: Final = struct.Struct(">QQQQ")
@@ -76,7 +76,12 @@ The memtables of 256 stores that share 64 MiB would be flushed after a few hundr
 """
 _TABLES_SHARE: Final = 4
 """The hash tables of all hashed memtables may take at most the memory of the write buffers divided by this number."""
-_PAST_ALL_KEYS: Final = b"\xff" * (LONGEST_KEY + 1)
+_MOST_OWN_FAMILIES: Final = 8
+_SHARED: Final = "shared"
+_START: Final = struct.Struct(">q")
+"""The number of segments that have a column family of their own, the name of the family that all others share, and the
+prefix of a segment's keys there. The more families there are, the longer it takes to create one.
+"""
 _MOST_FREE_FAMILIES: Final = 3
 _MOST_REUSED_BYTES: Final = 256 << 10
 """How many column families a store keeps for its next segments after it has emptied them, and how large their files may
@@ -268,11 +273,13 @@ class RocksMemory:
 @dataclass(slots=True)
 class _Segment:
     name: str
-    """The name of the column family, which is the start of the first segment that it contained."""
+    """The name of the column family: `_SHARED`, or the start of the first segment that it contained."""
     family: rocksdict.Rdict
     handle: rocksdict.ColumnFamily
     entry: _SegmentEntry
     filter: SegmentFilter
+    prefix: bytes = b""
+    """What the segment's keys in the column family begin with, if other segments share the family."""
 
 
 class RocksStore:
@@ -291,8 +298,9 @@ class RocksStore:
         self._write_options: Final = rocksdict.WriteOptions()
         self._write_options.sync = False
         self._segments: dict[int, _Segment] = {}
-        self._free: list[_Segment] = []
-        """Segments that were dropped and whose column families, now empty, can contain other segments."""
+        self._free: list[str] = []
+        """The names of empty column families, which will contain the next segments."""
+        self._has_shared = False
         self.task_record: TaskRecord | None = None
         """The last applied task record, or None in a new store."""
         self.position = 0
@@ -325,7 +333,7 @@ class RocksStore:
                 # Without this check, RocksDB would create a new store and replay the log of the old store into it.
                 raise TaskCorrupted(f"{directory}: the file CURRENT is missing. {RESTORE}")
             names = rocksdict.Rdict.list_cf(str(directory), options) if exists else ["default"]
-            hashed = [name for name in names if name != "default" and memory.take_table()]
+            hashed = [name for name in names if name not in {"default", _SHARED} and memory.take_table()]
             families = {name: memory.options(hashed=name in hashed, segment=name != "default") for name in names}
             try:
                 store = cls(
@@ -365,7 +373,8 @@ class RocksStore:
                     wanted = sorted(compress(ids, held.filter.may_hold(hashed)))
                     if not wanted:
                         continue
-                values = cast("list[bytes | None]", held.family.get(list(wanted)))
+                prefix = held.prefix
+                values = cast("list[bytes | None]", held.family.get([prefix + key for key in wanted]))
                 there = {key: value for key, value in zip(wanted, values, strict=True) if value is not None}
                 there.pop(_LAST_POSITION, None)
                 if there:
@@ -390,17 +399,17 @@ class RocksStore:
                 if not values:
                     continue
                 held = self._segments.get(start) or self._create(start)
-                handle = held.handle
+                handle, prefix = held.handle, held.prefix
                 # Inserting keys into a skip list in sorted order is up to ten times as fast as in random order.
                 for state_key in values if held.name in self._hashed else sorted(values):
-                    put(state_key, values[state_key], handle)
+                    put(prefix + state_key, values[state_key], handle)
                 entry = replace(
                     held.entry,
                     width_ms=max(held.entry.width_ms, current.segment_ms if current is not None else 0),
                     last_position=position,
                     ids=held.entry.ids + len(values),
                 )
-                put(_LAST_POSITION, _POSITION.pack(position), handle)
+                put(prefix + _LAST_POSITION, _POSITION.pack(position), handle)
                 put(_segment_key(start), entry.encode())
                 if held.name != str(start):
                     put(_family_key(start), held.name.encode())
@@ -426,11 +435,8 @@ class RocksStore:
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
         """Drop all segments that end at or before ``oldest_live_ms``, and return their starts in ascending order."""
         self._refuse_if_closed()
-        dropped = tuple(
-            start
-            for start, held in sorted(self._segments.items())
-            if start + max(held.entry.width_ms, segment_ms) <= oldest_live_ms
-        )
+        ended = sorted(start for start in self._segments if start + segment_ms <= oldest_live_ms)
+        dropped = tuple(start for start in ended if start + self._segments[start].entry.width_ms <= oldest_live_ms)
         with errors_of(self._directory):
             for start in dropped:
                 self._drop(start)
@@ -438,23 +444,25 @@ class RocksStore:
 
     def _drop(self, start: int) -> None:
         held = self._segments[start]
-        reused = (
-            len(self._free) < _MOST_FREE_FAMILIES
-            and (held.family.property_int_value("rocksdb.live-sst-files-size") or 0) <= _MOST_REUSED_BYTES
-        )
+        shared = held.name == _SHARED
+        reused = not shared and self._is_reused(held.family)
         batch = rocksdict.WriteBatch(raw_mode=True)
         _forget(batch, start)
-        if reused:
-            batch.delete_range(_LAST_POSITION, _PAST_ALL_KEYS, held.handle)
+        if shared or reused:
+            delete_all(batch, held.handle, held.prefix)
         self._db.write(batch, self._write_options)
         del self._segments[start]
         self._delete_filter(str(start))
         # If the process is killed before the next line, the next `open` drops the family, because it has no entry. If
         # the entry were deleted after the family, a dropped family would look like a lost one.
         if reused:
-            self._free.append(held)
-        else:
+            self._free.append(held.name)
+        elif not shared:
             self._drop_family(held.name)
+
+    def _is_reused(self, family: rocksdict.Rdict) -> bool:
+        size_bytes = family.property_int_value("rocksdb.live-sst-files-size") or 0
+        return len(self._free) < _MOST_FREE_FAMILIES and size_bytes <= _MOST_REUSED_BYTES
 
     def clear(self) -> None:
         """Delete the sightings, the task record, and the position atomically."""
@@ -465,20 +473,22 @@ class RocksStore:
             for start in self._segments:
                 _forget(batch, start)
             self._db.write(batch, self._write_options)
-            dropped = sorted(self._segments.items())
+            starts, families = list(self._segments), sorted({held.name for held in self._segments.values()})
             self._segments.clear()
             self.task_record, self.position = None, 0
-            for start, held in dropped:
+            for name in families:
                 # If the process is killed before the next line, the next `open` drops each family that has no entry.
-                self._drop_family(held.name)
+                self._drop_family(name)
+            for start in starts:
                 self._delete_filter(str(start))
 
     def approximate_bytes(self) -> int:
         """Return the total size in bytes of the segments' files, memtables, and logs."""
         self._refuse_if_closed()
         names, segments = ("rocksdb.live-sst-files-size", "rocksdb.cur-size-all-mem-tables"), self._segments.values()
+        families = {held.name: held.family for held in segments}.values()
         with errors_of(self._directory):
-            stored = sum(held.family.property_int_value(name) or 0 for held in segments for name in names)
+            stored = sum(family.property_int_value(name) or 0 for family in families for name in names)
         return stored + sum(held.filter.disk_bytes for held in segments)
 
     def count_ids(self) -> int:
@@ -491,11 +501,9 @@ class RocksStore:
         self._refuse_if_closed()
         for start, held in sorted(self._segments.items()):
             with errors_of(self._directory):
-                state_key = _LAST_POSITION
-                for state_key, value in _pairs(held.family):
+                for state_key, value in pairs(held.family, held.prefix):
                     if state_key != _LAST_POSITION:
                         yield start, state_key, value
-                _refuse_early_end(held.family, state_key)
 
     def warm(self, ids: int) -> bool:
         """Read up to ``ids`` more stored IDs into the Bloom filters, and return whether the filters contain all IDs.
@@ -515,7 +523,7 @@ class RocksStore:
     def _warm(self, start: int, held: _Segment, ids: int) -> int:
         before = held.filter.log_complete, held.filter.snapshot
         with errors_of(self._directory):
-            ids = held.filter.warm(ids, partial(_keys_after, held.family), _LAST_POSITION)
+            ids = held.filter.warm(ids, partial(keys_after, held.family, held.prefix), _LAST_POSITION)
             if held.filter.log_complete and before != (True, held.filter.snapshot):
                 mark = held.filter.mark(segment_ids=held.entry.ids, position=held.entry.last_position)
                 self._db.put(_mark_key(start), _sealed(mark.encode()), self._write_options)
@@ -546,20 +554,29 @@ class RocksStore:
 
     def _create(self, start: int) -> _Segment:
         entry = _SegmentEntry(width_ms=0, birth=self.position, last_position=self.position, ids=0)
+        own = {each.name for each in self._segments.values()} - {_SHARED}
+        prefix = b""
         if self._free:
-            held = replace(self._free.pop(), entry=entry, filter=self._new_filter(str(start)))
+            name = self._free.pop()
+        elif len(own) >= _MOST_OWN_FAMILIES:
+            name, prefix = _SHARED, _START.pack(start)
+            if not self._has_shared:
+                self._create_family(name, hashed=False)
         else:
-            name, taken = str(start), {each.name for each in self._segments.values()}
-            if name in taken:
-                name = str(max(map(int, taken)) + 1)
-            hashed = self._memory.take_table()
-            if hashed:
-                self._hashed.add(name)
-            family = self._db.create_column_family(name, self._memory.options(hashed=hashed))
-            handle = self._db.get_column_family_handle(name)
-            held = _Segment(name, family, handle, entry, self._new_filter(str(start)))
-        self._segments[start] = held
+            name = str(start) if str(start) not in own else str(max(map(int, own)) + 1)
+            self._create_family(name, hashed=self._memory.take_table())
+        held = self._segments[start] = self._segment(name, entry, str(start), prefix)
         return held
+
+    def _create_family(self, name: str, *, hashed: bool) -> None:
+        if hashed:
+            self._hashed.add(name)
+        self._db.create_column_family(name, self._memory.options(hashed=hashed))
+        self._has_shared |= name == _SHARED
+
+    def _segment(self, name: str, entry: _SegmentEntry, start: str, prefix: bytes) -> _Segment:
+        handle = self._db.get_column_family_handle(name)
+        return _Segment(name, self._db.get_column_family(name), handle, entry, self._new_filter(start), prefix)
 
     def _new_filter(self, name: str) -> SegmentFilter:
         return SegmentFilter(self._log_path(name), self._key, logged=self._logged)
@@ -569,6 +586,7 @@ class RocksStore:
 
     def _drop_family(self, name: str) -> None:
         self._db.drop_column_family(name)
+        self._has_shared &= name != _SHARED
         if name in self._hashed:
             self._hashed.remove(name)
             self._memory.give_tables(1)
@@ -599,9 +617,17 @@ class RocksStore:
                     f"{self._directory}: {state.manifest} was truncated to {found.size_bytes}. {RESTORE}"
                 )
             self.position, self.task_record = state.position, state.record
+        self._load_segments(names)
+
+    def _load_segments(self, names: list[str]) -> None:
+        self._has_shared = _SHARED in names
         entries = {start: (self._family_of(start), entry) for start, entry in dict(self._entries()).items()}
-        for name in set(names).difference(name for name, _ in entries.values()):
-            self._keep_if_empty(name)
+        for name in set(names).difference([_SHARED], (name for name, _ in entries.values())):
+            if len(self._free) < _MOST_FREE_FAMILIES and self._db.get_column_family(name).get(_LAST_POSITION) is None:
+                self._free.append(name)
+            else:
+                # Its segment was being dropped when the process ended.
+                self._drop_family(name)
         for path in self._directory.glob(f"{FILTER_LOG}*"):
             if path.stem.removeprefix(FILTER_LOG) not in entries:
                 path.unlink()  # the process ended after it dropped the segment and before it deleted the log
@@ -611,73 +637,28 @@ class RocksStore:
         for start, (name, entry) in entries.items():
             self._segments[int(start)] = self._loaded(start, name, entry)
 
-    def _keep_if_empty(self, name: str) -> None:
-        family = self._db.get_column_family(name)
-        if len(self._free) < _MOST_FREE_FAMILIES and family.get(_LAST_POSITION) is None:
-            entry = _SegmentEntry(width_ms=0, birth=0, last_position=0, ids=0)
-            self._free.append(
-                _Segment(name, family, self._db.get_column_family_handle(name), entry, self._new_filter(name))
-            )
-        else:
-            # Its segment was being dropped when the process ended.
-            self._drop_family(name)
-
     def _family_of(self, start: str) -> str:
         name: bytes | None = self._db.get(_family_key(int(start)))
         return start if name is None else name.decode()
 
     def _entries(self) -> Iterator[tuple[str, _SegmentEntry]]:
-        key = b""
-        for key, value in _pairs(self._db):
-            if key.startswith(_SEGMENT_PREFIX):
-                start = key[len(_SEGMENT_PREFIX) :].decode()
-                yield start, _SegmentEntry.decode(value, start)
-        _refuse_early_end(self._db, key)
+        for key, value in pairs(self._db, _SEGMENT_PREFIX):
+            yield key.decode(), _SegmentEntry.decode(value, key.decode())
 
     def _loaded(self, start: str, name: str, entry: _SegmentEntry) -> _Segment:
-        family = self._db.get_column_family(name)
-        stored = family.get(_LAST_POSITION)
+        held = self._segment(name, entry, start, _START.pack(int(start)) if name == _SHARED else b"")
+        stored = held.family.get(held.prefix + _LAST_POSITION)
         if stored is None or _POSITION.unpack(stored)[0] < entry.last_position or self.position < entry.last_position:
             raise TaskCorrupted(
                 f"{self._directory}: segment {start} lacks writes up to changelog position {entry.last_position}: "
                 f"files were damaged or restored from a copy. {RESTORE}"
             )
-        held = _Segment(name, family, self._db.get_column_family_handle(name), entry, self._new_filter(start))
         value: bytes | None = self._db.get(_mark_key(int(start)))
         mark = None if value is None else LogMark.decode(_unsealed(value, f"the mark of filter {start}"))
         held.filter.load(mark, first_key=_LAST_POSITION, ids=entry.ids, position=entry.last_position)
         if entry.ids <= _FILTERED_ON_OPEN_IDS:
             self._warm(int(start), held, entry.ids + 1)
         return held
-
-
-def _keys_after(family: rocksdict.Rdict, key: bytes, limit: int) -> list[bytes]:
-    """Return at most ``limit`` keys after ``key``, sorted. Raises an error if a damaged block ends the read early."""
-    keys = cast("list[bytes]", list(islice(family.keys(from_key=key + b"\0", read_opt=_in_order()), limit)))
-    if len(keys) < limit:
-        _refuse_early_end(family, keys[-1] if keys else _LAST_POSITION)
-    return keys
-
-
-def _pairs(family: rocksdict.Rdict) -> Iterator[tuple[bytes, bytes]]:
-    # In raw mode, keys and values are bytes.
-    return cast("Iterator[tuple[bytes, bytes]]", family.items(read_opt=_in_order()))
-
-
-def _in_order() -> rocksdict.ReadOptions:
-    """Return the options for reading keys in sorted order, even from a hashed memtable."""
-    options = rocksdict.ReadOptions()
-    options.set_total_order_seek(True)
-    return options
-
-
-def _refuse_early_end(family: rocksdict.Rdict, last_key: bytes) -> None:
-    """Raise the error of a damaged block if such a block silently ended an iteration at ``last_key``."""
-    iterator = family.iter(_in_order())
-    iterator.seek(last_key)
-    if iterator.valid():
-        iterator.next()
-    iterator.status()
 
 
 def _forget(batch: rocksdict.WriteBatch, start: int) -> None:

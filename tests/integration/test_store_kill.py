@@ -15,7 +15,7 @@ import pytest
 from dedup.errors import TaskCorrupted
 from dedup.store.base import StoreIdentity
 from dedup.store.changelog import TaskRecord
-from dedup.store.rocks import RocksMemory, RocksStore, _Segment
+from dedup.store.rocks import RocksMemory, RocksStore
 
 IDENTITY = StoreIdentity("orders", 0, "topic-id")
 SEGMENT_MS = 100
@@ -115,8 +115,7 @@ class Gullible(RocksStore):
     """Opens without comparing a segment with what the default family says of it."""
 
     def _loaded(self, start, name, entry):
-        family, handle = self._db.get_column_family(name), self._db.get_column_family_handle(name)
-        return _Segment(name, family, handle, entry, self._new_filter(start))
+        return self._segment(name, entry, start, b"")
 
 
 MODES = {"right": RocksStore, "position first": PositionFirst, "one position": OnePosition, "apart": FlushedApart}

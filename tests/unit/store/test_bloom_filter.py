@@ -58,14 +58,14 @@ def filtered(store, segment=0):
 def reads(monkeypatch):
     """How many keys were read from stores."""
     counted = []
-    real = rocks._keys_after
+    real = rocks.keys_after
 
     def counting(*args):
         found = real(*args)
         counted.extend(found)
         return found
 
-    monkeypatch.setattr(rocks, "_keys_after", counting)
+    monkeypatch.setattr(rocks, "keys_after", counting)
     return counted
 
 

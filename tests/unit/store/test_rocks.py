@@ -13,7 +13,7 @@ import pytest
 import rocksdict
 
 from dedup.store import rocks
-from dedup.store.base import StoreIdentity
+from dedup.store.base import MemoryStore, StoreIdentity
 from dedup.store.changelog import TaskRecord
 from dedup.store.rocks import RocksMemory, RocksStore
 from tests.waiting import until
@@ -225,4 +225,35 @@ def test_the_log_of_rocksdb_is_emptied_and_names_no_segment_of_long_ago(tmp_path
     store.close()
     store = RocksStore.open(tmp_path / "0", identity=StoreIdentity("t", 0, ""))
     assert log.stat().st_size < 1 << 20
+    store.close()
+
+
+def test_many_live_segments_share_one_column_family(tmp_path):
+    directory, alike = tmp_path / "0", MemoryStore()
+    store = RocksStore.open(directory, identity=StoreIdentity("t", 0, ""))
+    for position in range(1, 301):
+        # Segments overtake each other, as those of feeds that are far apart do, and each is written to several times.
+        start = position * 37 % 60 * WIDTH_MS - 300
+        writes = {start: {b"%d-%d" % (start, position * row): b"%d" % position for row in range(position % 40)}}
+        for each in (store, alike):
+            each.apply(writes, TaskRecord(b"f", start, (), 1, WIDTH_MS), position)
+        if position % 100 == 0:
+            assert store.drop_below(position * 5, WIDTH_MS) == alike.drop_below(position * 5, WIDTH_MS)
+        if position % 130 == 0:
+            flush_all(store)
+            store.close()
+            store = RocksStore.open(directory, identity=StoreIdentity("t", 0, ""))
+        assert store.segments() == alike.segments()
+        assert list(store.sightings()) == list(alike.sightings())
+    ids = [key for _, key, _ in alike.sightings()] + [b"none-%d" % row for row in range(50)]
+    assert store.get_each(store.segments(), ids) == alike.get_each(alike.segments(), ids)
+    assert 40 < len(alike.segments()) < 60
+    assert len(families(directory)) == 9
+    assert store.warm(1 << 30)
+    store.clear()
+    alike.clear()
+    store.apply({start: {b"a": b"1"} for start in range(20)}, TaskRecord(b"f", 0, (), 1, WIDTH_MS), 1)
+    assert list(store.sightings()) == [(start, b"a", b"1") for start in range(20)]
+    assert store.drop_below(1 << 40, WIDTH_MS) == tuple(range(20))
+    assert list(store.sightings()) == []
     store.close()

@@ -1,8 +1,10 @@
-"""Chooses RocksDB's options for a worker's stores, of which there may be 256."""
+"""RocksDB's column families: their options, and how the keys of one segment are read in order and deleted."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator
+from itertools import islice, takewhile
+from typing import Final, cast
 
 import rocksdict
 
@@ -79,3 +81,51 @@ def rocks_options(
         options.set_prefix_extractor(rocksdict.SliceTransform.create_max_len_prefix(LONGEST_KEY))
         options.set_memtable_factory(rocksdict.MemtableFactory.hash_link_list(_BUCKETS))  # type: ignore[call-arg]  # the stub lacks it
     return options
+
+
+def pairs(family: rocksdict.Rdict, prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+    """Yield the pairs whose keys begin with ``prefix``, sorted and without the prefix.
+
+    Raises RocksDB's error if a damaged block ends the read early.
+    """
+    last_key = prefix
+    # In raw mode, keys and values are bytes.
+    for key, value in cast("Iterator[tuple[bytes, bytes]]", family.items(from_key=prefix, read_opt=_in_order())):
+        if not key.startswith(prefix):
+            return
+        last_key = key
+        yield key[len(prefix) :], value
+    _refuse_early_end(family, last_key)
+
+
+def keys_after(family: rocksdict.Rdict, prefix: bytes, key: bytes, limit: int) -> list[bytes]:
+    """Return at most ``limit`` keys after ``key``, sorted; all keys are given without the prefix of the segment.
+
+    Raises RocksDB's error if a damaged block ends the read early.
+    """
+    found = cast("Iterator[bytes]", family.keys(from_key=prefix + key + b"\0", read_opt=_in_order()))
+    keys = list(takewhile(lambda each: each.startswith(prefix), islice(found, limit)))
+    if len(keys) < limit:
+        _refuse_early_end(family, keys[-1] if keys else prefix)
+    return [each[len(prefix) :] for each in keys]
+
+
+def delete_all(batch: rocksdict.WriteBatch, family: rocksdict.ColumnFamily, prefix: bytes) -> None:
+    """Add to a batch that all keys of a segment are deleted."""
+    batch.delete_range(prefix, prefix + b"\xff" * (LONGEST_KEY + 1), family)
+
+
+def _in_order() -> rocksdict.ReadOptions:
+    """Return the options for reading keys in sorted order, even from a hashed memtable."""
+    options = rocksdict.ReadOptions()
+    options.set_total_order_seek(True)
+    return options
+
+
+def _refuse_early_end(family: rocksdict.Rdict, last_key: bytes) -> None:
+    """Raise the error of a damaged block if such a block silently ended an iteration at ``last_key``."""
+    iterator = family.iter(_in_order())
+    iterator.seek(last_key)
+    if iterator.valid():
+        iterator.next()
+    iterator.status()
