@@ -1,6 +1,6 @@
 """A process that applies batches is killed at any moment; whatever is found afterwards belongs together.
 
-The file is also the program that is killed: ``python test_store_kill.py DIRECTORY MODE``.
+The file is also the program that is killed: ``python test_store_kill.py DIRECTORY MODE KEPT``.
 """
 
 import os
@@ -22,6 +22,10 @@ SEGMENT_MS = 100
 BATCHES_PER_SEGMENT = 20
 CRASH_AT = 30
 KILLS = 8
+FEW = 2
+"""Segments that are kept, each with a column family of its own."""
+MANY = 20
+"""Segments that are kept, of which most share a column family."""
 
 
 def memory():
@@ -43,17 +47,19 @@ def record(number):
     return TaskRecord(b"f", number, (), number + 1, SEGMENT_MS)
 
 
-def oldest_live_ms(number):
-    return (number // BATCHES_PER_SEGMENT - 2) * SEGMENT_MS
+def oldest_live_ms(number, kept):
+    return (number // BATCHES_PER_SEGMENT - kept) * SEGMENT_MS
 
 
-def verdict(store):
+def verdict(store, kept=FEW):
     """Say whether position, task record and keys agree, or how they do not."""
     position = store.position
     if (store.task_record.next_offset if store.task_record else 0) != position:
         return "task record and position differ"
     expected = {}
-    oldest = (position // BATCHES_PER_SEGMENT - 4) * BATCHES_PER_SEGMENT  # older batches are in dropped segments only
+    oldest = (
+        position // BATCHES_PER_SEGMENT - kept - 2
+    ) * BATCHES_PER_SEGMENT  # older batches are in dropped segments only
     for number in range(max(oldest, 0), position):
         for segment, values in batch(number).items():
             expected.setdefault(segment, {}).update(values)
@@ -61,7 +67,7 @@ def verdict(store):
     for segment, state_key, value in store.sightings():
         found.setdefault(segment, {})[state_key] = value
     for segment, values in expected.items():
-        if segment not in found and segment + SEGMENT_MS <= oldest_live_ms(max(position - 1, 0)):
+        if segment not in found and segment + SEGMENT_MS <= oldest_live_ms(max(position - 1, 0), kept):
             continue
         there = found.get(segment, {})
         if any(int(there.get(state_key, b"-1")) < int(value) for state_key, value in values.items()):
@@ -126,17 +132,17 @@ def child():
     number = first = store.position
     while True:
         store.apply(batch(number), record(number), number + 1)
-        store.drop_below(oldest_live_ms(number), SEGMENT_MS)
+        store.drop_below(oldest_live_ms(number, int(sys.argv[3])), SEGMENT_MS)
         if number == first:
             sys.stdout.write("has begun\n")
             sys.stdout.flush()
         number += 1
 
 
-def killed(directory, mode, *, after_s=None):
+def killed(directory, mode, *, kept=FEW, after_s=None):
     """Run the program until it is killed: by itself, or so long after its first batch."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    program = [sys.executable, __file__, str(directory), mode]
+    program = [sys.executable, __file__, str(directory), mode, str(kept)]
     with subprocess.Popen(program, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout.readline() == b"has begun\n"
         try:
@@ -146,15 +152,19 @@ def killed(directory, mode, *, after_s=None):
         assert process.wait() == -signal.SIGKILL
 
 
-def test_position_task_record_and_keys_agree_after_every_kill(tmp_path):
+@pytest.mark.parametrize("kept", [FEW, MANY])
+def test_position_task_record_and_keys_agree_after_every_kill(tmp_path, kept):
     directory, dice, positions = tmp_path / "orders" / "0", random.Random(7), [0]
-    for _ in range(KILLS):
-        killed(directory, "right", after_s=dice.uniform(0.0, 0.4))
+    reused = False
+    while len(positions) <= KILLS or not reused:
+        killed(directory, "right", kept=kept, after_s=dice.uniform(0.0, 0.4))
         store = RocksStore.open(directory, identity=IDENTITY, memory=memory())
-        assert verdict(store) == "agree"
+        assert verdict(store, kept) == "agree"
         unfound(store)
         positions.append(store.position)
+        reused = {held.name for held in store._segments.values()} != set(map(str, store.segments()))
         store.close()
+    assert reused
     # Each run has applied a batch at least, and nothing that an earlier one had applied is gone.
     assert positions == sorted(set(positions))
 
