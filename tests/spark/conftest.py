@@ -79,7 +79,9 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         gc.collect()
 
 
-ONE_LONG_TEST = {f"test_{name}.py" for name in ("tutorial", "stream_kills", "cluster", "parity_stream", "how_to")}
+ONE_LONG_TEST = {
+    f"test_{name}.py" for name in ("tutorial", "stream_kills", "cluster", "parity_at_length", "parity_stream", "how_to")
+}
 """These files come first, so that no process ends with a long test while the other one has nothing left to do."""
 
 

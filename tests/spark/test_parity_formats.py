@@ -17,12 +17,13 @@ from dedup.spark.kafka_source import read_kafka
 from dedup.topology.parse import parse
 from tests.brokers import read_all
 from tests.integration.workload import Event
-from tests.spark.parity import ALL, FORMATS, document, model_record, of_format, recipe_of, row_of, rules_of, stream
+from tests.spark.parity import ALL, document, model_record, of_format, recipe_of, row_of, rules_of, stream
 from tests.spark.parity_topics import ANY_TIME, rows_in_topics, sent
+from tests.spark.test_parity_at_length import IN_CI
 from tests.spark.test_parity_model import rows_of
-from tests.spark.test_parity_worker import FEW, compared, compared_at_length, start_worker, until_ended
+from tests.spark.test_parity_worker import FEW, compared, start_worker, until_ended
 
-__all__ = ["compared", "compared_at_length"]  # fixtures
+__all__ = ["compared"]  # a fixture
 
 pytestmark = pytest.mark.broker
 
@@ -76,17 +77,6 @@ def test_behind_a_repartition_topic_in_its_order(spark, kafka, admin, topic_name
     batch = rows_of(judged(history.records, topology, now_ms=now_ms, order="offsets", feeds=history.feeds))
     assert {place: row for place, (row, _) in batch.items()} == model
     assert rows_in_topics(kafka.bootstrap, topology, places) == model
-
-
-# In each format once, and by each rule for IDs that the formats came with.
-IN_CI = {"framed-fields", "avro-first-of", "protobuf-parts", "msgpack-python", "cbor-fields", "csv-instant"}
-BY_FORMAT = [name if name in IN_CI else pytest.param(name, marks=pytest.mark.long) for name in FORMATS]
-
-
-@pytest.mark.timeout(3_600)
-@pytest.mark.parametrize("name", BY_FORMAT)
-def test_one_long_stream_is_judged_alike_by_all_four(compared_at_length, name):
-    compared_at_length(name)
 
 
 @pytest.mark.timeout(900)

@@ -1,6 +1,6 @@
 """The Spark stream judges every record as the exact model does, by every rule and every policy.
 
-One long stream: test_parity_worker.py.
+One long stream: test_parity_at_length.py.
 """
 
 from __future__ import annotations

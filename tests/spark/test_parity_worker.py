@@ -1,13 +1,9 @@
-"""The batch job over a range of Kafka, the real worker on the same topic and the exact model: equal row by row.
-
-In the long run the Spark stream judges the same topic, too: one stream of events, four who judge it.
-"""
+"""The batch job over a range of Kafka, the real worker on the same topic and the exact model: equal row by row."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import time
 
@@ -29,16 +25,13 @@ from tests.spark.parity import (
     format_of,
     in_format,
     stream,
-    the_schema,
     unclocked,
 )
 from tests.spark.parity_topics import ANY_TIME, rows_in_topics, sent
 from tests.spark.test_parity_model import rows_of
-from tests.spark.test_parity_stream import start_judging
 
 pytestmark = pytest.mark.broker
 
-MANY = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", "100000"))
 FEW = 2_000
 SEEN_IN_TOPICS = [name for name, options in {**RULES, **POLICIES}.items() if options.get("late") != "drop"]
 
@@ -110,31 +103,3 @@ def compared(spark, kafka, admin, topic_names, tmp_path):
 @pytest.mark.timeout(900)
 def test_every_rule_and_policy(compared):
     compared(SEEN_IN_TOPICS, FEW, seed=5, within_s=240)
-
-
-@pytest.fixture
-def compared_at_length(compared, spark, kafka, admin, topic_names, tmp_path):
-    """Return a function that lets the Spark stream judge a long stream, too, by one topology."""
-
-    def compare(name):
-        topic, places, models = compared([name], MANY, seed=6, within_s=1_800)
-        made = document(topic_names("streamed"), ALL[name], topic)
-        topology = parse(json.dumps(made), name="streamed", read_file=the_schema)
-        # As the worker's: a broker refuses what is dated 2099 where it may.
-        admin.create_topic(topology.output.topic, 2, ANY_TIME)
-        options = {"most_offsets": MANY // 4, "commit_rows": MANY // 20}
-        start_judging(spark, kafka, tmp_path, topology, **options).wait()
-        streamed = rows_in_topics(kafka.bootstrap, topology, places)
-        assert {place: unclocked(row) for place, row in streamed.items()} == models[name]
-
-    return compare
-
-
-IN_CI = "fields"
-BY_RULE = [name if name == IN_CI else pytest.param(name, marks=pytest.mark.long) for name in RULES]
-
-
-@pytest.mark.timeout(3_600)
-@pytest.mark.parametrize("name", BY_RULE)
-def test_one_long_stream_is_judged_alike_by_all_four(compared_at_length, name):
-    compared_at_length(name)
