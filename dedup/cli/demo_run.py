@@ -43,8 +43,8 @@ _KILLED_WORKER: Final = "worker 1"
 _WORKER_RESTART_AFTER_S: Final = 1.0
 PARTITIONS: Final = 4
 _PRODUCER: Final = {**AT_LEAST_ONCE, "batch.num.messages": 100}
-"""Batches are small, because a cut connection duplicates every batch in flight. With large batches, more than half of all
-records were duplicates on a slow machine, and the demo took twice as long.
+"""Batches are small, because a cut connection duplicates every batch in flight. With large batches, a slow machine sent
+more duplicates than flights, and the demo took twice as long.
 """
 _POLL_EVERY_S: Final = 0.25
 _WORKERS_STALL_AFTER_S: Final = 60.0
