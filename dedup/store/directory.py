@@ -159,7 +159,10 @@ def limit_log(directory: Path, emptied_at_bytes: int) -> int:
     350 ms instead of 15 ms, and this time grew with each segment.
     """
     log = directory / "LOG"
-    length = log.stat().st_size
+    try:
+        length = log.stat().st_size
+    except FileNotFoundError:
+        return emptied_at_bytes  # somebody has deleted it
     if length - emptied_at_bytes <= _MOST_LOG_BYTES:
         return emptied_at_bytes
     # RocksDB continues to write at its old offset, so the file keeps its length, but not its blocks on the disk.

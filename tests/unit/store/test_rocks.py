@@ -222,6 +222,8 @@ def test_the_log_of_rocksdb_is_emptied_and_names_no_segment_of_long_ago(tmp_path
     assert log.stat().st_size > 2 << 20, "the log was not emptied"
     assert b"Options for column family [0]" not in log.read_bytes()
     assert len(list((tmp_path / "0").glob("LOG*"))) == 1
+    log.unlink()
+    fill_in_turn(store, range(20_000, 27_000, WIDTH_MS))
     store.close()
     store = RocksStore.open(tmp_path / "0", identity=StoreIdentity("t", 0, ""))
     assert log.stat().st_size < 1 << 20
