@@ -42,7 +42,7 @@ _WORKERS: Final = 2
 _KILLED_WORKER: Final = "worker 1"
 _WORKER_RESTART_AFTER_S: Final = 1.0
 PARTITIONS: Final = 4
-_PRODUCER: Final = {**AT_LEAST_ONCE, "batch.num.messages": 100}
+_PRODUCER: Final = {**AT_LEAST_ONCE, "batch.num.messages": 500}
 """Batches are small, because a cut connection duplicates every batch in flight. With large batches, a slow machine sent
 more duplicates than flights, and the demo took twice as long.
 """
@@ -84,9 +84,10 @@ class Run:
     def to_the_end(self) -> int:
         """Send all flights, wait until the workers have judged them, and return the number of distinct flights.
 
-        Raises InvariantBroken if a worker ends unexpectedly or if no record is judged for a minute, and
+        Raises InvariantBroken if a worker ends unexpectedly, does not start, or judges no record for a minute, and
         BrokerUnavailable if flights cannot be sent.
         """
+        self._until_joined()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         # Without a terminal, the progress bars would appear as empty lines.
         live = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
@@ -95,6 +96,21 @@ class Run:
         with live as bars, Sender(self._flights(), through_proxy, per_s=per_s, options=_PRODUCER) as sender:
             self._watch(sender, bars)
         return len(self.ids)
+
+    def _until_joined(self) -> None:
+        """Wait until all workers are in the group.
+
+        Otherwise, a worker that starts slowly may be killed after it has judged all flights instead of midway.
+        """
+        began_s, joined = time.monotonic(), 0
+        while joined < _WORKERS:
+            self.kafka.check()
+            self.workers.check()
+            with contextlib.suppress(BrokerUnavailable):
+                joined = len(self.watch.members())
+            if time.monotonic() - began_s > _WORKERS_STALL_AFTER_S:
+                raise InvariantBroken(f"{joined} of {_WORKERS} workers started within {_WORKERS_STALL_AFTER_S:g} s.")
+            time.sleep(_POLL_EVERY_S)
 
     def _flights(self) -> Iterator[Made]:
         """Yield the flights, and drop some of the broker's responses, so that the producer sends records again."""
