@@ -9,6 +9,7 @@ from typing import Final
 
 from bench.candidates import Candidate, Job, environ_of
 from bench.cluster import Cluster
+from bench.forms import SOURCES
 from bench.process import MeasuredProcess, Used
 from bench.reader import Exactness, OutputReader, check
 
@@ -97,7 +98,7 @@ def measure(candidate: Candidate, task: Task, round_: int, progress: Progress) -
         (first_ms - began_ms) / 1000,
         used.cpu_s,
         used.peak_memory_bytes,
-        check(kept.events(in_json=candidate.form in {"json", "json_schema", "odd", "backlog"}), task.expected),
+        check(kept.events(in_json=SOURCES[candidate.form]["format"] in {"json", "json_schema"}), task.expected),
     )
 
 

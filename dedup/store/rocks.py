@@ -278,7 +278,7 @@ class _Segment:
     handle: rocksdict.ColumnFamily
     entry: _SegmentEntry
     filter: SegmentFilter
-    prefix: bytes = b""
+    prefix: bytes
     """What the segment's keys in the column family begin with, if other segments share the family."""
 
 
@@ -452,7 +452,7 @@ class RocksStore:
             delete_all(batch, held.handle, held.prefix)
         self._db.write(batch, self._write_options)
         del self._segments[start]
-        self._delete_filter(str(start))
+        self._delete_filter(start)
         # If the process is killed before the next line, the next `open` drops the family, because it has no entry. If
         # the entry were deleted after the family, a dropped family would look like a lost one.
         if reused:
@@ -480,7 +480,7 @@ class RocksStore:
                 # If the process is killed before the next line, the next `open` drops each family that has no entry.
                 self._drop_family(name)
             for start in starts:
-                self._delete_filter(str(start))
+                self._delete_filter(start)
 
     def approximate_bytes(self) -> int:
         """Return the total size in bytes of the segments' files, memtables, and logs."""
@@ -554,35 +554,35 @@ class RocksStore:
 
     def _create(self, start: int) -> _Segment:
         entry = _SegmentEntry(width_ms=0, birth=self.position, last_position=self.position, ids=0)
-        own = {each.name for each in self._segments.values()} - {_SHARED}
-        prefix = b""
-        if self._free:
-            name = self._free.pop()
-        elif len(own) >= _MOST_OWN_FAMILIES:
-            name, prefix = _SHARED, _START.pack(start)
-            if not self._has_shared:
-                self._create_family(name, hashed=False)
-        else:
-            name = str(start) if str(start) not in own else str(max(map(int, own)) + 1)
-            self._create_family(name, hashed=self._memory.take_table())
-        held = self._segments[start] = self._segment(name, entry, str(start), prefix)
+        held = self._segments[start] = self._segment(self._family_for(start), entry, start)
         return held
+
+    def _family_for(self, start: int) -> str:
+        """Return the name of the column family that will contain a new segment, after creating the family if needed."""
+        if self._free:
+            return self._free.pop()
+        own = {each.name for each in self._segments.values()} - {_SHARED}
+        if len(own) >= _MOST_OWN_FAMILIES:
+            if not self._has_shared:
+                self._create_family(_SHARED, hashed=False)
+                self._has_shared = True
+            return _SHARED
+        name = str(start) if str(start) not in own else str(max(map(int, own)) + 1)
+        self._create_family(name, hashed=self._memory.take_table())
+        return name
 
     def _create_family(self, name: str, *, hashed: bool) -> None:
         if hashed:
             self._hashed.add(name)
         self._db.create_column_family(name, self._memory.options(hashed=hashed))
-        self._has_shared |= name == _SHARED
 
-    def _segment(self, name: str, entry: _SegmentEntry, start: str, prefix: bytes) -> _Segment:
-        handle = self._db.get_column_family_handle(name)
-        return _Segment(name, self._db.get_column_family(name), handle, entry, self._new_filter(start), prefix)
+    def _segment(self, name: str, entry: _SegmentEntry, start: int) -> _Segment:
+        family, handle = self._db.get_column_family(name), self._db.get_column_family_handle(name)
+        own_filter = SegmentFilter(self._log_path(start), self._key, logged=self._logged)
+        return _Segment(name, family, handle, entry, own_filter, _START.pack(start) if name == _SHARED else b"")
 
-    def _new_filter(self, name: str) -> SegmentFilter:
-        return SegmentFilter(self._log_path(name), self._key, logged=self._logged)
-
-    def _log_path(self, name: str) -> Path:
-        return self._directory / f"{FILTER_LOG}{name}"
+    def _log_path(self, start: int) -> Path:
+        return self._directory / f"{FILTER_LOG}{start}"
 
     def _drop_family(self, name: str) -> None:
         self._db.drop_column_family(name)
@@ -591,9 +591,9 @@ class RocksStore:
             self._hashed.remove(name)
             self._memory.give_tables(1)
 
-    def _delete_filter(self, name: str) -> None:
+    def _delete_filter(self, start: int) -> None:
         for suffix in ("", SNAPSHOT_SUFFIX, NEW_SNAPSHOT_SUFFIX):
-            self._log_path(name).with_suffix(suffix).unlink(missing_ok=True)
+            self._log_path(start).with_suffix(suffix).unlink(missing_ok=True)
 
     def _load(self, identity: StoreIdentity, names: list[str], found: Manifest | None) -> None:
         owner: bytes | None = self._db.get(_IDENTITY_KEY)
@@ -621,7 +621,7 @@ class RocksStore:
 
     def _load_segments(self, names: list[str]) -> None:
         self._has_shared = _SHARED in names
-        entries = {start: (self._family_of(start), entry) for start, entry in dict(self._entries()).items()}
+        entries = {start: (self._family_of(start), entry) for start, entry in self._entries()}
         for name in set(names).difference([_SHARED], (name for name, _ in entries.values())):
             if len(self._free) < _MOST_FREE_FAMILIES and self._db.get_column_family(name).get(_LAST_POSITION) is None:
                 self._free.append(name)
@@ -629,35 +629,35 @@ class RocksStore:
                 # Its segment was being dropped when the process ended.
                 self._drop_family(name)
         for path in self._directory.glob(f"{FILTER_LOG}*"):
-            if path.stem.removeprefix(FILTER_LOG) not in entries:
+            if int(path.stem.removeprefix(FILTER_LOG)) not in entries:
                 path.unlink()  # the process ended after it dropped the segment and before it deleted the log
-        missing = [start for start, (name, _) in entries.items() if name not in names]
+        missing = [str(start) for start, (name, _) in entries.items() if name not in names]
         if missing:
             raise TaskCorrupted(f"segments {', '.join(missing)} are missing, but their keys were stored. {RESTORE}")
         for start, (name, entry) in entries.items():
-            self._segments[int(start)] = self._loaded(start, name, entry)
+            self._segments[start] = self._loaded(start, name, entry)
 
-    def _family_of(self, start: str) -> str:
-        name: bytes | None = self._db.get(_family_key(int(start)))
-        return start if name is None else name.decode()
+    def _family_of(self, start: int) -> str:
+        name: bytes | None = self._db.get(_family_key(start))
+        return str(start) if name is None else name.decode()
 
-    def _entries(self) -> Iterator[tuple[str, _SegmentEntry]]:
+    def _entries(self) -> Iterator[tuple[int, _SegmentEntry]]:
         for key, value in pairs(self._db, _SEGMENT_PREFIX):
-            yield key.decode(), _SegmentEntry.decode(value, key.decode())
+            yield int(key), _SegmentEntry.decode(value, key.decode())
 
-    def _loaded(self, start: str, name: str, entry: _SegmentEntry) -> _Segment:
-        held = self._segment(name, entry, start, _START.pack(int(start)) if name == _SHARED else b"")
+    def _loaded(self, start: int, name: str, entry: _SegmentEntry) -> _Segment:
+        held = self._segment(name, entry, start)
         stored = held.family.get(held.prefix + _LAST_POSITION)
         if stored is None or _POSITION.unpack(stored)[0] < entry.last_position or self.position < entry.last_position:
             raise TaskCorrupted(
                 f"{self._directory}: segment {start} lacks writes up to changelog position {entry.last_position}: "
                 f"files were damaged or restored from a copy. {RESTORE}"
             )
-        value: bytes | None = self._db.get(_mark_key(int(start)))
+        value: bytes | None = self._db.get(_mark_key(start))
         mark = None if value is None else LogMark.decode(_unsealed(value, f"the mark of filter {start}"))
         held.filter.load(mark, first_key=_LAST_POSITION, ids=entry.ids, position=entry.last_position)
         if entry.ids <= _FILTERED_ON_OPEN_IDS:
-            self._warm(int(start), held, entry.ids + 1)
+            self._warm(start, held, entry.ids + 1)
         return held
 
 
