@@ -3,7 +3,7 @@
 Everything follows from the seed and the start time. A duplicate is a new event with an ID seen before: half of them
 repeat one of the 1,000 events before them, half repeat any earlier ID. All events lie within half a guard period, so
 each ID is to be forwarded exactly once, and it is its first event that goes on. In the form `backlog`, the events are
-spread over 30 days, and each duplicate repeats one of the 50 events before it, so this holds there, too.
+spread over 30 days, and each duplicate repeats one of the last 30 new IDs. The same holds there from 50,000 events on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GUARD_MS: Final = 3_600_000
 NEAR_EVENTS: Final = 1_000
 _BACKLOG: Final = "backlog"
 _BACKLOG_MS: Final = 30 * 24 * GUARD_MS
-_BACKLOG_NEAR_EVENTS: Final = 50
+_BACKLOG_NEAR_IDS: Final = 30
 PADDING_BYTES: Final = 106
 _POOL_BYTES: Final = 1 << 16
 _USERS: Final = 100_000
@@ -70,8 +70,7 @@ class Workload:
         """Return for each event the index of the first event with its ID: its own index if it is the first."""
         random = np.random.default_rng(self.seed)
         repeats = random.random(self.events) < self.duplicate_share
-        backlog = self.form == _BACKLOG
-        near = random.random(self.events) < (1 if backlog else 1 / 2)
+        near = random.random(self.events) < 1 / 2
         pick = random.random(self.events)
         owners = np.empty(self.events, np.int64)
         firsts = np.empty(self.events, np.int64)
@@ -81,8 +80,10 @@ class Workload:
                 owner = index
                 firsts[count] = index
                 count += 1
+            elif self.form == _BACKLOG:
+                owner = firsts[count - 1 - int(pick[index] * min(count, _BACKLOG_NEAR_IDS))]
             elif near[index]:
-                reach = min(index, _BACKLOG_NEAR_EVENTS if backlog else NEAR_EVENTS)
+                reach = min(index, NEAR_EVENTS)
                 owner = owners[index - 1 - int(pick[index] * reach)]
             else:
                 owner = firsts[int(pick[index] * count)]

@@ -70,6 +70,16 @@ def test_all_events_lie_within_half_a_guard_period(size):
     assert 0 <= workload.time_ms(size - 1) - workload.time_ms(0) <= GUARD_MS / 2
 
 
+@pytest.mark.parametrize("size", [50_000, 200_000])
+def test_a_backlog_spans_30_days_and_repeats_no_id_after_the_guard_period(size):
+    workload = Workload(size, seed=7, form="backlog")
+    ages = [workload.time_ms(index) - workload.time_ms(int(first)) for index, first in enumerate(workload.owners())]
+    assert min(ages) >= 0
+    assert max(ages) < GUARD_MS
+    assert ages.count(0) / size == pytest.approx(0.7, abs=0.015)
+    assert workload.time_ms(size - 1) - workload.time_ms(0) == pytest.approx(30 * 24 * GUARD_MS, rel=0.001)
+
+
 def test_expected_is_each_id_with_its_first_events_time(events):
     firsts: dict[bytes, int] = {}
     for event in events:
