@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dedup.core.flow import Flow, FlowRecord
     from dedup.settings import Settings, load_settings
     from dedup.topology.model import Topology
+    from dedup.worker.faust_app import DedupApp
     from dedup.worker.topology_test_driver import OutputRecord, TopologyTestDriver
-    from dedup.worker.transport import DedupApp
 
 __all__ = [
     "Event",

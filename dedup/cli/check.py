@@ -134,13 +134,14 @@ def _code_findings(topology: Stage, *, samples: Path | None, envelope: bool) -> 
     """Import the flow and the ID functions of a topology, run them on the samples, and return the findings."""
     from dedup.cli.try_records import entries
     from dedup.core.flow import FlowRecord
-    from dedup.core.tracking_id import code_rules
     from dedup.flow_loader import load_code, sample_findings
     from dedup.topology.ingest_file import Ingest
 
     if isinstance(topology, Ingest):
         return []
-    if samples is None or not (code_rules(topology.tracking_id.rule) or topology.then):
+    if not topology.runs_code:
+        return []
+    if samples is None:
         load_code(topology)
         return []
     start_ms, output = time_of("--samples", A_TIME), next(iter(topology.forwards_to), "")

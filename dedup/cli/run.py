@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from dedup.metrics import TaskNumbers
-    from dedup.worker.transport import DedupApp
+    from dedup.worker.faust_app import DedupApp
 
 EVERY_S: Final = 0.5
 """The interval, in seconds, at which the progress line is updated."""

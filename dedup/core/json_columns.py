@@ -130,7 +130,7 @@ class JsonColumns:
     def _is_plain(self, joined: bytes) -> bool:
         """Tell whether values are UTF-8 and contain no escape sequence that could spell a name on a path."""
         # Searching for one byte is many times as fast as searching for a sequence.
-        return is_utf8(joined) and (b"\\" not in joined or self.spelling.search(joined) is None)
+        return (joined.isascii() or is_utf8(joined)) and (b"\\" not in joined or self.spelling.search(joined) is None)
 
     def _odd_rows(self, joined: bytes, values: Sequence[bytes]) -> list[int]:
         """Return the rows that, even alone, cannot be read in columns. No value may have white space around it."""

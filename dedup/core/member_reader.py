@@ -87,9 +87,10 @@ class MemberReader(ABC):
             return self.at_once(at_rows(rows, values))
 
         each = partial(self._read, values)
-        pieces = in_pieces(len(values), at_once, each, each)
-        if len(pieces) == 1:
-            return pieces[0][1]
+        try:
+            return self.at_once(values)
+        except NotInColumns as refused:
+            pieces = in_pieces(refused, len(values), at_once, each, each)
         places = in_order(len(values), pieces)
         return [ordered(places, parts, ABSENT) for parts in zip(*(columns for _, columns in pieces), strict=True)]
 

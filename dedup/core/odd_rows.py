@@ -35,23 +35,21 @@ class NotInColumns(Exception):
 
 
 def in_pieces(
+    refused: NotInColumns,
     count: int,
     in_columns: Callable[[Sequence[int]], T],
     one_by_one: Callable[[Sequence[int]], T],
     otherwise: Callable[[Sequence[int]], T],
 ) -> Pieces[T]:
-    """Return the results of a batch of ``count`` rows. Odd rows are read one by one, and all others in columns.
+    """Return the results of a batch of ``count`` rows, which a column reader has ``refused`` to read as a whole.
 
-    ``in_columns`` may raise NotInColumns with positions in the rows that it was given. If the exception has no
-    positions, ``otherwise`` takes the rows that are left.
+    Odd rows are read one by one, and all others in columns. ``in_columns`` may raise NotInColumns with positions in the
+    rows that it was given. If an exception has no positions, ``otherwise`` takes the rows that are left.
     """
     left: Sequence[int] = range(count)
     pieces: Pieces[T] = []
-    for _ in range(_ATTEMPTS):
-        try:
-            return [*pieces, (left, in_columns(left))]
-        except NotInColumns as refused:
-            odd = set(refused.rows)
+    for _ in range(_ATTEMPTS - 1):
+        odd = set(refused.rows)
         if not odd:
             return [*pieces, (left, otherwise(left))]
         taken = [row for at, row in enumerate(left) if at in odd]
@@ -59,6 +57,10 @@ def in_pieces(
         left = [row for at, row in enumerate(left) if at not in odd]
         if len(left) <= _FEW:
             break
+        try:
+            return [*pieces, (left, in_columns(left))]
+        except NotInColumns as again:
+            refused = again
     if not left:
         return pieces
     return [*pieces, (left, one_by_one(left))]
@@ -104,14 +106,6 @@ def ordered(places: Sequence[int], parts: Iterable[Iterable[T]], lacking: T) -> 
 def at_rows(rows: Sequence[int], column: Sequence[T]) -> Sequence[T]:
     """Return a column's values in some rows, which must be in ascending order."""
     return column if len(rows) == len(column) else list(map(column.__getitem__, rows))
-
-
-def present(values: Sequence[bytes | None]) -> list[bytes]:
-    """Return a column of values. Raises NotInColumns if any value is null."""
-    there = [value for value in values if value is not None]
-    if len(there) < len(values):
-        raise NotInColumns([row for row, value in enumerate(values) if value is None])
-    return there
 
 
 def of_other_types(column: Sequence[object], usual: Collection[type]) -> set[int]:

@@ -303,6 +303,11 @@ class Topology:
         )
 
     @property
+    def runs_code(self) -> bool:
+        """True if the topology names code of the user: an ID function or a flow."""
+        return self.then is not None or bool(code_rules(self.tracking_id.rule))
+
+    @property
     def passes_ids_on(self) -> bool:
         """True if repartition tasks pass on the IDs that a user's function returned, so each ID is found only once."""
         return not self.direct and bool(code_rules(self.tracking_id.rule))

@@ -57,10 +57,9 @@ from dedup.errors import InvariantBroken, Problem, SettingsError, StateIncompati
 from dedup.kafka.wire import TopicPartition
 from dedup.metrics import METRICS, RESULTS, Durations, Metric, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.topology.model import SourceSpec, Topology
-from dedup.worker.app import NOWHERE
 from dedup.worker.dedup_task import DedupTask
+from dedup.worker.faust_app import NOWHERE, DedupApp
 from dedup.worker.task import Task, TaskState
-from dedup.worker.transport import DedupApp
 from dedup.worker_view import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse, id_bytes
 
 _FRESH_S: Final = 2.0

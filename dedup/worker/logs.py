@@ -23,8 +23,7 @@ NOISY: Final = (
     "mode",
     "asyncio",
     # dedup's Faust services log a message when they start or stop, under the name of their module.
-    "dedup.worker.app",
-    "dedup.worker.transport",
+    "dedup.worker.faust_app",
 )
 """The loggers whose level is at least WARNING, because aiokafka prints record values at the debug level."""
 

@@ -74,7 +74,7 @@ class TaskFactory:
 
         Raises SettingsError early if no installed package can read the checkpoint URL.
         """
-        self.flow = load_code(self.topology)
+        self.flow = load_code(self.topology) if self.topology.runs_code else None
         names = {*self.topology.source.topics, *self.topology.feeding_topics, self.topology.changelog_topic}
         topics = {name: self.cluster.topics[name] for name in names}
         expected = {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()}

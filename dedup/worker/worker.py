@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import uvloop
+from mode import CrashingSupervisor
 from yarl import URL
 
 from dedup.errors import BrokerUnavailable, DedupError, StateIncompatible
@@ -20,23 +21,25 @@ from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.outage_lines import ASIDE
 from dedup.kafka.record_batch import GC_THRESHOLD
+from dedup.kafka.schema_registry import SchemaRegistry, SchemaResolver
 from dedup.kafka.topic_admin import Admin
 from dedup.kafka.wire import NoAnswer, TopicPartition, Wire
 from dedup.metrics import DeadShare
 from dedup.quantities import format_size
 from dedup.settings import Settings
-from dedup.store.directory import own_state
+from dedup.store.directory import StorePool, own_state
+from dedup.store.rocks import RocksMemory
 from dedup.topology.model import Topology
-from dedup.worker.app import create_app, identity
 from dedup.worker.dedup_task import DedupTask
+from dedup.worker.faust_app import BatchSchema, DedupApp, GroupAssignor, TableManager, identity
 from dedup.worker.introspection import Introspection
 from dedup.worker.layout import LayoutChange, refuse_other_layout, with_layout
 from dedup.worker.offsets import bounds_of, committed_offset, committed_position, ends_of, refuse_half_reset
-from dedup.worker.restore import LostOffsets
+from dedup.worker.restore import LostOffsets, Standbys
 from dedup.worker.task import SteadyClock, Task, TaskState
-from dedup.worker.task_manager import ended
+from dedup.worker.task_factory import TaskFactory
+from dedup.worker.task_manager import TaskManager, ended
 from dedup.worker.topics import Cluster, group_is_new, prepare, refuse_used_output
-from dedup.worker.transport import DedupApp
 
 log: Final = logging.getLogger(__name__)
 LOOK_S: Final = 0.25
@@ -45,6 +48,8 @@ _ASK_WITHIN_S: Final = 5.0
 FETCH_BYTES: Final = 1 << 16
 _LONGEST_LOOK_S: Final = 1.0
 _END_LOOK_S: Final = 0.05
+_METADATA_MAX_AGE_MS: Final = 10_000
+"""The maximum time, in ms, until a partition that is added to a source topic is assigned to a worker."""
 MAINTENANCE_EVERY_S: Final = 30.0
 KEEP_MS: Final = 86_400_000
 """The minimum age of records that are deleted from the repartition topic, because `dedup verify` replays that topic."""
@@ -205,6 +210,61 @@ class Finish:
             for feeding, task in app.tasks.running.items()
             if (end := self.ends.get(feeding)) is not None
         )
+
+
+def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> DedupApp:
+    """Build the Faust app of a topology. Call `create_app` in the event loop that will run the app."""
+    # Faust needs a directory for its own data. A topology's name contains no dot, so ".faust" is never a state
+    # directory. The path is absolute, because Faust would look for a relative table directory below the data directory.
+    directory = settings.state_dir.absolute() / ".faust"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    app = DedupApp(
+        topology.name,
+        broker=[f"dedup://{broker}" for broker in wire.connection.brokers],
+        store="dedup://",
+        cache="memory://",
+        TableManager=TableManager,
+        PartitionAssignor=GroupAssignor,
+        # `exactly_once` makes Faust read only committed records and use dedup's TransactionManager instead of its own.
+        processing_guarantee="exactly_once",
+        version=1,
+        datadir=str(directory),
+        tabledir=str(directory),
+        canonical_url=identity(settings.worker_id, None),
+        web_enabled=False,
+        topic_disable_leader=True,
+        topic_allow_declare=False,
+        topic_partitions=cluster.topics[topology.changelog_topic].partitions,
+        table_standby_replicas=topology.state.standby_replicas,
+        stream_wait_empty=True,
+        stream_buffer_maxsize=1,
+        stream_publish_on_commit=False,
+        broker_session_timeout=settings.session_timeout_ms / 1000,
+        broker_commit_interval=1.0,
+        consumer_metadata_max_age_ms=_METADATA_MAX_AGE_MS,
+    )
+    if topology.source.names_schemas:
+        registry = SchemaRegistry.of(settings.schema_registry)
+        app.schemas = SchemaResolver(registry, wait_ms=settings.schema_registry.schema_wait_ms)
+        topology = topology.knowing(app.schemas.book)
+    app.pool = StorePool()
+    factory = TaskFactory(topology, settings, cluster, wire, SteadyClock(), RocksMemory(), app.pool)
+    app.settings, app.wire, app.factory = settings, wire, factory
+    wire.pin(factory.check.topic_ids)
+    interval_ms = settings.commit_interval_ms
+    app.tasks = TaskManager(factory, lambda: app.member, commit_interval_ms=interval_ms)
+    app.standbys = Standbys(wire, topology.changelog_topic, topology.window, factory.fingerprint(), factory.keeping)
+    app.sub_topologies = {"dedup": topology.feeding_topics}
+    if not topology.direct:
+        app.sub_topologies = {"repartition": topology.source.topics, **app.sub_topologies}
+    app.Table(
+        "sightings", key_type=bytes, value_type=bytes, changelog_topic=app.topic(topology.changelog_topic, acks=False)
+    )
+    for name, topics in app.sub_topologies.items():
+        channel = app.topic(*topics, schema=BatchSchema(), acks=False, internal=False)
+        # With `CrashingSupervisor`, an agent that fails crashes the app instead of skipping the batch.
+        app.agent(channel, name=name, supervisor_strategy=CrashingSupervisor)(app.tasks.process_all)
+    return app
 
 
 async def _committed_to(wire: Wire, group: str, place: TopicPartition, end: int) -> bool:

@@ -30,13 +30,13 @@ from dedup.errors import TaskCorrupted
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.wire import NoAnswer
-from dedup.worker import transport
+from dedup.worker import faust_app
 from dedup.worker.dedup_task import DedupTask
+from dedup.worker.faust_app import DedupApp
 from dedup.worker.reset import Reset
 from dedup.worker.task import Task
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_manager import TaskManager
-from dedup.worker.transport import DedupApp
 
 CAPABILITY_VERSION_3 = 0x20080522
 OVERRIDES = 1 << 1 | 1 << 2
@@ -199,7 +199,7 @@ def restore_held(fetches: int) -> None:
 
 def small_batches(records: int) -> None:
     """A batch has at most this many records."""
-    transport.BATCH_RECORDS = records  # type: ignore[misc]
+    faust_app.BATCH_RECORDS = records  # type: ignore[misc]
 
 
 def patience(limit_ms: int) -> None:

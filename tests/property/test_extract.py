@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from dedup.core.event_time import RecordTime
 from dedup.core.exact_json import Unreadable, canonical_json, content_of, decode, excluded
-from dedup.core.extract import Extractor, FaultKind, Recipe
+from dedup.core.extract import Extractor, FaultKind, Recipe, bytes_keys, scalar_keys, text_keys
 from dedup.core.extract_one import Fault, One, extract_one
-from dedup.core.id_columns import bytes_keys, scalar_keys, text_keys
 from dedup.core.tracking_id import KeyRule, TrackingId, encode_bytes, encode_integer, encode_text, state_key
 from tests.property.extract_cases import EVENTS, EXTRACTORS, FILLER, NAME, RECIPES, SCHEMA_IDS, UUID, framed
 

@@ -33,7 +33,7 @@ from dedup.topology.parse import parse
 from dedup.web import server
 from dedup.web.dashboard import FORMAT, KEPT, PLOTTED, MetricHistory, board, notices, quantile, summary
 from dedup.web.server import MOST_ANSWER_BYTES, WebServer, ask_owners, status_of, summaries
-from dedup.worker.app import identity
+from dedup.worker.faust_app import identity
 from dedup.worker.introspection import state_keys
 from dedup.worker.recent_outcomes import MOST_KEPT, MOST_OF_A_BATCH, Recent
 from dedup.worker_view import LookedUp, Noted, Peer, SeenId, TaskPulse

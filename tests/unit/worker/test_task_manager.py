@@ -23,11 +23,10 @@ from dedup.kafka.wire import LogBounds, NoAnswer, Position, ProducerIdentity
 from dedup.metrics import TaskNumbers
 from dedup.settings import Security
 from dedup.worker import task_manager as tasks
-from dedup.worker.app import SightingsStore, TableManager
+from dedup.worker.faust_app import Consumer, Producer, SightingsStore, TableManager, TransactionManager
 from dedup.worker.offsets import first_offset
 from dedup.worker.task import TaskId, TaskState
 from dedup.worker.task_manager import TaskManager
-from dedup.worker.transport import Consumer, Producer, TransactionManager
 
 FEED = TopicPartition("in", 0)
 OTHER = TopicPartition("in", 1)

@@ -1,15 +1,17 @@
-"""Defines a Faust app and a transport for batches; the broker URL scheme ``dedup://`` selects the transport.
+"""Adapts Faust: an app whose messages are whole batches, a table of sightings, and an assignor for task groups.
 
 Each Faust message is a whole batch of records, so Faust's overhead occurs only once per batch. Tasks, not Faust, handle
-offsets, transactions, sends, and restores, so Faust's methods for these operations raise an error (see `refused`).
+offsets, transactions, sends, and restores, so Faust's methods for these operations raise an error (see `refused`). The
+table is read-only, because a task must store a sighting in the same transaction as the verdict on its record. Each
+task restores its own state, so Faust's recovery service never starts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NoReturn, cast
 
 import aiokafka
@@ -17,13 +19,21 @@ import aiokafka.abc
 import faust
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
+from faust.assignor.client_assignment import ClientAssignment, ClientMetadata
+from faust.assignor.partition_assignor import PartitionAssignor
+from faust.stores import STORES
+from faust.stores.base import Store as FaustStore
+from faust.tables import TableManager as FaustTableManager
 from faust.transport import base
 from faust.transport.consumer import Consumer as FaustConsumer
 from faust.transport.consumer import TransactionManager as FaustTransactionManager
+from faust.transport.drivers import TRANSPORTS
 from faust.transport.producer import Producer as FaustProducer
 from faust.types import TP, AppT, ConsumerMessage
+from yarl import URL
 
 from dedup.core.framing import refs_of
+from dedup.core.window import Sighting
 from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import Answer, FeedFetcher
@@ -33,6 +43,7 @@ from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, Position, TopicPartiti
 from dedup.metrics import DeadLetterAlert
 from dedup.settings import Settings
 from dedup.store.directory import StorePool
+from dedup.worker.dedup_task import DedupTask
 from dedup.worker.restore import Standbys
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_manager import TaskManager
@@ -52,6 +63,14 @@ _REBALANCE_IN_PROGRESS: Final = 27
 """The error code of a heartbeat during a rebalance; the member still owns its partitions until it rejoins."""
 _NOT_READ: Final = -1
 """The value that `begin` returns in place of a reading's number if the reading did not begin."""
+
+NOWHERE: Final = "no-pages.invalid"
+"""The host name that a worker without web pages announces; a host with this name can never exist (RFC 2606)."""
+
+
+def identity(worker_id: str | None, url: str | None) -> str:
+    """Return a worker's unique name in the group: the URL of its web pages, with its worker ID as the fragment."""
+    return str(URL(url or f"http://{NOWHERE}").with_fragment(worker_id))
 
 
 def refused(what: str) -> Callable[..., NoReturn]:
@@ -109,7 +128,7 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
 
 
 class DedupApp(faust.App):
-    """A Faust app that also holds the tasks of a worker; `dedup.worker.app.create_app` builds it."""
+    """A Faust app that also holds the tasks of a worker; `dedup.worker.worker.create_app` builds it."""
 
     settings: Settings
     wire: KafkaWire
@@ -411,3 +430,152 @@ class Transport(base.Transport):
     TransactionManager = TransactionManager
     default_port = 9092
     driver_version = f"aiokafka={aiokafka.__version__}"
+
+
+class SightingsStore(FaustStore[Any, Any]):
+    """A read-only Faust store (URL ``dedup://``) that provides the sightings of this worker's tasks."""
+
+    app: DedupApp
+
+    def __getitem__(self, state_key: bytes) -> tuple[Sighting, ...]:
+        found = [seen for task in self._dedup_tasks() for seen in task.sightings_of(state_key)]
+        if not found:
+            raise KeyError(state_key)
+        return tuple(found)
+
+    def __iter__(self) -> Iterator[bytes]:
+        stores = [task.store for task in self._dedup_tasks() if task.store is not None]
+        return (key for store in stores for _, key, _ in store.sightings())
+
+    def __len__(self) -> int:
+        return sum(task.store.count_ids() for task in self._dedup_tasks() if task.store is not None)
+
+    def _dedup_tasks(self) -> Iterator[DedupTask]:
+        return (task.work for task in self.app.tasks.running.values() if isinstance(task.work, DedupTask))
+
+    __setitem__ = __delitem__ = refused("a write to the table of sightings")
+    reset_state = backup_partition = restore_backup = refused("a reset or backup by Faust")
+    apply_changelog_batch = refused("Faust's own recovery")
+
+
+class TableManager(FaustTableManager):
+    """Faust's table manager without recovery, because each task restores its own partition."""
+
+    app: DedupApp
+
+    async def on_start(self) -> None:
+        """Register the changelog, whose partitions Faust then assigns together with the feeding partitions."""
+        await self._update_channels()
+
+    async def on_rebalance(
+        self, assigned: set[TP], revoked: set[TP], newly_assigned: set[TP], generation_id: int = 0
+    ) -> None:
+        """Assign the standbys, and resume Faust's message flow at once instead of waiting for a recovery."""
+        app = self.app
+        self._recovery_started.set()
+        await self._update_channels()
+        # Faust may assign this worker a standby of a partition whose task also runs on this worker.
+        ours = {tp.partition for tp in assigned if tp.topic in app.sub_topologies["dedup"]}
+        standbys = {tp.partition for tp in app.assignor.assigned_standbys() if tp.topic in self.changelog_topics}
+        app.standbys.assign(standbys - ours)
+        app.pool.keep_only(standbys | ours)
+        if not app.flow_control.is_active():
+            app.flow_control.resume()  # `resume` empties the agents' queues, so it must not run twice
+        app.consumer.resume_flow()
+        await app._fetcher.maybe_start()  # noqa: SLF001  # Faust's own recovery ends with this call, too
+        self.on_actives_ready()
+        self.on_standbys_ready()
+
+    def on_partitions_revoked(self, revoked: set[TP]) -> None:
+        """Stop the standbys. Faust calls this method when the worker stops."""
+        self.app.standbys.assign(())
+
+    async def on_stop(self) -> None:
+        """Stop Faust's fetcher and the tables."""
+        await self.app._fetcher.stop()  # noqa: SLF001  # Faust's own manager does this, too
+        for table in self.values():
+            await table.stop()
+
+    async def wait_until_recovery_completed(self) -> bool:
+        """Return False immediately, because there is no app-wide recovery."""
+        return False
+
+
+class GroupAssignor(PartitionAssignor):
+    """A variant of Faust's sticky assignor that assigns whole task groups instead of single partitions.
+
+    Faust treats each task group as one partition, and this class converts partitions to group numbers and back. Workers
+    with different group sizes cannot join the same consumer group, because the names of their assignors differ.
+    """
+
+    app: DedupApp
+    _counts: Mapping[str, int]
+    """Maps each topic in the cluster to its partition count."""
+
+    @property
+    def name(self) -> str:
+        """The assignor's name, which Kafka requires to be the same for all members of a consumer group."""
+        return "faust" if self._size == 1 else f"faust-groups-of-{self._size}"
+
+    @property
+    def _size(self) -> int:
+        return self.app.factory.topology.group_size
+
+    def on_assignment(self, assignment: Any) -> None:  # Faust defines this signature
+        """Accept an assignment that names this worker by a former address.
+
+        A static member that restarts within the session timeout gets its old assignment back (KIP-345).
+        """
+        found = cast("ClientMetadata", ClientMetadata.loads(self._decompress(assignment.user_data)))
+        old, own = found.url, str(self._url)
+        if old != own:
+            for spread in (found.changelog_distribution, found.external_topic_distribution):
+                if old in spread:
+                    spread[own] = spread.pop(old)
+            found.url = own
+            user_data = self._compress(found.dumps())
+            assignment = type(assignment)(assignment.version, assignment.assignment, user_data)
+        super().on_assignment(assignment)
+
+    def _perform_assignment(self, cluster: Any, member_metadata: Any) -> Any:  # Faust defines this signature
+        topics = {topic for metadata in member_metadata.values() for topic in metadata.subscription}
+        self._counts = {topic: len(cluster.partitions_for_topic(topic) or ()) for topic in topics}
+        return super()._perform_assignment(cluster, member_metadata)
+
+    def _get_client_metadata(self, metadata: Any) -> ClientMetadata:  # type: ignore[override]  # Faust calls this method on the instance
+        """Return a member's previous assignment, converted from partitions to task groups."""
+        found = super()._get_client_metadata(metadata)
+        before = found.assignment
+        found.assignment = ClientAssignment(
+            actives={topic: self._groups(partitions) for topic, partitions in before.actives.items()},
+            standbys={topic: self._groups(partitions) for topic, partitions in before.standbys.items()},
+        )
+        return found
+
+    def _get_copartitioned_groups(self, topics: Any, cluster: Any, subscriptions: Any) -> Any:  # type: ignore[override]  # Faust calls this method on the instance
+        """Map each task-group count to the sets of topics with this count whose task groups are assigned together."""
+        found: defaultdict[int, list[set[str]]] = defaultdict(list)
+        for partitions, alike in super()._get_copartitioned_groups(topics, cluster, subscriptions).items():
+            found[-(-partitions // self._size)] += alike
+        return found
+
+    def _global_table_standby_assignments(self, assignments: Any, partitions_by_topic: Any) -> Any:  # Faust's signature
+        """Convert a finished assignment from task groups to partitions, instead of assigning global tables."""
+        return {
+            member: ClientAssignment(
+                actives={topic: self._partitions(topic, groups) for topic, groups in made.actives.items()},
+                standbys={topic: self._partitions(topic, groups) for topic, groups in made.standbys.items()},
+            )
+            for member, made in assignments.items()
+        }
+
+    def _groups(self, partitions: Iterable[int]) -> list[int]:
+        return sorted({partition // self._size for partition in partitions})
+
+    def _partitions(self, topic: str, groups: Iterable[int]) -> list[int]:
+        size, count = self._size, self._counts[topic]
+        return [number for group in groups for number in range(group * size, min((group + 1) * size, count))]
+
+
+TRANSPORTS.aliases["dedup"] = "dedup.worker.faust_app:Transport"
+STORES.aliases["dedup"] = "dedup.worker.faust_app:SightingsStore"
