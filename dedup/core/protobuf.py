@@ -60,7 +60,7 @@ _NO_ID: Final = frozenset({"float", "double", "message", "group", "map", "repeat
 
 
 def is_refused(type_name: str, time: FieldTime | None) -> bool:
-    """Tell whether values of a type are unusable as IDs or, with ``time``, as event times in the required unit."""
+    """Return whether values of a type cannot be IDs or, if ``time`` is given, event times in its unit."""
     if time is None:
         return type_name in _NO_ID
     match time.unit:

@@ -119,8 +119,8 @@ def layer_rows(
     """Judge the records of one reduce task, and yield the unexpired sightings that the next job needs, as rows of
     `sightings.LAYER`.
 
-    The last yielded row is a report with the number of records by verdict and, as far as the task knows, the end of the
-    judged records in each source partition. ``buckets`` is a multiple of ``reducers``, the number of reduce tasks. If
+    The last row is a report: the number of records by verdict and, for each source partition that the task knows, the
+    offset at which its judged records end. ``buckets`` is a multiple of ``reducers``, the number of reduce tasks. If
     ``whole`` is true, the rows include the unexpired sightings of earlier jobs, so that the next job needs no earlier
     layer.
     """

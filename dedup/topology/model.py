@@ -217,7 +217,7 @@ class Topology:
 
     @property
     def reset_group(self) -> str:
-        """The group that stores start offsets of sources at `dedup reset`, and up to where old output counts."""
+        """The consumer group whose offsets say where the sources begin after `dedup reset` and where old output ends."""
         return f"{self.name}.reset"
 
     @property

@@ -222,11 +222,11 @@ class Cut:
         return np.flatnonzero([(place >> 32) % self.sample == 0 for place in places])
 
     def spill(self, buckets: int, numbers: int, others: int = 0) -> Spill:
-        """Return an empty spill that `free` closes."""
+        """Return an empty spill. Calling `free` on this object closes the spill."""
         return self.hold(Spill(self.scratch, buckets, numbers, others))
 
     def log_spill(self, buckets: int) -> Spill:
-        """Return an empty spill, which `free` closes, for the columns of a log."""
+        """Return an empty spill for the columns of a log. Calling `free` on this object closes the spill."""
         return self.hold(Log.spill(self.scratch, buckets))
 
     def hold(self, spill: Spill) -> Spill:
