@@ -217,7 +217,7 @@ class Topology:
 
     @property
     def reset_group(self) -> str:
-        """The consumer group whose offsets say where the sources begin after `dedup reset` and where old output ends."""
+        """The consumer group whose offsets say where sources begin after `dedup reset` and where old output ends."""
         return f"{self.name}.reset"
 
     @property
