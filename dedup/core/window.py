@@ -7,6 +7,8 @@ its event time ``t``, and on the stream time ``s`` after the record has advanced
     else t < s - grace                                                           -> Late
     else                                                                         -> Unique
 
+`Window.decide` applies this rule to records whose IDs have sightings, and `fold` applies it to all others.
+
 A record exactly one guard period after a sighting is a new event. The retention is the guard period plus the grace, so
 every sighting that could make a record with ``t >= s - grace`` a duplicate is still stored. The bound on ``last`` makes
 the verdict independent of the moment at which old sightings are dropped.

@@ -228,7 +228,11 @@ def _part(file: PartFile) -> Part:
     absent_is_value = file.absent == "as_value"
     if file.header is not None:
         return Part(HeaderRule(file.header), absent_is_value)
-    return Part(KeyRule() if file.field is None else FieldRule(file.field), absent_is_value)
+    if file.field is not None:
+        return Part(FieldRule(file.field), absent_is_value)
+    if file.key is not None:
+        return Part(KeyRule(), absent_is_value)
+    raise InvariantBroken("`_one_rule_each` has accepted a part without a rule that is known here.")
 
 
 def event_time_of(written: str | FieldTimeFile) -> EventTime:
