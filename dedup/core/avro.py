@@ -354,7 +354,10 @@ class AvroReader:
         fault = self._fault(value, _NOTHING, found) or self._fault(value, self._without_ids, found) or fault
         if isinstance(fault, Damaged):
             fault = self._not_avro(value, f"the value is not a record of the schema: {fault}")
-        raise fault
+        try:
+            raise fault
+        finally:
+            del fault  # otherwise, the exception and this frame would refer to each other
 
     def _fault(self, value: bytes, want: _Wanted, found: list[Leaf]) -> Damaged | Unreadable | None:
         """Store the requested parts of a value in ``found``, and return the error if the value cannot be read."""

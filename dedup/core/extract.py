@@ -197,13 +197,14 @@ class Extractor:
         try:
             return self._in_columns(batch)
         except NotInColumns as refused:
-            pieces = in_pieces(
-                refused,
-                count,
-                lambda rows: self._in_columns(batch.only(rows)),
-                lambda rows: self._one_by_one(batch.only(rows)),
-                lambda rows: self._halved(batch.only(rows)),
-            )
+            odd = refused.rows
+        pieces = in_pieces(
+            count,
+            odd,
+            lambda rows: self._in_columns(batch.only(rows)),
+            lambda rows: self._one_by_one(batch.only(rows)),
+            lambda rows: self._halved(batch.only(rows)),
+        )
         return self._merged(count, pieces)
 
     def _by_function(self, batch: _Batch, rule: CodeRule) -> Extracted:
@@ -363,7 +364,8 @@ class Extractor:
         try:
             return self._of_usual(batch, values, columns)
         except NotInColumns as refused:
-            return self._merged(len(values), in_pieces(refused, len(values), usual, each, each))
+            odd = refused.rows
+        return self._merged(len(values), in_pieces(len(values), odd, usual, each, each))
 
     def _lacking(self, batch: _Batch, columns: Sequence[Sequence[Any]]) -> set[int]:
         """Return the rows in which a part of the ID is missing or empty."""

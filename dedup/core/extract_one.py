@@ -500,14 +500,14 @@ def normalize_bytes(value: bytes, normalize: Callable[[str], str]) -> bytes:
 
 def _of_fields(paths: Sequence[Path], tracking_id: TrackingId, members: Iterable[JsonValue | Leaf]) -> list[bytes]:
     parts: list[bytes] = []
-    missing: _MissingId | None = None
+    missing: tuple[str, str] | None = None  # not the exception, which would refer to this frame
     for path, found in zip(paths, members, strict=False):  # an event time may follow the members
         try:
             parts.append(_of_field(found, tracking_id, format_path(path)))
         except _MissingId as first:
-            missing = missing or first
+            missing = missing or (first.code, first.detail)
     if missing is not None:
-        raise missing
+        raise _MissingId(*missing)
     return parts
 
 
@@ -519,7 +519,7 @@ def _of_parts(
     members: Iterable[JsonValue | Leaf],
 ) -> bytes:
     found, present, left = list[bytes](), False, iter(members)
-    missing: _MissingId | None = None
+    missing: tuple[str, str] | None = None
     for part in parts:
         try:
             match part.rule:
@@ -534,10 +534,10 @@ def _of_parts(
             present = True
         except _MissingId as lacking:
             one = _LACKING.get(lacking.code, b"") if part.absent_is_value else b""
-            missing = missing or (None if one else lacking)
+            missing = missing or (None if one else (lacking.code, lacking.detail))
         found.append(one)
     if missing is not None:
-        raise missing
+        raise _MissingId(*missing)
     if not present:
         raise _MissingId("id_missing", "every part of the tracking ID is absent, null, or empty")
     return encoding.encode_composite(found)

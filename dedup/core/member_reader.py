@@ -90,7 +90,8 @@ class MemberReader(ABC):
         try:
             return self.at_once(values)
         except NotInColumns as refused:
-            pieces = in_pieces(refused, len(values), at_once, each, each)
+            odd = refused.rows
+        pieces = in_pieces(len(values), odd, at_once, each, each)
         places = in_order(len(values), pieces)
         return [ordered(places, parts, ABSENT) for parts in zip(*(columns for _, columns in pieces), strict=True)]
 
@@ -161,11 +162,14 @@ class ItemReader(MemberReader):
         """Return the members at the paths, then the event time. Raises Unreadable if the value is not one item."""
         found: list[Leaf] = [ABSENT] * self.count
         fault = self._fault(value, self.wanted, found)
-        if fault is not None:
+        if fault is None:
+            return self.leaves(found)
+        try:
             # If a value has several faults, all alternatives of an ID must report the same one, so the ID's own faults
             # come last.
             raise self._fault(value, self._without_ids, found) or fault
-        return self.leaves(found)
+        finally:
+            del fault  # otherwise, the exception and this frame would refer to each other
 
     def _fault(self, value: bytes, wanted: PathTree, found: list[Leaf]) -> Unreadable | None:
         """Store the requested parts of a value in ``found``, and return the error if the value cannot be read."""

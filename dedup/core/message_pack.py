@@ -353,8 +353,9 @@ class _Cursor(Cursor):
 
     def _pass(self, size: int) -> None:
         if size > len(self._value) - self.at:
-            inside = Damaged(f"it ends inside an item of {size} bytes (byte {self.at})")
-            raise ended(self.at) if size == 1 else inside
+            if size == 1:
+                raise ended(self.at)
+            raise Damaged(f"it ends inside an item of {size} bytes (byte {self.at})")
         self.at += size
 
 

@@ -35,21 +35,24 @@ class NotInColumns(Exception):
 
 
 def in_pieces(
-    refused: NotInColumns,
     count: int,
+    named: Collection[int],
     in_columns: Callable[[Sequence[int]], T],
     one_by_one: Callable[[Sequence[int]], T],
     otherwise: Callable[[Sequence[int]], T],
 ) -> Pieces[T]:
-    """Return the results of a batch of ``count`` rows, which a column reader has ``refused`` to read as a whole.
+    """Return the results of a batch of ``count`` rows that cannot be read in columns as a whole.
 
-    Odd rows are read one by one, and all others in columns. ``in_columns`` may raise NotInColumns with positions in the
-    rows that it was given. If an exception has no positions, ``otherwise`` takes the rows that are left.
+    The rows that the first attempt has ``named`` are read one by one, and all others in columns. ``in_columns`` may
+    raise NotInColumns with positions in the rows that it was given. If an attempt has named no rows, ``otherwise``
+    takes the rows that are left. After the last attempt, they are read one by one.
+
+    Call this function outside the `except` block of the first attempt: the exception keeps the whole batch alive.
     """
     left: Sequence[int] = range(count)
     pieces: Pieces[T] = []
     for _ in range(_ATTEMPTS - 1):
-        odd = set(refused.rows)
+        odd = set(named)
         if not odd:
             return [*pieces, (left, otherwise(left))]
         taken = [row for at, row in enumerate(left) if at in odd]
@@ -59,8 +62,8 @@ def in_pieces(
             break
         try:
             return [*pieces, (left, in_columns(left))]
-        except NotInColumns as again:
-            refused = again
+        except NotInColumns as refused:
+            named = refused.rows
     if not left:
         return pieces
     return [*pieces, (left, one_by_one(left))]

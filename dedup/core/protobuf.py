@@ -198,9 +198,12 @@ class ProtobufReader:
             # If a value has several faults, all alternatives of an ID must report the same one, so the ID's own faults
             # come last.
             fault = self._without_ids.fault(value, found) or fault
-        if isinstance(fault, Unreadable):
-            raise fault
-        text = f"the value is not a message of the schema: {fault}"
+        try:
+            if isinstance(fault, Unreadable):
+                raise fault
+            text = f"the value is not a message of the schema: {fault}"
+        finally:
+            del fault  # otherwise, the exception and this frame would refer to each other
         if value[:1] == b"{" and value[-1:] == b"}":
             raise Unreadable("not_protobuf", f"{text}; it looks like JSON", format_name="json")
         raise with_foreign_format(value, "not_protobuf", text)

@@ -1,7 +1,9 @@
 """The column extractor equals `extract_one` on every input, however odd."""
 
+import gc
 import json
 import random
+from types import FrameType, TracebackType
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,7 +14,26 @@ from dedup.core.exact_json import Unreadable, canonical_json, content_of, decode
 from dedup.core.extract import Extractor, FaultKind, Recipe, bytes_keys, scalar_keys, text_keys
 from dedup.core.extract_one import Fault, One, extract_one
 from dedup.core.tracking_id import KeyRule, TrackingId, encode_bytes, encode_integer, encode_text, state_key
-from tests.property.extract_cases import EVENTS, EXTRACTORS, FILLER, NAME, RECIPES, SCHEMA_IDS, UUID, framed
+from tests.property.extract_cases import (
+    AVRO,
+    AVRO_EVENTS,
+    CBOR,
+    CBOR_EVENTS,
+    CSV,
+    CSV_EVENTS,
+    EVENTS,
+    EXTRACTORS,
+    FILLER,
+    MSGPACK,
+    MSGPACK_EVENTS,
+    NAME,
+    PROTOBUF,
+    PROTOBUF_EVENTS,
+    RECIPES,
+    SCHEMA_IDS,
+    UUID,
+    framed,
+)
 
 
 def compare(name, keys, values, headers, times_ms):
@@ -352,3 +373,39 @@ def test_a_null_value_leaves_the_others_fast(monkeypatch):
 def test_an_empty_batch():
     found = Extractor(Recipe(TrackingId(KeyRule()), RecordTime()))([], [], [], [])
     assert (found.ids, found.times_ms, found.fingerprints, found.faults) == ([], [], None, {})
+
+
+PAIRS = (
+    (RECIPES, EVENTS),
+    (AVRO, AVRO_EVENTS),
+    (PROTOBUF, PROTOBUF_EVENTS),
+    (MSGPACK, MSGPACK_EVENTS),
+    (CBOR, CBOR_EVENTS),
+    (CSV, CSV_EVENTS),
+)
+MIXED = {name: (recipe, events) for recipes, events in PAIRS for name, recipe in recipes.items()}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_batch_is_freed_without_the_garbage_collector(name):
+    """Workers collect garbage rarely and `dedup verify` never, so a reference cycle would keep batches in memory."""
+    recipe, events = MIXED[name]
+    extractor = Extractor(recipe)
+    # Several kinds of odd rows, which several attempts to read columns name one after the other.
+    values = [*events[:3] * 20, *events, None, b"", *(value[:-1] for value in events)]
+    keys = [None if row % 7 == 3 else b"key" for row in range(len(values))]
+    headers = [[("h", b"")] if row % 5 == 2 else [("h", b"of-%d" % row)] for row in range(len(values))]
+    batch = (keys, values, headers, [0] * len(values))
+    extractor(*batch)  # fills caches
+    gc.collect()
+    gc.disable()
+    try:
+        extractor(*batch)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = [each for each in gc.garbage if isinstance(each, BaseException | FrameType | TracebackType)]
+        assert left == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
