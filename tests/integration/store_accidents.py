@@ -21,7 +21,7 @@ def one_segment_flushed(number: int) -> None:
         apply(self, writes, record, position)
         seen += len(self._segments) > 1
         if seen == number:
-            self._segments[min(self._segments)].family.flush()
+            self._segments[min(self._segments)].family.rows.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
     RocksStore.apply = flushing  # type: ignore[method-assign]

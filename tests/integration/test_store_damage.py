@@ -35,7 +35,7 @@ def healthy(tmp_path_factory):
         store.apply(batch(number), TaskRecord(b"f", number, (), number + 1, 100), number + 1)
         if number in (10, 25):
             for held in store._segments.values():
-                held.family.flush()
+                held.family.rows.flush()
             store._db.flush()
     shutil.copytree(directory.with_name("running"), directory)
     store.close()

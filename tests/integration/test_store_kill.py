@@ -113,7 +113,7 @@ class FlushedApart(RocksStore):
     def apply(self, writes, record, position):
         super().apply(writes, record, position)
         if position > CRASH_AT:
-            self._segments[min(self._segments)].family.flush()
+            self._segments[min(self._segments)].family.rows.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -162,7 +162,7 @@ def test_position_task_record_and_keys_agree_after_every_kill(tmp_path, kept):
         assert verdict(store, kept) == "agree"
         unfound(store)
         positions.append(store.position)
-        reused = {held.name for held in store._segments.values()} != set(map(str, store.segments()))
+        reused = {held.family.name for held in store._segments.values()} != set(map(str, store.segments()))
         store.close()
     assert reused
     # Each run has applied a batch at least, and nothing that an earlier one had applied is gone.

@@ -4,10 +4,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dedup.store import rocks
 from dedup.store.base import MemoryStore, StoreIdentity
 from dedup.store.changelog import TaskRecord
 from dedup.store.rocks import RocksMemory, RocksStore
@@ -15,18 +17,23 @@ from dedup.store.rocks import RocksMemory, RocksStore
 IDENTITY = StoreIdentity("orders", 0, "topic-id")
 MEMORY = RocksMemory(cache_bytes=1 << 20, write_buffer_bytes=1 << 20)
 GRIDS = (10, 15, 40)
+STARTS = (0, 10, 15, 20, 30, 40, 45, 50, 60, 75, 80)
 
 state_keys = st.binary(min_size=1, max_size=3) | st.integers(0, 200).map(lambda number: b"u%016d" % number)
 writes = st.dictionaries(
-    st.sampled_from([0, 10, 15, 20, 30, 40, 45]),
-    st.dictionaries(state_keys, st.binary(min_size=1, max_size=20), max_size=40),
-    max_size=3,
+    st.sampled_from(STARTS), st.dictionaries(state_keys, st.binary(min_size=1, max_size=20), max_size=40), max_size=4
 )
 
 
 class Stores(RuleBasedStateMachine):
     @initialize()
     def begin(self):
+        # Few segments have a column family of their own, and the others share one.
+        self.patched = pytest.MonkeyPatch()
+        self.patched.setattr(rocks, "_MOST_OWN_FAMILIES", 3)
+        self.patched.setattr(rocks, "_MOST_FREE_FAMILIES", 2)
+        self.patched.setattr(rocks, "_MOST_REUSED_BYTES", 1_500)
+        self.patched.setattr(rocks, "_DELETIONS_PER_FLUSH", 2)
         self.root = Path(tempfile.mkdtemp())
         self.memory = MemoryStore()
         self.rocks = self.open()
@@ -39,6 +46,7 @@ class Stores(RuleBasedStateMachine):
         if hasattr(self, "rocks"):
             self.rocks.close()
             shutil.rmtree(self.root)
+            self.patched.undo()
 
     @rule(writes=writes, ahead=st.integers(0, 5), segment_ms=st.sampled_from(GRIDS), with_record=st.booleans())
     def apply(self, writes, ahead, segment_ms, with_record):
@@ -49,17 +57,27 @@ class Stores(RuleBasedStateMachine):
         for values in writes.values():
             self.asked.update(values)
 
-    @rule(oldest_live_ms=st.integers(0, 90), segment_ms=st.sampled_from(GRIDS))
+    @rule(oldest_live_ms=st.integers(0, 130), segment_ms=st.sampled_from(GRIDS))
     def drop(self, oldest_live_ms, segment_ms):
         dropped = self.memory.drop_below(oldest_live_ms, segment_ms)
         assert self.rocks.drop_below(oldest_live_ms, segment_ms) == dropped
 
-    @rule(segments=st.lists(st.sampled_from([0, 10, 15, 99]), unique=True), some=st.integers(1, 50))
+    @rule(segments=st.lists(st.sampled_from([*STARTS, 99]), unique=True), some=st.integers(1, 50))
     def look_up(self, segments, some):
         asked = sorted(self.asked)[:some]
         assert self.rocks.get_each(segments, asked) == self.memory.get_each(segments, asked)
         for segment in segments:
             assert self.rocks.get_each((segment,), asked) == self.memory.get_each((segment,), asked)
+
+    @rule()
+    def clear(self):
+        self.rocks.clear()
+        self.memory.clear()
+
+    @rule()
+    def flush(self):
+        for family in self.rocks._families.values():
+            family.rows.flush()
 
     @rule()
     def reopen(self):

@@ -48,7 +48,7 @@ def files_bytes(directory: Path, keys: list[bytes], *, fingerprints: bool) -> in
             values = encode_single_column(times, 0, 3, offsets, marks)
             record = TaskRecord(b"f" * 16, BASE_MS, (), at + len(part), 10**9)
             store.apply({0: dict(zip(part, values, strict=True))}, record, at + len(part))
-        (family,) = (held.family for held in store._segments.values())
+        (family,) = (held.family.rows for held in store._segments.values())
         family.flush()
         logs = sum(path.stat().st_size for path in directory.glob("filter-log-*"))
         return sst_bytes(family) + logs
@@ -85,7 +85,7 @@ def test_a_steady_flow_takes_between_the_least_and_the_most_that_are_predicted(t
     disk: dict[str, list[int]] = {"least": [], "most": []}
 
     def note(which: str) -> None:
-        families = [held.family for held in store._segments.values()]
+        families = [held.family.rows for held in store._segments.values()]
         for family in families:
             family.flush()
         ids[which].append(store.count_ids())

@@ -221,7 +221,7 @@ def grown(directory, first, *, position):
     """A closed store with 2,000 more IDs, in a data file of their own."""
     store = RocksStore.open(directory, identity=IDENTITY)
     store.apply({0: {b"id-%07d" % (first + number): os.urandom(15) for number in range(2_000)}}, RECORD, position)
-    store._segments[0].family.flush()
+    store._segments[0].family.rows.flush()
     store.close()
     return directory
 

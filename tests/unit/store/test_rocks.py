@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import rocksdict
 
+from dedup.errors import DedupError
 from dedup.store import rocks
 from dedup.store.base import MemoryStore, StoreIdentity
 from dedup.store.changelog import TaskRecord
@@ -128,7 +129,7 @@ def fill_in_turn(store, segments, ids=20):
 
 def flush_all(store):
     for held in store._segments.values():
-        held.family.flush()
+        held.family.rows.flush()
 
 
 def families(directory):
@@ -167,7 +168,7 @@ def test_a_large_segment_takes_its_column_family_along(tmp_path, monkeypatch):
     fill_in_turn(store, range(0, 300, WIDTH_MS), ids=500)
     flush_all(store)
     fill_in_turn(store, range(300, 600, WIDTH_MS), ids=500)
-    assert {held.name for held in store._segments.values()} == {"300", "400", "500"}
+    assert {held.family.name for held in store._segments.values()} == {"300", "400", "500"}
     assert families(tmp_path / "0") == {"300", "400", "500"}
     store.close()
 
@@ -258,4 +259,126 @@ def test_many_live_segments_share_one_column_family(tmp_path):
     assert list(store.sightings()) == [(start, b"a", b"1") for start in range(20)]
     assert store.drop_below(1 << 40, WIDTH_MS) == tuple(range(20))
     assert list(store.sightings()) == []
+    store.close()
+
+
+def fill_shared(store, ids):
+    """Write 12 segments, of which the last four share a column family."""
+    record = TaskRecord(b"f", 0, (), 1, WIDTH_MS)
+    for start in range(0, 1_200, WIDTH_MS):
+        values = {b"%d-%d" % (start, row): os.urandom(40) for row in range(ids)}
+        store.apply({start: values}, record, store.position + 1)
+    assert [held.family.name for held in store._segments.values()][-5:] == ["700", *["shared"] * 4]
+
+
+def test_the_shared_family_ends_with_its_last_segment_if_its_files_are_large(tmp_path, monkeypatch):
+    """Without further writes, RocksDB would keep the files of a drained backlog for a month."""
+    monkeypatch.setattr(rocks, "_MOST_REUSED_BYTES", 1_000)
+    directory = tmp_path / "0"
+    store = RocksStore.open(directory, identity=StoreIdentity("t", 0, ""))
+    fill_shared(store, ids=500)
+    flush_all(store)
+    store.drop_below(1_100, WIDTH_MS)
+    assert families(directory) == {"shared"}
+    full_bytes = store.approximate_bytes()
+    store.drop_below(1_200, WIDTH_MS)
+    assert families(directory) == set()
+    assert store.approximate_bytes() < full_bytes / 10
+    until(lambda: not list(directory.glob("*.sst")), "RocksDB deletes the files of the dropped families")
+    fill_shared(store, ids=1)
+    assert len(list(store.sightings())) == 12
+    store.close()
+
+
+@pytest.mark.parametrize("dropped", range(9))
+@pytest.mark.parametrize("reopened", [True, False])
+def test_a_clear_that_did_not_drop_all_families_left_no_keys(tmp_path, monkeypatch, dropped, reopened):
+    """A kill or a full disk can end `clear` after any of the families."""
+    directory, drop_family, drops = tmp_path / "0", RocksStore._drop_family, count()
+    store = RocksStore.open(directory, identity=StoreIdentity("t", 0, ""))
+    fill_shared(store, ids=2)
+
+    def stopped(self, family):
+        if next(drops) == dropped:
+            raise KeyboardInterrupt
+        drop_family(self, family)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RocksStore, "_drop_family", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            store.clear()
+    if reopened:
+        store.close()
+        store = RocksStore.open(directory, identity=StoreIdentity("t", 0, ""))
+    assert (store.position, store.task_record, store.segments()) == (0, None, {})
+    alike = MemoryStore()
+    for each in (store, alike):
+        each.apply({start: {b"a": b"1"} for start in range(0, 1_200, WIDTH_MS)}, None, 1)
+    assert list(store.sightings()) == list(alike.sightings())
+    old = [b"%d-%d" % (start, row) for start in range(0, 1_200, WIDTH_MS) for row in range(2)]
+    assert store.get_each(store.segments(), old[:3]) == {}
+    assert store.get_each(store.segments(), old) == {}
+    store.close()
+
+
+def test_a_segment_whose_family_could_not_be_dropped_does_not_return(tmp_path, monkeypatch):
+    """A full disk ends `drop_below` with an error, and the worker uses the store again later."""
+    monkeypatch.setattr(rocks, "_MOST_REUSED_BYTES", -1)
+    directory = tmp_path / "0"
+    store = RocksStore.open(directory, identity=StoreIdentity("t", 0, ""))
+    fill_shared(store, ids=2)
+    store.drop_below(1_100, WIDTH_MS)
+
+    def full(_self, _family):
+        raise DedupError("No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RocksStore, "_drop_family", full)
+        with pytest.raises(DedupError):
+            store.drop_below(1_200, WIDTH_MS)
+    for start in range(300, 1_200, WIDTH_MS):
+        store.apply({start: {b"a": b"1"}}, None, store.position + 1)
+    wanted = [(start, b"a", b"1") for start in range(300, 1_200, WIDTH_MS)]
+    assert list(store.sightings()) == wanted
+    assert store._segments[1_100].family.name == "shared"
+    store.close()
+    store = RocksStore.open(directory, identity=StoreIdentity("t", 0, ""))
+    assert list(store.sightings()) == wanted
+    store.close()
+
+
+def test_memory_of_hashed_memtables_is_given_back_with_their_families(tmp_path, monkeypatch):
+    monkeypatch.setattr(rocks, "_MOST_FREE_FAMILIES", 1)
+    memory = RocksMemory()
+    tables = memory._tables
+    store = RocksStore.open(tmp_path / "0", identity=StoreIdentity("t", 0, ""), memory=memory)
+    fill_shared(store, ids=2)
+    assert memory._tables == tables - 8
+    store.drop_below(1_200, WIDTH_MS)
+    assert memory._tables == tables - 1
+    assert families(tmp_path / "0") == {"0", "shared"}
+    store.close()
+    assert memory._tables == tables
+    monkeypatch.setattr(rocks, "_MOST_FREE_FAMILIES", 3)
+    store = RocksStore.open(tmp_path / "0", identity=StoreIdentity("t", 0, ""), memory=memory)
+    assert families(tmp_path / "0") == {"0"}
+    assert memory._tables == tables - 1
+    store.close()
+
+
+def test_dropped_segments_are_flushed_by_the_hundred(tmp_path):
+    """A flush takes 3 ms, and without any flush, the deletions would slow down lookups."""
+    store = RocksStore.open(tmp_path / "0", identity=StoreIdentity("t", 0, ""))
+
+    def flushed(segments):
+        fill_in_turn(store, segments)
+        until(lambda: not pending(), "RocksDB writes what the store flushed")
+        return len(list((tmp_path / "0").glob("*.sst")))
+
+    def pending():
+        found = [family.rows.property_value("rocksdb.num-immutable-mem-table") for family in store._families.values()]
+        return set(found) != {"0"}
+
+    assert flushed(range(0, 30_000, WIDTH_MS)) == 0
+    assert flushed(range(30_000, 45_000, WIDTH_MS)) == 4
     store.close()
