@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Final, cast
 
@@ -32,6 +33,20 @@ _OPEN_FILES_SHARD_BITS: Final = 4
 _BLOOM_BITS: Final = 10
 LONGEST_KEY: Final = 33
 """The length of the longest state key, used as the prefix length, so that a hashed memtable finds a key directly."""
+
+
+@dataclass(slots=True)
+class Family:
+    """An open column family. rocksdict flushes a family whenever it frees ``rows``, so the store keeps it."""
+
+    name: str
+    """The start of the first segment that the family contained, or the name of the shared family."""
+    rows: rocksdict.Rdict
+    handle: rocksdict.ColumnFamily
+    hashed: bool
+    """Whether the family has a hashed memtable, which accepts keys equally fast in any order."""
+    deletions: int = 0
+    """The number of segments that were deleted from the family since the last flush."""
 
 
 def rocks_options(

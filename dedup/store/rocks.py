@@ -32,7 +32,15 @@ from dedup.errors import DedupError, InvariantBroken, TaskCorrupted
 from dedup.store.base import StoreIdentity
 from dedup.store.bloom_filter import Hashed, HashKey, LogMark, SegmentFilter
 from dedup.store.changelog import TaskRecord, Writes, decode_task_record, encode_task_record, refuse_unstorable
-from dedup.store.column_family import FILES_TO_SLOW_DOWN, TABLE_BYTES, delete_all, keys_after, pairs, rocks_options
+from dedup.store.column_family import (
+    FILES_TO_SLOW_DOWN,
+    TABLE_BYTES,
+    Family,
+    delete_all,
+    keys_after,
+    pairs,
+    rocks_options,
+)
 from dedup.store.directory import (
     FILTER_LOG,
     NEW_SNAPSHOT_SUFFIX,
@@ -275,22 +283,8 @@ class RocksMemory:
 
 
 @dataclass(slots=True)
-class _Family:
-    """An open column family. rocksdict flushes a family whenever it frees ``rows``, so the store keeps it."""
-
-    name: str
-    """`_SHARED`, or the start of the first segment that the family contained."""
-    rows: rocksdict.Rdict
-    handle: rocksdict.ColumnFamily
-    hashed: bool
-    """Whether the family has a hashed memtable, which accepts keys equally fast in any order."""
-    deletions: int = 0
-    """The number of segments that were deleted from the family since the last flush."""
-
-
-@dataclass(slots=True)
 class _Segment:
-    family: _Family
+    family: Family
     entry: _SegmentEntry
     filter: SegmentFilter
     prefix: bytes
@@ -312,7 +306,7 @@ class RocksStore:
         self._write_options: Final = rocksdict.WriteOptions()
         self._write_options.sync = False
         self._segments: dict[int, _Segment] = {}
-        self._free: list[_Family] = []
+        self._free: list[Family] = []
         """Empty column families, which will contain the next segments."""
         self.task_record: TaskRecord | None = None
         """The last applied task record, or None in a new store."""
@@ -477,7 +471,7 @@ class RocksStore:
             family.deletions = 0
             family.rows.flush(wait=False)
 
-    def _is_kept(self, family: _Family) -> bool:
+    def _is_kept(self, family: Family) -> bool:
         """Return whether the family remains when one of its segments is dropped."""
         if family.name == _SHARED:
             if sum(held.family is family for held in self._segments.values()) > 1:
@@ -582,7 +576,7 @@ class RocksStore:
         held = self._segments[start] = self._segment(self._family_for(start), entry, start)
         return held
 
-    def _family_for(self, start: int) -> _Family:
+    def _family_for(self, start: int) -> Family:
         """Return the column family that will contain a new segment, after creating the family if needed."""
         if self._free:
             return self._free.pop()
@@ -592,7 +586,7 @@ class RocksStore:
         name = str(start) if str(start) not in own else str(max(map(int, own)) + 1)
         return self._create_family(name, hashed=self._memory.take_table())
 
-    def _create_family(self, name: str, *, hashed: bool) -> _Family:
+    def _create_family(self, name: str, *, hashed: bool) -> Family:
         try:
             self._db.create_column_family(name, self._memory.options(hashed=hashed))
         except BaseException:
@@ -601,17 +595,17 @@ class RocksStore:
         family = self._families[name] = self._opened(name, hashed=hashed)
         return family
 
-    def _opened(self, name: str, *, hashed: bool) -> _Family:
-        return _Family(name, self._db.get_column_family(name), self._db.get_column_family_handle(name), hashed)
+    def _opened(self, name: str, *, hashed: bool) -> Family:
+        return Family(name, self._db.get_column_family(name), self._db.get_column_family_handle(name), hashed)
 
-    def _segment(self, family: _Family, entry: _SegmentEntry, start: int) -> _Segment:
+    def _segment(self, family: Family, entry: _SegmentEntry, start: int) -> _Segment:
         own_filter = SegmentFilter(self._log_path(start), self._key, logged=self._logged)
         return _Segment(family, entry, own_filter, _START.pack(start) if family.name == _SHARED else b"")
 
     def _log_path(self, start: int) -> Path:
         return self._directory / f"{FILTER_LOG}{start}"
 
-    def _drop_family(self, family: _Family) -> None:
+    def _drop_family(self, family: Family) -> None:
         self._db.drop_column_family(family.name)
         del self._families[family.name]
         self._memory.give_tables(int(family.hashed))

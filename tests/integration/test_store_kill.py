@@ -121,7 +121,7 @@ class Gullible(RocksStore):
     """Opens without comparing a segment with what the default family says of it."""
 
     def _loaded(self, start, name, entry):
-        return self._segment(name, entry, start)
+        return self._segment(self._families[name], entry, start)
 
 
 MODES = {"right": RocksStore, "position first": PositionFirst, "one position": OnePosition, "apart": FlushedApart}
