@@ -284,7 +284,7 @@ def layout_in_words(name: str, found: Layout, wanted: int | str) -> Iterator[str
     shared = "each partition has" if found.partitions == 1 else f"{found.partitions} partitions share"
     yield f"{name}: {shared} a transaction; transactions.partitions is {wanted}"
     for topic, count in found.counts.items():
-        yield f"{topic} had {count} partitions when the state began"
+        yield f"{topic} had {count} partitions when the state was created"
     if found.changing_to is not None:
         yield f"a change to {found.changing_to} was interrupted; run `dedup layout --apply` to finish it"
 

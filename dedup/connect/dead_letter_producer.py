@@ -119,7 +119,7 @@ class DeadLetterProducer:
         return sum(map(len, unsent.values()))
 
     def settled(self, positions: Mapping[int, int]) -> None:
-        """Forget the dead letters of records below ``positions``, which the database has committed."""
+        """Drop the dead letters of records below ``positions``, because the database has committed these records."""
         for number, position in positions.items():
             state = self._partitions[number]
             state.sent = {offset for offset in state.sent if offset >= position}

@@ -1,4 +1,4 @@
-"""Implements a source that reads the rows of a growing table or of a query in the order of their numbers, without gaps.
+"""Implements a source that reads all rows of a growing table or of a query in the order of their row numbers.
 
 A row gets its number before its transaction commits, so a lower number may become visible after a higher one. In
 PostgreSQL, the source therefore takes the greatest number as a bound, and waits until all transactions that hold a

@@ -1,8 +1,8 @@
 """Reads members of CBOR values by path, from one value (`CborReader.read`) or as columns from a batch of values.
 
-A value is one item, usually a map, and must end where the item ends. A path consists of text keys of maps and positions
-in arrays, and the reader skips all other items. The reader does not recurse into skipped items and does not allocate
-memory for announced lengths, so it limits neither depth nor length. Source: RFC 8949, and IANA's registry of CBOR tags.
+A value is one item, usually a map, and must end where the item ends. A path consists of the text keys of maps and the
+indexes of arrays. The reader skips all other items, does not recurse into them, and does not allocate memory for
+announced lengths, so it limits neither depth nor length. Source: RFC 8949, and IANA's registry of CBOR tags.
 """
 
 from __future__ import annotations

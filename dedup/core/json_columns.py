@@ -161,8 +161,8 @@ class JsonColumns:
 def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns | None:
     r"""Return the decoder for the fields of the ID and the time, or None if only `extract_one` can read the fields.
 
-    Only `extract_one` can read array elements, fields that contain one another, and member names that JSON can spell in
-    several ways even without ``\u``.
+    Only `extract_one` can read array elements, a field inside another field that is also wanted, and member names with
+    characters that JSON can write in several ways even without ``\u``, such as ``/`` and ``\/``.
     """
     paths = [*ids, time.path] if time is not None else list(ids)
     tree = _Node({}, None)

@@ -1,8 +1,8 @@
 """Reads members of MessagePack values by path, from one value (`read`) or as columns from a batch (`columns`).
 
-A value is one item, usually a map, and must end where the item ends. A path consists of text keys of maps and positions
-in arrays, and the reader skips all other items. The reader does not recurse into skipped items and does not allocate
-memory for announced lengths, so it limits neither depth nor length.
+A value is one item, usually a map, and must end where the item ends. A path consists of the text keys of maps and the
+indexes of arrays. The reader skips all other items, does not recurse into them, and does not allocate memory for
+announced lengths, so it limits neither depth nor length.
 
 `columns` decodes values with msgspec, and uses `MessagePackReader.read` if the results might differ. msgspec keeps the
 last of several members with the same name. Therefore, each name must occur only once in the bytes of a value, in its

@@ -1,4 +1,4 @@
-"""Reads most rows of a batch in columns, and the others one by one.
+"""Reads most rows of a batch column by column, and the other rows one by one.
 
 Reading in columns is fast, but a column reader refuses a batch unless it is sure of every row. If it can name the odd
 rows, only these are read one by one, so one unusual record among thousands adds little more than its own cost.

@@ -60,7 +60,7 @@ class AuditCut:
             # As in `verify.cut.Cut`, the bounds of all topics but the source topics begin at the last `dedup reset`.
             self.partitions, self.committed, self.bounds, resets = offsets_of(topology, reader, report)
             self.begun_with: Final = begun_with(topology, reader)
-            """Maps each topic that tasks read to its partition count when the state began, if known."""
+            """Maps each topic that tasks read to its partition count when the state was created, if known."""
             has_state = reader.partitions([topology.changelog_topic])[topology.changelog_topic] > 0
             marks = seed_marks(spark, topology, settings) if has_state else {}
             self._mark: Final = next(iter(marks.values()), None)

@@ -149,7 +149,7 @@ def read_kafka(
 
 
 def feeds_of(topology: Topology, counts: Mapping[str, int]) -> tuple[Feed, ...]:
-    """Return a feed for every source partition that existed when the state began, according to ``counts``."""
+    """Return a feed for every source partition that existed when the state was created, according to ``counts``."""
     return tuple(
         Feed(position, partition)
         for position, topic in enumerate(topology.source.topics)

@@ -16,7 +16,7 @@ _ARENA_BLOCK_BYTES: Final = 16 << 10
 """The size of the blocks that memtables allocate, which is small because busy stores all allocate at the same time."""
 _BUCKETS: Final = 1 << 14
 TABLE_BYTES: Final = 8 * _BUCKETS
-"""The memory that an empty hashed memtable uses, in bytes."""
+"""The memory that an empty hash memtable uses, in bytes."""
 _WAL_BYTES: Final = 16 << 20
 _FILES_TO_MERGE: Final = 12
 """The number of sorted runs at which RocksDB merges runs of similar size (universal compaction), so that each ID is
@@ -32,7 +32,7 @@ _OPEN_FILES_SHARD_BITS: Final = 4
 """RocksDB divides the limit of open files among 2**this groups; with its default of 6, each group gets only 8 files."""
 _BLOOM_BITS: Final = 10
 LONGEST_KEY: Final = 33
-"""The length of the longest state key, used as the prefix length, so that a hashed memtable finds a key directly."""
+"""The length of the longest state key, used as the prefix length, so that a hash memtable finds a key directly."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Family:
     rows: rocksdict.Rdict
     handle: rocksdict.ColumnFamily
     hashed: bool
-    """Whether the family has a hashed memtable, which accepts keys equally fast in any order."""
+    """Whether the family has a hash memtable, which accepts keys equally fast in any order."""
     deletions: int = 0
     """The number of segments that were deleted from the family since the last flush."""
 
@@ -59,7 +59,7 @@ def rocks_options(
 ) -> rocksdict.Options:
     """Return the options of a segment's column family or, with ``segment=False``, of the database.
 
-    In a measurement, inserting or finding a key took 35% to 40% less time in a hashed memtable than in a skip list.
+    In a measurement, inserting or finding a key took 35% to 40% less time in a hash memtable than in a skip list.
     Write buffers are small, because a worker may have 256 stores.
     """
     table = rocksdict.BlockBasedOptions()
@@ -131,7 +131,7 @@ def delete_all(batch: rocksdict.WriteBatch, family: rocksdict.ColumnFamily, pref
 
 
 def _in_order() -> rocksdict.ReadOptions:
-    """Return the options for reading keys in sorted order, even from a hashed memtable."""
+    """Return the options for reading keys in sorted order, even from a hash memtable."""
     options = rocksdict.ReadOptions()
     options.set_total_order_seek(True)
     return options

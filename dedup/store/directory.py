@@ -171,7 +171,7 @@ def limit_log(directory: Path, emptied_at_bytes: int) -> int:
 
 
 def in_use(directory: Path) -> StateIncompatible:
-    """Return the error for a directory that another process uses."""
+    """Return the error for a directory that is in use by another process."""
     return StateIncompatible(
         f"{directory}: is in use by another process. Two workers share a state_dir; stop one, or give each its own "
         "state_dir and worker_id."

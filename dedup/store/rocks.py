@@ -83,7 +83,7 @@ _MOST_TIMES: Final = 4
 The memtables of 256 stores that share 64 MiB would be flushed after a few hundred IDs.
 """
 _TABLES_SHARE: Final = 4
-"""The hash tables of all hashed memtables may take at most the memory of the write buffers divided by this number."""
+"""The hash tables of all hash memtables may take at most the memory of the write buffers divided by this number."""
 _MOST_OWN_FAMILIES: Final = 8
 _SHARED: Final = "shared"
 _START: Final = struct.Struct(">q")
@@ -271,14 +271,14 @@ class RocksMemory:
         return rocks_options(self.cache, self.write_buffers, self.env, hashed=hashed, segment=segment)
 
     def take_table(self) -> bool:
-        """Reserve memory for a hashed memtable, and return whether enough memory was left."""
+        """Reserve memory for a hash memtable, and return whether enough memory was left."""
         if self._tables <= 0:
             return False
         self._tables -= 1
         return True
 
     def give_tables(self, count: int) -> None:
-        """Release the reserved memory of ``count`` hashed memtables."""
+        """Release the memory reserved for ``count`` hash memtables."""
         self._tables += count
 
 

@@ -162,7 +162,7 @@ class Cut:
     sample: int = 1
     """The verification judges one in this many tracking IDs."""
     begun_with: dict[str, int] = field(default_factory=dict)
-    """Maps each topic that tasks read to its partition count when the state began; empty if unknown."""
+    """Maps each topic that tasks read to its partition count when the state was created; empty if unknown."""
     total: int = 0
     done: int = 0
     starts: dict[int, int] = field(default_factory=dict)
@@ -200,7 +200,7 @@ class Cut:
 
     @property
     def begun_feeds(self) -> list[Feed]:
-        """The source partitions that existed when the state began, and therefore count for stream time from the start.
+        """The source partitions that existed when the state was created; these count toward stream time from the start.
 
         Without a layout, these are all source partitions.
         """
@@ -304,7 +304,7 @@ class Cut:
         if begin is not None:
             return max(begin, bounds.low)
         if partition >= self.begun_with.get(topic, partition + 1):
-            return bounds.low  # The partition was added after the state began.
+            return bounds.low  # The partition was added after the state was created.
         match self.topology.source.start:
             case "earliest":
                 return bounds.low
@@ -358,7 +358,7 @@ def offsets_of(topology: Topology, reader: KafkaReader, report: Report) -> Topic
 
 
 def begun_with(topology: Topology, reader: KafkaReader) -> dict[str, int]:
-    """Return each topic's partition count when the state began, taken from the newest layout record.
+    """Return each topic's partition count when the state was created, taken from the newest layout record.
 
     The result is empty if there is no layout record, or if partitions cannot be added.
     """

@@ -421,7 +421,7 @@ class WebServer:
 
 
 def status_of(seen: WorkerSeen, peers: Iterable[Peer]) -> dict[str, Any]:
-    """Return the status of a worker and the URLs of its group's members, as plain data for JSON."""
+    """Return the status of a worker and the URLs of its group's members as data that can be written as JSON."""
     counted, total = seen.counters(), seen.total()
     return {
         "topology": seen.topology,

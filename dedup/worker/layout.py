@@ -48,7 +48,7 @@ class Layout:
     partitions: int = 1
     """The number of partitions per transaction."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Maps each topic with tasks to its partition count when the state began; empty if no layout was ever written."""
+    """Maps each topic with tasks to its partition count when the state was created; empty if there was no layout."""
     changing_to: int | None = None
     """The next value of ``partitions`` while a change is under way."""
 
@@ -141,7 +141,7 @@ def _fits(counts: Mapping[str, int], ours: Mapping[str, int], topology: Topology
 
 
 async def begun(topology: Topology, cluster: Cluster, wire: Wire) -> Cluster:
-    """Return a copy of ``cluster`` with the partition counts that the layout recorded when the state began."""
+    """Return a copy of ``cluster`` with the partition counts that the layout recorded when the state was created."""
     return replace(cluster, begun_with=(await read_layout(wire, topology)).counts)
 
 

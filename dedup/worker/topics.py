@@ -105,10 +105,10 @@ class Cluster:
 
     topics: Mapping[str, Topic]
     begun_with: Mapping[str, int] = field(default_factory=dict)
-    """The partition counts that the state began with, according to the layout; empty if no layout was ever written."""
+    """The partition counts when the state was created, according to the layout; empty if no layout was ever written."""
 
     def feeds(self, topology: Topology) -> tuple[Feed, ...]:
-        """Return every source partition that existed when the state began."""
+        """Return every source partition that existed when the state was created."""
         topics, counts = topology.source.topics, self.source_partitions(topology)
         return tuple(Feed(at, number) for at, topic in enumerate(topics) for number in range(counts[topic]))
 
@@ -121,7 +121,7 @@ class Cluster:
         return () if topology.direct or not self.begun_with else topology.source.topics
 
     def is_new(self, place: TopicPartition) -> bool:
-        """Return whether a partition was added after the state began."""
+        """Return whether a partition was added after the state was created."""
         return place.partition >= self.begun_with.get(place.topic, place.partition + 1)
 
     def places(self, names: Iterable[str]) -> list[TopicPartition]:
@@ -129,7 +129,7 @@ class Cluster:
         return [place for name in names for place in self.topics[name].places]
 
     def source_partitions(self, topology: Topology) -> dict[str, int]:
-        """Return the partition count that each source topic and the repartition topic had when the state began."""
+        """Return how many partitions each source topic and the repartition topic had when the state was created."""
         names = (*topology.source.topics, *topology.feeding_topics)
         return {name: self.begun_with.get(name, self.topics[name].partitions) for name in names}
 

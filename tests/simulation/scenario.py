@@ -116,7 +116,7 @@ class Scenario:
     feeds: int = 1
     """Source partitions; more than one are repartitioned, if they are no group."""
     begun_with: int | None = None
-    """How many source partitions there were when the state began, if others were added later."""
+    """How many source partitions there were when the state was created, if others were added later."""
     group: bool = False
     """The source partitions are judged directly, by tasks that share their transactions."""
     offsets: Literal["kept", "forgotten", "stale"] = "kept"
