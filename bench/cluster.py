@@ -20,7 +20,8 @@ class Cluster:
 
     def __init__(self, bootstrap: str) -> None:
         self.bootstrap: Final = bootstrap
-        self._admin: Final = AdminClient({"bootstrap.servers": bootstrap})
+        # Without `log_level`, librdkafka logs to stderr that the broker is gone when a benchmark ends.
+        self._admin: Final = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
         self._readers: Final[dict[str, Consumer]] = {}
 
     def create(self, topic: str, partitions: int) -> None:
