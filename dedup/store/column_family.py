@@ -17,6 +17,12 @@ _ARENA_BLOCK_BYTES: Final = 16 << 10
 _BUCKETS: Final = 1 << 14
 TABLE_BYTES: Final = 8 * _BUCKETS
 """The memory that an empty hash memtable uses, in bytes."""
+LEAST_FLUSH_BYTES: Final = 2 * TABLE_BYTES
+"""The size of a memtable below which flushing it frees little memory."""
+_DELETIONS_PER_FLUSH: Final = 100
+"""The number of deleted segments after which a family is flushed. Each deletion in a memtable slows down lookups; after
+1,500 of them, a lookup takes 70 µs longer.
+"""
 _WAL_BYTES: Final = 16 << 20
 _FILES_TO_MERGE: Final = 12
 """The number of sorted runs at which RocksDB merges runs of similar size (universal compaction), so that each ID is
@@ -47,6 +53,14 @@ class Family:
     """Whether the family has a hash memtable, which accepts keys equally fast in any order."""
     deletions: int = 0
     """The number of segments that were deleted from the family since the last flush."""
+
+    def count_deletion(self) -> None:
+        """Flush the family if its memtable contains many deleted segments or large ones."""
+        self.deletions += 1
+        active_bytes = self.rows.property_int_value("rocksdb.cur-size-active-mem-table") or 0
+        if self.deletions >= _DELETIONS_PER_FLUSH or active_bytes >= LEAST_FLUSH_BYTES:
+            self.deletions = 0
+            self.rows.flush(wait=False)
 
 
 def rocks_options(

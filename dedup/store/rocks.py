@@ -34,6 +34,7 @@ from dedup.store.bloom_filter import Hashed, HashKey, LogMark, SegmentFilter
 from dedup.store.changelog import TaskRecord, Writes, decode_task_record, encode_task_record, refuse_unstorable
 from dedup.store.column_family import (
     FILES_TO_SLOW_DOWN,
+    LEAST_FLUSH_BYTES,
     TABLE_BYTES,
     Family,
     delete_all,
@@ -76,7 +77,6 @@ _FEW_IDS: Final = 16
 
 _MANY_STORES: Final = 16
 _FLUSH_EVERY_S: Final = 0.05
-_LEAST_FLUSH_BYTES: Final = 2 * TABLE_BYTES
 _STORES_PER_BUFFERS: Final = 128
 _MOST_TIMES: Final = 4
 """With more stores than `_STORES_PER_BUFFERS`, the write buffers grow in proportion, up to `_MOST_TIMES` their size.
@@ -95,10 +95,6 @@ _MOST_REUSED_BYTES: Final = 256 << 10
 """How many column families a store keeps for its next segments after it has emptied them, and how large their files may
 be. Creating and dropping a family takes 15 ms, because RocksDB then writes the options of all families. Deleting all
 keys of a family takes less than 0.1 ms, but frees no space until RocksDB merges the family's files.
-"""
-_DELETIONS_PER_FLUSH: Final = 100
-"""The number of segments that a store deletes from a family before it flushes the family. Each deletion in a memtable
-slows down lookups; after 1,500 of them, a lookup takes 70 µs longer.
 """
 _APPLIES_PER_LOOK: Final = 64
 """The number of `apply` calls between two looks at the size of RocksDB's file LOG."""
@@ -257,7 +253,7 @@ class RocksMemory:
             return
         names = "rocksdb.cur-size-active-mem-table", "rocksdb.num-immutable-mem-table"
         active_bytes, waiting = (family.property_int_value(name) or 0 for name in names)
-        if waiting or active_bytes < max(used // self._stores, _LEAST_FLUSH_BYTES):
+        if waiting or active_bytes < max(used // self._stores, LEAST_FLUSH_BYTES):
             return
         # If there are more level-0 files, even a flush with wait=False may wait for a merge.
         if int(family.property_value("rocksdb.num-files-at-level0") or 0) < FILES_TO_SLOW_DOWN // 2:
@@ -466,10 +462,7 @@ class RocksStore:
             return
         if family.name != _SHARED:
             self._free.append(family)
-        family.deletions += 1
-        if family.deletions == _DELETIONS_PER_FLUSH:
-            family.deletions = 0
-            family.rows.flush(wait=False)
+        family.count_deletion()
 
     def _is_kept(self, family: Family) -> bool:
         """Return whether the family remains when one of its segments is dropped."""

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dedup.store import rocks
+from dedup.store import column_family, rocks
 from dedup.store.base import MemoryStore, StoreIdentity
 from dedup.store.changelog import TaskRecord
 from dedup.store.rocks import RocksMemory, RocksStore
@@ -33,7 +33,7 @@ class Stores(RuleBasedStateMachine):
         self.patched.setattr(rocks, "_MOST_OWN_FAMILIES", 3)
         self.patched.setattr(rocks, "_MOST_FREE_FAMILIES", 2)
         self.patched.setattr(rocks, "_MOST_REUSED_BYTES", 1_500)
-        self.patched.setattr(rocks, "_DELETIONS_PER_FLUSH", 2)
+        self.patched.setattr(column_family, "_DELETIONS_PER_FLUSH", 2)
         self.root = Path(tempfile.mkdtemp())
         self.memory = MemoryStore()
         self.rocks = self.open()

@@ -77,7 +77,7 @@ def test_many_stores_flush_one_after_the_other_before_the_write_buffers_are_full
         memory, "write_buffers", SimpleNamespace(get_usage=lambda: used[0], get_buffer_size=lambda: 100), raising=True
     )
     monkeypatch.setattr(memory, "_stores", rocks._MANY_STORES)
-    monkeypatch.setattr(rocks, "_LEAST_FLUSH_BYTES", 2)
+    monkeypatch.setattr(rocks, "LEAST_FLUSH_BYTES", 2)
     large, small = Family(3), Family(2)
     memory.flush_in_turn(large)
     assert large.flushed == 0, "the buffers are not half full"
@@ -101,7 +101,7 @@ def test_many_stores_flush_one_after_the_other_before_the_write_buffers_are_full
 def test_a_store_that_was_flushed_in_turn_has_all_its_ids(tmp_path, monkeypatch):
     monkeypatch.setattr(rocks, "_FLUSH_EVERY_S", 0.0)
     monkeypatch.setattr(rocks, "_MANY_STORES", 1)
-    monkeypatch.setattr(rocks, "_LEAST_FLUSH_BYTES", 0)
+    monkeypatch.setattr(rocks, "LEAST_FLUSH_BYTES", 0)
     memory = RocksMemory(write_buffer_bytes=1 << 10)
     store = RocksStore.open(tmp_path / "0", identity=StoreIdentity("t", 0, ""), memory=memory)
     every = []
@@ -371,7 +371,7 @@ def test_dropped_segments_are_flushed_by_the_hundred(tmp_path):
     store = RocksStore.open(tmp_path / "0", identity=StoreIdentity("t", 0, ""))
 
     def flushed(segments):
-        fill_in_turn(store, segments)
+        fill_in_turn(store, segments, ids=1)
         until(lambda: not pending(), "RocksDB writes what the store flushed")
         return len(list((tmp_path / "0").glob("*.sst")))
 
@@ -381,4 +381,14 @@ def test_dropped_segments_are_flushed_by_the_hundred(tmp_path):
 
     assert flushed(range(0, 30_000, WIDTH_MS)) == 0
     assert flushed(range(30_000, 45_000, WIDTH_MS)) == 4
+    store.close()
+
+
+def test_the_memtable_of_a_large_dropped_segment_is_flushed(tmp_path):
+    """Otherwise, it would take up the write buffers that all stores of a worker share."""
+    store = RocksStore.open(tmp_path / "0", identity=StoreIdentity("t", 0, ""))
+    fill_in_turn(store, range(0, 300, WIDTH_MS), ids=5_000)
+    before_bytes = store.approximate_bytes()
+    fill_in_turn(store, range(300, 600, WIDTH_MS), ids=1)
+    until(lambda: store.approximate_bytes() < before_bytes / 2, "RocksDB flushes the memtables of dropped segments")
     store.close()
