@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args, get_origin
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, WithJsonSchema
 
@@ -50,6 +51,7 @@ _LAST_PORT: Final = 65_535
 _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 _WORKER_ID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _REGISTRY: Final = re.compile(r"https?://[^/\s?#]+(/[^\s?#]*)?")
+_TOKEN: Final = re.compile(r"[!-~]+")
 _PAGE_ADDRESS: Final = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _WITH_PASSWORD: Final = re.compile(r"[a-z0-9+.-]+://[^/]*:[^/]*@.*", re.IGNORECASE | re.DOTALL)
 _REFERENCE: Final = re.compile(r"\$\{([a-z]*):([^}]*)\}")
@@ -84,10 +86,17 @@ def _place(text: str) -> str:
     return text
 
 
+def _can_be_split(url: str) -> bool:
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
+
+
 def _registry(text: str) -> str:
     if "@" in text:
         raise ValueError("contains a user; leave it out, and set schema_registry.username and .password")
-    if not _REGISTRY.fullmatch(text):
+    if not _REGISTRY.fullmatch(text) or not _can_be_split(text):
         raise ValueError("is not the address of a schema registry; write for example https://registry:8081")
     return text
 
@@ -488,6 +497,10 @@ def _registry_contradictions(registry: RegistrySection, document: Document) -> I
     for key in ("username", "password", "ca_file"):
         if registry.url is None and getattr(registry, key) is not None:
             yield Problem(document.place(("schema_registry", key)), f"schema_registry.{key}: needs schema_registry.url")
+    token = None if registry.password is None else registry.password.get_secret_value()
+    if registry.username is None and token is not None and not _TOKEN.fullmatch(token):
+        text = "schema_registry.password: without a username, this is a bearer token, which consists of printable ASCII"
+        yield Problem(document.place(("schema_registry", "password")), f"{text} characters and no white space")
     if registry.ca_file is not None and (registry.url or "").startswith("http:"):
         text = "schema_registry.ca_file: has no effect with http; write an address that begins with https"
         yield Problem(document.place(("schema_registry", "ca_file")), text)

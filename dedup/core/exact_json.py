@@ -27,7 +27,12 @@ DECODE_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionErr
 _EXPONENT_DIGITS: Final = 18
 """The maximum number of digits in the exponent of a number to be evaluated. RFC 8259, section 6, allows such limits."""
 
-_BRACKETS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+_BRACKETS: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
+"""Matches a bracket, or a string up to its end or to the end of the text.
+
+The quantifiers are possessive and the last quote is optional, so that a truncated value takes linear time. Otherwise,
+every escaped quote in a string without an end would begin another search up to the end of the text.
+"""
 _BLANK: Final = " \t\n\r"
 _FRAME_BYTES: Final = 5
 """The length of Schema Registry framing, which consists of a zero byte and the schema ID in big-endian order."""

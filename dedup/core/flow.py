@@ -146,11 +146,16 @@ def _checked(each: object, record: FlowRecord, topics: Collection[str]) -> FlowR
         return "the flow changes timestamp_ms or verdict, which stay those of the record"
     try:
         headers = tuple((name, content) for name, content in each.headers)
-        names = [name.encode() if type(name) is str else name for name, _ in headers]
+        for name, _ in headers:
+            if type(name) is not str:
+                return (
+                    f"the flow yields a header that cannot be sent, because its name is {type(name).__name__}, not str"
+                )
+            name.encode()
     except (TypeError, ValueError) as error:
         return f"the flow yields headers that cannot be sent: {error}"
     contents = (each.key, each.value, *(content for _, content in headers))
-    if not all(type(name) is bytes for name in names) or not all(type(one) in {bytes, type(None)} for one in contents):
+    if not all(type(one) in {bytes, type(None)} for one in contents):
         return "the flow yields a key, a value, or a header that cannot be sent, because it is neither bytes nor None"
     return FlowRecord(each.topic, each.key, each.value, headers, record.timestamp_ms, record.verdict)
 

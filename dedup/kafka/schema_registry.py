@@ -223,7 +223,7 @@ class SchemaRegistry:
     def _answer(self, url: str) -> object:
         """Return a JSON response, or None for the registry's own 404. Raises RegistryUnavailable for other errors."""
         try:
-            answer: object = json.loads(self._get(url))
+            content = self._get(url)
         except HTTPError as error:
             with error, suppress(OSError, HTTPException):
                 # A proxy or a wrong address also responds with 404, but then the schema may still exist.
@@ -233,6 +233,11 @@ class SchemaRegistry:
             raise self._away(f"it answered {error.code}{_meaning(error.code)}") from None
         except (URLError, HTTPException, OSError) as error:
             raise self._away(str(getattr(error, "reason", error)) or type(error).__name__) from None
+        except ValueError:
+            # The error's text may contain the credentials.
+            raise self._away("the request contains characters that HTTP does not allow") from None
+        try:
+            answer: object = json.loads(content)
         except (ValueError, RecursionError):
             raise self._away("its answer is not JSON") from None
         if answer is None:

@@ -222,6 +222,10 @@ def test_numbers_stay_numbers():
             "c.yaml:2:24: schema_registry.url: contains a user; leave it out, and set schema_registry.username and .password",
         ),
         (
+            "brokers: [a:1]\nschema_registry: {url: 'http://[::1'}",
+            "c.yaml:2:24: schema_registry.url: is not the address of a schema registry; write for example https://registry:8081",
+        ),
+        (
             "brokers: [a:1]\nschema_registry: {url: 'registry:8081'}",
             "c.yaml:2:24: schema_registry.url: is not the address of a schema registry; write for example https://registry:8081",
         ),
@@ -399,3 +403,14 @@ def test_another_host_does():
     settings = load("brokers: [a:1]\nweb: {host: 0.0.0.0}", DEDUP_WEB__TOKEN=CANARY)
     assert settings.web.token == Secret(CANARY)
     assert load("brokers: [a:1]\nweb: {host: 0.0.0.0, enabled: false}").web.enabled is False
+
+
+@pytest.mark.parametrize("token", ["token\n", "t\u00f6ken", "a token", ""])
+def test_a_bearer_token_that_no_header_can_carry_is_named_at_the_start(token):
+    registry = "brokers: [a:1]\nschema_registry: {url: 'http://r', password: '${env:TOKEN}'"
+    (found,) = problems(f"{registry}}}", TOKEN=token)
+    assert "schema_registry.password: without a username, this is a bearer token" in found
+    if token:
+        assert token not in found
+    assert load(f"{registry}, username: u}}", TOKEN=token)
+    assert load(f"{registry}}}", TOKEN="abc.DEF-123_~+/=")

@@ -96,3 +96,12 @@ def test_each_is_counted_and_the_first_of_a_topic_and_format_is_told_of(caplog):
         "b/7/102 is a dead letter",
     ]
     assert "Schema Registry framing, schema id 42. If all records" in caplog.text
+
+
+def test_a_truncated_value_with_many_escaped_quotes_takes_linear_time():
+    """JSON in a string, cut off by a limit; the test's timeout is a fraction of what a quadratic search would take."""
+    value = b'{"id":"a","payload":"{' + b'\\"k\\":\\"v\\",' * 100_000
+    with pytest.raises(Unreadable, match="the value is not JSON"):
+        decode(value)
+    with pytest.raises(Unreadable, match="more than 512 levels"):
+        decode(value + b'"' + b"[" * 513)

@@ -82,6 +82,8 @@ def failing(record):
         (lambda record: [record._replace(timestamp_ms=8)], "timestamp_ms"),
         (lambda record: [record._replace(value="text")], "cannot be sent"),
         (lambda record: [record._replace(headers=((1, b""),))], "cannot be sent"),
+        (lambda record: [record.to(headers={b"x": b"1"})], "its name is bytes, not str"),
+        (lambda record: [record.to(headers={"\ud800": b"1"})], "cannot be sent"),
         (lambda record: [record.to(value=1)], "TypeError"),
         (lambda record: sys.exit(0), "SystemExit: 0"),
         (lambda record: raised(asyncio.CancelledError()), "CancelledError"),

@@ -1,6 +1,9 @@
 """The golden vectors of the ID encoding, and what they can not say."""
 
 import json
+import random
+import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,7 @@ from dedup.core.tracking_id import (
     RawContentRule,
     TrackingId,
     format_path,
+    normalizer,
     parse_path,
 )
 
@@ -268,3 +272,23 @@ def test_rfc3339_columns_leave_odd_texts_to_the_single_way(bad):
     assert rfc3339_column_ms([good, good]) is not None
     assert rfc3339_column_ms([good, bad]) is None
     assert rfc3339_column_ms([bad, good]) is None
+
+
+def test_a_long_string_is_normalized_in_linear_time():
+    """The test's timeout is a fraction of what `unicodedata` would take to sort this run of marks."""
+    nfc = normalizer(("nfc",))
+    count = 200_000
+    assert nfc("a" + "\u0301\u0323" * count) == "\u1ea1" + "\u0323" * (count - 1) + "\u0301" * count
+
+
+def test_long_strings_are_normalized_as_short_ones(monkeypatch):
+    every = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
+    marks = [char for char in every if unicodedata.combining(char)]
+    composed = [char for char in every if unicodedata.decomposition(char)[:1] not in {"", "<"}]
+    dice, pool = random.Random(1), [*marks, *composed, *composed, *"aeioAEIO\u1100\u1161\u11a8\uac00" * 100]
+    texts = ["".join(dice.choices(pool, k=dice.randrange(1, 9))) for _ in range(20_000)]
+    nfc = normalizer(("nfc",))
+    expected = [nfc(text) for text in texts]
+    assert expected == [unicodedata.normalize("NFC", text) for text in texts]
+    monkeypatch.setattr(encoding, "_LONG_CHARS", 0)
+    assert [nfc(text) for text in texts] == expected
