@@ -148,9 +148,7 @@ def _checked(each: object, record: FlowRecord, topics: Collection[str]) -> FlowR
         headers = tuple((name, content) for name, content in each.headers)
         for name, _ in headers:
             if type(name) is not str:
-                return (
-                    f"the flow yields a header that cannot be sent, because its name is {type(name).__name__}, not str"
-                )
+                return f"the flow yields a header that cannot be sent: its name is {type(name).__name__}, not str"
             name.encode()
     except (TypeError, ValueError) as error:
         return f"the flow yields headers that cannot be sent: {error}"

@@ -405,12 +405,11 @@ def test_another_host_does():
     assert load("brokers: [a:1]\nweb: {host: 0.0.0.0, enabled: false}").web.enabled is False
 
 
-@pytest.mark.parametrize("token", ["token\n", "t\u00f6ken", "a token", ""])
+@pytest.mark.parametrize("token", ["token\n", "t\u00f6ken", "a token"])
 def test_a_bearer_token_that_no_header_can_carry_is_named_at_the_start(token):
     registry = "brokers: [a:1]\nschema_registry: {url: 'http://r', password: '${env:TOKEN}'"
     (found,) = problems(f"{registry}}}", TOKEN=token)
     assert "schema_registry.password: without a username, this is a bearer token" in found
-    if token:
-        assert token not in found
+    assert token not in found
     assert load(f"{registry}, username: u}}", TOKEN=token)
     assert load(f"{registry}}}", TOKEN="abc.DEF-123_~+/=")

@@ -114,6 +114,13 @@ def test_it_gives_its_credentials(registry):
     assert [sent for _, sent in registry.asked] == [f"Basic {base64.b64encode(b'u:p:w').decode()}", "Bearer token"]
 
 
+def test_credentials_that_no_header_can_carry_are_not_shown(registry):
+    with pytest.raises(RegistryUnavailable, match="characters that HTTP does not allow") as away:
+        client(registry, password=Secret("to\nken")).schema(SEVEN)
+    assert "ken" not in str(away.value)
+    assert away.value.__cause__ is None
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
