@@ -55,6 +55,8 @@ from dedup.kafka.requests import (
 from dedup.kafka.wire import (
     COORDINATOR_MOVED,
     LEADER_MOVED,
+    PASSING,
+    UNAUTHORIZED,
     CommittedOffset,
     Fetched,
     LogBounds,
@@ -462,7 +464,14 @@ class KafkaWire:
             self._client.force_metadata_update()
             return NoAnswer(f"the leader of {source.topic}/{source.partition} moved (code {code})")
         name = kafka_errors.for_code(code).__name__
+        if code in PASSING:
+            return NoAnswer(f"the leader of {source.topic}/{source.partition} answered {name}")
         at = "" if offset is None else f" at offset {offset}"
+        if code == UNAUTHORIZED:
+            return BrokerUnavailable(
+                f"{source.topic}/{source.partition}{at} cannot be read: {name}. Grant the principal Read on the topic, "
+                "as `dedup apply --acls` lists."
+            )
         return StateIncompatible(
             f"{source.topic}/{source.partition}{at} cannot be read: {name}. "
             f"Nothing was changed; compare the topic with what `dedup check --broker` expects."

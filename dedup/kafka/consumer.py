@@ -18,13 +18,12 @@ from aiokafka.errors import for_code
 from dedup.errors import BrokerUnavailable, CommitUnknown, StateIncompatible
 from dedup.kafka.record_batch import NO_EPOCH, Columns, columns_of, leader_epochs
 from dedup.kafka.requests import OTHER_TOPIC, UNKNOWN_TOPIC, FetchedPartition, FetchFrom
-from dedup.kafka.wire import LEADER_MOVED, NoAnswer, TopicNow, TopicPartition
+from dedup.kafka.wire import LEADER_MOVED, PASSING, UNAUTHORIZED, NoAnswer, TopicNow, TopicPartition
 
 if TYPE_CHECKING:
     from dedup.kafka.client import KafkaWire
     from dedup.kafka.wire import Wire
 
-UNAUTHORIZED: Final = 29
 _LEAST_GAP_S: Final = 0.01
 """The minimum pause between two requests for metadata. Tasks that commit during the pause share the next request."""
 PAUSE_MS: Final = 100
@@ -417,7 +416,7 @@ class FeedFetcher:
             await self._check.look()
             await self._wire.pause(_AGAIN_PAUSE_MS)
             return  # the topic is unchanged, and this broker has just become its leader
-        if for_code(code).retriable or code in LEADER_MOVED:
+        if for_code(code).retriable or code in LEADER_MOVED | PASSING:
             await self._wire.refresh()
             return
         raise BrokerUnavailable(

@@ -298,6 +298,9 @@ class MemoryWire:
         """See `Wire`."""
         self._pinned = dict(topic_ids)
 
+    async def refresh(self) -> None:
+        """See `Wire`. The leaders never change."""
+
     async def pause(self, delay_ms: int) -> None:  # noqa: ARG002
         """Return without waiting, because the cluster's state does not change over time."""
         await asyncio.sleep(0)

@@ -27,6 +27,7 @@ To abort a transaction, the session starts a new epoch, because InitProducerId e
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -389,7 +390,7 @@ class Session:
 
         Without a response, only InitProducerId is repeated (``repeatable``), because each copy starts a newer epoch.
         """
-        waited_ms, pause_ms = 0, PAUSE_MS
+        waited_ms, pause_ms, begun_s = 0, PAUSE_MS, time.monotonic()
         while True:
             try:
                 code = await ask()
@@ -403,6 +404,8 @@ class Session:
                 if code not in again:
                     raise self._failed(name, code)
                 why = for_code(code).__name__
+            # A request to a frozen broker takes much longer than the pause after it.
+            waited_ms = max(waited_ms, int(1000 * (time.monotonic() - begun_s)))
             if waited_ms >= self._deadline_ms:
                 raise CommitUnknown(f"{self.transactional_id}: {name} got no usable answer in {waited_ms} ms ({why}).")
             await self._wire.pause(pause_ms)

@@ -21,6 +21,12 @@ COORDINATOR_MOVED: Final = frozenset({14, 15, 16})
 LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
 """Error codes for a partition whose leader has moved or is unknown. Another broker must get the request."""
 
+PASSING: Final = frozenset({-1, 7})
+"""Error codes for an unknown error on the broker and for a timeout; the same request may succeed later."""
+
+UNAUTHORIZED: Final = 29
+"""The error code for a topic that the principal may not access."""
+
 UNSTABLE_OFFSET: Final = 88
 """The error code for an offset that an open transaction is about to change."""
 
@@ -173,6 +179,9 @@ class Wire(Protocol):
 
     def pin(self, topic_ids: Mapping[str, str]) -> None:
         """Make `fetch` read these topics by ID from now on, so that `fetch` never reads a recreated topic."""
+
+    async def refresh(self) -> None:
+        """Ask a broker again which brokers lead the partitions."""
 
     async def pause(self, delay_ms: int) -> None:
         """Wait for ``delay_ms`` before a request is repeated."""

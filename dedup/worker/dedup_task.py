@@ -75,6 +75,9 @@ _IN_COLUMNS_FROM: Final = 32
 _NO_HEADERS: Final[list[Header]] = []
 _CLOCK_TOLERANCE_MS: Final = 1_000
 """The smallest difference between clocks, in ms, that can cause records to be judged again."""
+_MOST_LOOKS: Final = 20
+_LOOK_AGAIN_MS: Final = 500
+"""How often a restore looks for changelog records that the committed offset proves to exist, and the pause between."""
 
 
 @dataclass(slots=True)
@@ -330,7 +333,7 @@ class DedupTask(TaskWork):
             raise InvariantBroken(f"the state of {self.plan.feeding} was used before it was restored.")
         return self.store, self._buffer
 
-    async def restore(self, committed: int | None) -> int:
+    async def restore(self, committed: int | None, *, own: bool) -> int:
         """Implement `TaskWork.restore`. If the state does not match the topology, raises StateIncompatible and changes
         nothing.
         """
@@ -340,6 +343,8 @@ class DedupTask(TaskWork):
         store = self.store = self._keeping.open()
         self._buffer = WriteBuffer(store)
         self._numbers.restored = await self._restore(store)
+        if own and committed is not None:
+            await self._reach(store, committed)
         record = store.task_record
         if record is None:
             if committed is None:
@@ -357,6 +362,28 @@ class DedupTask(TaskWork):
         # Segments expire by the applied stream time, because the open transaction may still be aborted.
         store.drop_below(self.oldest_live_ms, self._segment_ms)
         return max(committed or 0, record.next_offset)
+
+    async def _reach(self, store: Store, committed: int) -> None:
+        """Restore again until the task record is as new as the committed offset, which is in the same transaction.
+
+        A broker that was cut off from its cluster still believes that it leads the changelog, and does not know the
+        newest records (KIP-320). Raises StateIncompatible if the records do not appear.
+        """
+        for _ in range(_MOST_LOOKS):
+            record = store.task_record
+            if record is None or record.next_offset >= committed:
+                return
+            await self._wire.refresh()
+            await self._wire.pause(_LOOK_AGAIN_MS)
+            self._numbers.restored += await self._restore(store)
+        record = store.task_record
+        if record is not None and record.next_offset < committed:
+            raise StateIncompatible(
+                f"{self.plan.changelog} lacks its newest records: the group has judged {self.plan.feeding} up to "
+                f"offset {committed}, but the newest task record says {record.next_offset}. Either its leader is cut "
+                "off from the cluster, or records were lost in an unclean leader election. Nothing was judged. Check "
+                "the partition's leader; `dedup reset` starts over."
+            )
 
     async def overtaken(self) -> bool:
         """Apply what other owners have written to the changelog, and return whether one of them has committed."""

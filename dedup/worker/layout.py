@@ -221,8 +221,8 @@ class LayoutChange:
         wanted, waited_s = self.topology.group_size, 0.0
         while self.topology.has_layout(wanted):
             found = await read_layout(self.wire, self.topology)
-            if found.counts and found.changing_to is None:
-                return
+            if found.counts and found.changing_to != wanted:
+                return  # if it is not this worker's layout, `refuse_other_layout` says so
             if not found.counts or waited_s >= _PATIENCE_S:
                 with contextlib.suppress(TaskMigrated, CommitUnknown):
                     await self.run(wanted, unless_there=True)

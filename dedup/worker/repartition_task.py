@@ -62,7 +62,7 @@ class RepartitionTask(TaskWork):
         self._plan: Final = plan
         self._refuse_lost: Final = refuse_lost
 
-    async def restore(self, committed: int | None) -> int:
+    async def restore(self, committed: int | None, *, own: bool) -> int:  # noqa: ARG002  # it has no state
         """Return the committed offset or, if there is none, the offset that `start` specifies. No state is restored."""
         if committed is not None:
             return committed

@@ -385,7 +385,8 @@ class Standbys:
     def assign(self, partitions: Iterable[int]) -> None:
         """Follow the changelogs of the given partitions, and stop all other standbys."""
         wanted = set(partitions)
-        self.release(self._loops.keys() - wanted)
+        failed = {partition for partition, loop in self._loops.items() if loop.done()}
+        self.release((self._loops.keys() - wanted) | failed)
         for partition in sorted(wanted - self._loops.keys()):
             self._loops[partition] = asyncio.create_task(self._follow(partition), name=f"standby {partition}")
 
@@ -419,11 +420,16 @@ class Standbys:
             position = max(store.position, bounds.start)
             while self._is_own(partition):
                 position = await self._step(changelog, store, position)
-        except DedupError as error:
+        except Exception as error:
             # Without a standby, a new owner restores more slowly but still correctly.
-            log.warning("standby of %s stopped: %s", changelog, error)
-            if partition in self._stores and self._is_own(partition):
-                self._stores.pop(partition).close()
+            if isinstance(error, DedupError):
+                log.warning("standby of %s stopped: %s", changelog, error)
+            else:
+                log.exception("standby of %s stopped because of an unexpected error; please report it", changelog)
+            if self._is_own(partition):
+                self.lag.pop(partition, None)
+                if partition in self._stores:
+                    self._stores.pop(partition).close()
 
     def _is_own(self, partition: int) -> bool:
         """Return whether the calling loop is still the loop that follows the partition."""

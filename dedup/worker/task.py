@@ -22,14 +22,14 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from dedup import crashpoints
 from dedup.core.event_time import create_time_fault
-from dedup.errors import InvariantBroken, RecordRefused, StateIncompatible, TaskCorrupted, TaskMigrated
+from dedup.errors import CommitUnknown, InvariantBroken, RecordRefused, StateIncompatible, TaskCorrupted, TaskMigrated
 from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.wire import Position, RecordBatch, TopicPartition, Wire
 from dedup.metrics import Judged, TaskNumbers
@@ -46,6 +46,7 @@ _EVENT_TIME_MS: Final = 60_000
 the log. (A follower that is stuck can hide records for `replica.lag.time.max.ms`, 30 s.)
 """
 _MOST_WAITING: Final = 16_000
+_CONFIRM_EVERY_S: Final = 10.0
 """The number of records that a task may judge during a commit before it waits for the commit to end."""
 
 
@@ -163,8 +164,11 @@ class TaskWork(abc.ABC):
         """The store with the applied state, or None before `restore` and for work that keeps no state."""
 
     @abc.abstractmethod
-    async def restore(self, committed: int | None) -> int:
-        """Bring the state up to the end of the changelog, and return the feeding offset to start from."""
+    async def restore(self, committed: int | None, *, own: bool) -> int:
+        """Bring the state up to the end of the changelog, and return the feeding offset to start from.
+
+        ``own`` says whether a task of this topology committed the offset, in one transaction with its state.
+        """
 
     @abc.abstractmethod
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
@@ -208,9 +212,8 @@ class SharedTransaction(Protocol):
     open_for_batches: asyncio.Event
     """An event that is cleared while refused records are judged again; no batch is added until the next commit."""
 
-    @property
-    def epoch(self) -> int:
-        """The current producer epoch."""
+    opened: int
+    """How often the group has fenced other owners."""
 
     def send(self, batches: Sequence[RecordBatch], feeding: TopicPartition) -> None:
         """Add record batches, made from records of the partition ``feeding``, to the transaction."""
@@ -308,11 +311,11 @@ class Task:
             self._move(TaskState.RESTORING)
         try:
             while self.state is TaskState.RESTORING:
-                epoch = self._transaction.epoch
+                opened = self._transaction.opened
                 await self._restore()
-                if self._transaction.epoch == epoch:
+                if self._transaction.opened == opened:
                     break
-                # The new epoch may have fenced another owner, whose commits this task must not miss.
+                # The group may have fenced another owner, whose commits this task must not miss.
                 self.work.close()
         except BaseException:
             self.work.close()
@@ -334,11 +337,28 @@ class Task:
             refuse_other_topics(found.note, self._committing.note, self.feeding)
         committed = self._committed = None if found is None else found.offset
         crashpoints.reached("after_committed_offset")
-        self.next_offset = self._expected = await self.work.restore(committed)
+        own = found is not None and bool(found.note) and found.note == self._committing.note
+        self.next_offset = self._expected = await self._confirmed(self.work.restore(committed, own=own))
         if found is not None and found.offset == self.next_offset:
             self._leader_epoch = found.leader_epoch
         crashpoints.reached("after_restore")
         self.numbers.committed_offset = self.next_offset
+
+    async def _confirmed(self, restore: Coroutine[Any, Any, int]) -> int:
+        """Return the result of a restore, which waits as long as a topic has no leader.
+
+        Raises StateIncompatible if a topic of the task is deleted meanwhile.
+        """
+        restoring = asyncio.create_task(restore, name=f"restore {self.task_id}")
+        try:
+            while not (await asyncio.wait({restoring}, timeout=_CONFIRM_EVERY_S))[0]:
+                with suppress(CommitUnknown):  # no broker responds, so the restore waits, too
+                    await self._committing.confirm()
+            return restoring.result()
+        finally:
+            restoring.cancel()
+            await asyncio.wait({restoring})
+            del restoring  # an exception refers to this frame, which would keep the exception and its store
 
     def _soil(self) -> None:
         self.dirty = True

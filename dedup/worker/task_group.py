@@ -51,6 +51,8 @@ class TaskGroup:
         self.tasks: Final[dict[TopicPartition, Task]] = {}
         """Maps each feeding partition to its task."""
         self.closed = False
+        self.opened = 0
+        """How often `open` has begun a new epoch. With transactions of version 2, each commit begins an epoch, too."""
         self.dirty = asyncio.Event()
         self.sendable = asyncio.Event()
         self.open_for_batches = asyncio.Event()
@@ -77,6 +79,7 @@ class TaskGroup:
         Raises CommitUnknown, BrokerUnavailable, or StateIncompatible; see `dedup.errors`.
         """
         await self._session.open()
+        self.opened += 1
         # Either a change of the layout fences this ID later, or the change has already begun, and the next line finds
         # it.
         await self._refuse_layout()

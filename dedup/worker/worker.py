@@ -16,7 +16,7 @@ import uvloop
 from mode import CrashingSupervisor
 from yarl import URL
 
-from dedup.errors import BrokerUnavailable, DedupError, StateIncompatible
+from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.outage_lines import ASIDE
@@ -322,7 +322,7 @@ class Maintenance:
             except StateIncompatible as error:
                 self.app.tasks.fail(error)
                 return
-            except (BrokerUnavailable, NoAnswer) as error:
+            except (BrokerUnavailable, CommitUnknown, NoAnswer) as error:
                 # A failed deletion costs only disk space on the broker, and the next round tries again.
                 if not self.warned:
                     log.warning("old records were not deleted: %s", error, extra=ASIDE)
@@ -359,6 +359,8 @@ class Maintenance:
         below = {partition: offset for partition, offset in wanted.items() if offset > self.deleted.get(partition, 0)}
         if not below:
             return
+        # Kafka deletes records by topic name, and this process may have been frozen while the topic was recreated.
+        await self.app.factory.check.confirm()
         async with Admin(self.app.wire.connection) as admin:
             await admin.delete_records(below)
         self.deleted.update(below)

@@ -157,6 +157,9 @@ class SimWire:
     def pin(self, topic_ids: Mapping[str, str]) -> None:
         self._pinned = dict(topic_ids)
 
+    async def refresh(self) -> None:
+        pass
+
     async def pause(self, delay_ms: int) -> None:
         await self._process.park("pause", "pause", lambda: None)
 

@@ -5,15 +5,17 @@ from contextlib import nullcontext
 
 import pytest
 
-from dedup.errors import InvariantBroken
+from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.kafka.consumer import Answer, FeedFetcher, TopicCheck
 from dedup.kafka.record_batch import Columns
-from dedup.kafka.wire import NoAnswer, TopicNow, TopicPartition
+from dedup.kafka.wire import LogBounds, NoAnswer, TopicNow, TopicPartition
+from dedup.worker import task as task_module
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.task import Task
 from dedup.worker.task_group import TaskGroup
-from tests.simulation.cluster import Cluster, Record
+from tests.simulation.cluster import Cluster, Record, fetched
 from tests.simulation.direct import IN, DirectWire, batch, group, task
+from tests.simulation.scenario import CHANGELOG
 from tests.simulation.variants import AppliedAfterClose, RestoredAcrossEpochs
 
 
@@ -221,3 +223,112 @@ async def test_a_task_that_restores_while_its_group_begins_a_new_epoch_restores_
         await zombie.commit()
     out = cluster.partition(TopicPartition("out", 1))
     assert len(out.committed(0, 99)) == (1 if kind is Task else 2)
+
+
+@pytest.mark.parametrize("implicit", [False, True], ids=["version 1", "version 2"])
+async def test_a_task_restores_once_while_the_others_of_its_group_commit(implicit):
+    """With transactions of version 2, each commit begins a new epoch, which fences nobody."""
+    cluster = Cluster(implicit=implicit)
+    second, restores = IN._replace(partition=1), []
+
+    class Slow(DedupTask):
+        async def restore(self, committed, *, own):
+            if self.plan.feeding == second and len(restores) < 5:
+                restores.append(committed)
+                await made.tasks[IN].process(batch([(b"%d" % len(restores), 1)], len(restores) - 1))
+                await made.commit()
+            return await super().restore(committed, own=own)
+
+    made = group(DirectWire(cluster), 0, 1, judge=Slow)
+    await made.open()
+    await made.tasks[IN].start()
+    await made.tasks[second].start()
+    assert len(restores) == 1
+    assert len(cluster.partition(TopicPartition("out", 0)).committed(0, 99)) == 1
+
+
+class DeposedLeader(DirectWire):
+    """A broker that is cut off still answers for the changelog, whose newest records it lacks."""
+
+    def __init__(self, cluster, end, refreshes):
+        super().__init__(cluster)
+        self.end = end
+        self.left = refreshes
+
+    async def refresh(self):
+        self.left -= 1
+
+    async def bounds(self, source):
+        found = self.cluster.bounds(source)
+        return LogBounds(found.start, min(found.end, self.end)) if source == CHANGELOG and self.left else found
+
+    async def fetch(self, source, offset, *, max_bytes, wait_ms):
+        found = self.cluster.fetch(source, offset)
+        if source != CHANGELOG or not self.left:
+            return found
+        rows = [record for record in found.records if record.offset < self.end]
+        return fetched(rows, min(found.next_offset, self.end), self.end, self.end)
+
+
+@pytest.mark.parametrize("refreshes", [3, 1_000])
+async def test_state_that_is_older_than_the_committed_offset_is_not_used(refreshes):
+    """Was: the task began at the committed offset with a part of its state, and forwarded known IDs again."""
+    cluster = Cluster()
+    first = task(DirectWire(cluster))
+    await first.start()
+    await first.process(batch([(b"a", 1)], 0))
+    await first.commit()
+    cut_off = cluster.bounds(CHANGELOG).end
+    await first.process(batch([(b"b", 2), (b"c", 3)], 1))
+    await first.commit()
+    await first.close(drain=False)
+    wire = DeposedLeader(cluster, cut_off, refreshes)
+    owner = task(wire)
+    if refreshes > 100:
+        with pytest.raises(StateIncompatible, match=r"lacks its newest records.*up to offset 3,.*task record says 1"):
+            await owner.start()
+        return
+    assert await owner.start() == 3
+    await owner.process(batch([(b"b", 2), (b"d", 3)], 3))
+    await owner.commit()
+    out = cluster.partition(TopicPartition("out", 0)).committed(0, 99)
+    assert [record.key for record in out] == [b"a", b"b", b"c", b"d"]
+
+
+async def test_an_offset_that_was_set_by_hand_may_be_ahead_of_the_state():
+    cluster = Cluster()
+    first = task(DirectWire(cluster))
+    await first.start()
+    await first.process(batch([(b"a", 1)], 0))
+    await first.commit()
+    await first.close(drain=False)
+    (place,) = cluster.offsets
+    cluster.offsets[place] = cluster.offsets[place]._replace(offset=7, note="")
+    assert await task(DirectWire(cluster)).start() == 7
+
+
+async def test_a_changelog_that_is_deleted_during_a_restore_ends_the_task(monkeypatch):
+    """A broker says only that a deleted topic has no leader, as it does during an election."""
+    monkeypatch.setattr(task_module, "_CONFIRM_EVERY_S", 0.01)
+    cluster = Cluster()
+
+    class Deleted(DirectWire):
+        async def fetch(self, source, offset, *, max_bytes, wait_ms):
+            raise NoAnswer("no leader is known")
+
+        async def topics(self, names):
+            return dict.fromkeys(names, 3)
+
+    first = task(DirectWire(cluster))
+    await first.start()
+    await first.process(batch([(b"a", 1)], 0))
+    await first.commit()
+    wire = Deleted(cluster)
+    owner = task(wire)
+    check = TopicCheck(wire, {CHANGELOG.topic: TopicNow("id", 1)})
+    object.__setattr__(owner.task._committing, "confirm", check.confirm)
+    await owner.group.open()
+    owner.task._committing.confirm.__self__._asking = None
+    starting = asyncio.create_task(owner.task.start())
+    with pytest.raises(StateIncompatible, match=CHANGELOG.topic):
+        await starting

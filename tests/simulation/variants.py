@@ -151,8 +151,8 @@ class StartsAtOffset(Task):
 class CommittedOffsetAlone(DedupTask):
     """The position in the task record is ignored."""
 
-    async def restore(self, committed: int | None) -> int:
-        await super().restore(committed)
+    async def restore(self, committed: int | None, *, own: bool) -> int:
+        await super().restore(committed, own=own)
         return committed or 0
 
 
@@ -370,8 +370,8 @@ class ForgetfulWriteBuffer(WriteBuffer):
 class RemovedAtCapture(DedupTask):
     """Sightings leave the write buffer when they are captured for the commit, and reach the store after it."""
 
-    async def restore(self, committed: int | None) -> int:
-        start = await super().restore(committed)
+    async def restore(self, committed: int | None, *, own: bool) -> int:
+        start = await super().restore(committed, own=own)
         assert self.store is not None
         self._buffer = ForgetfulWriteBuffer(self.store)
         return start
@@ -380,8 +380,8 @@ class RemovedAtCapture(DedupTask):
 class StreamTimeApart(DedupTask):
     """Stream time is not in the changelog: after a restart it is the greatest time of a sighting."""
 
-    async def restore(self, committed: int | None) -> int:
-        start = await super().restore(committed)
+    async def restore(self, committed: int | None, *, own: bool) -> int:
+        start = await super().restore(committed, own=own)
         assert self.store is not None
         times = [seen.last_ms for _, _, value in self.store.sightings() for seen in decode_sightings(value)]
         self._applied = self._stream_time = StreamTime(max(times, default=BEFORE_ALL_TIME), self._applied.feeds)
@@ -391,8 +391,8 @@ class StreamTimeApart(DedupTask):
 class AddedForgotten(DedupTask):
     """A restart knows the feeds of the beginning alone: one that was added later is idle until its next record."""
 
-    async def restore(self, committed: int | None) -> int:
-        start = await super().restore(committed)
+    async def restore(self, committed: int | None, *, own: bool) -> int:
+        start = await super().restore(committed, own=own)
         feeds = {feed: self._applied.feeds[feed] for feed in self.plan.feeds}
         self._applied = self._stream_time = StreamTime(self._applied.value_ms, feeds)
         return start
@@ -401,8 +401,8 @@ class AddedForgotten(DedupTask):
 class AddedHoldsUp(DedupTask):
     """A feed that was added later holds up stream time from the start, where none of its records ever came, too."""
 
-    async def restore(self, committed: int | None) -> int:
-        start = await super().restore(committed)
+    async def restore(self, committed: int | None, *, own: bool) -> int:
+        start = await super().restore(committed, own=own)
         feeds = {Feed(0, partition): FeedProgress() for partition in range(2)} | dict(self._applied.feeds)
         self._applied = self._stream_time = StreamTime(self._applied.value_ms, feeds)
         return start

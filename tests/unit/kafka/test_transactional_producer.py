@@ -4,9 +4,11 @@ import asyncio
 
 import pytest
 
+from dedup.errors import CommitUnknown
+from dedup.kafka import transactional_producer
 from dedup.kafka.record_batch import fill
 from dedup.kafka.transactional_producer import STILL_ENDING, Session
-from dedup.kafka.wire import Position, Produced, TopicPartition
+from dedup.kafka.wire import NoAnswer, Position, Produced, TopicPartition
 from tests.simulation.cluster import Cluster
 from tests.simulation.direct import DirectWire
 
@@ -91,3 +93,22 @@ async def test_small_batches_wait_for_the_commit_and_large_ones_do_not():
         await asyncio.sleep(0)
     await session.commit({IN: Position(2)})
     assert wire.sent == [3, 1]
+
+
+async def test_the_time_of_requests_without_an_answer_counts(monkeypatch):
+    """Was: only the pauses counted, so a frozen coordinator was asked 206 times, for 35 minutes."""
+    clock_s = [0.0]
+    monkeypatch.setattr(transactional_producer.time, "monotonic", lambda: clock_s[0])
+
+    class Frozen(DirectWire):
+        asked = 0
+
+        async def init_producer_id(self, transactional_id, timeout_ms):
+            self.asked += 1
+            clock_s[0] += 10.0
+            raise NoAnswer("no answer in 10 s")
+
+    wire = Frozen(Cluster())
+    with pytest.raises(CommitUnknown, match="no usable answer in"):
+        await Session(wire, "id", "group", timeout_ms=60_000).open()
+    assert wire.asked <= 4

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import Any
 
+import pytest
+from aiokafka.errors import CorruptRecordException
+
 from dedup.core.window import Window
+from dedup.errors import StateIncompatible
+from dedup.kafka.wire import LogBounds
+from dedup.store.base import MemoryStore
 from dedup.store.directory import Keeping
 from dedup.worker.restore import Standbys
+from tests.simulation.cluster import fetched
 
 
 async def test_a_standby_let_go_of_while_it_prepares_opens_no_store():
@@ -29,3 +37,39 @@ async def test_a_standby_let_go_of_while_it_prepares_opens_no_store():
     standbys.assign(())
     await asyncio.wait([loop])
     assert (opened, loop.exception()) == ([], None)
+
+
+@pytest.mark.parametrize("error", [CorruptRecordException("a batch has a wrong checksum"), StateIncompatible("gone")])
+async def test_a_standby_that_fails_says_so_and_has_no_lag(caplog, error):
+    """Was: an error that is not dedup's own ended the loop without a line, and the lag stayed as it was."""
+
+    class Failing:
+        asked = 0
+
+        async def bounds(self, _):
+            return LogBounds(0, 100)
+
+        async def pause(self, _delay_ms):
+            await asyncio.sleep(0)
+
+        async def fetch(self, _source, offset, *, max_bytes, wait_ms):
+            self.asked += 1
+            if self.asked == 3:
+                raise error
+            return fetched([], offset + 1, offset + 2, offset + 2)
+
+    wire: Any = Failing()
+    standbys = Standbys(wire, "t.changelog", Window(10, 10), b"f" * 16, lambda _: Keeping(MemoryStore))
+    standbys.assign([0])
+    (loop,) = (task for task in asyncio.all_tasks() if task.get_name() == "standby 0")
+    with caplog.at_level(logging.WARNING):
+        await asyncio.wait([loop])
+    assert loop.exception() is None
+    assert standbys.lag == {}
+    (line,) = caplog.records
+    assert "standby of t.changelog/0 stopped" in line.getMessage()
+    standbys.assign([0])
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert wire.asked > 3, "the next assignment follows the changelog again"
+    standbys.assign(())
