@@ -69,7 +69,7 @@ GRID: Final[tuple[tuple[str, str, str], ...]] = (
     ("F19", "offsets reset, deleted, out of range", "no duplicates; out of range: O8"),
     ("F21", "broker SIGKILL and restart in each phase of a transaction", "O1-O6"),
     ("F22", "broker frozen 20 s", "the worker's own timeout applies, O1-O6"),
-    ("F23", "three nodes: a leader or coordinator killed, paused, isolated; below min.isr", "no loss; stops, resumes"),
+    ("F23", "three nodes: a leader or coordinator killed or paused; below min.isr", "no loss; stops, resumes"),
     ("F24", "connections cut, half-open, or slow; responses lost", "O1 O2"),
     ("F25", "an EndTxn delayed past the next transaction", "O2"),
     ("F26", "the broker rejects one record of a batch", "dead letter, other records kept"),

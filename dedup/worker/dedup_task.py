@@ -46,7 +46,15 @@ from dedup.worker.record_collector import (
     faults_of,
     refusal,
 )
-from dedup.worker.restore import changed, refuse_other_feeding, refuse_other_fingerprint, restore, what_it_means
+from dedup.worker.restore import (
+    LOOK_AGAIN_MS,
+    MOST_LOOKS,
+    changed,
+    refuse_other_feeding,
+    refuse_other_fingerprint,
+    restore,
+    what_it_means,
+)
 from dedup.worker.task import Frozen, SteadyClock, TaskWork
 
 log: Final = logging.getLogger(__name__)
@@ -75,9 +83,6 @@ _IN_COLUMNS_FROM: Final = 32
 _NO_HEADERS: Final[list[Header]] = []
 _CLOCK_TOLERANCE_MS: Final = 1_000
 """The smallest difference between clocks, in ms, that can cause records to be judged again."""
-_MOST_LOOKS: Final = 20
-_LOOK_AGAIN_MS: Final = 500
-"""How often a restore looks for changelog records that the committed offset proves to exist, and the pause between."""
 
 
 @dataclass(slots=True)
@@ -369,12 +374,12 @@ class DedupTask(TaskWork):
         A broker that was cut off from its cluster still believes that it leads the changelog, and does not know the
         newest records (KIP-320). Raises StateIncompatible if the records do not appear.
         """
-        for _ in range(_MOST_LOOKS):
+        for _ in range(MOST_LOOKS):
             record = store.task_record
             if record is None or record.next_offset >= committed:
                 return
             await self._wire.refresh()
-            await self._wire.pause(_LOOK_AGAIN_MS)
+            await self._wire.pause(LOOK_AGAIN_MS)
             self._numbers.restored += await self._restore(store)
         record = store.task_record
         if record is not None and record.next_offset < committed:

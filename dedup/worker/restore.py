@@ -41,6 +41,9 @@ FETCH_BYTES: Final = 1 << 20
 objects do not fit into the processor's cache, and other tasks wait during a step.
 """
 WAIT_MS: Final = 500
+MOST_LOOKS: Final = 20
+LOOK_AGAIN_MS: Final = 500
+"""How often a restore looks for records that must be in the changelog, and the pause between two looks."""
 _LOOK_BACK: Final = 256
 """The number of offsets at the changelog's end that are searched first for a task record; the range then grows."""
 _LOOK_BYTES: Final = 1 << 20
@@ -187,6 +190,13 @@ async def fitted(
     if record is not None:
         accept(record)
     bounds = await bounds_of(wire, changelog)
+    for _ in range(MOST_LOOKS):
+        if store.position <= bounds.end:
+            break
+        # A broker that was cut off from its cluster still believes that it leads the changelog (KIP-320).
+        await wire.refresh()
+        await wire.pause(LOOK_AGAIN_MS)
+        bounds = await bounds_of(wire, changelog)
     if store.position > bounds.end:
         raise StateIncompatible(
             f"{changelog} ends at offset {bounds.end}, but the local state was written at "

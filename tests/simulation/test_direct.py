@@ -9,12 +9,13 @@ from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.kafka.consumer import Answer, FeedFetcher, TopicCheck
 from dedup.kafka.record_batch import Columns
 from dedup.kafka.wire import LogBounds, NoAnswer, TopicNow, TopicPartition
+from dedup.store.directory import Keeping
 from dedup.worker import task as task_module
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.task import Task
 from dedup.worker.task_group import TaskGroup
 from tests.simulation.cluster import Cluster, Record, fetched
-from tests.simulation.direct import IN, DirectWire, batch, group, task
+from tests.simulation.direct import IN, DirectWire, KeptStore, batch, group, task
 from tests.simulation.scenario import CHANGELOG
 from tests.simulation.variants import AppliedAfterClose, RestoredAcrossEpochs
 
@@ -332,3 +333,23 @@ async def test_a_changelog_that_is_deleted_during_a_restore_ends_the_task(monkey
     starting = asyncio.create_task(owner.task.start())
     with pytest.raises(StateIncompatible, match=CHANGELOG.topic):
         await starting
+
+
+@pytest.mark.parametrize("refreshes", [3, 1_000])
+async def test_a_store_that_is_newer_than_a_deposed_leader_is_no_reason_to_reset(refreshes):
+    cluster, store = Cluster(), KeptStore()
+    first = task(DirectWire(cluster))
+    first.task.work._keeping = Keeping(lambda: store)
+    await first.start()
+    await first.process(batch([(b"a", 1)], 0))
+    await first.commit()
+    cut_off = cluster.bounds(CHANGELOG).end
+    await first.process(batch([(b"b", 2)], 1))
+    await first.commit()
+    owner = task(DeposedLeader(cluster, cut_off, refreshes))
+    owner.task.work._keeping = Keeping(lambda: store)
+    if refreshes > 100:
+        with pytest.raises(StateIncompatible, match="deleted, recreated or truncated"):
+            await owner.start()
+    else:
+        assert await owner.start() == 2

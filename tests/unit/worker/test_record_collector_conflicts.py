@@ -34,7 +34,7 @@ async def judged(more: str, routes: Routes) -> tuple[dict[str, list[int]], TaskN
     wire, clock = DirectWire(Cluster()), StoppedClock(0)
     collector = RecordCollector(routes, 0, Limits({}, clock.now_ms, wire))
     judge = DedupTask(plan, wire, Keeping(MemoryStore), collector, clock, numbers)
-    await judge.restore(None)
+    await judge.restore(None, own=False)
     count = len(VALUES)
     batch = FeedBatch(IN, list(range(count)), [5] * count, [None] * count, VALUES, [()] * count, 0)
     sent = {made.target.topic: made.rows for made in judge.judge(batch, Refusals()) if made.target != CHANGELOG}
