@@ -38,6 +38,7 @@ from dedup.kafka.requests import (
     NO_SESSION,
     OTHER_TOPIC,
     READ_CONFIGS,
+    UNKNOWN_TOPIC,
     EndTxnRequest_v5,
     FetchedPartition,
     FetchFrom,
@@ -79,6 +80,8 @@ _IMPLICIT: Final = 2
 """The first transaction version in which requests add partitions to a transaction implicitly (KIP-890)."""
 _METADATA_WITHIN_S: Final = 2.0
 """The time limit of a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
+_MOST_ABSENT: Final = 400
+"""The number of responses without a topic after which the topic counts as deleted; they take at least 20 s."""
 _DIVERGING_EPOCH: Final = 0
 """The tag of the fetch response field that says where the broker's log diverges from the records already read."""
 _EPOCH_END: Final = Struct(">iq")
@@ -162,6 +165,8 @@ class KafkaWire:
         self._coordinators: dict[tuple[int, str], int] = {}
         self._topic_ids: dict[str, str] = {}
         """Maps the name of each pinned topic to its ID."""
+        self._absent: Final[defaultdict[str, int]] = defaultdict(int)
+        """Maps each pinned topic without a leader to the number of responses in a row that did not have the topic."""
         self._seen_ids: dict[str, str] = {}
         """Maps the name of each fetched topic that is not pinned to the ID that the last lookup returned."""
 
@@ -485,8 +490,24 @@ class KafkaWire:
             await self._client.force_metadata_update()
             leader = self._client.cluster.leader_for_partition(target)
         if leader is None or leader == -1:
+            await self._refuse_absent(target.topic)
             raise NoAnswer(f"no leader is known for {target.topic}/{target.partition}")
         return int(leader)
+
+    async def _refuse_absent(self, topic: str) -> None:
+        """Raise StateIncompatible if a pinned topic has been missing from many responses in a row.
+
+        A single response proves nothing, because a broker that is starting may not know the topic yet.
+        """
+        if topic not in self._topic_ids:
+            return
+        absent = (await self.topics((topic,)))[topic] == UNKNOWN_TOPIC
+        self._absent[topic] = self._absent[topic] + 1 if absent else 0
+        if self._absent[topic] >= _MOST_ABSENT:
+            raise StateIncompatible(
+                f"topic {topic!r} was deleted while it was read: {_MOST_ABSENT} responses in a row do not have it. "
+                "Nothing was changed. Bring it back, or start over with `dedup reset`."
+            )
 
     async def _ask_coordinator(self, kind: int, key: str, request: Any, codes: Codes = _own_code) -> tuple[int, Any]:  # noqa: ANN401  # untyped protocol structures
         node = await self._coordinator(kind, key)

@@ -22,14 +22,14 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from dedup import crashpoints
 from dedup.core.event_time import create_time_fault
-from dedup.errors import CommitUnknown, InvariantBroken, RecordRefused, StateIncompatible, TaskCorrupted, TaskMigrated
+from dedup.errors import InvariantBroken, RecordRefused, StateIncompatible, TaskCorrupted, TaskMigrated
 from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.wire import Position, RecordBatch, TopicPartition, Wire
 from dedup.metrics import Judged, TaskNumbers
@@ -46,7 +46,6 @@ _EVENT_TIME_MS: Final = 60_000
 the log. (A follower that is stuck can hide records for `replica.lag.time.max.ms`, 30 s.)
 """
 _MOST_WAITING: Final = 16_000
-_CONFIRM_EVERY_S: Final = 10.0
 """The number of records that a task may judge during a commit before it waits for the commit to end."""
 
 
@@ -338,27 +337,11 @@ class Task:
         committed = self._committed = None if found is None else found.offset
         crashpoints.reached("after_committed_offset")
         own = found is not None and bool(found.note) and found.note == self._committing.note
-        self.next_offset = self._expected = await self._confirmed(self.work.restore(committed, own=own))
+        self.next_offset = self._expected = await self.work.restore(committed, own=own)
         if found is not None and found.offset == self.next_offset:
             self._leader_epoch = found.leader_epoch
         crashpoints.reached("after_restore")
         self.numbers.committed_offset = self.next_offset
-
-    async def _confirmed(self, restore: Coroutine[Any, Any, int]) -> int:
-        """Return the result of a restore, which waits as long as a topic has no leader.
-
-        Raises StateIncompatible if a topic of the task is deleted meanwhile.
-        """
-        restoring = asyncio.create_task(restore, name=f"restore {self.task_id}")
-        try:
-            while not (await asyncio.wait({restoring}, timeout=_CONFIRM_EVERY_S))[0]:
-                with suppress(CommitUnknown):  # no broker responds, so the restore waits, too
-                    await self._committing.confirm()
-            return restoring.result()
-        finally:
-            restoring.cancel()
-            await asyncio.wait({restoring})
-            del restoring  # an exception refers to this frame, which would keep the exception and its store
 
     def _soil(self) -> None:
         self.dirty = True

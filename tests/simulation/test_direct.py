@@ -10,7 +10,6 @@ from dedup.kafka.consumer import Answer, FeedFetcher, TopicCheck
 from dedup.kafka.record_batch import Columns
 from dedup.kafka.wire import LogBounds, NoAnswer, TopicNow, TopicPartition
 from dedup.store.directory import Keeping
-from dedup.worker import task as task_module
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.task import Task
 from dedup.worker.task_group import TaskGroup
@@ -306,33 +305,6 @@ async def test_an_offset_that_was_set_by_hand_may_be_ahead_of_the_state():
     (place,) = cluster.offsets
     cluster.offsets[place] = cluster.offsets[place]._replace(offset=7, note="")
     assert await task(DirectWire(cluster)).start() == 7
-
-
-async def test_a_changelog_that_is_deleted_during_a_restore_ends_the_task(monkeypatch):
-    """A broker says only that a deleted topic has no leader, as it does during an election."""
-    monkeypatch.setattr(task_module, "_CONFIRM_EVERY_S", 0.01)
-    cluster = Cluster()
-
-    class Deleted(DirectWire):
-        async def fetch(self, source, offset, *, max_bytes, wait_ms):
-            raise NoAnswer("no leader is known")
-
-        async def topics(self, names):
-            return dict.fromkeys(names, 3)
-
-    first = task(DirectWire(cluster))
-    await first.start()
-    await first.process(batch([(b"a", 1)], 0))
-    await first.commit()
-    wire = Deleted(cluster)
-    owner = task(wire)
-    check = TopicCheck(wire, {CHANGELOG.topic: TopicNow("id", 1)})
-    object.__setattr__(owner.task._committing, "confirm", check.confirm)
-    await owner.group.open()
-    owner.task._committing.confirm.__self__._asking = None
-    starting = asyncio.create_task(owner.task.start())
-    with pytest.raises(StateIncompatible, match=CHANGELOG.topic):
-        await starting
 
 
 @pytest.mark.parametrize("refreshes", [3, 1_000])

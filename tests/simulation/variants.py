@@ -112,7 +112,7 @@ class RestoreBeforeInit(TaskGroup):
     async def open(self) -> None:
         for task in self.tasks.values():
             early = await committed_offset(task._wire, task._committing.group, task.feeding, stable=False)
-            task.next_offset = await task.work.restore(early)
+            task.next_offset = await task.work.restore(early, own=False)
         await super().open()
 
 
@@ -142,7 +142,7 @@ class StartsAtOffset(Task):
 
     async def start(self) -> int:
         self._move(TaskState.RESTORING)
-        await self.work.restore(self._committed)
+        await self.work.restore(self._committed, own=False)
         self.next_offset = self._expected = self._committed or 0
         self._move(TaskState.RUNNING)
         return self.next_offset

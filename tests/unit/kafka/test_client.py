@@ -1,12 +1,13 @@
-"""What an error code in a response to a read means for the worker."""
+"""What an error code in a response to a read means for the worker, and a topic that no broker has any more."""
 
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.kafka.client import KafkaWire
-from dedup.kafka.wire import LEADER_MOVED, NoAnswer, TopicPartition
+from dedup.kafka.wire import LEADER_MOVED, NoAnswer, TopicNow, TopicPartition
 
 PLACE = TopicPartition("t.changelog", 0)
 
@@ -28,3 +29,34 @@ def test_an_error_code_of_a_read(codes, kind):
         error = wire._read_failed(PLACE, code, 5)
         assert type(error) is kind, code
         assert "t.changelog/0" in str(error)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+async def test_a_topic_that_no_response_has_was_deleted(monkeypatch, pinned):
+    """Was: a restore waited for ever, because brokers name no leader, as during an election."""
+    answers = {"now": 3}
+
+    async def topics(names):
+        return dict.fromkeys(names, answers["now"])
+
+    async def nothing(*_):
+        pass
+
+    wire = KafkaWire.__new__(KafkaWire)
+    cluster = SimpleNamespace(leader_for_partition=lambda _: None)
+    wire._client = SimpleNamespace(cluster=cluster, add_topic=nothing, force_metadata_update=nothing)
+    wire._topic_ids, wire._absent = ({PLACE.topic: "id"} if pinned else {}), defaultdict(int)
+    monkeypatch.setattr(wire, "topics", topics)
+
+    async def asked(times):
+        for _ in range(times):
+            with pytest.raises(NoAnswer, match="no leader is known"):
+                await wire.leader(PLACE)
+
+    await asked(399)
+    answers["now"] = TopicNow("id", 1)  # one broker was starting
+    await asked(1)
+    answers["now"] = 3
+    await asked(399)
+    with pytest.raises(StateIncompatible if pinned else NoAnswer, match="was deleted" if pinned else "no leader"):
+        await wire.leader(PLACE)
