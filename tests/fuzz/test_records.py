@@ -59,7 +59,7 @@ async def judge_of(recipe: Recipe, rules: Rules) -> DedupTask:
     wire = DirectWire(Cluster())
     collector = RecordCollector(ROUTES, 0, Limits({}, FixedClock().now_ms, wire))
     judge = DedupTask(plan, wire, Keeping(MemoryStore), collector, FixedClock(), TaskNumbers())
-    await judge.restore(None)
+    await judge.restore(None, own=False)
     return judge
 
 
