@@ -34,7 +34,7 @@ _FENCE: Final = f"UPDATE {OFFSETS} SET epoch = epoch + 1 WHERE {_ROW} RETURNING 
 _ADVANCE: Final = f"UPDATE {OFFSETS} SET position = {{0}} WHERE {_ROW} AND epoch = {{0}} AND position = {{0}}"  # noqa: S608
 _READ: Final = f"SELECT epoch, position FROM {OFFSETS} WHERE {_ROW}"  # noqa: S608
 STAGED: Final = "dedup_staged"
-_CREDENTIALS: Final = re.compile(r"(?<=://)([^@/]*)@")
+_CREDENTIALS: Final = re.compile(r"(?<=://).*@|(?<=[?&])(?:user|password|sslpassword)=[^&]*&?", re.IGNORECASE)
 
 Row = tuple[Any, ...]
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import psycopg
 from psycopg import errors as pg
+from psycopg.pq import TransactionStatus
 
 from dedup.connect.database import STAGED, DatabaseAway, DatabaseConnection, Row, RowsRefused, Table, shown
 from dedup.errors import StateIncompatible
@@ -25,6 +26,7 @@ AWAY: Final = (
     pg.DiskFull,
     pg.OutOfMemory,
     pg.ReadOnlySqlTransaction,
+    pg.IdleInTransactionSessionTimeout,
 )
 """Temporary errors with a cause outside the transaction. After such an error, the whole transaction is repeated."""
 _CODES: Final[Mapping[type[psycopg.Error], str]] = {
@@ -48,12 +50,15 @@ class PostgresConnection(DatabaseConnection):
     }
     mark = "%s"
     temporary = "pg_temp"
-    begin_statement = "BEGIN"
+    # A deferred constraint would reject the transaction at its end, when it is unknown which row violates it.
+    begin_statement = "BEGIN; SET CONSTRAINTS ALL IMMEDIATE"
 
     def __init__(self, url: str) -> None:
         self._shown: Final = shown(url)
         with self._explained():
-            self._connection = psycopg.connect(url, autocommit=True, connect_timeout=10, application_name="dedup")
+            self._connection = psycopg.connect(
+                url, autocommit=True, connect_timeout=10, application_name="dedup", client_encoding="utf8"
+            )
         self._cursor = self._connection.cursor()
 
     def _run(self, sql: str, parameters: Sequence[Any]) -> psycopg.Cursor[Row]:
@@ -71,6 +76,16 @@ class PostgresConnection(DatabaseConnection):
                 write = copy.write_row
                 for row in rows:
                     write(row)
+
+    def commit(self) -> None:
+        """Commit the transaction. Raises StateIncompatible if the caller has caught an error that aborted it."""
+        if self._connection.info.transaction_status == TransactionStatus.INERROR:
+            raise StateIncompatible(
+                f"{self._shown}: a statement of the transaction failed and the error was caught, so PostgreSQL would "
+                "roll the transaction back without an error. Nothing was changed. Let the error pass, or run such a "
+                "statement after SAVEPOINT."
+            )
+        super().commit()
 
     def rollback(self) -> None:
         """Roll back the open transaction unless the connection is closed."""
@@ -94,6 +109,11 @@ class PostgresConnection(DatabaseConnection):
             raise DatabaseAway(f"{self._shown}: {_message(error)}") from error
         except psycopg.IntegrityError as error:
             raise RowsRefused(_CODES.get(type(error), "constraint"), f"PostgreSQL: {_message(error)}") from error
+        except pg.RaiseException as error:
+            # The text of a trigger may contain values of the row.
+            raise RowsRefused("constraint", "PostgreSQL: a trigger rejects this row") from error
+        except UnicodeEncodeError as error:
+            raise RowsRefused("wrong_type", "PostgreSQL cannot store half a surrogate pair") from error
         except psycopg.DataError as error:
             raise RowsRefused("wrong_type", f"PostgreSQL rejects this value: {type(error).__name__}") from error
         except psycopg.Error as error:
@@ -103,5 +123,8 @@ class PostgresConnection(DatabaseConnection):
 
 def _message(error: psycopg.Error) -> str:
     """Return the first line of the server's message, but not the detail, which may contain values of a row."""
-    lines = (error.diag.message_primary or str(error) or type(error).__name__).strip().splitlines()
+    text = error.diag.message_primary or str(error) or type(error).__name__
+    if "percent-encoded" in text:
+        return "the URL contains a percent sign that does not begin an encoded character"  # libpq shows the password
+    lines = text.strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -23,6 +23,7 @@ from dedup.connect.table_source import NumberedRows
 from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide
 from dedup.connect.upsert import look_up
 from dedup.core.event_time import FieldTime
+from dedup.core.exact_json import decode_quickly
 from dedup.core.extract import compile_extractor
 from dedup.core.partitioner import partitions
 from dedup.core.tracking_id import FieldsRule, RawContentRule, TrackingId
@@ -309,9 +310,10 @@ class TransactionBoundary:
 
     def _ends(self, value: bytes) -> bool:
         try:
-            found = look_up(orjson.loads(value), self._marker.field)
-        except orjson.JSONDecodeError:
+            record = decode_quickly(value)
+        except ValueError:
             return False  # The value becomes a dead letter.
+        found = look_up(record, self._marker.field)
         return type(found) is type(self._marker.equals) and found == self._marker.equals
 
 
@@ -383,7 +385,7 @@ class _RecordMaker:
             return [None] * len(values)
         if bad:
             values = [b"null" if row in bad else value for row, value in enumerate(values)]
-        records = map(orjson.loads, values)
+        records = map(decode_quickly, values)
         if isinstance(rule, FieldsRule):
             return [orjson.dumps([look_up(record, path) for path in rule.paths]) for record in records]
         match rule.path:

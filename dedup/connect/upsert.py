@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import orjson
-
 from dedup.connect.database import (
     OFFSETS,
     OFFSETS_STATEMENT,
@@ -25,7 +23,7 @@ from dedup.connect.database import (
 )
 from dedup.connect.dead_letter_producer import RejectedRecord
 from dedup.core.event_time import rfc3339_ms
-from dedup.core.exact_json import Number, Unreadable, canonical_json, decode
+from dedup.core.exact_json import Number, Unreadable, canonical_json, decode, decode_quickly
 from dedup.core.extract_one import Headers
 from dedup.core.framing import payload_of
 from dedup.core.tracking_id import Path
@@ -88,7 +86,7 @@ class RowMaker:
             if self._framing is not None:
                 value = payload_of(self._framing, value, headers)
             # Decoding numbers exactly takes time, and only columns of type json need exact numbers.
-            record = decode(value) if self._exact else orjson.loads(value)
+            record = decode(value) if self._exact else decode_quickly(value)
         except (ValueError, Unreadable) as error:
             return f"its value cannot be read: {error}"
         values: list[Any] = []

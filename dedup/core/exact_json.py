@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, ClassVar, Final, NoReturn
 
 import msgspec
+import orjson
 
 from dedup.core.tracking_id import Path, format_path
 
@@ -33,6 +34,7 @@ _BRACKETS: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTAL
 The quantifiers are possessive and the last quote is optional, so that a truncated value takes linear time. Otherwise,
 every escaped quote in a string without an end would begin another search up to the end of the text.
 """
+_LONG_DIGITS: Final = 19
 _BLANK: Final = " \t\n\r"
 _FRAME_BYTES: Final = 5
 """The length of Schema Registry framing, which consists of a zero byte and the schema ID in big-endian order."""
@@ -192,6 +194,19 @@ def decode(value: bytes) -> JsonValue:
         raise Unreadable("not_json", f"the value continues after its JSON ends (character {end} of {len(stripped)})")
     found: JsonValue = decoded
     return found
+
+
+def decode_quickly(value: bytes) -> Any:  # noqa: ANN401  # any JSON value
+    """Decode a JSON value into Python's own types; integers beyond 64 bits become floats. Raises ValueError otherwise.
+
+    orjson refuses some values that are JSON, such as half a surrogate pair or a number beyond a double.
+    """
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return json.loads(
+            value.decode(), parse_int=lambda digits: int(digits) if len(digits) < _LONG_DIGITS else float(digits)
+        )
 
 
 def with_foreign_format(value: bytes, code: str, detail: str) -> Unreadable:

@@ -49,6 +49,23 @@ async def test_records_without_an_id_get_their_place_and_keep_their_order(stage)
     assert ids[0].decode().startswith(f"{stage.name}/")
 
 
+ODD = [
+    b'{"id":"a","n":1,"cut":"\\ud83d"}',  # half an emoji, as JavaScript cuts it
+    b'{"id":"b","n":1,"m":1e999}',
+    b'{"id":"c","n":1,"m":' + b"9" * 5_000 + b"}",
+    b'{"\\ud800":1,"id":"d","n":1}',
+    b'{"id":12345678901234567890123,"n":1}',
+]
+
+
+@pytest.mark.parametrize("rule", ["{field: id}", "{fields: [id, n]}"])
+async def test_json_that_fast_decoders_refuse_is_sent(stage, rule):
+    """Was: an uncaught error, at the same line after each restart."""
+    (stage.incoming / "a.jsonl").write_bytes(b"".join(line + b"\n" for line in ODD))
+    assert (await stage.ingest(more=f"tracking_id: {rule}")).records == len(ODD)
+    assert sorted(message.value() for message in stage.read()) == sorted(ODD)
+
+
 async def test_a_renamed_file_is_the_same_file(stage):
     path = stage.incoming / "a.jsonl"
     path.write_bytes(lines(0, 10))

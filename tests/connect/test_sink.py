@@ -13,6 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
+from dedup.connect.database import DatabaseAway, RowsRefused, shown
+from dedup.connect.postgres import PostgresConnection
 from dedup.errors import StateIncompatible, TaskMigrated
 from tests.connect.stage import made, postgres_rows, sqlite_rows
 from tests.waiting import until
@@ -174,6 +176,73 @@ async def test_a_violation_of_another_key_is_a_dead_letter(stage, admin, databas
     assert {letter["dedup-reason"] for letter in letters} == {"unique_violation"}
     assert all("e3" not in letter["dedup-detail"] for letter in letters)
     assert {row[2] for row in rows()} == {"e1", "e2", "e5"}
+
+
+async def test_a_deferred_key_a_trigger_and_the_encoding_reject_rows_one_by_one(stage, admin, postgres):
+    """Was: the sink stopped, and stopped again after each restart."""
+    server, _, name = postgres.rpartition("/")
+    with psycopg.connect(f"{server}/postgres", autocommit=True) as connection:
+        connection.execute(
+            f"CREATE DATABASE {name}_l1 ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0"
+        )
+    url = f"{postgres}_l1"
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    topology = sinking(stage, url, "  columns: {id: id, n: {field: n, type: integer}, t: text}")
+    stage.send([event(1, text="a")])
+    await stage.sink(topology)
+    statement(url, "ALTER TABLE rows ADD CONSTRAINT one_n UNIQUE (n) DEFERRABLE INITIALLY DEFERRED")
+    statement(
+        url,
+        "CREATE FUNCTION no() RETURNS trigger AS $$ BEGIN IF NEW.n = 7 THEN RAISE EXCEPTION 'secret %', NEW.id; END IF; "
+        "RETURN NEW; END $$ LANGUAGE plpgsql; CREATE TRIGGER no BEFORE INSERT ON rows FOR EACH ROW EXECUTE FUNCTION no()",
+    )
+    stage.send([event(2, n=1), event(3, n=7), event(4, text="\u20ac"), event(5, text="\ud800")])
+    stage.send([event(6, text="\u00e9", other="\ud800")])
+    done = await stage.sink(topology)
+    assert (done.inserted, done.dead_letters) == (1, 4)
+    letters = stage.letters(f"{stage.name}.sink.dead-letter")
+    reasons = [letter["dedup-reason"] for letter in letters]
+    assert sorted(reasons) == ["constraint", "unique_violation", "wrong_type", "wrong_type"]
+    assert not any("secret" in letter["dedup-detail"] for letter in letters)
+    assert postgres_rows(url, "SELECT id, t FROM rows ORDER BY id") == [("e1", "a"), ("e6", "\u00e9")]
+
+
+def test_a_transaction_that_an_error_has_aborted_is_not_taken_for_committed(postgres):
+    """PostgreSQL answers COMMIT with ROLLBACK then, and without an error."""
+    connection = PostgresConnection(postgres)
+    connection.execute("CREATE TABLE t (n INTEGER PRIMARY KEY)")
+    connection.begin()
+    connection.execute("INSERT INTO t VALUES (1)")
+    with pytest.raises(RowsRefused):
+        connection.execute("INSERT INTO t VALUES (1)")
+    with pytest.raises(StateIncompatible, match="the error was caught"):
+        connection.commit()
+    connection.rollback()
+    connection.begin()
+    connection.execute("INSERT INTO t VALUES (2)")
+    connection.commit()
+    assert connection.query("SELECT n FROM t") == [(2,)]
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://u:SECRET@h/d",
+        "postgresql://u:SECRET/x@h/d",
+        "postgresql://u:SEC@RET@h/d",
+        "postgresql://u:SEC?RET@h/d",
+        "postgresql://h/d?user=u&password=SECRET",
+    ],
+)
+def test_an_address_is_shown_without_its_password(url):
+    assert shown(url).rstrip("?") == "postgresql://h/d"
+
+
+def test_an_address_that_libpq_can_not_read_is_not_shown():
+    with pytest.raises((DatabaseAway, StateIncompatible), match="percent sign") as error:
+        PostgresConnection("postgresql://u:pa%zzss@127.0.0.1:1/d")
+    assert "zz" not in str(error.value)
 
 
 async def test_where_the_newest_of_an_id_is_refused_the_one_before_it_counts(stage, admin, postgres):
