@@ -50,8 +50,7 @@ class PostgresConnection(DatabaseConnection):
     }
     mark = "%s"
     temporary = "pg_temp"
-    # A deferred constraint would reject the transaction at its end, when it is unknown which row violates it.
-    begin_statement = "BEGIN; SET CONSTRAINTS ALL IMMEDIATE"
+    begin_statement = "BEGIN"
 
     def __init__(self, url: str) -> None:
         self._shown: Final = shown(url)
@@ -71,7 +70,8 @@ class PostgresConnection(DatabaseConnection):
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
         """Replace the contents of the staging table with the rows."""
         with self._explained():
-            self._cursor.execute(f"TRUNCATE {STAGED}".encode())
+            # A deferred constraint would reject the transaction at its end, when it is unknown which row violates it.
+            self._cursor.execute(f"TRUNCATE {STAGED}; SET CONSTRAINTS ALL IMMEDIATE".encode())
             with self._cursor.copy(f"COPY {STAGED} ({table.listed}) FROM STDIN".encode()) as copy:
                 write = copy.write_row
                 for row in rows:
