@@ -499,8 +499,8 @@ def _registry_contradictions(registry: RegistrySection, document: Document) -> I
             yield Problem(document.place(("schema_registry", key)), f"schema_registry.{key}: needs schema_registry.url")
     token = None if registry.password is None else registry.password.get_secret_value()
     if registry.username is None and token is not None and not _TOKEN.fullmatch(token):
-        text = "schema_registry.password: without a username, this is a bearer token, which consists of printable ASCII"
-        yield Problem(document.place(("schema_registry", "password")), f"{text} characters and no white space")
+        text = "schema_registry.password: without a username, this is a bearer token, which must be printable ASCII"
+        yield Problem(document.place(("schema_registry", "password")), f"{text} without spaces or line breaks")
     if registry.ca_file is not None and (registry.url or "").startswith("http:"):
         text = "schema_registry.ca_file: has no effect with http; write an address that begins with https"
         yield Problem(document.place(("schema_registry", "ca_file")), text)

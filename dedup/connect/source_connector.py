@@ -23,7 +23,7 @@ from dedup.connect.table_source import NumberedRows
 from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide
 from dedup.connect.upsert import look_up
 from dedup.core.event_time import FieldTime
-from dedup.core.exact_json import decode_quickly
+from dedup.core.exact_json import Number, Unreadable, decode_quickly
 from dedup.core.extract import compile_extractor
 from dedup.core.partitioner import partitions
 from dedup.core.tracking_id import FieldsRule, RawContentRule, TrackingId
@@ -311,7 +311,7 @@ class TransactionBoundary:
     def _ends(self, value: bytes) -> bool:
         try:
             record = decode_quickly(value)
-        except ValueError:
+        except Unreadable:
             return False  # The value becomes a dead letter.
         found = look_up(record, self._marker.field)
         return type(found) is type(self._marker.equals) and found == self._marker.equals
@@ -387,7 +387,7 @@ class _RecordMaker:
             values = [b"null" if row in bad else value for row, value in enumerate(values)]
         records = map(decode_quickly, values)
         if isinstance(rule, FieldsRule):
-            return [orjson.dumps([look_up(record, path) for path in rule.paths]) for record in records]
+            return [orjson.dumps([_plain(look_up(record, path)) for path in rule.paths]) for record in records]
         match rule.path:
             case (str() as name,) if not bad:
                 return [_text(record[name]) for record in records]
@@ -401,4 +401,14 @@ def _dead_letter(dead: DeadRecord, prefix: str, now_ms: int) -> Line:
 
 
 def _text(found: Any) -> bytes:  # noqa: ANN401 - any JSON value
-    return found.encode() if isinstance(found, str) else orjson.dumps(found)
+    return found.encode() if isinstance(found, str) else orjson.dumps(_plain(found))
+
+
+def _plain(found: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Convert an exactly decoded number as orjson would have decoded it, so that equal IDs have equal keys."""
+    if not isinstance(found, Number):
+        return found
+    try:
+        return orjson.loads(found.text)
+    except orjson.JSONDecodeError:
+        return float(found.text)  # which is infinite

@@ -34,7 +34,6 @@ _BRACKETS: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTAL
 The quantifiers are possessive and the last quote is optional, so that a truncated value takes linear time. Otherwise,
 every escaped quote in a string without an end would begin another search up to the end of the text.
 """
-_LONG_DIGITS: Final = 19
 _BLANK: Final = " \t\n\r"
 _FRAME_BYTES: Final = 5
 """The length of Schema Registry framing, which consists of a zero byte and the schema ID in big-endian order."""
@@ -197,16 +196,14 @@ def decode(value: bytes) -> JsonValue:
 
 
 def decode_quickly(value: bytes) -> Any:  # noqa: ANN401  # any JSON value
-    """Decode a JSON value into Python's own types; integers beyond 64 bits become floats. Raises ValueError otherwise.
+    """Decode a JSON value with orjson or, if orjson refuses it, with `decode`, which raises Unreadable.
 
     orjson refuses some values that are JSON, such as half a surrogate pair or a number beyond a double.
     """
     try:
         return orjson.loads(value)
     except orjson.JSONDecodeError:
-        return json.loads(
-            value.decode(), parse_int=lambda digits: int(digits) if len(digits) < _LONG_DIGITS else float(digits)
-        )
+        return decode(value)
 
 
 def with_foreign_format(value: bytes, code: str, detail: str) -> Unreadable:

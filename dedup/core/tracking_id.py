@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import cache
 from hashlib import blake2b
+from itertools import chain, groupby
 from re import compile as compile_pattern
 from typing import Final, Literal
 from uuid import UUID as Uuid  # noqa: N811  # the tag has the name
@@ -377,16 +378,9 @@ def _nfc(text: str) -> str:
     million marks. Therefore, the marks of long strings are decomposed and sorted beforehand (UAX #15, section 1.3).
     """
     if len(text) > _LONG_CHARS:
-        marks: list[str] = []
-        ordered: list[str] = []
-        for char in "".join(unicodedata.normalize("NFD", each) for each in text):
-            if unicodedata.combining(char):
-                marks.append(char)
-                continue
-            ordered += sorted(marks, key=unicodedata.combining)
-            marks.clear()
-            ordered.append(char)
-        text = "".join([*ordered, *sorted(marks, key=unicodedata.combining)])
+        decomposed = chain.from_iterable(unicodedata.normalize("NFD", char) for char in text)
+        runs = groupby(decomposed, key=lambda char: unicodedata.combining(char) > 0)
+        text = "".join(char for _, run in runs for char in sorted(run, key=unicodedata.combining))
     return unicodedata.normalize("NFC", text)
 
 

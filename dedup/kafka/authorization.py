@@ -36,8 +36,8 @@ from dedup.kafka.requests import (
     TxnOffsetCommitRequest_v2,
     transaction_version_in,
 )
+from dedup.kafka.wire import UNAUTHORIZED
 
-_REFUSED_TOPIC: Final = 29
 _REFUSED_GROUP: Final = 30
 REFUSED_ID: Final = 53
 TIMEOUT_TOO_LONG: Final = 50
@@ -111,7 +111,7 @@ class Rights:
             if code == UNKNOWN_TOPIC:
                 found[name] = None
             else:
-                found[name] = _NOT_IMPLYING_DESCRIBE if code == _REFUSED_TOPIC else _operations(operations)
+                found[name] = _NOT_IMPLYING_DESCRIBE if code == UNAUTHORIZED else _operations(operations)
         return found
 
     async def on_group(self, name: str) -> frozenset[str]:

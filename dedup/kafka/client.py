@@ -56,7 +56,7 @@ from dedup.kafka.requests import (
 from dedup.kafka.wire import (
     COORDINATOR_MOVED,
     LEADER_MOVED,
-    PASSING,
+    TRANSIENT,
     UNAUTHORIZED,
     CommittedOffset,
     Fetched,
@@ -469,7 +469,7 @@ class KafkaWire:
             self._client.force_metadata_update()
             return NoAnswer(f"the leader of {source.topic}/{source.partition} moved (code {code})")
         name = kafka_errors.for_code(code).__name__
-        if code in PASSING:
+        if code in TRANSIENT:
             return NoAnswer(f"the leader of {source.topic}/{source.partition} answered {name}")
         at = "" if offset is None else f" at offset {offset}"
         if code == UNAUTHORIZED:

@@ -18,7 +18,7 @@ from aiokafka.errors import for_code
 from dedup.errors import BrokerUnavailable, CommitUnknown, StateIncompatible
 from dedup.kafka.record_batch import NO_EPOCH, Columns, columns_of, leader_epochs
 from dedup.kafka.requests import OTHER_TOPIC, UNKNOWN_TOPIC, FetchedPartition, FetchFrom
-from dedup.kafka.wire import LEADER_MOVED, PASSING, UNAUTHORIZED, NoAnswer, TopicNow, TopicPartition
+from dedup.kafka.wire import LEADER_MOVED, TRANSIENT, UNAUTHORIZED, NoAnswer, TopicNow, TopicPartition
 
 if TYPE_CHECKING:
     from dedup.kafka.client import KafkaWire
@@ -416,7 +416,7 @@ class FeedFetcher:
             await self._check.look()
             await self._wire.pause(_AGAIN_PAUSE_MS)
             return  # the topic is unchanged, and this broker has just become its leader
-        if for_code(code).retriable or code in LEADER_MOVED | PASSING:
+        if for_code(code).retriable or code in LEADER_MOVED | TRANSIENT:
             await self._wire.refresh()
             return
         raise BrokerUnavailable(

@@ -21,7 +21,7 @@ COORDINATOR_MOVED: Final = frozenset({14, 15, 16})
 LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
 """Error codes for a partition whose leader has moved or is unknown. Another broker must get the request."""
 
-PASSING: Final = frozenset({-1, 7})
+TRANSIENT: Final = frozenset({-1, 7})
 """Error codes for an unknown error on the broker and for a timeout; the same request may succeed later."""
 
 UNAUTHORIZED: Final = 29

@@ -47,9 +47,9 @@ from dedup.worker.record_collector import (
     refusal,
 )
 from dedup.worker.restore import (
-    LOOK_AGAIN_MS,
     MOST_LOOKS,
     changed,
+    look_again,
     refuse_other_feeding,
     refuse_other_fingerprint,
     restore,
@@ -371,17 +371,13 @@ class DedupTask(TaskWork):
     async def _reach(self, store: Store, committed: int) -> None:
         """Restore again until the task record is as new as the committed offset, which is in the same transaction.
 
-        A broker that was cut off from its cluster still believes that it leads the changelog, and does not know the
-        newest records (KIP-320). Raises StateIncompatible if the records do not appear.
+        Raises StateIncompatible if the records do not appear.
         """
-        for _ in range(MOST_LOOKS):
-            record = store.task_record
-            if record is None or record.next_offset >= committed:
-                return
-            await self._wire.refresh()
-            await self._wire.pause(LOOK_AGAIN_MS)
+        looks = 0
+        while (record := store.task_record) is not None and record.next_offset < committed and looks < MOST_LOOKS:
+            looks += 1
+            await look_again(self._wire)
             self._numbers.restored += await self._restore(store)
-        record = store.task_record
         if record is not None and record.next_offset < committed:
             raise StateIncompatible(
                 f"{self.plan.changelog} lacks its newest records: the group has judged {self.plan.feeding} up to "

@@ -24,7 +24,7 @@ from dedup.kafka.record_batch import OWN_ROW, Line, fill
 from dedup.kafka.requests import UNKNOWN_TOPIC
 from dedup.kafka.topic_admin import Admin, Group
 from dedup.kafka.transactional_producer import Session
-from dedup.kafka.wire import TopicNow, TopicPartition, Wire
+from dedup.kafka.wire import UNAUTHORIZED, TopicNow, TopicPartition, Wire
 from dedup.settings import Settings
 from dedup.topology.model import Topology, auto_group_size
 from dedup.worker.offsets import PAUSE_MS, answered, bounds_of
@@ -34,7 +34,6 @@ from dedup.worker.topics import Cluster, known_names, missing_topics
 _KEY: Final = b"layout"
 _VERSION: Final = 1
 _FETCH_BYTES: Final = 1 << 16
-_UNAUTHORIZED: Final = 29
 _MOST_ATTEMPTS: Final = 50
 _LOOK_AGAIN_MS: Final = 200
 _PATIENCE_S: Final = 10.0
@@ -84,7 +83,7 @@ async def read_layout(wire: Wire, topology: Topology) -> Layout:
             break
         if now == UNKNOWN_TOPIC:
             return Layout()
-        if now == _UNAUTHORIZED:
+        if now == UNAUTHORIZED:
             raise BrokerUnavailable(
                 f"this principal may not describe topic {topic!r}, which says how many partitions share a transaction. "
                 "Grant what `dedup apply --acls` lists."

@@ -42,7 +42,7 @@ objects do not fit into the processor's cache, and other tasks wait during a ste
 """
 WAIT_MS: Final = 500
 MOST_LOOKS: Final = 20
-LOOK_AGAIN_MS: Final = 500
+_LOOK_AGAIN_MS: Final = 500
 """How often a restore looks for records that must be in the changelog, and the pause between two looks."""
 _LOOK_BACK: Final = 256
 """The number of offsets at the changelog's end that are searched first for a task record; the range then grows."""
@@ -177,6 +177,16 @@ async def last_task_record(wire: Wire, changelog: TopicPartition, *, stable: boo
     return found
 
 
+async def look_again(wire: Wire) -> None:
+    """Wait, and find the leaders anew, before a restore looks again for records that must be in the changelog.
+
+    A broker that was cut off from its cluster still believes that it leads the changelog, and does not know the newest
+    records (KIP-320).
+    """
+    await wire.refresh()
+    await wire.pause(_LOOK_AGAIN_MS)
+
+
 async def fitted(
     wire: Wire, changelog: TopicPartition, store: Store, window: Window, accept: Callable[[TaskRecord], None]
 ) -> LogBounds:
@@ -190,12 +200,10 @@ async def fitted(
     if record is not None:
         accept(record)
     bounds = await bounds_of(wire, changelog)
-    for _ in range(MOST_LOOKS):
-        if store.position <= bounds.end:
-            break
-        # A broker that was cut off from its cluster still believes that it leads the changelog (KIP-320).
-        await wire.refresh()
-        await wire.pause(LOOK_AGAIN_MS)
+    looks = 0
+    while store.position > bounds.end and looks < MOST_LOOKS:
+        looks += 1
+        await look_again(wire)
         bounds = await bounds_of(wire, changelog)
     if store.position > bounds.end:
         raise StateIncompatible(

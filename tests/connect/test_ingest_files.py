@@ -55,6 +55,10 @@ ODD = [
     b'{"id":"c","n":1,"m":' + b"9" * 5_000 + b"}",
     b'{"\\ud800":1,"id":"d","n":1}',
     b'{"id":12345678901234567890123,"n":1}',
+    b'{"id":1234567890123456789,"n":1,"cut":"\\ud83d"}',
+    b'{"id":1234567890123456789,"n":1}',
+    b'{"id":18446744073709551615,"n":1,"m":1e999}',
+    b'{"id":18446744073709551615,"n":1}',
 ]
 
 
@@ -63,7 +67,11 @@ async def test_json_that_fast_decoders_refuse_is_sent(stage, rule):
     """Was: an uncaught error, at the same line after each restart."""
     (stage.incoming / "a.jsonl").write_bytes(b"".join(line + b"\n" for line in ODD))
     assert (await stage.ingest(more=f"tracking_id: {rule}")).records == len(ODD)
-    assert sorted(message.value() for message in stage.read()) == sorted(ODD)
+    found = stage.read()
+    assert sorted(message.value() for message in found) == sorted(ODD)
+    keys = {message.value(): message.key() for message in found}
+    assert keys[ODD[5]] == keys[ODD[6]]
+    assert keys[ODD[7]] == keys[ODD[8]]
 
 
 async def test_a_renamed_file_is_the_same_file(stage):

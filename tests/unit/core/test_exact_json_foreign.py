@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dedup.core.event_time import RecordTime
-from dedup.core.exact_json import Unreadable, decode, foreign_format
+from dedup.core.exact_json import Unreadable, decode, decode_quickly, foreign_format
 from dedup.core.extract import Fault, FaultKind, compile_extractor
 from dedup.core.fold import Rows
 from dedup.core.tracking_id import FieldRule, TrackingId
@@ -105,3 +105,9 @@ def test_a_truncated_value_with_many_escaped_quotes_takes_linear_time():
         decode(value)
     with pytest.raises(Unreadable, match="more than 512 levels"):
         decode(value + b'"' + b"[" * 513)
+
+
+@pytest.mark.parametrize("value", [b'{"a":NaN}', b'{"a":-Infinity}', b"[" * 100_000, b'{"a":1', "{}".encode("utf-16")])
+def test_what_orjson_refuses_and_is_no_json_is_unreadable(value):
+    with pytest.raises(Unreadable):
+        decode_quickly(value)
