@@ -217,7 +217,7 @@ def test_a_worker_that_is_gone_leaves_its_partitions_on_the_time_line(open_page:
         expect(page.locator("#owners .bar.running")).to_have_count(2)
         expect(page.locator("#owners-hint")).to_contain_text("No partition has changed its owner")
         # The bars come from b. What a shows once b is gone, it has to have seen itself; it looks once a second.
-        page.wait_for_function("fetch('/api/hour?here=1').then((a) => a.json()).then((own) => own.spans.length === 2)")
+        page.evaluate("async () => { while ((await (await fetch('/api/hour?here=1')).json()).spans.length < 2); }")
     own.others, own.tasks = (), (running(0), running(1))
     expect(page.locator("#moves li")).to_contain_text("b → a: 1 partition (orders/1), ran at once")
     expect(page.locator("#owners .bar.assigned")).to_have_attribute("title", re.compile("^b: assigned"))
