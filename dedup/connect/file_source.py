@@ -25,13 +25,12 @@ from typing import Any, Final
 import msgspec
 import orjson
 
-from dedup.connect.source import DeadRecord, SourceRecords
+from dedup.connect.source import DIGEST_BYTES, DeadRecord, SourceRecords
 from dedup.errors import AuthorMistake, Problem
 from dedup.topology.schema import CsvType, FilesSource
 
 CHUNK_BYTES: Final = 1 << 20
 _HEAD_BYTES: Final = 4096
-_DIGEST_BYTES: Final = 32
 _INTEGER: Final = re.compile(r"-?[0-9]{1,400}")
 _BOOLEANS: Final[Mapping[str, bool]] = {"true": True, "1": True, "false": False, "0": False}
 _Lines = tuple[list[bytes], list[int], list[DeadRecord]]
@@ -105,8 +104,8 @@ class Files:
         self._turn: list[int] = []
         self._renamed: list[_FilePosition] = []
         """Uncommitted positions of files that were renamed after they had been read to their ends."""
-        self._inodes: set[int] = set()
-        """Inodes of all files in the directory."""
+        self._listed: dict[int, Path] = {}
+        """Maps the inode of each file in the directory to its path."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
         """Continue from the committed positions. Open files stay open, because deleted files cannot be opened again."""
@@ -158,11 +157,15 @@ class Files:
                 del self._ended[part]
 
     def waiting(self) -> list[str]:
-        """Return a sentence for each file whose last line has no line feed yet."""
+        """Return a sentence for each file whose header line or last line has no line feed yet."""
         return [
             f"{each.known.path}: {each.lines.rest_bytes} bytes after the last line feed are not a complete line yet"
             for each in self._open.values()
             if each.lines.rest_bytes
+        ] + [
+            f"{each.known.path}: its header line has no line feed yet"
+            for each in self._open.values()
+            if each.rows and not each.rows.ready() and os.fstat(each.descriptor).st_size
         ]
 
     def close(self) -> None:
@@ -173,16 +176,17 @@ class Files:
 
     def _scan(self) -> None:
         """Open new files, and mark open files whose names no longer match the pattern."""
-        listed = self._listed()
-        self._inodes = {status.st_ino for status in listed.values()}
-        named: set[int] = set()
+        listed = self._list()
+        self._listed = {status.st_ino: path for path, status in listed.items()}
+        named: dict[int, int] = {}
         for path, status in listed.items():
             inode = status.st_ino
             opened = self._open.get(inode)
             if self._matches(path):
-                if not stat.S_ISREG(status.st_mode):
-                    raise _mistake(path, "is not a regular file; give it a name that does not match the pattern")
-                named.add(inode)
+                _refuse_unfit(path, status, named)
+                if inode in named:
+                    continue  # another link to a file that was already found
+                named[inode] = status.st_dev
             elif opened is not None:
                 continue
             else:
@@ -200,7 +204,7 @@ class Files:
             if opened.known.path != str(path):
                 log.info("%s is now %s; reading continues", opened.known.path, path)
                 opened.known = msgspec.structs.replace(opened.known, path=str(path))
-        for inode in self._open.keys() - named:
+        for inode in self._open.keys() - named.keys():
             self._open[inode].gone = True
 
     def _rename(self, known: _FilePosition, path: Path, status: os.stat_result) -> None:
@@ -212,7 +216,7 @@ class Files:
             self._known[known.inode] = msgspec.structs.replace(known, path=str(path))
             self._renamed.append(self._known[known.inode])
 
-    def _listed(self) -> dict[Path, os.stat_result]:
+    def _list(self) -> dict[Path, os.stat_result]:
         found: dict[Path, os.stat_result] = {}
         path = Path(self._spec.directory)
         try:
@@ -255,6 +259,8 @@ class Files:
         if known.deleted:
             return _FilePosition(path, inode, generation=known.generation + 1)
         if known.changed(descriptor):
+            if known.path != path:
+                self._refuse_copy(descriptor, path)
             return self._start_over(known, path, descriptor)
         returned = self._matches(path) and not self._matches(known.path)
         if not returned or known.head_bytes == _HEAD_BYTES or known.untouched(os.fstat(descriptor)):
@@ -279,14 +285,31 @@ class Files:
         # Different CSV files often have the same header.
         header_bytes = os.pread(descriptor, _HEAD_BYTES, 0).find(b"\n") + 1 if self._spec.columns else 0
         for old in self._known.values():
-            replaced = old.path == path and old.inode not in self._inodes and not old.deleted
-            if replaced and old.position > header_bytes and not old.changed(descriptor):
+            same = old.path == path and not old.deleted and old.position > header_bytes and not old.changed(descriptor)
+            if same and not self._is_here(old):
                 raise _mistake(
                     path,
                     f"is not the file with this name that was read up to byte {old.position}, but begins with the "
                     f"same bytes: is it a copy? No line of it was sent. Files must only grow, and be rotated by "
                     f"renaming. If its lines are new, set `changed: start_over`",
                 )
+
+    def _is_here(self, known: _FilePosition) -> bool:
+        """Return whether the directory still contains a file, perhaps under another name.
+
+        After a restore from a backup or a move to another volume, another file may have its inode number.
+        """
+        path = self._listed.get(known.inode)
+        try:
+            descriptor = None if path is None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return True
+        if descriptor is None:
+            return False
+        try:
+            return not known.changed(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _start_over(self, known: _FilePosition, path: str, descriptor: int) -> _FilePosition:
         size = os.fstat(descriptor).st_size
@@ -307,7 +330,7 @@ class Files:
             known = self._start_over(opened.known, opened.known.path, opened.descriptor)
             opened = self._keep_open(opened.descriptor, known, gone=opened.gone)
         if opened.rows and not opened.rows.ready():
-            return None
+            return self._close_file(opened) if opened.gone else None
         found = opened.lines.read(take_last_line=self._spec.last_line == "take")
         if found is not None:
             return self._records(opened, *found)
@@ -385,6 +408,24 @@ def _mistake(path: Path | str, text: str) -> AuthorMistake:
     return AuthorMistake([Problem(str(path), text)])
 
 
+def _refuse_unfit(path: Path, status: os.stat_result, devices: Mapping[int, int]) -> None:
+    """Raise AuthorMistake if a file cannot be read; ``devices`` maps the inodes of other files to their devices."""
+    try:
+        path.name.encode()
+    except UnicodeEncodeError:
+        raise _mistake(
+            os.fsencode(path).decode(errors="backslashreplace"), "has a name that is not UTF-8; rename it"
+        ) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise _mistake(path, "is not a regular file; give it a name that does not match the pattern")
+    if devices.get(status.st_ino, status.st_dev) != status.st_dev:
+        raise _mistake(
+            path,
+            f"has the inode number {status.st_ino}, which another file of this directory has on another device. Files "
+            f"are told apart by their inode numbers: link to files of one device only",
+        )
+
+
 def _unreadable(path: Path, error: OSError) -> AuthorMistake:
     remedy = "Nothing was skipped; give this user permission to read it, or move it"
     return _mistake(path, f"cannot be read: {error.strerror}. {remedy}")
@@ -415,6 +456,9 @@ class _LineReader:
 
         With ``take_last_line``, the last line of the file needs no line feed.
         """
+        if self._digest is None or os.fstat(self._descriptor).st_size < self.position + self.rest_bytes:
+            # A writer that was killed in the middle of a line may have cut this line off and written another one.
+            self._rest, self.rest_bytes, self._digest = b"", 0, None
         while data := os.pread(self._descriptor, CHUNK_BYTES, self.position + self.rest_bytes):
             whole, feed, rest = data.rpartition(b"\n")
             if feed:
@@ -429,7 +473,7 @@ class _LineReader:
         if self._digest is not None:
             self._digest.update(data)
         elif self.rest_bytes > self._most_bytes:
-            self._digest = blake2b(self._rest + data, digest_size=_DIGEST_BYTES)
+            self._digest = blake2b(self._rest + data, digest_size=DIGEST_BYTES)
             self._rest = b""
         else:
             self._rest += data
@@ -447,7 +491,7 @@ class _LineReader:
             return lines, offsets, []
         bad: list[DeadRecord] = []
         for row in (row for row, length in enumerate(lengths) if length > self._most_bytes):
-            long = digest if row == 0 and digest is not None else blake2b(digest_size=_DIGEST_BYTES)
+            long = digest if row == 0 and digest is not None else blake2b(digest_size=DIGEST_BYTES)
             long.update(lines[row])
             text = f"a line of {lengths[row]} bytes, more than a record can hold; blake2b-256:{long.hexdigest()}"
             bad.append(DeadRecord(offsets[row], "too_large", text, None))
@@ -465,6 +509,7 @@ class _CsvRows:
         self._most_bytes: Final = most_bytes
         self._names: list[str] | None = None
         self._first = 0
+        csv.field_size_limit(max(csv.field_size_limit(), most_bytes))  # Python's default is 128 KiB.
 
     def ready(self) -> bool:
         """Return whether the header line is complete. Raises AuthorMistake if the header names unexpected columns."""
@@ -472,10 +517,10 @@ class _CsvRows:
             return True
         head = os.pread(self._descriptor, self._most_bytes, 0)
         end = head.find(b"\n")
-        if end < 0:
+        if end < 0 and len(head) < self._most_bytes:
             return False
         try:
-            cells = _cells(head[:end].removeprefix(b"\xef\xbb\xbf"))
+            cells = _cells(head[:end].removeprefix(b"\xef\xbb\xbf")) if end >= 0 else None
         except (UnicodeDecodeError, csv.Error):
             cells = None
         if cells is None or sorted(cells) != sorted(self._columns):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final, Self
 
-from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide
+from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide, refuse_expiry
 from dedup.core.partitioner import partitions
 from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.kafka.client import KafkaWire
@@ -84,13 +84,13 @@ class IdempotentWriter:
             await self._wire.start()
             stack.push_async_callback(self._wire.stop)
             async with Admin(self._wire.connection) as admin:
-                await provide(admin, self._settings, {offsets: (1, TOPIC_CONFIGS)})
+                refuse_expiry((await provide(admin, self._settings, {offsets: (1, TOPIC_CONFIGS)}))[offsets])
                 have = await admin.topics(self._topics)
             missing = [topic for topic in self._topics if topic not in have]
             if missing:
                 raise StateIncompatible(f"topic {missing[0]!r} does not exist; create it first.")
             self._partition_counts = {name: topic.partitions for name, topic in have.items()}
-            outbox = TransactionalOutbox(self._wire, f"{self._name}.writer.0", offsets, self._settings)
+            outbox = TransactionalOutbox(self._wire, f"{self._name}.writer.0", offsets, self._settings, have)
             await outbox.open()
             stack.push_async_callback(outbox.close)
             self._outbox = outbox

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
+
+DIGEST_BYTES: Final = 32
+"""The length of the BLAKE2b digest that replaces a value that is too large for the dead-letter topic."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,18 @@ import logging
 import signal
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 import orjson
 
 from dedup.connect.file_source import Files
-from dedup.connect.source import DeadRecord, RecordSource, SourceRecords
+from dedup.connect.source import DIGEST_BYTES, DeadRecord, RecordSource, SourceRecords
 from dedup.connect.table_source import NumberedRows
-from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide
+from dedup.connect.transactional_outbox import FOR_EVER, TOPIC_CONFIGS, TransactionalOutbox, provide, refuse_expiry
 from dedup.connect.upsert import look_up
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import Number, Unreadable, decode_quickly
@@ -30,12 +31,12 @@ from dedup.core.tracking_id import FieldsRule, RawContentRule, TrackingId
 from dedup.errors import RecordRefused, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
-from dedup.kafka.record_batch import Header, Line
+from dedup.kafka.record_batch import OWN_ROW, Header, Line
 from dedup.kafka.topic_admin import Admin, Topic
 from dedup.kafka.wire import TopicPartition
 from dedup.topology.ingest_file import Ingest
 from dedup.topology.schema import FilesSource, Marker, TableSource
-from dedup.worker.record_collector import DETAIL, ID, REASON, SOURCE
+from dedup.worker.record_collector import DETAIL, ID, REASON, SLACK_BYTES, SOURCE
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -49,7 +50,6 @@ MOST_RECORDS: Final = 500_000
 MOST_BYTES: Final = 256 << 20
 """The limits for the records between two markers, which are kept in memory."""
 LOOK_AGAIN_S: Final = 0.2
-NO_RETENTION_LIMIT: Final = "-1"
 log: Final = logging.getLogger(__name__)
 
 
@@ -68,10 +68,20 @@ class Ingested:
 class _Transaction:
     lines: Lines = field(default_factory=lambda: defaultdict(list))
     positions: dict[str, bytes] = field(default_factory=dict)
-    last: SourceRecords | None = None
-    """The result of the last poll. After the broker has refused a record, this result is the whole transaction."""
+    polls: list[SourceRecords] = field(default_factory=list)
+    rows: int = 0
+    """The number of records in all polls. Each record's line has its row number, to identify a refused record."""
     records: int = 0
     dead_letters: int = 0
+
+    def places(self, rows: Collection[int]) -> Iterator[tuple[int, SourceRecords, int]]:
+        """Yield each row number, with the poll that returned the record and the record's index in this poll."""
+        first = 0
+        for found in self.polls:
+            for row in rows:
+                if first <= row < first + len(found.values):
+                    yield row, found, row - first
+            first += len(found.values)
 
 
 OpenSource = Callable[[Ingest, int, Callable[[], bool]], RecordSource]
@@ -104,10 +114,10 @@ async def run_ingest(
         await wire.start()
         stack.push_async_callback(wire.stop)
         async with Admin(wire.connection) as admin:
-            topics = await provide(admin, settings, _topics(ingest, settings))
+            topics = await _provided(admin, ingest, settings)
         stop = stack.enter_context(set_by_signals())
         name = f"{ingest.name}.ingest.0"
-        outbox = TransactionalOutbox(wire, name, ingest.offsets_topic, settings, stop.is_set)
+        outbox = TransactionalOutbox(wire, name, ingest.offsets_topic, settings, topics, stop.is_set)
         await outbox.open()
         stack.push_async_callback(outbox.close)
         log.info("%s: source taken; earlier owners are fenced", ingest.name)
@@ -132,17 +142,19 @@ def set_by_signals() -> Iterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
-def _topics(ingest: Ingest, settings: Settings) -> dict[str, tuple[int | None, Mapping[str, str]]]:
+async def _provided(admin: Admin, ingest: Ingest, settings: Settings) -> dict[str, Topic]:
+    """Return the topics of an ingest file, after creating those that are missing."""
     retention = settings.topics.retention_ms
     configs = {} if retention is None else {"retention.ms": str(retention)}
     if retention is None and isinstance(ingest.event_time, FieldTime):
         # Records may be old. With the default retention of 7 days, Kafka would soon delete them.
-        configs = {"retention.ms": NO_RETENTION_LIMIT}
-    return {
-        ingest.topic: (ingest.partitions, configs),
-        ingest.dead_letter: (ingest.partitions, {"message.timestamp.type": "LogAppendTime"}),
-        ingest.offsets_topic: (1, TOPIC_CONFIGS),
-    }
+        configs = {"retention.ms": FOR_EVER}
+    offsets = {ingest.offsets_topic: (1, TOPIC_CONFIGS)}
+    topics = await provide(admin, settings, {ingest.topic: (ingest.partitions, configs), **offsets})
+    refuse_expiry(topics[ingest.offsets_topic])
+    most_bytes = topics[ingest.topic].max_record_bytes + SLACK_BYTES
+    dead_configs = {"message.timestamp.type": "LogAppendTime", "max.message.bytes": str(most_bytes)}
+    return topics | await provide(admin, settings, {ingest.dead_letter: (ingest.partitions, dead_configs)})
 
 
 @dataclass(slots=True)
@@ -155,7 +167,7 @@ class _Run:
     stop: asyncio.Event
     done: Ingested = field(default_factory=Ingested)
     single: bool = False
-    """True after a broker refused a record.
+    """True after a broker refused a batch without naming records.
 
     Each record batch then contains only one record, so that the broker's response identifies the refused record.
     """
@@ -183,14 +195,15 @@ class _Run:
             found = self.source.poll()
             if found is None:
                 break
-            made.last = found
+            made.polls.append(found)
             made.positions[found.part] = found.position
-            for target, lines in self.maker.lines(found).items():
+            for target, lines in self.maker.lines(found, made.rows).items():
                 made.lines[target] += lines
                 if target.topic == self.maker.topic:
                     made.records += len(lines)
                 else:
                     made.dead_letters += len(lines)
+            made.rows += len(found.values)
             if self.single or self.interval_ms is None:
                 break
         return made if made.positions else None
@@ -212,6 +225,7 @@ class _Run:
             self.source.restore(self.outbox.positions)
             return await asyncio.to_thread(self._collect)
         self.single = False
+        self.maker.refused.clear()
         self.source.committed(current.positions)
         self.done.records += current.records
         self.done.dead_letters += current.dead_letters
@@ -219,14 +233,18 @@ class _Run:
         return following
 
     def _refuse(self, current: _Transaction, refused: RecordRefused) -> None:
-        if not self.single:
-            self.single = True
-            return
-        rows = [row for row in refused.rows if row >= 0]
-        if not rows or current.last is None:
+        """Turn the refused records into dead letters, or find out which records are refused."""
+        named: dict[int, str] = {}
+        for each in (refused, *refused.also):
+            named |= each.reasons or (dict.fromkeys(each.rows, str(each)) if len(each.rows) == 1 else {})
+        if OWN_ROW in named or (self.single and not named):
             raise refused
-        log.warning("%s: it becomes a dead letter", refused)
-        self.maker.refused[current.last.part, current.last.places[rows[0]]] = str(refused)
+        # Brokers before Kafka 2.4 do not name records (KIP-467), nor does any broker if a batch is too large.
+        self.single = self.single or not named
+        if named:
+            log.warning("%s: %d records become dead letters", refused, len(named))
+        for row, found, at in current.places(named):
+            self.maker.refused[found.part, found.places[at]] = named[row]
 
 
 @dataclass(slots=True)
@@ -235,6 +253,16 @@ class _Pending:
     places: list[int | str] = field(default_factory=list)
     dead: list[DeadRecord] = field(default_factory=list)
     size_bytes: int = 0
+
+    @property
+    def count(self) -> int:
+        """The number of records and dead letters."""
+        return len(self.values) + len(self.dead)
+
+    @property
+    def begin(self) -> int | str:
+        """The place of the first record or, if there are only dead letters, of the first dead letter."""
+        return self.places[0] if self.places else self.dead[0].place
 
 
 class TransactionBoundary:
@@ -272,9 +300,9 @@ class TransactionBoundary:
     def waiting(self) -> list[str]:
         """Return a sentence for each part of the source that still waits for data or for a marker."""
         return self._source.waiting() + [
-            f"{len(pending.values)} records after {pending.places[0]} of {part} wait for their marker"
+            f"{pending.count} records after {pending.begin} of {part} wait for their marker"
             for part, pending in self._pending.items()
-            if pending.values
+            if pending.count
         ]
 
     def close(self) -> None:
@@ -284,11 +312,11 @@ class TransactionBoundary:
     def _take(self, found: SourceRecords) -> None:
         pending = self._pending.setdefault(found.part, _Pending())
         if not found.values and not found.dead:
-            if not pending.values and not pending.dead:
+            if not pending.count:
                 self._ready.append(found)  # `found` contains only a position.
                 return
             text = "%s: %d records before blank lines or the end have no marker yet; they wait for one"
-            log.warning(text, found.part, len(pending.values))
+            log.warning(text, found.part, pending.count)
         ends = [row + 1 for row, value in enumerate(found.values) if self._ends(value)]
         for first, end in zip((0, *ends), (*ends, None), strict=True):
             pending.values += found.values[first:end]
@@ -296,15 +324,17 @@ class TransactionBoundary:
             pending.size_bytes += sum(map(len, found.values[first:end]))
             # A dead record between a marker and the next row belongs to the transaction after the marker.
             last = len(found.values) if end is None else end - 1
-            pending.dead += [each for each in found.dead if first <= each.row <= last]
+            dead = [each for each in found.dead if first <= each.row <= last]
+            pending.dead += dead
+            pending.size_bytes += sum(len(each.value or b"") for each in dead)
             if end is not None:
                 at, dead = found.after(end - 1), pending.dead
                 whole = replace(found, values=pending.values, places=pending.places, position=at, dead=dead)
                 self._ready.append(whole)
                 pending = self._pending[found.part] = _Pending()
-        if len(pending.values) > MOST_RECORDS or pending.size_bytes > MOST_BYTES:
+        if pending.count > MOST_RECORDS or pending.size_bytes > MOST_BYTES:
             raise StateIncompatible(
-                f"{found.prefix}{pending.places[0]}: no marker among the {len(pending.values):,} records after this "
+                f"{found.prefix}{pending.begin}: no marker among the {pending.count:,} records after this "
                 f"one. None of them was sent; correct `boundary`, or write markers more often."
             )
 
@@ -326,12 +356,14 @@ class _RecordMaker:
         self._count: Final = topics[ingest.topic].partitions
         self._dead_count: Final = topics[ingest.dead_letter].partitions
         self._most_bytes: Final = most_bytes
+        self._most_dead_bytes: Final = topics[ingest.dead_letter].max_record_bytes
         rule = ingest.tracking_id or RawContentRule()
         self._extract: Final = compile_extractor(TrackingId(rule), ingest.event_time, fmt="json", fingerprint=False)
         self.refused: Final[dict[tuple[str, int | str], str]] = {}
         """Maps the part and place of a record to the reason why the broker refused it."""
 
-    def lines(self, found: SourceRecords) -> Lines:
+    def lines(self, found: SourceRecords, first_row: int) -> Lines:
+        """Return the records to send; the lines of records, but not those of dead letters, are numbered."""
         count = len(found.values)
         now_ms = time.time_ns() // 1_000_000
         no_keys: list[Any] = [None] * count
@@ -342,7 +374,7 @@ class _RecordMaker:
         }
         for row in range(count) if self.refused else ():
             if (why := self.refused.get((found.part, found.places[row]))) is not None:
-                bad[row] = DeadRecord(found.places[row], "refused", why, None)
+                bad[row] = DeadRecord(found.places[row], "refused", why, found.values[row])
         keys = self._keys(found.values, bad)
         bad = self._too_large(found, keys) | bad
         if self._ingest.tracking_id is None:
@@ -353,20 +385,29 @@ class _RecordMaker:
             numbers = partitions([key or b"" for key in keys], self._count) if keys else []
             headers = [[]] * count
         parts: list[list[Line]] = [[] for _ in range(self._count)]
-        rows = zip(range(count), extracted.times_ms, keys, found.values, headers, strict=True)
+        rows = zip(range(first_row, first_row + count), extracted.times_ms, keys, found.values, headers, strict=True)
         for number, line in zip(numbers, rows, strict=True):
             parts[number].append(line)
         lines: Lines = defaultdict(list)
         for number, part in enumerate(parts):
-            kept = [line for line in part if line[0] not in bad] if bad else part
+            kept = [line for line in part if line[0] - first_row not in bad] if bad else part
             if kept:
                 lines[TopicPartition(self.topic, number)] = kept
         dead = [*found.dead, *(bad[row] for row in sorted(bad))]
         if dead:
             number = partitions([found.part.encode()], self._dead_count)[0]
-            letters = [_dead_letter(each, found.prefix, now_ms) for each in dead]
+            letters = [self._dead_letter(each, found.prefix, now_ms) for each in dead]
             lines[TopicPartition(self._ingest.dead_letter, number)] = letters
         return lines
+
+    def _dead_letter(self, dead: DeadRecord, prefix: str, now_ms: int) -> Line:
+        value, detail = dead.value, dead.detail
+        if value is not None and len(value) + len(detail) + HEADERS_BYTES > self._most_dead_bytes:
+            digest = blake2b(value, digest_size=DIGEST_BYTES).hexdigest()
+            detail += f"; {len(value)} bytes, too large for this topic; blake2b-256:{digest}"
+            value = None
+        texts = ((REASON, dead.code), (DETAIL, detail), (SOURCE, f"{prefix}{dead.place}"))
+        return -1, now_ms, None, value, [(name, text.encode()) for name, text in texts]
 
     def _too_large(self, found: SourceRecords, keys: Sequence[bytes | None]) -> dict[int, DeadRecord]:
         longest = max(map(len, found.values), default=0) + max((len(key or b"") for key in keys), default=0)
@@ -393,11 +434,6 @@ class _RecordMaker:
                 return [_text(record[name]) for record in records]
             case path:
                 return [_text(look_up(record, path)) for record in records]
-
-
-def _dead_letter(dead: DeadRecord, prefix: str, now_ms: int) -> Line:
-    texts = ((REASON, dead.code), (DETAIL, dead.detail), (SOURCE, f"{prefix}{dead.place}"))
-    return -1, now_ms, None, dead.value, [(name, text.encode()) for name, text in texts]
 
 
 def _text(found: Any) -> bytes:  # noqa: ANN401 - any JSON value

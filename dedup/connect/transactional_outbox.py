@@ -19,7 +19,7 @@ import msgspec
 
 from dedup.errors import BrokerUnavailable, CommitUnknown, RecordRefused, StateIncompatible, TaskMigrated
 from dedup.kafka.outage_lines import AWAY
-from dedup.kafka.record_batch import Line, fill
+from dedup.kafka.record_batch import BATCH_BYTES, Line, fill
 from dedup.kafka.topic_admin import BROKER_DEFAULT, Admin, Topic, WantedTopic
 from dedup.kafka.transactional_producer import DEADLINE_MS, Session
 from dedup.kafka.wire import TopicPartition, Wire
@@ -33,11 +33,12 @@ POSITION: Final = b"at:"
 FETCH_BYTES: Final = 4 << 20
 WAIT_MS: Final = 100
 PAUSE_S: Final = 0.5
+FOR_EVER: Final = "-1"
 TOPIC_CONFIGS: Final[Mapping[str, str]] = {
     "cleanup.policy": "compact",
     # Kafka compacts only closed segments, and every start reads the whole topic, so segments are small.
     "segment.bytes": "10485760",
-    "retention.ms": "-1",
+    "retention.ms": FOR_EVER,
 }
 T = TypeVar("T")
 log: Final = logging.getLogger(__name__)
@@ -67,6 +68,19 @@ async def provide(
     return await admin.settled(topics)
 
 
+def refuse_expiry(topic: Topic) -> None:
+    """Raise StateIncompatible if brokers delete positions by age or size, because a source would be sent again."""
+    configs = topic.configs  # which are empty if the principal may not read them
+    kept = configs.get("retention.ms", FOR_EVER) == configs.get("retention.bytes", FOR_EVER) == FOR_EVER
+    if "delete" in configs.get("cleanup.policy", "") and not kept:
+        raise StateIncompatible(
+            f"brokers delete old records of topic {topic.name!r} (cleanup.policy {configs['cleanup.policy']}, "
+            f"retention.ms {configs.get('retention.ms')}), but it holds the positions in the source: without them, "
+            f"everything would be sent again. Nothing was sent. Run `kafka-configs.sh --bootstrap-server BROKER "
+            f"--alter --entity-type topics --entity-name {topic.name} --add-config cleanup.policy=compact`."
+        )
+
+
 class _Owner(msgspec.Struct, frozen=True):
     """The process that wrote a transaction, and the transaction's number within that process."""
 
@@ -84,6 +98,7 @@ class TransactionalOutbox:
         transactional_id: str,
         offsets_topic: str,
         settings: Settings,
+        topics: Mapping[str, Topic],
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.positions: Final[dict[str, bytes]] = {}
@@ -94,6 +109,9 @@ class TransactionalOutbox:
         self._stopped: Final = stopped
         self._wire: Final = wire
         self._compression: Final = settings.topics.compression
+        limits = {name: topic.limit for name, topic in topics.items()}
+        self._most_bytes: Final = {name: limit.surely_fits_bytes for name, limit in limits.items() if limit is not None}
+        """Maps each topic to the largest size of a batch of several records, as far as the topic's limit is known."""
         self._run: Final = uuid.uuid4().hex
         self._number = 0
         self._unsure = False
@@ -146,7 +164,9 @@ class TransactionalOutbox:
         while True:
             try:
                 for target, part in lines.items():
-                    self._session.add(fill(target, part, compression=self._compression, most_rows=most_rows))
+                    most_bytes = self._most_bytes.get(target.topic, BATCH_BYTES)
+                    fitting = partial(fill, compression=self._compression, most_rows=most_rows, most_bytes=most_bytes)
+                    self._session.add(fitting(target, part))
                 self._session.add(fill(self._place, own, compression=self._compression))
                 await self._session.commit({})
             except CommitUnknown as unknown:

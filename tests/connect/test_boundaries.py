@@ -98,6 +98,17 @@ def test_a_source_without_markers_stops(tmp_path, monkeypatch, bound, most):
         list(polled(opened(tmp_path, {})))
 
 
+def test_bad_lines_without_a_marker_stop_the_source_too(tmp_path, monkeypatch):
+    """Was: they were kept in memory without a limit, and waiting for a marker was not told."""
+    (tmp_path / "a.csv").write_bytes(b"n\n" + b"x,y\n" * 20)
+    source = opened(tmp_path, {}, "*.csv", {"n": "integer"}, Marker(field="n", equals=1))
+    assert list(polled(source)) == []
+    assert source.waiting()[0].startswith("20 records after 2 of ")
+    monkeypatch.setattr(marked, "MOST_RECORDS", 10)
+    with pytest.raises(StateIncompatible, match=r"/2: no marker among the 20 records after this one"):
+        list(polled(opened(tmp_path, {}, "*.csv", {"n": "integer"}, Marker(field="n", equals=1))))
+
+
 @pytest.fixture
 def lite(stage):
     with contextlib.closing(sqlite3.connect(stage.directory / "source.db", isolation_level=None)) as connection:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 
 import pytest
 
 from dedup.connect.file_source import CHUNK_BYTES, Files
-from dedup.errors import AuthorMistake, TaskMigrated
+from dedup.errors import AuthorMistake, StateIncompatible, TaskMigrated
 from dedup.topology.schema import FilesSource
 from tests.connect.stage import lines
 from tests.waiting import until
@@ -151,6 +152,72 @@ async def test_a_line_just_too_large_for_the_topic_is_a_dead_letter(stage):
     done = await stage.ingest()
     assert (done.records, done.dead_letters) == (10, 1)
     assert stage.letters()[0]["dedup-reason"] == "too_large"
+
+
+async def test_all_records_that_a_broker_refuses_are_dead_letters_at_once(stage, admin, caplog):
+    """Brokers refuse records that are an hour ahead (KIP-937), and name all of a batch (KIP-467).
+
+    Was: one more attempt for each such record.
+    """
+    admin.create_topic(stage.topic, 2, {"message.timestamp.after.max.ms": "3600000", "retention.ms": "-1"})
+    text = b"".join(b'{"id":"e%d","n":%d,"at":%d}\n' % (n, n, 4_000_000_000_000 if n % 3 else 1) for n in range(3_000))
+    for name in ("a", "b"):
+        (stage.incoming / f"{name}.jsonl").write_bytes(text)
+    more = "tracking_id: {field: id}\nevent_time: {field: at, unit: ms}"
+    done = await stage.ingest(more=more)
+    assert (done.records, done.dead_letters) == (2_000, 4_000)
+    attempts = [record for record in caplog.records if "records become dead letters" in record.message]
+    assert len(attempts) <= 2
+    assert numbers(stage) == sorted(2 * list(range(0, 3_000, 3)))
+    letters = stage.read(f"{stage.name}.dead-letter")
+    assert sorted(message.value() for message in letters) == sorted(
+        2 * [t for t in text.splitlines() if b":1}" not in t]
+    )
+    assert {letter["dedup-reason"] for letter in stage.letters()} == {"refused"}
+
+
+async def test_batches_are_as_small_as_the_topic_asks(stage, admin, caplog):
+    """Was: each batch was refused, and its records sent again one by one."""
+    admin.create_topic(stage.topic, 2, {"max.message.bytes": "5000", "retention.ms": "-1"})
+    (stage.incoming / "a.jsonl").write_bytes(lines(0, 3_000))
+    assert (await stage.ingest()).records == 3_000
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert numbers(stage) == list(range(3_000))
+
+
+async def test_a_dead_letter_that_its_topic_has_no_room_for_is_a_digest(stage, admin):
+    """Was: ingest stopped, since the topic of dead letters took less than that of records."""
+    admin.create_topic(stage.topic, 2, {"max.message.bytes": "3000000"})
+    admin.create_topic(f"{stage.name}.dead-letter", 1, {"max.message.bytes": "2000"})
+    bad = b"x" * 2_500_000
+    (stage.incoming / "a.jsonl").write_bytes(lines(0, 3) + bad + b"\n")
+    done = await stage.ingest()
+    assert (done.records, done.dead_letters) == (3, 1)
+    (letter,) = stage.letters()
+    assert (
+        f"2500000 bytes, too large for this topic; blake2b-256:{blake2b(bad, digest_size=32).hexdigest()}"
+        in (letter["dedup-detail"])
+    )
+
+
+async def test_a_dead_letter_may_be_as_large_as_a_record(stage, admin):
+    admin.create_topic(stage.topic, 2, {"max.message.bytes": "3000000"})
+    bad = b"x" * 2_500_000
+    (stage.incoming / "a.jsonl").write_bytes(bad + b"\n")
+    assert (await stage.ingest()).dead_letters == 1
+    assert [message.value() for message in stage.read(f"{stage.name}.dead-letter")] == [bad]
+
+
+async def test_positions_that_a_broker_would_delete_are_refused(stage, admin):
+    """Was: after seven days without a new line, all lines were sent again."""
+    positions = f"{stage.name}-source-offsets"
+    admin.create_topic(positions, 1, {"cleanup.policy": "delete"})
+    (stage.incoming / "a.jsonl").write_bytes(lines(0, 3))
+    with pytest.raises(
+        StateIncompatible, match=f"{positions}.*cleanup.policy delete.*--add-config cleanup.policy=comp"
+    ):
+        await stage.ingest()
+    assert stage.read() == []
 
 
 async def test_a_last_line_without_a_line_feed_is_taken_where_files_come_complete(stage):
@@ -409,4 +476,120 @@ def test_a_csv_file_that_starts_over_has_its_own_line_of_names(stage):
     assert [json.loads(value) for value in files.poll().values] == [{"from": "a", "to": "b"}]
     path.write_bytes(b"to,from\nd,c\n")
     assert [json.loads(value) for value in files.poll().values] == [{"from": "c", "to": "d"}]
+    files.close()
+
+
+def test_a_torn_line_that_its_writer_cuts_off_and_writes_again_is_read_as_it_is_now(stage):
+    """As after a crash in the middle of a line. Was: the new line followed what was left of the torn one."""
+    path = stage.incoming / "a.jsonl"
+    path.write_bytes(lines(0, 3) + b'{"id":"e3","n":3,"torn":"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa')
+    files = files_of(stage, "*.jsonl")
+    assert len(files.poll().values) == 3
+    assert files.poll() is None
+    assert files.waiting()
+    os.truncate(path, len(lines(0, 3)))
+    with path.open("ab") as file:
+        file.write(lines(3, 4))
+    assert files.poll().values == lines(3, 4).splitlines()
+    files.close()
+
+
+def test_a_torn_line_of_any_length_can_be_cut_off(stage):
+    path = stage.incoming / "a.jsonl"
+    path.write_bytes(lines(0, 3) + b"\0" * 2_000_000)
+    files = files_of(stage, "*.jsonl")
+    assert len(files.poll().values) == 3
+    assert files.poll() is None
+    os.truncate(path, len(lines(0, 3)))
+    with path.open("ab") as file:
+        file.write(lines(3, 4))
+    found = files.poll()
+    assert (found.values, found.dead) == (lines(3, 4).splitlines(), [])
+    files.close()
+
+
+def test_files_that_get_the_inodes_of_one_another_are_not_sent_again(stage):
+    """As after a move to another volume. Was: all lines were sent again, with a warning."""
+    a, b, spare = (stage.incoming / name for name in ("a.jsonl", "b.jsonl", "spare"))
+    a.write_bytes(lines(0, 3))
+    b.write_bytes(lines(10, 3))
+    files = files_of(stage, "*.jsonl")
+    positions = {found.part: found.position for found in (files.poll(), files.poll())}
+    files.close()
+    for path, to in ((a, spare), (b, a), (spare, b)):
+        path.rename(to)
+    a.write_bytes(lines(0, 3))
+    b.write_bytes(lines(10, 3))
+    files = files_of(stage, "*.jsonl")
+    files.restore(positions)
+    with pytest.raises(AuthorMistake, match=r"a\.jsonl: is not the file with this name .* is it a copy"):
+        files.poll()
+    files.close()
+
+
+def test_a_second_name_of_a_file_is_not_read(stage, caplog):
+    path = stage.incoming / "a.jsonl"
+    path.write_bytes(lines(0, 3))
+    (stage.incoming / "hard.jsonl").hardlink_to(path)
+    (stage.incoming / "soft.jsonl").symlink_to(path)
+    files = files_of(stage, "*.jsonl")
+    assert len(files.poll().values) == 3
+    assert [files.poll() for _ in range(3)] == [None] * 3
+    assert not caplog.records
+    files.close()
+
+
+def test_an_inode_number_that_two_devices_have_stops_ingest(stage, monkeypatch):
+    """Was: the second file was taken for the first one under another name, and never read."""
+    for name in ("a.jsonl", "b.jsonl"):
+        (stage.incoming / name).write_bytes(lines(0, 3))
+    files = files_of(stage, "*.jsonl")
+    found = {path: tuple(path.stat()) for path in sorted(stage.incoming.iterdir())}
+    inode = 7
+    listed = {path: os.stat_result((each[0], inode, at, *each[3:])) for at, (path, each) in enumerate(found.items())}
+    monkeypatch.setattr(files, "_list", lambda: listed)
+    with pytest.raises(
+        AuthorMistake, match=r"b\.jsonl: has the inode number 7, which another file .* on another device"
+    ):
+        files.poll()
+    files.close()
+
+
+def test_a_name_that_is_not_utf8_stops_ingest(stage):
+    """Was: an uncaught error."""
+    Path(os.fsdecode(os.fsencode(stage.incoming) + b"/a\xff.jsonl")).write_bytes(lines(0, 3))
+    files = files_of(stage, "*.jsonl")
+    with pytest.raises(AuthorMistake, match=r"a\\xff\.jsonl: has a name that is not UTF-8; rename it"):
+        files.poll()
+    files.close()
+
+
+def test_a_csv_file_is_deleted_before_its_header_line_is_complete(stage):
+    """Was: it stayed open for ever, and nothing told of it."""
+    path = stage.incoming / "a.csv"
+    path.write_bytes(b"from,")
+    files = files_of(stage, "*.csv", {"from": "text", "to": "text"})
+    assert files.poll() is None
+    assert files.waiting() == [f"{path}: its header line has no line feed yet"]
+    path.unlink()
+    assert files.poll() is None
+    assert open_files_of(stage) == []
+    files.close()
+
+
+def test_a_csv_file_of_one_endless_line_stops_ingest(stage):
+    """Was: it was read again and again, and nothing told of it."""
+    (stage.incoming / "a.csv").write_bytes(b"from," * 300_000)
+    files = files_of(stage, "*.csv", {"from": "text", "to": "text"})
+    with pytest.raises(AuthorMistake, match=r"a\.csv:1: its header line is not CSV"):
+        files.poll()
+    files.close()
+
+
+def test_a_csv_cell_may_be_as_large_as_a_record(stage):
+    """Was: a dead letter, since Python's reader takes 128 KiB unless told otherwise."""
+    (stage.incoming / "a.csv").write_bytes(b"from,to\na," + b"b" * 300_000 + b"\n")
+    files = files_of(stage, "*.csv", {"from": "text", "to": "text"})
+    found = files.poll()
+    assert ([len(json.loads(value)["to"]) for value in found.values], found.dead) == ([300_000], [])
     files.close()
