@@ -32,7 +32,8 @@ _INSERT: Final = (
 )
 _FENCE: Final = f"UPDATE {OFFSETS} SET epoch = epoch + 1 WHERE {_ROW} RETURNING epoch, position, topic_id"  # noqa: S608
 _ADVANCE: Final = f"UPDATE {OFFSETS} SET position = {{0}} WHERE {_ROW} AND epoch = {{0}} AND position = {{0}}"  # noqa: S608
-_READ: Final = f"SELECT epoch, position FROM {OFFSETS} WHERE {_ROW}"  # noqa: S608
+_READ: Final = f"SELECT epoch, position FROM {OFFSETS} WHERE {_ROW}{{1}}"  # noqa: S608
+"""{1} stands for a clause that waits for transactions of lost connections, which may still commit."""
 STAGED: Final = "dedup_staged"
 _CREDENTIALS: Final = re.compile(r"(?<=://).*@|(?<=[?&])(?:user|password|sslpassword)=[^&]*&?", re.IGNORECASE)
 
@@ -100,6 +101,8 @@ class DatabaseConnection(ABC):
     """The schema of temporary tables."""
     begin_statement: str
     """The statement that begins a write transaction."""
+    for_update: str
+    """The clause that makes a query wait for transactions that have changed the row, or an empty string."""
 
     @abstractmethod
     def _explained(self) -> AbstractContextManager[None]:
@@ -218,7 +221,8 @@ class FencedOffsets:
     def happened(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> bool:
         """Return whether a commit without a response took effect. Raises TaskMigrated if this process is fenced."""
         for partition, end in ends.items():
-            rows = connection.query(_READ.format(connection.mark), (self.reader, self.topic, partition))
+            read = _READ.format(connection.mark, connection.for_update)
+            rows = connection.query(read, (self.reader, self.topic, partition))
             if rows == [(self._epochs[partition], self.positions[partition])]:
                 return False
             if rows != [(self._epochs[partition], end)]:

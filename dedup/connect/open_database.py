@@ -30,6 +30,7 @@ _CODES: Final[Mapping[str, str]] = {
     "SQLITE_CONSTRAINT_NOTNULL": "null_refused",
     "SQLITE_CONSTRAINT_DATATYPE": "wrong_type",
 }
+_UNQUOTED: Final = re.compile(r"[?#]|%(?![0-9A-Fa-f]{2})")
 _NUMBERED: Final = re.compile(r":\d+\Z")
 START_WITHIN_S: Final = 30.0
 FIRST_PAUSE_S: Final = 0.1
@@ -47,6 +48,9 @@ def refuse_unusable(url: str) -> None:
         raise SettingsError(
             [Problem("url", f"{shown(url)!r} is neither sqlite:///FILE nor postgresql://USER@HOST/DATABASE")]
         )
+    elif odd := _UNQUOTED.search(url):
+        text = f"{url!r}: write {odd[0][0]!r} as %{ord(odd[0][0]):02X}, as in every URL; SQLite takes no parameters"
+        raise SettingsError([Problem("url", text)])
 
 
 def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
@@ -74,6 +78,7 @@ class SqliteConnection(DatabaseConnection):
     mark = "?"
     temporary = "temp"
     begin_statement = "BEGIN IMMEDIATE"
+    for_update = ""
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
         self._path: Final = url.removeprefix(SQLITE)

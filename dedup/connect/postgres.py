@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import psycopg
 from psycopg import errors as pg
+from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
 
 from dedup.connect.database import STAGED, DatabaseAway, DatabaseConnection, Row, RowsRefused, Table, shown
@@ -36,6 +37,17 @@ _CODES: Final[Mapping[type[psycopg.Error], str]] = {
 }
 
 
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    "connect_timeout": 10,
+    # Otherwise, a connection that a firewall has dropped would be noticed only after two hours.
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+}
+"""Connection parameters of libpq; a URL may contain others."""
+
+
 class PostgresConnection(DatabaseConnection):
     """A `DatabaseConnection` to PostgreSQL."""
 
@@ -51,13 +63,13 @@ class PostgresConnection(DatabaseConnection):
     mark = "%s"
     temporary = "pg_temp"
     begin_statement = "BEGIN"
+    for_update = " FOR UPDATE"
 
     def __init__(self, url: str) -> None:
         self._shown: Final = shown(url)
         with self._explained():
-            self._connection = psycopg.connect(
-                url, autocommit=True, connect_timeout=10, application_name="dedup", client_encoding="utf8"
-            )
+            given = conninfo_to_dict(url, application_name="dedup", client_encoding="utf8")
+            self._connection = psycopg.connect(autocommit=True, **{**_DEFAULTS, **given})
         self._cursor = self._connection.cursor()
 
     def _run(self, sql: str, parameters: Sequence[Any]) -> psycopg.Cursor[Row]:

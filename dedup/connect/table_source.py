@@ -32,6 +32,19 @@ PART: Final = "table"
 FIRST_USER_OID: Final = 16_384
 """Relations with lower OIDs belong to PostgreSQL itself."""
 WRITE_LOCKS: Final = "'RowExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'"
+_SEQUENCES: Final = (
+    "SELECT a.attname::text, seqrelid::regclass::text, seqcache, seqcycle, seqincrement FROM pg_sequence "
+    "JOIN pg_depend d ON d.refclassid = 'pg_class'::regclass AND d.refobjid = seqrelid "
+    "AND d.classid = 'pg_attrdef'::regclass JOIN pg_attrdef f ON f.oid = d.objid "
+    "JOIN pg_attribute a ON a.attrelid = f.adrelid AND a.attnum = f.adnum "
+    "WHERE f.adrelid::bigint = ANY(%s::bigint[]) UNION "
+    "SELECT a.attname::text, seqrelid::regclass::text, seqcache, seqcycle, seqincrement FROM pg_sequence "
+    "JOIN pg_depend d ON d.classid = 'pg_class'::regclass AND d.objid = seqrelid AND d.deptype IN ('a', 'i') "
+    "AND d.refclassid = 'pg_class'::regclass "
+    "JOIN pg_attribute a ON a.attrelid = d.refobjid AND a.attnum = d.refobjsubid "
+    "WHERE d.refobjid::bigint = ANY(%s::bigint[])"
+)
+"""The sequences in the defaults of the columns of some tables, and the sequences that belong to their columns."""
 _Columns = Mapping[str, tuple[bool, bool]]
 """Maps each column to two flags: whether it has an integer type, and whether it is never null."""
 log: Final = logging.getLogger(__name__)
@@ -45,7 +58,8 @@ class NumberedRows:
         self._spec: Final = spec
         self._stopped: Final = stopped
         self._postgres: Final = url.startswith(POSTGRES)
-        self._database: Final = RetryingDatabase(url, stopped, read_only=True)
+        # After a failover, a new connection may lead to a standby, or to a table that was changed.
+        self._database: Final = RetryingDatabase(url, stopped, read_only=True, prepare=self._check)
         self._at: tuple[int, ...] | None = None
         self._bound: int | None = None
         self._names: list[str] = []
@@ -59,7 +73,7 @@ class NumberedRows:
         if spec.settle_ms:
             log.warning("%s: %s", name, settle_sentence(spec))
         try:
-            self._database.first(self._check)
+            self._database.first(lambda _: None)
         except BaseException:
             self._database.close()
             raise
@@ -189,8 +203,10 @@ class NumberedRows:
         if self._postgres:
             ((standby,),) = connection.query("SELECT pg_is_in_recovery()")
             self._knows_writers = not standby
+            relations = _relations_of(connection, self._spec)
+            self._refuse(_unordered(connection, relations, self._spec))
             if not self._spec.settle_ms:
-                self._refuse(_unknown_writers(connection, self._spec, standby=standby))
+                self._refuse(_unknown_writers(connection, relations, standby=standby))
         if self._spec.query:
             self._names = connection.columns(self._spec.query)
             self._refuse(_misfits_of_query(self._names, self._order))
@@ -198,6 +214,7 @@ class NumberedRows:
         table, reused = self._spec.table or "", None
         if self._postgres:
             columns, keys = _postgres_shape(connection, table)
+            self._refuse(_children(connection, table))
         else:
             columns, keys, reused = _sqlite_shape(connection, table.rpartition(".")[2])
         self._names = list(columns)
@@ -269,11 +286,10 @@ def _misfits_of_query(columns: Sequence[str], order: Sequence[str]) -> Iterator[
             yield f"it has no column {each!r}; it has {', '.join(columns)}"
 
 
-def _unknown_writers(connection: DatabaseConnection, spec: TableSource, *, standby: bool) -> Iterator[str]:
+def _unknown_writers(connection: DatabaseConnection, relations: list[int], *, standby: bool) -> Iterator[str]:
     """Yield the reasons why PostgreSQL cannot tell which transactions may still add rows with lower numbers."""
     if standby:
         yield "this server is a standby, which does not know the open transactions; use the primary, or set `settle`"
-    relations = _relations_of(connection, spec)
     if not relations:
         yield "it reads no table, so PostgreSQL cannot say who writes its rows; set `settle`"
     foreign = connection.query(
@@ -281,15 +297,39 @@ def _unknown_writers(connection: DatabaseConnection, spec: TableSource, *, stand
     )
     for (name,) in foreign:
         yield f"{name} is a foreign table, whose writers this server does not know; set `settle`"
-    caching = connection.query(
-        "SELECT s.seqcache FROM pg_sequence s JOIN pg_attribute a ON a.attrelid = %s::regclass AND a.attname = %s "
-        "WHERE s.seqcache > 1 AND s.seqrelid = pg_get_serial_sequence(%s, a.attname)::regclass",
-        (spec.table, spec.column, spec.table),
+
+
+def _unordered(connection: DatabaseConnection, relations: list[int], spec: TableSource) -> Iterator[str]:
+    """Yield the reasons why sequences of the tables may give a new row a lower number than an earlier row."""
+    named = connection.query(
+        "SELECT 1 FROM pg_attribute WHERE attrelid::bigint = ANY(%s::bigint[]) AND attname = %s LIMIT 1",
+        (relations, spec.column),
     )
-    for (size,) in caching if spec.table else ():
+    for column, sequence, cache, cycles, step in connection.query(_SEQUENCES, (relations, relations)):
+        # A query may give any column the name `spec.column`.
+        if named and column != spec.column:
+            continue
+        if cache > 1 and not spec.settle_ms:
+            yield (
+                f"the sequence {sequence} of {column!r} has CACHE {cache}: a session uses numbers that it reserved "
+                f"earlier, so a new row may get a lower number than a row that was already read; set CACHE 1, or set "
+                f"`settle`"
+            )
+        if cycles or step < 0:
+            why = "begins again after its last number" if cycles else f"has INCREMENT {step}"
+            yield f"the sequence {sequence} of {column!r} {why}, so later rows would not be read"
+
+
+def _children(connection: DatabaseConnection, table: str) -> Iterator[str]:
+    found = connection.query(
+        "SELECT inhrelid::regclass::text FROM pg_inherits JOIN pg_class ON pg_class.oid = inhparent "
+        "WHERE inhparent = %s::regclass AND relkind = 'r'",
+        (table,),
+    )
+    for (child,) in found:
         yield (
-            f"the sequence of {spec.column!r} has CACHE {size}: a session uses numbers that it reserved earlier, so a "
-            f"new row may get a lower number than a row that was already read; set CACHE 1, or set `settle`"
+            f"{child} inherits from it, and no unique index covers the rows of both, so two rows may be equal there; "
+            f"read each table, with `FROM ONLY` in a `query`"
         )
 
 
@@ -297,8 +337,9 @@ def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int
     """Return the OIDs of the tables that the rows come from, except those that only a function in the query reads."""
     if spec.table:
         rows = connection.query(
-            "SELECT %s::regclass::oid::bigint UNION SELECT relid::oid::bigint FROM pg_partition_tree(%s::regclass)",
-            (spec.table, spec.table),
+            "WITH RECURSIVE tree(oid) AS (SELECT %s::regclass::oid UNION "
+            "SELECT inhrelid FROM pg_inherits JOIN tree ON inhparent = tree.oid) SELECT oid::bigint FROM tree",
+            (spec.table,),
         )
         return [oid for (oid,) in rows]
     connection.begin()

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
+import re
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from confluent_kafka import Producer
 
 import dedup
 from dedup.connect import transactional_outbox as outbox
-from dedup.connect.database import DatabaseAway
-from dedup.connect.open_database import SqliteConnection
+from dedup.connect.database import OFFSETS, OFFSETS_STATEMENT, DatabaseAway, FencedOffsets, make
+from dedup.connect.open_database import SqliteConnection, connect
+from dedup.connect.postgres import PostgresConnection
 from dedup.embedded.kafka_node import EmbeddedKafka
-from dedup.errors import BrokerUnavailable, InvariantBroken, StateIncompatible, TaskMigrated
+from dedup.errors import BrokerUnavailable, InvariantBroken, SettingsError, StateIncompatible, TaskMigrated
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import FeedFetcher
 from dedup.kafka.wire import NoAnswer
@@ -23,6 +28,7 @@ from tests.brokers import admin_of, read_all
 from tests.connect.stage import sqlite_rows
 from tests.connect.test_sink import event, sinking
 from tests.fault_proxy import RoughProxy
+from tests.waiting import until
 
 pytestmark = pytest.mark.broker
 
@@ -292,3 +298,55 @@ async def test_a_record_without_an_id_stops_the_reader(stage, admin):
         with pytest.raises(StateIncompatible, match="offset 1 has no usable tracking ID"):
             await reader.run(count, until_end=True)
     assert sqlite_rows(stage.directory / "app.db", "SELECT * FROM totals") == []
+
+
+def test_a_commit_without_a_response_that_is_still_under_way_is_waited_for(postgres):
+    """Was: taken for one that had not happened, so the writer stopped as if another process had its partition."""
+    offsets = FencedOffsets("billing", "orders", "id")
+    opened = [contextlib.closing(connect(postgres)) for _ in range(3)]
+    with opened[0] as lost, opened[1] as other, opened[2] as looking:
+        make(lost, OFFSETS, OFFSETS_STATEMENT)
+        offsets.take(lost, [0])
+        lost.begin()
+        offsets.advance(lost, {0: 7})
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(offsets.happened, other, {0: 7})
+            until(lambda: waiting_for_a_lock(looking), "the second connection waits")
+            assert not asked.done()
+            lost.commit()
+            assert asked.result(timeout=30) is True
+
+
+def waiting_for_a_lock(connection):
+    return connection.query(
+        "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%FOR UPDATE'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "said"), [("a?b.db", "write '?' as %3F"), ("a#b.db", "'#' as %23"), ("5%.db", "'%' as %25")]
+)
+def test_an_address_that_sqlite_would_cut_is_refused(url, said):
+    """Was: another file was opened, without what followed the character."""
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        connect(f"sqlite:///{url}")
+
+
+def test_an_address_may_be_quoted(tmp_path):
+    with contextlib.closing(connect(f"sqlite:///{tmp_path}/a%3Fb%23c%25.db")) as connection:
+        connection.execute("CREATE TABLE t (n INTEGER)")
+    assert (tmp_path / "a?b#c%.db").exists()
+
+
+def test_the_address_of_postgresql_may_say_how_long_to_wait(monkeypatch):
+    given = {}
+
+    def connected(**options):
+        given.update(options)
+        return SimpleNamespace(cursor=lambda: None)
+
+    monkeypatch.setattr("psycopg.connect", connected)
+    PostgresConnection("postgresql://me@host/db?keepalives_idle=5&connect_timeout=3")
+    assert (given["host"], given["dbname"]) == ("host", "db")
+    waits = {name: str(given[name]) for name in ("keepalives_idle", "connect_timeout", "keepalives_count")}
+    assert waits == {"keepalives_idle": "5", "connect_timeout": "3", "keepalives_count": "3"}

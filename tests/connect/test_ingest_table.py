@@ -270,7 +270,7 @@ async def test_who_hides_its_writers_needs_settle(stage, pg, caplog):
     ):
         await stage.ingest(hidden)
     connection.execute("ALTER TABLE rows ALTER n SET CACHE 10")
-    with pytest.raises(StateIncompatible, match="the sequence of 'n' has CACHE 10"):
+    with pytest.raises(StateIncompatible, match="the sequence rows_n_seq of 'n' has CACHE 10"):
         await stage.ingest(table(SOURCE))
     assert stage.values() == []
     assert (await stage.ingest(querying(SOURCE, "SELECT n, id FROM read()", ", settle: 10ms"))).records == 1
@@ -316,3 +316,66 @@ async def test_a_database_that_is_away_is_waited_for(stage, pg):
     until(lambda: len(stage.read()) == 2, f"it goes on; log:\n{process.log}")
     assert process.stop() == 0
     assert numbers(stage) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            "CREATE SEQUENCE loose CACHE 20; ALTER TABLE rows ALTER n DROP IDENTITY, ALTER n SET DEFAULT nextval('loose')",
+            "the sequence loose of 'n' has CACHE 20",
+        ),
+        ("ALTER TABLE rows ALTER n SET CYCLE", "the sequence rows_n_seq of 'n' begins again after its last number"),
+        ("ALTER TABLE rows ALTER n SET INCREMENT -1 SET MINVALUE -100 SET START -1 RESTART", "'n' has INCREMENT -1"),
+        (
+            "CREATE TABLE child () INHERITS (rows)",
+            "child inherits from it, and no unique index covers the rows of both",
+        ),
+    ],
+)
+@pytest.mark.parametrize("more", ["", ", settle: 10ms"])
+async def test_a_table_whose_numbers_need_not_grow_is_refused(stage, pg, changes, said, more):
+    """Was: rows with lower numbers than those that were read, and rows of children, were never read."""
+    _, connection = pg
+    connection.execute("INSERT INTO rows (id) VALUES ('e1')")
+    connection.execute(changes)
+    if more and "CACHE" in said:
+        assert (await stage.ingest(table(SOURCE, more))).records == 1
+        return
+    with pytest.raises(StateIncompatible, match=said):
+        await stage.ingest(table(SOURCE, more))
+
+
+async def test_a_query_that_renames_the_column_of_a_caching_sequence_is_refused(stage, pg):
+    _, connection = pg
+    connection.execute("CREATE TABLE fast (k BIGINT GENERATED ALWAYS AS IDENTITY (CACHE 50) PRIMARY KEY, id TEXT)")
+    with pytest.raises(StateIncompatible, match="the sequence fast_k_seq of 'k' has CACHE 50"):
+        await stage.ingest(querying(SOURCE, "SELECT k AS n, id FROM fast"))
+    # The numbers of another table do not matter.
+    connection.execute("INSERT INTO rows (id) VALUES ('e1')")
+    assert (await stage.ingest(querying(SOURCE, "SELECT r.n, r.id FROM rows r LEFT JOIN fast USING (id)"))).records == 1
+
+
+async def test_a_child_of_a_table_of_a_query_is_waited_for(stage, pg):
+    url, connection = pg
+    connection.execute("CREATE TABLE child () INHERITS (rows)")
+    with psycopg.connect(url) as late:
+        late.execute("INSERT INTO child (n, id) VALUES (1, 'late')")
+        connection.execute("INSERT INTO rows (n, id) OVERRIDING SYSTEM VALUE VALUES (2, 'early')")
+        process = stage.start("ingest", str(stage.ingest_file(querying(SOURCE, "SELECT n, id FROM rows"))))
+        until(lambda: waits(stage, connection), f"it waits for the writer; log:\n{process.log}")
+        late.commit()
+    until(lambda: len(stage.read()) == 2, f"both rows; log:\n{process.log}")
+    assert process.stop() == 0
+
+
+async def test_after_a_lost_connection_the_table_is_checked_again(stage, pg):
+    """It may be another server: a standby, or one whose table was changed."""
+    _, connection = pg
+    connection.execute("INSERT INTO rows (id) VALUES ('e1')")
+    process = stage.start("ingest", str(stage.ingest_file(table(SOURCE))))
+    until(lambda: len(stage.read()) == 1, f"the first row; log:\n{process.log}")
+    connection.execute("ALTER TABLE rows DROP CONSTRAINT rows_pkey")
+    connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'dedup'")
+    until(lambda: not process.running, f"its end; log:\n{process.log}")
+    assert "no unique index on n, so two rows may be equal there" in process.log
