@@ -91,6 +91,8 @@ class Refusals:
     """The records that a topic does not accept. A record's verdict decides whether it would be sent to that topic."""
     digests: set[tuple[str, int]] = field(default_factory=set)
     """The topics and feeding offsets of the late records and dead letters that are replaced by a digest."""
+    apart: set[tuple[str, int]] = field(default_factory=set)
+    """The topics and feeding offsets of the records whose outputs were too large together."""
     cuts: dict[TopicPartition, set[int]] = field(default_factory=dict)
     """Maps each target partition to the feeding offsets where one record batch ends and the next one begins."""
     times_ms: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -113,6 +115,10 @@ class Refusals:
             if not refusal.too_large or (topic, OWN_ROW) in self.digests:
                 raise refusal
             self.digests.add((topic, OWN_ROW))
+            return None
+        if refusal.too_large and len(refusal.rows) > len(rows) == 1 and (topic, rows[0]) not in self.apart:
+            # The records that a flow made from one record may fit separately once the topic's limit is read again.
+            self.apart.add((topic, rows[0]))
             return None
         if len(rows) > 1 and not refusal.reasons:
             cuts = self.cuts.setdefault(TopicPartition(topic, refusal.partition), set())

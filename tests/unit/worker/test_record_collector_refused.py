@@ -132,6 +132,15 @@ def test_named_records_are_taken_at_once_and_others_are_cut_in_two() -> None:
     assert refusals.cuts == {OUT: {10, 14, 16}}
 
 
+def test_records_of_a_flow_that_were_too_large_together_are_sent_apart_once_the_limit_is_known() -> None:
+    """Was: the record that they were made from became a dead letter."""
+    refusals = Refusals()
+    assert refusals.learn(refused(OUT, 7, 7), SIDE_TOPICS) is None
+    assert refusals.rows == {}
+    assert refusals.learn(refused(OUT, 7), SIDE_TOPICS) is None
+    assert refusals.rows == {("out", 7): "no"}
+
+
 def test_timestamps_a_broker_has_told_the_range_of_are_known() -> None:
     refusals = Refusals()
     told = "Timestamp 5 of message with offset 0 is out of range. The timestamp should be within [100, 200]"
