@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, length_hint
 from struct import Struct
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -37,7 +37,6 @@ GC_THRESHOLD: Final = 100_000
 """Number of allocations between two collections of the youngest generation (`gc.set_threshold`). A process that reads
 many batches sets this high threshold, because batches create many objects but no reference cycles.
 """
-_NO_LIMIT: Final = 1 << 62
 OWN_ROW: Final = -1
 """Stands in for the feeding offset of a record that dedup creates without an input record."""
 _BITS: Final = 7
@@ -51,6 +50,7 @@ Line = tuple[int, int, bytes | None, bytes | None, list[Header]]
 """A record to send: its feeding offset or `OWN_ROW`, timestamp in ms, key, value, and headers."""
 
 
+_LINE_COLUMNS: Final = tuple(map(itemgetter, range(5)))
 B = TypeVar("B", "Columns", "FeedBatch")
 
 
@@ -146,6 +146,20 @@ def builder_options(compression: str, most_bytes: int = BATCH_BYTES) -> dict[str
     }
 
 
+@dataclass(frozen=True, slots=True)
+class LineColumns:
+    """Lines (records to send) as columns of equal length."""
+
+    rows: Sequence[int]
+    timestamps_ms: Sequence[int]
+    keys: Sequence[bytes | None]
+    values: Sequence[bytes | None]
+    headers: Sequence[list[Header]]
+
+    def __iter__(self) -> Iterator[Line]:
+        return zip(self.rows, self.timestamps_ms, self.keys, self.values, self.headers, strict=True)
+
+
 def fill(
     target: TopicPartition,
     lines: Iterable[Line],
@@ -157,25 +171,31 @@ def fill(
     """Pack lines (records to send) into record batches, in order. Each batch has at most ``most_rows`` records.
 
     If a batch has several records, its uncompressed size is at most ``most_bytes`` and at most `BATCH_BYTES`.
+    `LineColumns` are packed faster than other lines.
     """
     options = builder_options(compression, most_bytes)
-    most = most_rows or _NO_LIMIT
-    left = iter(lines)
+    if not isinstance(lines, LineColumns):
+        given = list(lines)
+        lines = LineColumns(*(list(map(column, given)) for column in _LINE_COLUMNS))
     batches: list[RecordBatch] = []
-    first = next(left, None)
-    while first is not None:
+    at, count = 0, len(lines.rows)
+    while at < count:
+        part = slice(at, count if most_rows is None else at + most_rows)
+        times_ms, keys, values, headers = (
+            lines.timestamps_ms[part],
+            lines.keys[part],
+            lines.values[part],
+            lines.headers[part],
+        )
         builder = DefaultRecordBatchBuilder(**options)
-        append, rows = builder.append, [first[0]]
-        # The first record of a batch is always added, regardless of the record's size.
-        append(0, *first[1:])
-        batches.append(RecordBatch(target, builder, rows, first))
-        for count, (row, timestamp_ms, key, value, headers) in enumerate(left, 1):
-            if count >= most or append(count, timestamp_ms, key, value, headers) is None:
-                first = (row, timestamp_ms, key, value, headers)
-                break
-            rows.append(row)
-        else:
-            first = None
+        # `all` makes the calls in C. `append` returns None if the batch has no room for a record; it always adds the
+        # first record, regardless of the record's size.
+        numbers = iter(range(len(keys) + 1))
+        all(map(builder.append, numbers, times_ms, keys, values, headers))
+        end = at + len(keys) - length_hint(numbers)
+        first = lines.rows[at], times_ms[0], keys[0], values[0], headers[0]
+        batches.append(RecordBatch(target, builder, list(lines.rows[at:end]), first))
+        at = end
     return batches
 
 

@@ -5,8 +5,8 @@ survives a SIGKILL. A power failure may lose the newest batches together with th
 the lost batches from the changelog again.
 
 RocksDB may open a store with damaged files and report no error. `open` raises TaskCorrupted if a segment is missing or
-older than its entry in the default column family, or if the MANIFEST is shorter than at the last `apply`. In a test,
-RocksDB silently ignored files after their entries had been cut off the end of the MANIFEST.
+older than its entry in the default column family, or if the MANIFEST is shorter than at the last `apply`. In a test in
+which the end of the MANIFEST was cut off, RocksDB silently ignored the files that were listed there.
 
 rocksdict holds the GIL during every call, so callers keep their batches small.
 """
@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import compress
+from itertools import compress, repeat
 from pathlib import Path
 from typing import Final, Self, cast
 
@@ -68,7 +68,7 @@ _FAMILY_PREFIX: Final = b"family/"
 _SECRET_KEY: Final = b"filter-secret"
 _SECRET_BYTES: Final = 32
 _LAST_POSITION: Final = b""
-"""The key of a segment's own position. State keys are never empty, and the empty key sorts first."""
+"""The key of a segment's last position. State keys are never empty, and the empty key sorts before all of them."""
 
 _FILTERED_ON_OPEN_IDS: Final = 300_000
 """The largest number of IDs that `open` reads into a segment's filter (in 0.15 s); `warm` reads larger segments."""
@@ -79,25 +79,25 @@ _MANY_STORES: Final = 16
 _FLUSH_EVERY_S: Final = 0.05
 _STORES_PER_BUFFERS: Final = 128
 _MOST_TIMES: Final = 4
-"""With more stores than `_STORES_PER_BUFFERS`, the write buffers grow in proportion, up to `_MOST_TIMES` their size.
-The memtables of 256 stores that share 64 MiB would be flushed after a few hundred IDs.
+"""With more than `_STORES_PER_BUFFERS` stores, the write buffers grow in proportion to the number of stores, to at most
+`_MOST_TIMES` times their size. If 256 stores shared 64 MiB, their memtables would be flushed after a few hundred IDs.
 """
 _TABLES_SHARE: Final = 4
 """The hash tables of all hash memtables may take at most the memory of the write buffers divided by this number."""
 _MOST_OWN_FAMILIES: Final = 8
 _SHARED: Final = "shared"
 _START: Final = struct.Struct(">q")
-"""The number of segments that have a column family of their own, the name of the family that all others share, and the
-prefix of a segment's keys there. The more families there are, the longer it takes to create one.
+"""The maximum number of column families that are not shared, the name of the family that all further segments share,
+and the prefix of a segment's keys in the shared family. The more families exist, the longer it takes to create one.
 """
 _MOST_FREE_FAMILIES: Final = 3
 _MOST_REUSED_BYTES: Final = 256 << 10
-"""How many column families a store keeps for its next segments after it has emptied them, and how large their files may
-be. Creating and dropping a family takes 15 ms, because RocksDB then writes the options of all families. Deleting all
-keys of a family takes less than 0.1 ms, but frees no space until RocksDB merges the family's files.
+"""The maximum number of emptied column families that a store keeps for its next segments, and the maximum size of a
+family's files. Creating and dropping a family takes 15 ms, because RocksDB then writes the options of all families.
+Deleting all keys of a family takes less than 0.1 ms, but frees no space until RocksDB merges the family's files.
 """
 _APPLIES_PER_LOOK: Final = 64
-"""The number of `apply` calls between two looks at the size of RocksDB's file LOG."""
+"""The number of `apply` calls between two checks of the size of RocksDB's LOG file."""
 _NICEST: Final = 19
 _NICER_BY: Final = 10
 """The difference between the nice values of RocksDB's threads and of the worker, which gives the threads a tenth of the
@@ -160,7 +160,7 @@ def errors_of(directory: Path) -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class _SegmentEntry:
     width_ms: int
-    """The greatest width that the segment was written with, or 0 while the width is unknown."""
+    """The greatest width with which the segment was written, or 0 while the width is unknown."""
     birth: int
     """The store's position before the first write to the segment."""
     last_position: int
@@ -241,9 +241,9 @@ class RocksMemory:
         self.write_buffers.set_buffer_size(int(self._write_buffer_bytes * times))
 
     def flush_in_turn(self, family: rocksdict.Rdict) -> None:
-        """Flush a large memtable once the write buffers of many stores are half full.
+        """Flush the family's memtable if it is large and the write buffers of 16 or more stores are half full.
 
-        If the buffers became full, RocksDB would flush half of the stores at once, which delays records by a second.
+        If the buffers became full, RocksDB would flush half of the stores at once and delay records by a second.
         """
         now_s = time.monotonic()
         if self._stores < _MANY_STORES or now_s < self._next_flush_s:
@@ -255,7 +255,7 @@ class RocksMemory:
         active_bytes, waiting = (family.property_int_value(name) or 0 for name in names)
         if waiting or active_bytes < max(used // self._stores, LEAST_FLUSH_BYTES):
             return
-        # If there are more level-0 files, even a flush with wait=False may wait for a merge.
+        # With more level-0 files, even a flush with wait=False may wait for a merge.
         if int(family.property_value("rocksdb.num-files-at-level0") or 0) < FILES_TO_SLOW_DOWN // 2:
             self._next_flush_s = now_s + _FLUSH_EVERY_S
             # This flush is optional. If the store is damaged, the next write reports the damage.
@@ -267,7 +267,7 @@ class RocksMemory:
         return rocks_options(self.cache, self.write_buffers, self.env, hashed=hashed, segment=segment)
 
     def take_table(self) -> bool:
-        """Reserve memory for a hash memtable, and return whether enough memory was left."""
+        """Reserve memory for a hash memtable and return True, or return False if too little memory is left."""
         if self._tables <= 0:
             return False
         self._tables -= 1
@@ -284,7 +284,7 @@ class _Segment:
     entry: _SegmentEntry
     filter: SegmentFilter
     prefix: bytes
-    """What the segment's keys in the column family begin with, if other segments share the family."""
+    """The prefix of the segment's keys in a shared column family; empty if the family is not shared."""
 
 
 class RocksStore:
@@ -303,11 +303,11 @@ class RocksStore:
         self._write_options.sync = False
         self._segments: dict[int, _Segment] = {}
         self._free: list[Family] = []
-        """Empty column families, which will contain the next segments."""
+        """Empty column families for the next segments."""
         self.task_record: TaskRecord | None = None
         """The last applied task record, or None in a new store."""
         self.position = 0
-        """The changelog offset to restore from, or 0 in a new store."""
+        """The changelog offset from which a restore continues, or 0 in a new store."""
         self._manifest = Manifest.of(directory) or Manifest(0, 0)
         self._applies = self._log_bytes = 0
         self._closed = False
@@ -361,7 +361,7 @@ class RocksStore:
         return store
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return the encoded sightings of the IDs, by segment and ID. Segments with none of the IDs are omitted."""
+        """Return the encoded sightings of the IDs, by segment and ID. Segments without any of the IDs are omitted."""
         self._refuse_if_closed()
         asked = [(start, held) for start in segments if (held := self._segments.get(start)) is not None]
         if not asked or not ids:
@@ -385,7 +385,7 @@ class RocksStore:
         return found
 
     def segments(self) -> dict[int, int]:
-        """Map each segment's start, in ascending order, to a changelog offset at or before its first record."""
+        """Map each segment's start, ascending, to a changelog offset at or before the segment's first record."""
         self._refuse_if_closed()
         return {start: held.entry.birth for start, held in sorted(self._segments.items())}
 
@@ -404,8 +404,9 @@ class RocksStore:
                 held = self._segments.get(start) or self._create(start)
                 family, prefix = held.family, held.prefix
                 # Inserting keys into a skip list in sorted order is up to ten times as fast as in random order.
-                for state_key in values if family.hashed else sorted(values):
-                    put(prefix + state_key, values[state_key], family.handle)
+                ids = list(values) if family.hashed else sorted(values)
+                # `any` makes the calls in C, because `put` returns None.
+                any(map(put, map(prefix.__add__, ids), map(values.__getitem__, ids), repeat(family.handle)))
                 entry = replace(
                     held.entry,
                     width_ms=max(held.entry.width_ms, current.segment_ms if current is not None else 0),
@@ -416,7 +417,7 @@ class RocksStore:
                 put(_segment_key(start), entry.encode())
                 if family.name != str(start):
                     put(_family_key(start), family.name.encode())
-                hashed, mark = held.filter.write(list(values), segment_ids=entry.ids, position=position)
+                hashed, mark = held.filter.write(ids, segment_ids=entry.ids, position=position)
                 if held.filter.log_complete:
                     sealed_mark = _sealed(mark.encode())
                     put(_mark_key(start), sealed_mark)
@@ -465,7 +466,7 @@ class RocksStore:
         family.count_deletion()
 
     def _is_kept(self, family: Family) -> bool:
-        """Return whether the family remains when one of its segments is dropped."""
+        """Return whether the store keeps the column family when one of the family's segments is dropped."""
         if family.name == _SHARED:
             if sum(held.family is family for held in self._segments.values()) > 1:
                 return True  # it contains other segments
@@ -570,7 +571,7 @@ class RocksStore:
         return held
 
     def _family_for(self, start: int) -> Family:
-        """Return the column family that will contain a new segment, after creating the family if needed."""
+        """Return the column family for a new segment, and create the family if needed."""
         if self._free:
             return self._free.pop()
         own = self._families.keys() - {_SHARED}
@@ -622,7 +623,7 @@ class RocksStore:
         if stored is not None:
             state = _StateEntry.decode(stored)
             if found is not None and state.manifest.was_cut(found):
-                # RocksDB has just written a new, valid MANIFEST. Without the file CURRENT, every later `open` refuses
+                # RocksDB has just written a new MANIFEST that looks valid. Without CURRENT, every later `open` refuses
                 # the store.
                 (self._directory / "CURRENT").unlink()
                 raise TaskCorrupted(
@@ -639,7 +640,7 @@ class RocksStore:
             if free and family.rows.get(_LAST_POSITION) is None:
                 self._free.append(family)
             else:
-                # Its segments were being dropped when the process ended.
+                # The family's segments were being dropped when the process ended.
                 self._drop_family(family)
         for path in self._directory.glob(f"{FILTER_LOG}*"):
             if int(path.stem.removeprefix(FILTER_LOG)) not in entries:

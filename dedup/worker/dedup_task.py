@@ -60,7 +60,7 @@ from dedup.worker.task import Frozen, SteadyClock, TaskWork
 log: Final = logging.getLogger(__name__)
 _SAMPLED_IDS: Final = 8
 """The number of IDs in a sample. Hashing the IDs of a sample takes less time than judging a few hundred records."""
-_SAMPLE_EVERY: Final = 1000
+_SAMPLE_EVERY: Final = 10_000
 """The smallest number of records between two samples; without this limit, a task would sample every small batch."""
 FOREIGN: Final = (
     "{topic}/{partition} offset {offset} was not written by a repartition task: it lacks the headers dedup-source and "
@@ -71,12 +71,12 @@ _WARM_IDS: Final = 20_000
 log, each commit loads eight times as many IDs from that log.
 """
 _MOST_FOLDS: Final = 3
-"""The number of times that a whole batch is folded before it is judged in parts; each fold leaves out one more refused
-record.
+"""The maximum number of folds of a whole batch before the batch is judged in parts. Each fold after the first turns one
+more refused record into a dead letter.
 """
 PIECE: Final = 64
-"""The number of records in each part of a batch that is judged in parts. For each record that its target topic does not
-accept, a part is folded once more.
+"""The number of records in each part of a batch that is judged in parts. A part is folded once more for each of its
+records that the target topic does not accept.
 """
 _IN_COLUMNS_FROM: Final = 32
 """The smallest number of sightings for which `equal_records`, which sets up a table of bytes, is faster than `fill`."""
@@ -87,14 +87,14 @@ _CLOCK_TOLERANCE_MS: Final = 1_000
 
 @dataclass(slots=True)
 class Placement:
-    """Samples IDs, and warns if they are not in the partition that Kafka's default partitioner would choose."""
+    """Samples IDs, and warns if an ID is not in the partition that Kafka's default partitioner would choose for it."""
 
     feeding: TopicPartition
     count: int
     """The number of partitions of the topic."""
     numbers: TaskNumbers
     logged: set[Hashable]
-    """See `DedupPlan`. For each topic, only the first partition with a misplaced ID is logged."""
+    """See `DedupPlan.logged`. For each topic, only the first partition with a misplaced ID is logged."""
     passed: int = _SAMPLE_EVERY
     """The number of records since the last sample."""
 
@@ -129,7 +129,8 @@ class Placement:
 
 
 def record_key_of(state_key: bytes) -> bytes | None:
-    """Return the record key that a producer writes for an ID, or None for a digest, a composite, or an unusual type."""
+    """Return the record key that a producer would write for an ID, or None for a digest, a composite, or a rare type.
+    """
     tag, rest = state_key[:1], state_key[1:]
     match tag:
         case encoding.TEXT | encoding.BYTES | encoding.BIG_INTEGER:
@@ -164,10 +165,10 @@ def note_format(rows: Rows, row: int, plan: DedupPlan, judged: Judged) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Unwrapped:
-    """Records as they were in the source topics, with the feed and the source offset of each record."""
+    """Records in the form that they had in the source topics, with each record's feed and source offset."""
 
     batch: FeedBatch
-    """The batch has the offsets of the repartition topic, and the timestamps and headers of the source topics."""
+    """The records, with the offsets of the repartition topic but the timestamps and headers of the source topics."""
     feeds: Sequence[Feed]
     sources: Sequence[int]
     """The offset of each record in its source partition."""
@@ -175,7 +176,8 @@ class Unwrapped:
 
 
 def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
-    """Return records of the repartition topic as they were in the source topics, according to their headers.
+    """Return records of the repartition topic in the form that they had in the source topics, according to their
+    headers.
 
     Raises InvariantBroken if a record has no source position.
     """
@@ -201,14 +203,14 @@ def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
         timestamps_ms.append(int(timestamp))
         headers.append(list(own[:-2]))
     plain = replace(batch, timestamps_ms=timestamps_ms, headers=headers)
-    # A list with a single feed means that all records have this feed, which also holds for a batch of one record.
+    # A list with a single feed means that all records have this feed, which is also true for a batch of one record.
     return Unwrapped(plain, feeds, sources, frozenset(idle_rows))
 
 
 def _without_extracted(batch: FeedBatch, idle_rows: Collection[int]) -> FeedBatch:
     """Return the batch without the header `EXTRACTED`, which is the last header of every record except idle markers.
 
-    Raises InvariantBroken if a record lacks it.
+    Raises InvariantBroken if such a record lacks the header.
     """
     for row, own in enumerate(batch.headers):
         if row not in idle_rows and (not own or own[-1][0] != EXTRACTED):
@@ -279,16 +281,16 @@ class DedupPlan:
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """Records of one transaction that have event times in the future, according to the worker's clock."""
+    """Describes the records of one transaction whose event times are in the future by the worker's clock."""
 
     least_ms: int
-    """The smallest event time of the records in the future."""
+    """The smallest event time that is in the future."""
     put_forward_ms: int
     """The time in ms by which brokers had advanced the clock when the first record in the future was judged."""
 
 
 class DedupTask(TaskWork):
-    """The work of a `dedup` task, which keeps state and determines verdicts; see `TaskWork`."""
+    """Does the work of a `dedup` task, which keeps state and determines verdicts; see `TaskWork`."""
 
     def __init__(
         self,
@@ -315,14 +317,14 @@ class DedupTask(TaskWork):
 
     @property
     def oldest_live_ms(self) -> int:
-        """The smallest `last_ms` of all sightings that are still live at the applied stream time."""
+        """The `last_ms` below which sightings are no longer live at the applied stream time."""
         return self._window.oldest_live_ms(self._applied.value_ms)
 
     @property
     def truncate_below(self) -> int | None:
         """The lowest changelog offset that a live segment needs, or None if there is no segment.
 
-        Sightings that are not applied yet do not matter, because their changelog records have higher offsets.
+        Sightings that are not applied yet are ignored, because their changelog records have higher offsets.
         """
         store = self.store
         record = None if store is None else store.task_record
@@ -339,8 +341,8 @@ class DedupTask(TaskWork):
         return self.store, self._buffer
 
     async def restore(self, committed: int | None, *, own: bool) -> int:
-        """Implement `TaskWork.restore`. If the state does not match the topology, raises StateIncompatible and changes
-        nothing.
+        """Implement `TaskWork.restore`. Raises StateIncompatible, and changes nothing, if the state does not fit the
+        topology.
         """
         plan = self.plan
         if self._keeping.prepare is not None:
@@ -369,9 +371,9 @@ class DedupTask(TaskWork):
         return max(committed or 0, record.next_offset)
 
     async def _reach(self, store: Store, committed: int) -> None:
-        """Restore again until the task record is as new as the committed offset, which is in the same transaction.
+        """Repeat the restore until the task record is as new as the committed offset, which the same transaction wrote.
 
-        Raises StateIncompatible if the records do not appear.
+        Raises StateIncompatible if such a task record does not appear.
         """
         looks = 0
         while (record := store.task_record) is not None and record.next_offset < committed and looks < MOST_LOOKS:
@@ -387,7 +389,7 @@ class DedupTask(TaskWork):
             )
 
     async def overtaken(self) -> bool:
-        """Apply what other owners have written to the changelog, and return whether one of them has committed."""
+        """Apply the changelog records of other owners, and return whether another owner has committed."""
         store, _ = self._opened()
         before = store.task_record
         await self._restore(store)
@@ -409,8 +411,8 @@ class DedupTask(TaskWork):
 
         The owner of a partition truncates its changelog only below an offset that an applied task record contains.
         Therefore, a restore can distinguish such a truncation from a loss of records. The returned offset does not rise
-        when the changelog begins later than before: if somebody else has truncated the changelog, this disk may hold
-        the only copy of the deleted records.
+        if somebody else has truncated the changelog, because this disk may then hold the only copy of the deleted
+        records.
         """
         store, _ = self._opened()
         births = [birth for start, birth in store.segments().items() if start + self._segment_ms > oldest_ms]
@@ -442,7 +444,7 @@ class DedupTask(TaskWork):
         return batches
 
     def _judged_in(self, most_folds: int, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch] | None:
-        """Judge a batch, or return None and change nothing if topics still refuse a record after ``most_folds`` folds.
+        """Judge a batch, or return None and change nothing if a record is still refused after ``most_folds`` folds.
 
         Each fold turns only one refused record into a dead letter, because a dead letter may change the verdicts on
         later records.
@@ -477,7 +479,7 @@ class DedupTask(TaskWork):
         return None
 
     def _note_future(self, rows: Rows, outcome: Outcome, ceiling_ms: int) -> None:
-        """Remember records that are in the future by this worker's clock, because a broker's clock may disagree."""
+        """Note the records that are in the future by this worker's clock, because a broker's clock may disagree."""
         if outcome.dead or outcome.clamped:
             future = [time_ms for time_ms in rows.extracted.times_ms if time_ms > ceiling_ms]
             if future:
@@ -499,7 +501,7 @@ class DedupTask(TaskWork):
 
     def _lookup(self, ids: Sequence[bytes], least_ms: int) -> Mapping[bytes, Sightings]:
         window = self._window
-        # All later segments are searched, because an extended sighting is in the segment in which it ends.
+        # All later segments are searched, too, because an extended sighting is in the segment in which it ends.
         found = self._opened()[1].get_many(ids, after_ms=least_ms - window.guard_ms - self._segment_ms)
         return {
             key: decode_sightings(values[0]) if len(values) == 1 and not window.extend else _longest(values)
@@ -595,7 +597,7 @@ class DedupTask(TaskWork):
 
     def close(self) -> None:
         """Implement `TaskWork.close`."""
-        # This task forgets the store first, because it must not share the store with the next owner.
+        # This task drops its reference first, because it must not share the store with the next owner.
         store, self.store, self._buffer = self.store, None, None
         if store is not None:
             self._keeping.release(store)
@@ -616,7 +618,7 @@ class DedupTask(TaskWork):
 
 
 def _longest(values: Sequence[bytes]) -> Sightings:
-    """Merge an ID's sightings from several segments; an earlier segment may contain a shorter version of a sighting."""
+    """Merge an ID's sightings from several segments, and keep only the longest version of an extended sighting."""
     longest: dict[tuple[object, ...], Sighting] = {}
     for value in values:
         for seen in decode_sightings(value):

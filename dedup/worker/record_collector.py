@@ -1,14 +1,14 @@
-"""Turns verdicts into record batches, and decides to which topic and with which headers each record is sent."""
+"""Turns verdicts into record batches, and decides the topic and the headers of each record that is sent."""
 
 from __future__ import annotations
 
 import logging
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import groupby, repeat
+from itertools import groupby
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -26,6 +26,7 @@ from dedup.kafka.record_batch import (
     Header,
     Limit,
     Line,
+    LineColumns,
     RecordBatch,
     TopicPartition,
     fill,
@@ -36,11 +37,11 @@ from dedup.kafka.wire import NoAnswer, Wire
 
 log: Final = logging.getLogger(__name__)
 _TIME_RANGE: Final = re.compile(r"timestamp should be within \[(-?\d{1,19}), (-?\d{1,19})\]")
-"""Matches the error message of brokers that refuse a timestamp, as of Kafka 3.6 (KIP-937)."""
+"""Matches the error message with which brokers since Kafka 3.6 refuse a timestamp (KIP-937)."""
 Misfits = dict[tuple[str, int], str]
 """Maps a topic and a feeding offset to the reason why the topic does not accept the record at that offset."""
 FLOW: Final = ""
-"""The value that stands for the topic in `Misfits` if the topology's flow failed on the record."""
+"""The value that takes the place of the topic in `Misfits` if the topology's flow failed on the record."""
 TRUSTED_MS: Final = 60_000
 SOURCE: Final = "dedup-source"
 TIMESTAMP: Final = "dedup-timestamp"
@@ -59,6 +60,7 @@ REPLAYED: Final = "dedup-replayed"
 """The header of a record that `dedup replay` has sent; it contains the position where the record was first judged."""
 SLACK_BYTES: Final = 65_536
 """The number of bytes by which added headers may make a late record or dead letter larger than its source record."""
+_NONE: Final[list[list[Header]]] = [[]]
 _LATE_ADDED: Final = 2
 """The number of headers that `RecordCollector` adds to a late record (source position and timestamp)."""
 _DEAD_ADDED: Final = 4
@@ -88,7 +90,7 @@ class Refusals:
     """The records that brokers have refused since the last commit, and their replacements."""
 
     rows: Misfits = field(default_factory=dict)
-    """The records that a topic does not accept. A record's verdict decides whether it would be sent to that topic."""
+    """The records that a topic does not accept, even if their current verdicts do not send them to that topic."""
     digests: set[tuple[str, int]] = field(default_factory=set)
     """The topics and feeding offsets of the late records and dead letters that are replaced by a digest."""
     apart: set[tuple[str, int]] = field(default_factory=set)
@@ -101,17 +103,16 @@ class Refusals:
     def learn(
         self, refusal: RecordRefused, side_topics: SideTopics, before: Collection[tuple[str, int]] | None = None
     ) -> int | None:
-        """Record the refusal of a batch, and return the offset of a record that no topic accepts, or None if there is
-        none.
+        """Record a batch's refusal, and return the offset of a record that no topic accepts, or None if there is none.
 
         ``before`` contains the records that were in `rows` before this transaction's refusals; None means all records
-        in `rows`. Raises ``refusal`` if it concerns only dedup's own records, which nothing can replace.
+        in `rows`. Raises ``refusal`` if the batch contains only dedup's own records, which nothing can replace.
         """
         topic = refusal.topic
         # A flow may have made several records of a batch from one record, and no cut can separate such records.
         rows = list(dict.fromkeys(row for row in refusal.rows if row != OWN_ROW))
         if not rows:
-            # One more attempt is made, because the topic's limit is read again and smaller batches may be accepted.
+            # One more attempt is made, because the topic's limit is read again, and smaller batches may be accepted.
             if not refusal.too_large or (topic, OWN_ROW) in self.digests:
                 raise refusal
             self.digests.add((topic, OWN_ROW))
@@ -138,7 +139,7 @@ class Refusals:
         return None
 
     def untimely(self, topic: str, timestamp_ms: int) -> str | None:
-        """Return why the broker will refuse a timestamp, or None if it accepts the timestamp or stated no range."""
+        """Return why the broker will refuse a timestamp, or None if the broker accepts it or has stated no range."""
         allowed = self.times_ms.get(topic)
         if allowed is None or allowed[0] <= timestamp_ms <= allowed[1]:
             return None
@@ -177,7 +178,7 @@ class Limits:
         self._read_ms: Final = dict.fromkeys(known, now_ms())
 
     def most_bytes(self, topic: str) -> int:
-        """Return the largest uncompressed size at which the broker is certain to accept a batch of several records."""
+        """Return the largest uncompressed size, in bytes, of a batch that the broker is certain to accept."""
         known = self._known.get(topic)
         return BATCH_BYTES if known is None else known.surely_fits_bytes
 
@@ -256,7 +257,7 @@ class RecordCollector:
     ) -> list[RecordBatch]:
         """Return the batches for output, duplicates, conflicts, late records, and dead letters, all in log order.
 
-        Records that their target topic does not accept are added to ``misfits`` instead. A late record or dead letter
+        Records that the target topic does not accept are added to ``misfits`` instead. A late record or dead letter
         that is too large is replaced by its digest.
         """
         routes = self.routes
@@ -281,7 +282,8 @@ class RecordCollector:
     def fitting(
         self, target: TopicPartition, lines: Iterable[Line], refusals: Refusals, misfits: Misfits
     ) -> list[RecordBatch]:
-        """Return the lines (records to send) as batches. Lines that the topic refuses go to ``misfits`` instead."""
+        """Return the lines (records to send) as batches. Lines that the topic refuses are added to ``misfits`` instead.
+        """
         if refusals.rows or target.topic in refusals.times_ms:
             lines = list(_taken_there(lines, target.topic, refusals, misfits))
         batches = []
@@ -327,7 +329,8 @@ class RecordCollector:
         route: Route,
         misfits: Misfits,  # noqa: ARG002  # only `FlowCollector` uses this parameter
     ) -> list[tuple[TopicPartition, Iterable[Line]]]:
-        """Return the records to forward, by partition. Records on which a flow fails go to ``misfits`` instead."""
+        """Return the records to forward, by partition. Records on which a flow fails are added to ``misfits`` instead.
+        """
         forwarded = self.forwarded(outcome)
         if not forwarded:
             return []
@@ -351,8 +354,8 @@ class RecordCollector:
             extra.update(row for row, _ in outcome.late)
         return sorted(extra.union(outcome.unique)) if extra else outcome.unique
 
-    def _lines(self, batch: FeedBatch, rows: Rows, outcome: Outcome, forwarded: list[int]) -> Iterator[Line]:
-        """Yield the forwarded records, which are unchanged except for the headers and timestamps that a policy sets."""
+    def _lines(self, batch: FeedBatch, rows: Rows, outcome: Outcome, forwarded: list[int]) -> LineColumns:
+        """Return the forwarded records, unchanged except for the headers and timestamps that a policy sets."""
         marks: dict[int, list[Header]] = {}
         for row, exempt in outcome.exempt.items():
             marks.setdefault(row, []).append((VERDICT, exempt.encode()))
@@ -363,15 +366,13 @@ class RecordCollector:
         timestamps = taken(batch.timestamps_ms)
         if outcome.clamped and self.routes.time_is_record:
             timestamps = [outcome.clamped.get(row, own) for row, own in zip(forwarded, timestamps, strict=True)]
-        headers: Iterable[list[Header]] = repeat([])
-        if any(batch.headers):
-            headers = taken(batch.headers)
+        headers: Sequence[list[Header]] = taken(batch.headers) if any(batch.headers) else _NONE * len(forwarded)
         if marks:
             headers = [[*batch.headers[row], *marks.get(row, ())] for row in forwarded]
         if self.routes.output_headers:
             places = self._places(rows.positions(forwarded))
-            headers = [[*own, (SOURCE, place)] for own, place in zip(headers, places, strict=False)]
-        return zip(taken(batch.offsets), timestamps, taken(batch.keys), taken(batch.values), headers, strict=False)
+            headers = [[*own, (SOURCE, place)] for own, place in zip(headers, places, strict=True)]
+        return LineColumns(taken(batch.offsets), timestamps, taken(batch.keys), taken(batch.values), headers)
 
     def _duplicates(
         self, batch: FeedBatch, rows: Rows, outcome: Outcome
@@ -416,7 +417,7 @@ class RecordCollector:
 
 
 def _taken_there(lines: Iterable[Line], topic: str, refusals: Refusals, misfits: Misfits) -> Iterator[Line]:
-    """Yield the lines that the topic is not known to refuse. All other lines go to ``misfits``."""
+    """Yield the lines that the topic may accept, and add the lines that it is known to refuse to ``misfits``."""
     for line in lines:
         why = refusals.rows.get((topic, line[0])) or refusals.untimely(topic, line[1])
         if why is None:

@@ -204,7 +204,7 @@ class TestPlacement:
     def test_misplaced_ids_are_counted_and_warned_of_once(self, caplog):
         placement, numbers = self.place((self.home(self.HERE[0]) + 1) % 4)
         for _ in range(3):
-            placement.sample([self.HERE[0]] * 1000)
+            placement.sample([self.HERE[0]] * 10_000)
         assert numbers.misplaced == numbers.sampled == 24
         other, counted = self.place((self.home(self.HERE[0]) + 2) % 4)
         other.sample([self.HERE[0]])

@@ -180,8 +180,10 @@ def test_the_order_of_what_is_yielded_is_the_order_in_its_partition(topology):
     assert found == [(name, key, b"%d/3" % part) for name in "ab" for part, key in enumerate(keys, start=1)]
 
 
-def test_a_refused_batch_of_one_record_s_outputs_condemns_it_instead_of_being_cut():
+def test_a_refused_batch_of_one_record_s_outputs_is_tried_again_and_condemns_it_instead_of_being_cut():
     refusals = Refusals()
     refused = RecordRefused("too large", topic="eu", partition=0, rows=(5, 5, 5), too_large=True)
+    assert refusals.learn(refused, SideTopics("dead", None)) is None
+    assert (refusals.rows, refusals.cuts) == ({}, {})
     assert refusals.learn(refused, SideTopics("dead", None)) is None
     assert (refusals.rows, refusals.cuts) == ({("eu", 5): "too large"}, {})
