@@ -2,8 +2,9 @@
 
 `run` does the same as the command `dedup run`, and `TopologyTestDriver` tests a topology file without a broker.
 `IdempotentWriter` and `IdempotentReader` are for applications that produce to a deduplicated topic or consume from it.
-A `Flow` holds a user's function, which runs in a topology's transactions. `dedup.errors` contains the error classes.
-Most other names are imported when they are first accessed, which keeps `import dedup` fast.
+A `Flow` holds your function, which a topology calls for each record that it forwards. `dedup.errors` contains the error
+classes. All names except `errors`, `load_topology`, and `run` are imported on first access, so that `import dedup` is
+fast.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ _PLACES: Final[Mapping[str, str]] = {
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401  # any of the public classes
-    """Import and return a public class or function."""
+    """Import a public class or function on first access. Raises AttributeError for any other name."""
     if name not in _PLACES:
         raise AttributeError(f"module 'dedup' has no attribute {name!r}")
     return getattr(import_module(f"dedup.{_PLACES[name]}"), name)
 
 
 def load_topology(path: Path | str) -> Topology:
-    """Return the topology that a file describes. Raises `TopologyError` with every problem if the file is invalid."""
+    """Return the topology that a file describes. Raises `TopologyError`, which lists all problems in the file."""
     from dedup.topology.parse import parse
     from dedup.yaml_document import beside, text_of
 
@@ -87,15 +88,16 @@ def run(
 ) -> None:
     """Run a worker in this process, as `dedup run` does, until SIGTERM, SIGINT, or an error stops the worker.
 
-    With ``exit_when_done``, the worker stops when its group has judged every record that the topics contained at the
-    start. ``onto_existing_output`` permits a new group to write to an output that contains records. The worker
-    calls ``on_tick`` about 20 times a second, for example to display progress. The argument of ``on_tick``, the
-    worker's app, is not part of the API. The calling program must configure logging.
+    With ``exit_when_done``, the worker stops when its group has judged every record that the source topics contained
+    when the worker started. ``onto_existing_output`` permits a new consumer group to write to an output topic that
+    already contains records. The worker calls ``on_tick`` about 20 times a second, for example to display progress.
+    The argument of ``on_tick`` is the worker's app, which is not part of the public API. The calling program must
+    configure logging.
 
-    Raises RuntimeError outside the main thread, because signals stop the worker. Otherwise, raises the error that
-    stopped the worker: `StateIncompatible` if state or topics do not fit the topology, `BrokerUnavailable` if no broker
-    answers, or `RecordFailed` at a record whose policy is `fail`. Committed results remain, and the next run continues
-    after them.
+    Raises RuntimeError outside the main thread, because only the main thread can handle signals. Also raises the error
+    that stops the worker: `StateIncompatible` if state or topics do not fit the topology, `BrokerUnavailable` if no
+    broker answers, or `RecordFailed` if the policy for a record is `fail`. Results that were committed before the error
+    stay committed, and the next run continues after them.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("call dedup.run in the main thread, because signals stop the worker")

@@ -1,4 +1,4 @@
-"""Imports the user's code that a topology names, such as a flow or a function that returns tracking IDs."""
+"""Imports the user's code that a topology names, such as a flow or an ID function."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _Headers = Sequence[tuple[str, bytes | None]]
 
 
 def directory_of(file: str) -> str:
-    """Return the absolute directory of a file, so that a later change of the working directory does not affect it."""
+    """Return the absolute path of a file's directory, which stays valid if the working directory changes."""
     return str(Path(file).resolve().parent)
 
 
 def load_attribute(key: str, name: str, directory: str, file: str) -> tuple[Any, ModuleType]:
-    """Import ``module:attribute``, and return the attribute (None if there is none) and the module.
+    """Import the module in ``module:attribute``, and return the attribute (None if it is missing) and the module.
 
-    The import runs the user's code. The module is in ``directory``, which contains the topology file, or is installed.
-    Raises TopologyError, which names ``key`` and ``file``, if the module cannot be imported, or if another module hides
-    the module in ``directory``.
+    The import runs the user's code. The module must be in ``directory``, next to the topology file, or be installed.
+    Raises TopologyError, which names ``key`` and ``file``, if the module cannot be imported, or if another module with
+    the same name hides the one in ``directory``.
     """
     module_name, _, attribute = name.partition(":")
     if directory not in sys.path:
@@ -47,7 +47,7 @@ def load_attribute(key: str, name: str, directory: str, file: str) -> tuple[Any,
     if beside and not any(each == found or each in found.parents for each in beside):
         text = f"{key}: {module_name} is {found}, not the module beside the topology file; give that one another name"
         raise TopologyError([Problem(file, text)])
-    _imported(module)  # so that a later change of the file does not change the digest
+    _imported(module)  # keep this digest even if the file changes later
     return getattr(module, attribute, None), module
 
 
@@ -55,11 +55,11 @@ def load_attribute(key: str, name: str, directory: str, file: str) -> tuple[Any,
 def load_id_function(
     name: str, directory: str, file: str, digest: str
 ) -> Callable[[bytes | None, bytes | None, _Headers], object]:
-    """Import and return the function ``module:attribute`` that returns tracking IDs; see `load_attribute`.
+    """Import and return the ID function ``module:attribute``, in the same way as `load_attribute`.
 
-    ``digest`` is the `source_digest` of the module next to the topology file when the file was read, or an empty string
-    if there was no module. Raises TopologyError if the attribute is not a function, if the function is async, or if the
-    module in this process has a different digest, because a different function may return different IDs.
+    ``digest`` is the `source_digest` that the module next to the topology file had when that file was read, or an empty
+    string if there was no such module. Raises TopologyError if the attribute is not a function or is an async function.
+    Also raises TopologyError if the imported module has another digest, as changed code may return different IDs.
     """
     key = "tracking_id.python"
     function, module = load_attribute(key, name, directory, file)
@@ -91,12 +91,12 @@ def imported_digest(name: str) -> str:
 
 @cache
 def _imported(module: ModuleType) -> str:
-    """Return the digest that a module had at the first call, which `load_attribute` makes right after the import."""
+    """Return the digest that a module's source had at the first call, right after `load_attribute` imported it."""
     return _digest_of(module)
 
 
 def _digest_of(module: ModuleType) -> str:
-    """Return the digest of a module's source, which may be in a zip file, or an empty string if there is no source."""
+    """Return the digest of a module's source, or an empty string if there is none. The source may be in a zip file."""
     try:
         spec = module.__spec__
         text = None if spec is None else spec.loader.get_source(spec.name)  # type: ignore[union-attr]

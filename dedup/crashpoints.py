@@ -1,4 +1,4 @@
-"""Defines named crash points in the code, where a test can kill the process.
+"""Defines the crash points, which are named places in the code where a test can kill the process.
 
 With the environment variable ``DEDUP_CRASH_AT=point:n``, a process dies when it reaches that point for the n-th time.
 """
@@ -29,7 +29,7 @@ Point = Literal[
 ]
 POINTS: Final[tuple[Point, ...]] = get_args(Point)
 OF_LAYOUT: Final[frozenset[Point]] = frozenset({"after_changing", "after_fence"})
-"""The points that are reached only while a layout is written or changed, never by a worker that finds a layout."""
+"""The points that a process reaches only if it writes or changes a layout, not if it finds an existing layout."""
 OF_ANNOUNCING: Final[frozenset[Point]] = frozenset({"after_begin", "after_group"})
 """The points that are reached only with version 1 transactions, which need AddPartitionsToTxn and AddOffsetsToTxn."""
 VARIABLE: Final = "DEDUP_CRASH_AT"

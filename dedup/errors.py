@@ -11,8 +11,8 @@ from typing import Final
 
 
 class Terminated(SystemExit):
-    """Raised in the main thread when SIGTERM arrives, unless a worker handles the signal. Code that catches the
-    exceptions of a user's code must not catch this one.
+    """Raised in the main thread when SIGTERM arrives, unless a worker handles the signal. Code that catches all
+    exceptions of user code must re-raise this one.
     """
 
 
@@ -56,7 +56,7 @@ class SettingsError(AuthorMistake):
 
 
 class PackageMissing(DedupError):
-    """This installation lacks the packages of an extra. The message contains the command that installs them."""
+    """The packages of an optional feature (an extra) are not installed. The message says how to install them."""
 
     exit_code = 2
 
@@ -78,7 +78,7 @@ class RecordFailed(DedupError):
 
 
 class VerificationFailed(DedupError):
-    """The records in Kafka differ from those that the model expects."""
+    """The records in Kafka differ from those that the exact model expects."""
 
     exit_code = 4
 
@@ -108,7 +108,7 @@ class CheckpointUnusable(DedupError):
 
 
 class TaskMigrated(DedupError):
-    """Another worker now owns the partition (KIP-98 fencing), so the caller discards the task and rejoins the group."""
+    """Another worker now owns the partition (KIP-98 fencing), so the caller must drop the task and rejoin the group."""
 
 
 class CommitUnknown(TaskMigrated):
@@ -133,7 +133,7 @@ class RecordRefused(DedupError):
     An offset of -1 stands for a record that dedup itself created.
     """
     feeding: tuple[str, int] | None = None
-    """The feeding partition of ``rows``, or None without a task. Several tasks may share a transaction."""
+    """The feeding partition of ``rows``, or None if no task sent the batch. Several tasks may share a transaction."""
     reasons: Mapping[int, str] = field(default_factory=dict)
     """The broker's message about each refused record, if the broker names the records (KIP-467)."""
     too_large: bool = False

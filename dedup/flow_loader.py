@@ -22,7 +22,8 @@ from dedup.topology.model import FlowSpec, Topology
 def load_flow(spec: FlowSpec) -> Flow:
     """Import and return a topology's flow. The import runs the user's code.
 
-    Raises TopologyError as `load_attribute` does, and if the module has no such flow.
+    Raises TopologyError in the same cases as `load_attribute`, and if the module has no such flow or the flow has no
+    function.
     """
     flow, module = load_attribute("then", spec.name, spec.directory, spec.file)
     if not isinstance(flow, Flow) or flow.function is None:
@@ -34,7 +35,7 @@ def load_flow(spec: FlowSpec) -> Flow:
 def load_code(topology: Topology) -> Flow | None:
     """Import a topology's ID functions and its flow, and return the flow, or None if there is none.
 
-    Raises TopologyError as `load_attribute` does, and if the code does not match the topology file.
+    Raises TopologyError in the same cases as `load_id_function` and `load_flow`.
     """
     for rule in code_rules(topology.tracking_id.rule):
         rule.load()
@@ -44,7 +45,8 @@ def load_code(topology: Topology) -> Flow | None:
 def sample_findings(topology: Topology, records: Sequence[FlowRecord]) -> list[Finding]:
     """Run the flow and the ID functions on sample records in two processes with different hash seeds.
 
-    Returns the problems found. Raises TopologyError if the code cannot be loaded.
+    Returns a finding for each function that fails on a sample, and for each one whose two results differ. Raises
+    TopologyError if the code cannot be loaded or terminates its process.
     """
     load_code(topology)
     findings: list[Finding] = []

@@ -194,7 +194,7 @@ class TaskNumbers(Judged):
         self.stream_time_ms = None if stream_time_ms < 0 else stream_time_ms
 
     def settled(self, oldest_ms: int, newest_ms: int, records: int) -> None:
-        """Add the age of a committed batch's oldest record to the end-to-end latency, once per record of the batch."""
+        """Count the age of a committed batch's oldest record as the end-to-end latency of each record in the batch."""
         self.committed_time_ms = newest_ms
         self.end_to_end.add(max(0.0, time.time() - oldest_ms / 1000), records)
 
@@ -230,7 +230,7 @@ class TaskSeen:
 
     @property
     def lag_seconds(self) -> float:
-        """The age, in seconds, of the last committed record, or 0 if the task has no lag."""
+        """The age of the last committed record in seconds, or 0 without lag and before the first commit."""
         if not self.lag_records or self.numbers.committed_time_ms is None:
             return 0.0
         return max(0.0, time.time() - self.numbers.committed_time_ms / 1000)
@@ -259,12 +259,12 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "flow_failed": "The flow that `then` names raises an exception; run it on samples with `dedup check`.",
     "id_missing": "Compare `tracking_id` with what the producers send.",
 }
-"""What to check first if nearly all records become dead letters for a given reason."""
+"""Maps the reason for dead letters to what the user should check first."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterAlert:
-    """A warning that nearly all records judged in the last minute are dead letters."""
+    """A warning that at least 95% of the records judged in the last minute are dead letters."""
 
     judged: int
     dead: int
@@ -285,10 +285,10 @@ class DeadLetterAlert:
 
 
 class DeadShare:
-    """Raises an alert while nearly all records judged in the last minute are dead letters.
+    """Raises an alert while at least 95% of the records judged in the last minute are dead letters.
 
-    An alert begins only if enough records were judged. An alert that has begun continues even if fewer records are
-    judged, so that a slow topic does not start and end alerts repeatedly.
+    An alert begins only if at least 100 records were judged. It then continues even if fewer records are judged, so
+    that a topic with little traffic does not start and end alerts repeatedly.
     """
 
     def __init__(self) -> None:

@@ -20,8 +20,7 @@ SIZE_PATTERN: Final = r"^[0-9]{1,19}(B|KiB|MiB|GiB|TiB)$"
 def parse_duration(text: str, *, short: bool = False) -> int:
     """Parse a duration such as ``15m``, and return milliseconds. Raises ValueError with a message for the user.
 
-    For a number of at most two digits without a unit, the message suggests seconds if ``short`` is true, and hours
-    otherwise.
+    If the text is a number of one or two digits without a unit, the message suggests seconds (with ``short``) or hours.
     """
     # Without a unit, 24 probably means hours, and 500 probably means milliseconds.
     few = ("s", "ms") if short else ("h", "m")
@@ -41,12 +40,12 @@ def parse_size(text: str) -> int:
 
 
 def format_duration(value_ms: int) -> str:
-    """Return a duration as a whole number of the largest possible unit, such as ``15m``."""
+    """Return a duration as a whole number of the largest unit that divides it, such as ``15m``."""
     return _in_largest_unit(value_ms, _MS) if value_ms else "0s"
 
 
 def format_size(value_bytes: int) -> str:
-    """Return a size as a whole number of the largest possible unit, such as ``20GiB``."""
+    """Return a size as a whole number of the largest unit that divides it, such as ``20GiB``."""
     return _in_largest_unit(value_bytes, _BYTES) if value_bytes else "0B"
 
 

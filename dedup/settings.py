@@ -1,8 +1,8 @@
-"""Defines the settings of a worker, which are structured like the config file, and loads them.
+"""Defines and loads the settings of a worker, which have the same structure as the config file.
 
 Later sources override earlier ones: defaults, the config file, the environment (``DEDUP_WEB__PORT=0`` sets
 ``web.port``), and `--set`. A config file contains no secrets, only references to them, such as ``${env:NAME}`` or
-``${file:PATH}``. The JSON Schema for editors contains the docstrings of the keys.
+``${file:PATH}``. The docstrings of the keys appear in the JSON Schema, from which editors display them.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def load_settings(
     """Return the settings in a config file, overridden by environment variables and then by ``overrides``.
 
     If ``path`` is None, the function reads `config/local.yaml`, if it exists. An override is a string such as
-    ``commit_interval=50ms``. ``environ`` replaces the environment of the process.
+    ``commit_interval=50ms``. If ``environ`` is given, it is used instead of the environment of the process.
 
     Raises SettingsError with every problem if a setting is invalid.
     """
@@ -339,7 +339,7 @@ def settings_schema() -> dict[str, Any]:
 
 
 def _plain_secrets(document: Document) -> Iterator[Problem]:
-    """Report and mask each secret that is written in the file, so that no other message can show it."""
+    """Report each secret that the file contains as plain text, and mask it so that no other message shows it."""
     for at in sorted(_SECRETS):
         written = document.written(at)
         if written is not None and not _REFERENCE.fullmatch(written):

@@ -1,4 +1,4 @@
-"""Defines the data, besides metrics, that a worker reports about itself and that the web pages display."""
+"""Defines the data, other than metrics, that a worker reports about itself and that the web pages display."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_SHOWN_BYTES: Final = 4096
 
 
 def id_bytes(text: str) -> bytes:
-    """Encode an ID as a user writes it. Raises SettingsError if the ID is not UTF-8."""
+    """Encode an ID that a user has entered. Raises SettingsError if UTF-8 cannot encode the ID."""
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -34,7 +34,7 @@ class Noted:
     id: str | None
     """The ID in the form that `dedup lookup` accepts, or None if there is no ID or only the ID's digest is known."""
     event_time_ms: int | None
-    """The event time in milliseconds, or None if the record has no event time that could be judged."""
+    """The event time in milliseconds, or None if the record has no usable event time."""
     judged_ms: int
     """The time when the record was judged, according to the worker's clock."""
     why: str
@@ -58,7 +58,7 @@ class TaskPulse:
     """The metrics of one task that are cheap enough to read every second."""
 
     numbers: TaskNumbers
-    """The task's live counters, not a copy. A task that is created again has new counters."""
+    """The task's live counters, not a copy. A task that is recreated has new counters."""
     lag_records: int | None
     topic: str
     """The topic that feeds the task."""
@@ -104,7 +104,7 @@ class LookedUp:
 
 @dataclass(frozen=True, slots=True)
 class ShownRecord:
-    """A source record that a user asked to see. The web pages show no payload of any other record."""
+    """A source record that a user asked to see. The web pages do not show the payload of any other record."""
 
     place: str
     timestamp_ms: int

@@ -1,4 +1,4 @@
-"""Parses YAML into plain values, and validates the values with errors that give the line and column of each problem.
+"""Parses YAML into plain values and validates the values. Each error gives the line and column of the problem.
 
 The parser reports repeated keys, and rejects tags, aliases, and merge keys, which rules out "billion laughs" attacks.
 """
@@ -50,7 +50,7 @@ _MEANT: Final[Mapping[str, str]] = {
     "micros": "us",
     "microseconds": "us",
 }
-"""Maps other names, such as those of time units, to the words that a file must use."""
+"""Maps words that users may write by mistake to the words that a file must use."""
 _WANTED: Final[Mapping[str, str]] = {
     "string_type": "must be text; put it in quotes",
     "bool_type": "must be true or false",
@@ -80,7 +80,7 @@ def text_of(path: Path, mistake: type[AuthorMistake] = TopologyError, remedy: st
 
 
 def beside(path: Path) -> Callable[[str], str]:
-    """Return a function that reads a text file named relative to the directory of the file ``path``.
+    """Return a function that reads a text file, given the file's name relative to the directory of ``path``.
 
     The returned function raises OSError or UnicodeDecodeError if the named file cannot be read.
     """
@@ -95,7 +95,7 @@ class Document:
     value: Any = None
     """The top-level value: a scalar (None, bool, int, float, str), or a list or string-keyed dict of such values."""
     problems: list[Problem] = field(default_factory=list)
-    """The YAML errors in the file. Despite these errors, ``value`` holds everything that could be read."""
+    """The problems that the parser found. If the file is not valid YAML, ``value`` is None."""
     _values: dict[At, str] = field(default_factory=dict)
     _keys: dict[At, str] = field(default_factory=dict)
     _written: dict[At, str] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class Document:
 def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
     """Parse YAML into a document, whose ``problems`` contain the YAML errors.
 
-    At the paths in ``texts``, an integer remains a string as written, because the name ``0042`` is not the number 42.
+    At a path in ``texts``, an integer stays a string as written, because ``0042`` may be a name, not the number 42.
     """
     document = Document(name)
     if len(text.encode(errors="replace")) > _MOST_BYTES:
@@ -208,7 +208,7 @@ class _Reading:
             if type(value) is int and at in self._texts:
                 value = event.value
             if value is None and at:
-                # An empty value has no position of its own, so the problem is reported at the value's key, if any.
+                # An empty value has no position, so the problem is reported at the value's key, if there is a key.
                 place = key_place or place
                 text = f"has no value; write one, or leave the {'key' if key_place else 'item'} out"
                 self._document.problems.append(Problem(place, f"{dotted(at)}: {text}"))
@@ -277,8 +277,8 @@ def _scalar(event: Any) -> Any:  # noqa: ANN401 - any plain scalar
 class Keys(BaseModel):
     """The base class for models of mappings in YAML files. Unknown keys are rejected, and values are not converted.
 
-    Every command imports models, so importing one is cheap: pydantic builds the validator on first use, and
-    `schema_of`, not pydantic, reads the descriptions of the keys from the source.
+    Every command imports models, so importing them must be fast. Therefore, pydantic builds a validator only on first
+    use, and `schema_of` instead of pydantic reads the descriptions of the keys from the source.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, defer_build=True)
@@ -287,7 +287,7 @@ class Keys(BaseModel):
 def accepting(
     accepts: Callable[[Any], object], text: str, *, kind: Callable[[Callable[[Any], Any]], Any] = AfterValidator
 ) -> Any:  # noqa: ANN401 - a validator of this kind
-    """Return a validator that requires ``accepts(value)``. In the error ``text``, ``{}`` stands for the value."""
+    """Return a validator that rejects a value unless ``accepts(value)``. In its error ``text``, ``{}`` is the value."""
 
     def check(value: Any) -> Any:  # noqa: ANN401 - any value in the file
         if not accepts(value):
@@ -329,7 +329,7 @@ def dotted(at: At) -> str:
 
 
 def models_of(model: type[BaseModel], holder: At = ()) -> dict[At, type[BaseModel]]:
-    """Map the path of each nested mapping, without list positions, to the model of that mapping."""
+    """Map the path of each nested mapping to the mapping's model. The paths contain no list positions."""
     found = {holder: model}
     for name, key in model.model_fields.items():
         for inner in _models_in(key.annotation):
@@ -365,7 +365,7 @@ def schema_of(model: type[BaseModel], title: str) -> dict[str, Any]:
 
 
 def _docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """Map each field of a model, inherited ones too, to its docstring: the string literal that follows it."""
+    """Map each field of a model, including inherited fields, to its docstring, the string literal after the field."""
     found: dict[str, str] = {}
     for holder in reversed([base for base in model.__mro__ if issubclass(base, Keys)]):
         (definition,) = ast.parse(dedent(inspect.getsource(holder))).body

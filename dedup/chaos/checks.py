@@ -1,7 +1,7 @@
-"""Computes the report of `dedup chaos` and its nine oracles, the conditions that must hold in every run.
+"""Computes the report of `dedup chaos`, with its nine oracles: conditions that must hold in every run.
 
-Once all workers have stopped, `gather` collects the evidence from Kafka, the stores, and the workers' logs and exit
-codes.
+Once all workers have stopped, `gather` collects the evidence for the oracles from Kafka, the stores, and the workers'
+logs and exit codes.
 """
 
 from __future__ import annotations
@@ -55,21 +55,19 @@ class Oracle:
 
     @property
     def verdict(self) -> str:
-        """Return the word that reports use for the outcome: "held" or "BROKEN"."""
+        """Return the word for the outcome in reports: "held" or "BROKEN"."""
         return "held" if self.held else "BROKEN"
 
 
 @dataclass(slots=True)
 class Evidence:
-    """The evidence for the oracles; a value is None if it could not be determined, and `unknown` then gives the
-    reason.
-    """
+    """The evidence for the oracles. If a value could not be determined, it is None, and `unknown` has the reason."""
 
     verified: Report | None = None
     seen: Sightings | None = None
     """The result of the live checker."""
     reached: bool = False
-    """True if the live checker reached the end of the output, so that no transaction is open in it."""
+    """True if the live checker reached the end of the output, which proves that no transaction is open there."""
     judged: bool = False
     """True if the group has no lag."""
     stores: int = 0
@@ -82,9 +80,7 @@ class Evidence:
     """The producer epochs of each partition of the changelog."""
     unprovoked: list[str] = field(default_factory=list)
     away: int = 0
-    """How often a worker ended by itself, either because the broker was down or for a reason that `unprovoked`
-    lists.
-    """
+    """How often a worker ended by itself: because the broker was down, or for a reason that `unprovoked` lists."""
     unclean: list[str] = field(default_factory=list)
     starts: int = 0
     unknown: dict[str, str] = field(default_factory=dict)
@@ -92,7 +88,7 @@ class Evidence:
 
 
 def oracles(found: Evidence) -> list[Oracle]:
-    """Return the oracles O1 to O9; an oracle that could not be computed does not hold."""
+    """Return the oracles O1 to O9. An oracle that could not be computed counts as not held."""
     report, seen, epochs = found.verified, found.seen, found.epochs or []
     there = report is not None
     counts, books, read = (report.counts, report.books, report.read) if report is not None else ({}, [], 0)
@@ -187,8 +183,8 @@ def _epochs(topology: Topology, settings: Settings) -> list[Epochs]:
 def _compare_stores(topology: Topology, settings: Settings, state_dirs: list[Path]) -> tuple[int, list[str]]:
     """Compare stores with the changelog, and return the number of stores and a sentence for each store that differs.
 
-    A store whose partition has moved to another worker is compared only up to the store's own position in the
-    changelog.
+    If a partition has moved to another worker, the store that stayed behind is compared only up to its own position in
+    the changelog.
     """
     changelog = topology.changelog_topic
     compared, wrong = 0, []
@@ -269,7 +265,7 @@ class ChaosReport:
         return Counter(fault.kind for fault in self.events.injected if fault.hit)
 
     def to_json(self) -> str:
-        """Return the report as JSON, in which "blows" counts the faults by kind and "struck" lists all faults."""
+        """Return the report as JSON. Its member "blows" counts the faults by kind, and "struck" lists all faults."""
         document = {
             "dedup_chaos": 1,
             "passed": self.passed,

@@ -1,6 +1,4 @@
-"""Executes a run of `dedup chaos`, which injects faults into a fleet and its cluster, and measures progress every
-second.
-"""
+"""Runs `dedup chaos`: injects faults into a fleet and its cluster, and measures progress every second."""
 
 from __future__ import annotations
 
@@ -86,7 +84,7 @@ def rates(*, harder: float, embedded: bool) -> dict[FaultType, float]:
 
 
 def draw(*, seed: int, seconds: float, workers: int, per_minute: Mapping[FaultType, float]) -> list[ScheduledFault]:
-    """Return the faults of a run, sorted by time; each kind of fault occurs at random times, at its own rate."""
+    """Return the faults of a run, sorted by time. Each kind of fault occurs at random times, at its own rate."""
     dice = random.Random(seed)  # noqa: S311  # no secret; a run must be repeatable
     span_s = max(0.0, seconds - QUIET_S)
     return sorted(
@@ -109,12 +107,12 @@ _TICK_S: Final = 1.0
 _POLL_S: Final = 0.1
 _DONE_WITHIN_S: Final = 180.0
 _DRAINS_WITHIN_S: Final = 60.0
-"""The time that a worker has to shut down; during this time, a commit may wait for a broker that is down."""
+"""The time that a worker has to shut down, because a commit may first have to wait for a broker that is down."""
 _DELETED_WITHIN_S: Final = 10.0
 _PATIENCE_MS: Final = 5_000
 _KILLED: Final = 137
 _NOT_UP_YET: Final = 143
-"""Exit code of a worker that receives SIGTERM before it handles signals, and thus before it has done anything."""
+"""Exit code of a worker that gets SIGTERM before it has installed signal handlers or done anything else."""
 _CLEAN_EXITS: Final = frozenset({0, BrokerUnavailable.exit_code, _NOT_UP_YET})
 _CONFIG_CHANGES: Final[tuple[Mapping[str, str], ...]] = (
     {"compression.type": "gzip"},
@@ -124,7 +122,7 @@ _CONFIG_CHANGES: Final[tuple[Mapping[str, str], ...]] = (
     {"compression.type": "zstd", "max.message.bytes": "8388620"},
     {"compression.type": "producer"},
 )
-"""Topic configs that do not change any record. LogAppendTime is not among them, because it changes timestamps."""
+"""Topic configs that do not change any record. LogAppendTime would change timestamps, so it is not among them."""
 
 
 class ChaosFleet(Processes):
@@ -142,7 +140,7 @@ class ChaosFleet(Processes):
         super().__init__(directory, commands)
         self.starts = 0
         self.unprovoked: Final[list[str]] = []
-        """A sentence for each time that a worker ended although no fault had ended it."""
+        """A sentence for each time that a worker ended by itself with an error other than BrokerUnavailable."""
         self.unclean: Final[list[str]] = []
         """A sentence for each time that a worker did not shut down cleanly after SIGTERM."""
 
@@ -192,10 +190,9 @@ class ChaosFleet(Processes):
         self._end(_name(self.most - 1))
 
     def bring_back(self) -> Counter[int]:
-        """Restart workers that ended although no fault had stopped them, and return the number of such workers by exit
-        code.
+        """Restart workers that have ended without a fault, and return their number by exit code.
 
-        A worker may end by itself only if the broker is down; `unprovoked` lists workers that ended for other reasons.
+        A worker may end by itself only if the broker is down. `unprovoked` lists workers that ended for other reasons.
         """
         codes: Counter[int] = Counter()
         for name, process in list(self.running.items()):
@@ -283,18 +280,14 @@ class ClusterFaults:
         return True
 
     def _change_output(self) -> bool:
-        """Change the compression or the maximum record size of the output topic; return False if there is no output
-        topic.
-        """
+        """Change the output topic's compression or maximum record size. Return False if there is no output topic."""
         if self._topology.output is None:
             return False
         alter(self._settings, [self._topology.output.topic], next(self._changes))
         return True
 
     def shorten_retention(self) -> bool:
-        """Make the broker delete the oldest records from `write_past` if all of them are judged; return whether the
-        broker deleted them.
-        """
+        """Make the broker delete the oldest records from `write_past` if all are judged. Return whether it did."""
         if not self._ages:
             return False
         age = self._ages[0]
@@ -311,7 +304,7 @@ class ClusterFaults:
         return False
 
     async def _attempt_group_deletion(self) -> bool:
-        """Try to delete the group if it has members; return True if the broker refuses the deletion, as it must."""
+        """Try to delete the group if it has members. Return True if the broker refuses the deletion, as it must."""
         connection = replace(Connection.of(self._settings, client_id="dedup-chaos"), patience_ms=_PATIENCE_MS)
         wire = KafkaWire(connection)
         group = Group(wire, self._topology.name)
@@ -364,15 +357,13 @@ class ChaosEvents:
     injected: list[InjectedFault] = field(default_factory=list)
     ticks: list[Tick] = field(default_factory=list)
     restarts: Counter[int] = field(default_factory=Counter)
-    """Maps each exit code to the number of times that a worker ended with this code without a fault and was
-    restarted.
-    """
+    """Maps each exit code to the number of times that a worker ended with this code without a fault."""
     early: str | None = None
     """The reason why the run ended early, or None if it did not."""
 
 
 class ChaosRun:
-    """Executes one run of `dedup chaos`; every run needs a new instance."""
+    """Executes a single run of `dedup chaos`."""
 
     def __init__(self, stage: ChaosStage, faults: list[ScheduledFault], on_tick: Callable[[Tick], None]) -> None:
         self._stage: Final = stage
@@ -385,10 +376,9 @@ class ChaosRun:
             self._at(fault.at_s, partial(self._inject, fault))
 
     def run(self, seconds: float) -> bool:
-        """Inject all faults, undo them, and wait until all sent records are judged; return False if the time limit
-        expires first.
+        """Inject all faults, undo them, and return whether all sent records are then judged within the time limit.
 
-        If an error ends the run early, `events` contains the error.
+        If an error ends the run early, the result is False, and `events` contains the error.
         """
         try:
             self._inject_all(seconds)

@@ -82,8 +82,9 @@ class Watch:
         return GroupProgress(sum(ends), judged)
 
     def beyond(self, offsets: Mapping[int, int]) -> bool:
-        """Return whether the group has committed each partition up to the given offset. Raises BrokerUnavailable if the
-        broker does not respond.
+        """Return whether the group's committed offsets have reached the given offsets.
+
+        Raises BrokerUnavailable if the broker does not respond.
         """
         committed = self._committed()
         return all(committed.get(partition, -1) >= offset for partition, offset in offsets.items())
@@ -102,8 +103,9 @@ class Watch:
             }
 
     def members(self) -> frozenset[str]:
-        """Return the IDs of the group's members; a restarted process gets a new ID. Raises BrokerUnavailable if the
-        broker does not respond.
+        """Return the IDs of the group's members. A restarted process has a new ID.
+
+        Raises BrokerUnavailable if the broker does not respond.
         """
         with self._asking(f"who is in {self._group}"):
             group = self._admin.describe_consumer_groups([self._group], request_timeout=_ANSWER_WITHIN_S)[self._group]
@@ -130,7 +132,7 @@ class Sightings:
 
 
 class LiveChecker:
-    """Reads the committed records of the output topic in a thread, and counts IDs that recur within a guard period.
+    """Reads the output topic's committed records in a thread, and counts IDs that recur within a guard period.
 
     Use the live checker as a context manager, and call `finish` before the context ends.
     """
@@ -176,9 +178,7 @@ class LiveChecker:
 
     @property
     def sightings(self) -> Sightings:
-        """Return the counts of the records that the thread has read so far. If the thread has failed, raise its
-        error.
-        """
+        """Return the counts of the records that the thread has read so far. Raises the thread's error if it failed."""
         if self._failure is not None:
             raise self._failure
         return Sightings(self._records, self._duplicated, tuple(self._samples))

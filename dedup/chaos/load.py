@@ -107,7 +107,7 @@ class MadeRecords:
         self._sent: Final[list[Made]] = []
 
     def __iter__(self) -> Iterator[Made]:
-        """Yield an endless series of records; the event time of a new record is the current time."""
+        """Yield an endless series of records. The event time of each new record is the current time."""
         while True:
             yield self.at(time.time_ns() // 1_000_000)
 
@@ -154,7 +154,7 @@ class MadeRecords:
 def _identified(
     rule: Rule, document: dict[str, Any], text: str
 ) -> tuple[dict[str, Any], tuple[tuple[str, bytes], ...]]:
-    """Return the document and headers that contain the ID ``text``, which is also the record's key."""
+    """Return the document and headers that contain the ID ``text``, which the caller also uses as the record's key."""
     match rule:
         case KeyRule() | ContentRule() | RawContentRule():
             return {**document, "made": text}, ()
@@ -181,7 +181,7 @@ def _identified(
 
 
 def _with(here: Any, path: Path, value: object) -> Any:  # noqa: ANN401  # a JSON value
-    """Return a JSON value with the member at ``path`` set; missing objects and arrays on the path are created."""
+    """Return a JSON value with the member at ``path`` set. Missing objects and arrays on the path are created."""
     if not path:
         return value
     step, *rest = path
@@ -194,10 +194,10 @@ def _with(here: Any, path: Path, value: object) -> Any:  # noqa: ANN401  # a JSO
 
 
 def make_topic(bootstrap: str, name: str, partitions: int, *, by_arrival: bool = False) -> None:
-    """Create a topic with one replica and unlimited retention; if ``by_arrival`` is true, the broker sets the
-    timestamps.
+    """Create a topic with one replica and unlimited retention.
 
-    Raises BrokerUnavailable if the broker does not create the topic.
+    If ``by_arrival`` is true, the broker sets the timestamps. Raises BrokerUnavailable if the broker does not create
+    the topic.
     """
     config = {"retention.ms": "-1", "message.timestamp.type": "LogAppendTime" if by_arrival else "CreateTime"}
     topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config=config)
@@ -296,7 +296,7 @@ class Sender:
         return not self._ended.is_set()
 
     def _poll(self, wait_s: float) -> None:
-        """Process confirmations; if no confirmation has arrived for too long, continue with a new producer."""
+        """Process confirmations. If none has arrived for too long, continue with a new producer."""
         self._producer.poll(wait_s)
         now_s = time.monotonic()
         if not self._unconfirmed:
@@ -342,7 +342,7 @@ class Age:
     """A group of records that `write_past` wrote, all with the same event time."""
 
     until_ms: int
-    """If retention keeps only records after this time, the broker deletes the records of this age."""
+    """If the retention keeps only records after this time, the broker deletes the records of this group."""
     ends: Mapping[str, Mapping[int, int]]
     """Maps each source topic and partition to the offset after the records of this age."""
 
@@ -353,7 +353,7 @@ def write_past(
     """Write records with several past event times to the source topics, so that retention can delete them during a run.
 
     Records with different event times are in different log segments. The event times are so far apart that deleted
-    records do not affect the verdicts on later records. Return an `Age` for each event time, oldest first. Raises
+    records do not affect the verdicts on later records. Returns an `Age` for each event time, oldest first. Raises
     BrokerUnavailable if the records cannot be written.
     """
     window = topology.window
@@ -378,9 +378,7 @@ def write_past(
 
 
 def alter(settings: Settings, topics: list[str], configs: Mapping[str, str]) -> None:
-    """Set the given ``configs`` on all ``topics``. Raises BrokerUnavailable if the broker is down or refuses the
-    change.
-    """
+    """Set the ``configs`` of all ``topics``. Raises BrokerUnavailable if the broker is down or refuses the change."""
     entries = [ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in configs.items()]
     resources = [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries) for topic in topics]
     try:

@@ -63,9 +63,7 @@ def apply(
     acls: Annotated[
         bool, typer.Option("--acls", help="Print the permissions that a worker needs, but create nothing.")
     ] = False,
-    principal: Annotated[
-        str, typer.Option(help="Principal to which the commands printed by --acls grant permissions.")
-    ] = "User:dedup",
+    principal: Annotated[str, typer.Option(help="Principal for the permissions that --acls prints.")] = "User:dedup",
     table: Annotated[bool, typer.Option("--table", help="Also create the sink's tables in its database.")] = False,
     as_json: JsonOption = False,
     config: ConfigOption = None,
@@ -147,10 +145,10 @@ def status(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Show a fleet's lag, rates, and tasks, and each problem with its remedy.
+    """Show a fleet's lag, rates, and tasks, and suggest a remedy for each problem.
 
-    The first line contains the lag, the age of the oldest record that is not yet judged, and the current rates. A
-    narrow terminal shows fewer columns; --json prints all of them.
+    The first line contains the lag, the age of the oldest record that is not yet judged, and the current rates. On a
+    narrow terminal, the table has fewer columns; --json prints all of them.
 
     Example: dedup status topologies/orders.yaml --watch
     """
@@ -194,9 +192,9 @@ def reset(
 ) -> None:
     """Delete a topology's offsets, changelog, repartition topic, and checkpoints, and the local state on this machine.
 
-    The command asks for confirmation, and refuses to continue while workers are running. The output topic keeps its
-    records. If workers reread the source from the start after a reset, they forward records a second time, and `dedup
-    verify` reports the second copies.
+    The command asks for confirmation, and refuses to reset while workers are running. It deletes no records from the
+    output topic. If workers read the source from the start again after a reset, they forward its records a second time,
+    and `dedup verify` reports the second copies.
 
     Example: dedup reset topologies/orders.yaml --to latest
     """
@@ -258,9 +256,9 @@ def layout(
 ) -> None:
     """Show how many partitions share a transaction; with --apply, change this number.
 
-    Stop all workers of the topology before a change. The change keeps the state and the offsets. Workers that were
-    frozen during a change cannot commit afterward. After an interrupted change, no worker starts until you run the
-    command again.
+    Stop all workers of the topology before you change the layout. The change keeps the state and the offsets. A worker
+    that was frozen during the change cannot commit afterward. If the change is interrupted, run the command again;
+    until then, no worker starts.
 
     Example: dedup layout topologies/orders.yaml --apply
     """
@@ -309,10 +307,10 @@ def replay(
 ) -> None:
     """Send each dead letter back to the source partition that it came from, exactly once.
 
-    Each record sent has the header dedup-replayed, which contains the record's original position in the source. With
-    --late --forward, the command sends late records to the output, because in the source they would be late again. In
-    the output, late records have the header dedup-verdict: late. If the position of the last replay is lost, the
-    command sends nothing unless --from says where to begin.
+    Each replayed record has the header dedup-replayed, which contains its original position in the source. In the
+    source, late records would be late again. Therefore, with --late --forward, the command sends them to the output,
+    with the header dedup-verdict: late. If the position of the last replay is lost, the command sends nothing unless
+    --from says where to begin.
 
     Example: dedup replay topologies/orders.yaml --limit 100
     """
@@ -350,10 +348,10 @@ def lookup(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Show when and in which record workers saw an ID, and until what event time records with the ID are duplicates.
+    """Show in which records workers saw an ID, and until which event time further records with the ID are duplicates.
 
-    Write a composite ID as a JSON array of its parts. Each worker that the command asks also asks the other workers
-    about the partitions that they own.
+    Write a composite ID as a JSON array of its parts. The command asks one or more workers (--url). Each of these
+    workers also asks the others about the partitions that they own.
 
     Example: dedup lookup topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
     """
@@ -386,11 +384,11 @@ def checkpoint(
 ) -> None:
     """Write the state of a topology's tasks to a directory or an object store, with one checkpoint per partition.
 
-    The command reads the state from the changelog, so it does not need or affect any worker. The command keeps the
-    state in --state-dir, so the next run reads only new changelog records. Run the command periodically, but never run
-    two instances at the same time.
+    The command reads the state from the changelog, so it neither needs nor affects any worker. It keeps the state in
+    --state-dir, so that the next run reads only new changelog records. Run the command periodically, but never run two
+    instances at the same time.
 
-    A worker without local state starts from a checkpoint under `state.checkpoint`, and reads only the rest of the
+    A worker without local state starts from the checkpoint in `state.checkpoint`, and then reads only the rest of the
     changelog.
 
     Example: dedup checkpoint topologies/orders.yaml --to s3://backups/dedup
@@ -490,9 +488,9 @@ def export_schemas(
     """Write all versions of a topology's schemas to a directory, with one file per schema ID.
 
     If `schema_registry.directory` names this directory, every command reads these schemas before it asks the registry.
-    Commands then also work after a schema is deleted, or where the registry cannot be reached. The exported schemas are
-    those of the subject `source.subject` or, by default, of the subject TOPIC-value of each source topic. The command
-    keeps the files of earlier exports.
+    Commands then work even if a schema is deleted from the registry or the registry cannot be reached. The command
+    exports the schemas of the subject `source.subject` or, by default, of the subject TOPIC-value of each source topic.
+    Files of earlier exports are kept.
 
     Example: dedup schemas export topologies/orders.yaml schemas/
 
@@ -506,7 +504,7 @@ def export_schemas(
         raise SettingsError([Problem(str(topology), text)])
     if settings.schema_registry.url is None:
         raise SettingsError([Problem("schema_registry.url", "is missing; write the address of the schema registry")])
-    # Ignore the configured directory, which may be the directory to write and may be missing or lack new versions.
+    # Ignore the configured directory: it may be missing, lack new versions, or be the directory to write to.
     registry = SchemaRegistry.of(settings.schema_registry.model_copy(update={"directory": None}))
     try:
         directory.mkdir(parents=True, exist_ok=True)

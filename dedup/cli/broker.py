@@ -30,8 +30,8 @@ def broker(
     The command runs Apache Kafka 4.1.1 as a single node on 127.0.0.1. The first run downloads Kafka's jars (45 MB) from
     Maven Central into the user's cache. Without --data-dir, Kafka's data is deleted when the command ends.
 
-    With --registry, the command also runs Apicurio Registry 2.5.11 on 127.0.0.1 (a download of 140 MB), and prints the
-    registry's address, to which you set `schema_registry.url`. The registry keeps its schemas in memory, so they are
+    With --registry, the command also runs Apicurio Registry 2.5.11 on 127.0.0.1 (a download of 140 MB). It prints the
+    registry's address; set `schema_registry.url` to this address. The registry keeps its schemas in memory, so they are
     lost when the command ends.
 
     Examples: dedup broker --port 9092 --data-dir state/kafka
@@ -74,9 +74,9 @@ def demo(
 ) -> None:
     """Deduplicate 336,776 real flights on an embedded Kafka, kill a worker midway, and verify the result.
 
-    The demo repeatedly cuts the producer's connection, so the producer sends some records twice. Two workers
-    deduplicate the records; one of them is killed with SIGKILL and restarted. Finally, the demo checks every record as
-    `dedup verify` does. Neither Kafka nor Java needs to be installed. The demo takes about a minute, or about 20
+    The demo repeatedly cuts the producer's connection, so that the producer sends some records twice. Two workers
+    deduplicate the records; the demo kills one of them with SIGKILL and restarts it. Finally, the demo checks every
+    record as `dedup verify` does. You need not install Kafka or Java. The demo takes about a minute, or about 20
     seconds with --fast.
 
     Example: dedup demo --fast

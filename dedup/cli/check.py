@@ -48,7 +48,7 @@ _SamplesOption = Annotated[
 ]
 _STDIN: Final = Path("-")
 LOOK_S: Final = 0.3
-"""The polling interval of `dedup check --watch` in seconds, which is too short for a person to notice."""
+"""The polling interval of `dedup check --watch` in seconds; people do not notice a delay this short."""
 
 
 def check(
@@ -69,17 +69,17 @@ def check(
 ) -> None:
     """Check topology and ingest files, print each error with its position, and warn about likely mistakes.
 
-    The exit code is 2 if a file has an error, and 0 if there are only warnings. If several files are given, the command
-    also checks the chain that they form from source to table, and reports each stage that is not exactly-once. Two
-    topologies that write to the same topic are an error, unless they send only dead letters to that topic. With
-    --broker, the command also compares the cluster's topics with those that each topology needs. If the
-    source's values name their schemas, --broker also compares the members that a topology names with the newest schema
-    of each source topic in the schema registry (`source.subject`, or TOPIC-value).
+    The exit code is 2 if a file has an error, and 0 if there are only warnings. If you pass several files, the command
+    also checks the chain that they form from source to table, and reports each stage that is not exactly-once. It is an
+    error if two topologies write to the same topic, unless they send only dead letters to that topic. With --broker,
+    the command also compares the cluster's topics with those that each topology needs. If the source's values name
+    their schemas, --broker also compares the members that a topology names with the newest schema of each source topic
+    in the schema registry (`source.subject`, or TOPIC-value).
 
-    Without --allow-code, the command runs no code that a topology names. With --allow-code, the command imports the
-    flow and the ID functions. With --samples, the command also runs them on each line of a file in each of two
-    processes, and reports failures and different results. A sample has no key and no headers. With --envelope, each
-    sample is instead a whole record, as in `dedup try --envelope`. Binary formats such as Avro need --envelope.
+    By default, the command runs no code that a topology names. With --allow-code, it imports the flow and the ID
+    functions. With --samples, it also runs them on each line of a file, once in each of two processes, and reports
+    failures and differing results. A sample has no key and no headers. With --envelope, each sample is instead a whole
+    record, as in `dedup try --envelope`. Binary formats such as Avro need --envelope.
 
     Examples: dedup check topologies/*.yaml
 
@@ -111,7 +111,8 @@ def check(
 def at_each_save(paths: Sequence[Path]) -> Iterator[None]:
     """Yield immediately, and again each time one of the files is written, replaced, created, or removed.
 
-    The function polls the files, because editors replace files and network shares send no file-system events.
+    The function polls the files: editors replace files instead of writing to them, and network shares send no
+    file-system events.
     """
     seen: list[tuple[int, int, int] | None] | None = None
     while True:
@@ -305,9 +306,8 @@ def try_records(
 
     FILE contains one JSON value per line. The command judges the lines in order, as the records of one partition.
     With --envelope, each line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}. For
-    arbitrary bytes, which binary formats such as Avro need, write "value_base64" instead of "value". With
-    `source.format: json_schema`, `dedup try` adds the framing to each JSON value; with `source.format: csv`, each line
-    is a row.
+    binary formats such as Avro, write "value_base64" instead of "value". With `source.format: json_schema`, the command
+    adds the framing to each JSON value; with `source.format: csv`, each line is a row.
 
     Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
     """
@@ -357,9 +357,9 @@ def size(
 ) -> None:
     """Predict the size of the state on disk and in memory from a record rate, a guard period, and the kind of ID.
 
-    If TOPOLOGY is given, the command uses the topology's guard period and grace period, and compares the prediction
+    If you pass TOPOLOGY, the command uses the topology's guard period and grace period, and compares the prediction
     with the topology's limit for the state. For unrelated IDs, such as UUIDs, the prediction is accurate to within 20%;
-    sequential IDs may need only half the space. The command does not connect to Kafka.
+    sequential IDs may need only half the predicted space. The command does not connect to Kafka.
 
     Examples: dedup size topologies/orders.yaml --rate 2000
 

@@ -33,8 +33,8 @@ def ingest(
 ) -> None:
     """Send each line of files or each row of a table to a topic exactly once, even across crashes.
 
-    Each Kafka transaction contains records and the position reached in the source. If a second process starts with the
-    same ingest file, the second process takes over, and the first process stops with the error TaskMigrated.
+    Each Kafka transaction contains records and the position reached in the source. If you start a second process with
+    the same ingest file, it takes over, and the first process stops with the error TaskMigrated.
 
     Examples: dedup ingest topologies/files-to-topic.yaml
 
@@ -80,8 +80,8 @@ def sink(
     """Write a topic to a database table, with one row per tracking ID.
 
     Each database transaction contains rows and the offsets reached in the topic. Reading the topic a second time does
-    not change the table. If a second process reads the same partitions of the topic, the second process takes
-    over, and the first process stops with the error TaskMigrated.
+    not change the table. If you start a second process for the same partitions of the topic, it takes over, and the
+    first process stops with the error TaskMigrated.
 
     Examples: dedup sink topologies/topic-to-database.yaml
 

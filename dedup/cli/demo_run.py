@@ -43,8 +43,8 @@ _KILLED_WORKER: Final = "worker 1"
 _WORKER_RESTART_AFTER_S: Final = 1.0
 PARTITIONS: Final = 4
 _PRODUCER: Final = {**AT_LEAST_ONCE, "batch.num.messages": 500}
-"""Batches are small, because a cut connection duplicates every batch in flight. With large batches, a slow machine sent
-more duplicates than flights, and the demo took twice as long.
+"""Batches are small, because a cut connection duplicates every batch in flight. With large batches, the producer sent
+more duplicates than flights on a slow machine, and the demo took twice as long.
 """
 _POLL_EVERY_S: Final = 0.25
 _WORKERS_STALL_AFTER_S: Final = 60.0
@@ -100,7 +100,7 @@ class Run:
     def _until_joined(self) -> None:
         """Wait until all workers are in the group.
 
-        Otherwise, a worker that starts slowly may be killed after it has judged all flights instead of midway.
+        Without this wait, a slow start could delay the kill until all flights are judged.
         """
         began_s, joined = time.monotonic(), 0
         while joined < _WORKERS:
@@ -136,7 +136,7 @@ class Run:
                     f"{self.cuts} times, so {in_topic - sent:,} were sent twice"
                 )
                 reported = True
-            # A group coordinator may be loading or moving, most likely in the first second, but a later poll succeeds.
+            # The group coordinator may be loading or moving, most likely in the first second. A later poll succeeds.
             self.kafka.check()
             with contextlib.suppress(BrokerUnavailable):
                 progress = self.watch.look()
@@ -293,7 +293,7 @@ class _Chain(Processes):
             time.sleep(_CHAIN_POLL_EVERY_S)
 
     def _connectors_started(self) -> bool:
-        """Return whether `dedup ingest` and `dedup sink` are far enough into startup to handle SIGTERM."""
+        """Return whether `dedup ingest` and `dedup sink` have started far enough to handle SIGTERM."""
         return all(" taken; " in self.running[name].log for name in ("dedup ingest", "dedup sink"))
 
     def count(self) -> int:
@@ -305,7 +305,7 @@ class _Chain(Processes):
 
 
 class _FileWriter:
-    """Appends flights to a CSV file, some of them twice, like a writer that retries after a lost response."""
+    """Appends flights to a CSV file, and repeats some of them, like a writer that retries after a lost response."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self._path: Final = path

@@ -1,6 +1,6 @@
 """Implements `dedup doctor`, which checks a cluster layer by layer for anything that prevents a topology from running.
 
-A layer, such as DNS or TLS, is checked only if the layer below it works, so that each problem is reported only once.
+The command checks a layer, such as DNS or TLS, only if the layers below it work, so it reports each problem only once.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def doctor(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Find what prevents a topology from running, at each layer from DNS to ACLs, topics, and the schema registry.
+    """Find out what prevents a topology from running, from DNS and TLS to ACLs, topics, and the schema registry.
 
-    The command prints each problem with a remedy, changes nothing, and does not affect any worker. Without TOPOLOGY,
+    The command prints each problem with a remedy. It changes nothing, and does not affect any worker. Without TOPOLOGY,
     the command checks only the cluster and, if the config file names a schema registry, that registry. The exit code is
     5 for a problem with the brokers or the registry, 3 for a problem with the topics, and 0 if there are no problems or
     only warnings.

@@ -76,7 +76,7 @@ def run(
 
 
 class VerdictProgress:
-    """Shows on a terminal how many records have each verdict so far. Use an instance in a ``with`` statement."""
+    """Shows the number of records with each verdict so far on a terminal. Use it in a ``with`` statement."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._console: Final = Console(stderr=True)
@@ -116,7 +116,7 @@ class RunProgress(VerdictProgress):
         self._last = (time.monotonic(), 0)
         self._app: DedupApp | None = None
         self._shown: dict[int, TaskNumbers] = {}
-        """The counters of each task that was shown, by their id(); closing tasks still count."""
+        """Maps id(counters) to the counters of each task that was shown, including tasks that have closed since."""
 
     def tick(self, app: DedupApp) -> None:
         """Update the progress line, at most once every `EVERY_S` seconds, and only on a terminal."""

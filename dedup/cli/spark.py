@@ -95,7 +95,7 @@ def open_session(
 
 
 def _read(path: Path, config: Path | None, overrides: list[str] | None) -> Topology:
-    """Return a topology, which looks up schemas in the configured registry if its values name their schemas.
+    """Return a topology. If its values name their schemas, it looks them up in the configured registry.
 
     Raises SettingsError if the topology needs a registry and the settings name none, or if the topology has a flow.
     """
@@ -114,7 +114,7 @@ def _read_both(path: Path, config: Path | None, overrides: list[str] | None) -> 
 
 
 def _fit_for(topology: Topology, fmt: InputFormat | None, *, rows_are_events: bool = False) -> Topology:
-    """Return ``topology``. Raises SettingsError if files in this format cannot contain the values that it reads."""
+    """Return ``topology``. Raises SettingsError if files in this format cannot contain the topology's values."""
     option = "--rows-are-events" if rows_are_events else f"--format {fmt}"
     if topology.by_arrival and (rows_are_events or fmt in {"json", "json-records"}):
         text = "has no column `timestampType`, which `event_time: arrival` needs; read Parquet files or a table with it"
@@ -136,7 +136,7 @@ def _fit_for(topology: Topology, fmt: InputFormat | None, *, rows_are_events: bo
 
 
 def _packages(conf: list[str] | None, fmt: InputFormat | None, *places: str | None, **wanted: bool) -> list[Package]:
-    """Return the packages in ``wanted``, and those that the input format and the paths in ``places`` need."""
+    """Return the packages that ``wanted``, the input format, and the paths in ``places`` require."""
     wanted["delta"] = wanted.get("delta", False) or fmt in {"delta", "table"}
     # Only the Spark session's settings show whether a catalog is an Iceberg catalog.
     wanted["iceberg"] = wanted.get("iceberg", False) or (
@@ -366,8 +366,8 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
 ) -> None:
     """Judge the records added to an input since the last run, and append their verdicts to a Delta table exactly once.
 
-    Each run reads the new files (or the new versions of a Delta table) and the sightings that the previous run stored
-    under --out. If a run is killed, run the command again to finish that run.
+    Each run reads the new files (or the new versions of a Delta table), and the sightings that the previous run stored
+    under --out. If a run is killed, run the command again to complete it.
 
     Examples: dedup spark incremental topologies/orders.yaml --input bronze/orders/ --out silver/orders
 
@@ -419,10 +419,10 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     as_json: JsonOption = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Judge historical records, and write their sightings to the changelog, from which a new fleet continues.
+    """Judge historical records, and write their sightings to the changelog, so that a new fleet continues from there.
 
     The fleet must not be running, its group must have no offsets, and its changelog must be new. If the command is
-    killed, run it again to finish the seed.
+    killed, run it again to complete the seed.
 
     Examples: dedup spark seed topologies/orders.yaml --until latest
 
@@ -470,7 +470,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     begins: Annotated[
         str | None,
         typer.Option(
-            "--from", metavar="OFFSETS", help="Offsets where the fleet began, if the topics no longer show them."
+            "--from", metavar="OFFSETS", help="Offsets at which the fleet began, if the topics no longer show them."
         ),
     ] = None,
     config: ConfigOption = None,
@@ -531,7 +531,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
         typer.Option(metavar="DDL", help="Columns to fill from the JSON value. Default: the columns key and value."),
     ] = None,
     order: Annotated[
-        str, typer.Option(metavar="event_time|offset|COLUMN", help="Value by which records are ordered, newest last.")
+        str, typer.Option(metavar="event_time|offset|COLUMN", help="Value by which records are ordered, oldest first.")
     ] = "event_time",
     rejected: Annotated[
         str | None, typer.Option(metavar="PATH", help="Directory for records that cannot become rows.")

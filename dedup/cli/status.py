@@ -105,7 +105,7 @@ async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str,
 
 
 async def idle_now(topology: Topology, wire: KafkaWire, admin: Admin) -> list[str]:
-    """Return the result of `idle_workers` for the current members of the consumer group."""
+    """Return a sentence if some current members of the consumer group have no partition (see `idle_workers`)."""
     members = await Group(wire, topology.name).members()
     have = await admin.topics(topic_names(topology))
     return _idle(topology, have, members, (await read_layout(wire, topology)).partitions)
@@ -120,7 +120,7 @@ def _idle(topology: Topology, have: Mapping[str, Topic], members: list[GroupMemb
 
 
 def idle_workers(held: Mapping[str, int], size: int, partitions: int) -> list[str]:
-    """Return one sentence if only some workers have partitions, and no sentence otherwise.
+    """Return one sentence if some workers have partitions and others have none; otherwise, return an empty list.
 
     ``held`` maps each worker to its number of partitions. ``size`` partitions share a transaction, and the feeding
     topic has ``partitions`` partitions.
@@ -207,9 +207,9 @@ def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> list[di
 
 
 def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: Settings) -> dict[str, Any]:
-    """Ask each worker in ``urls`` about a tracking ID, and merge the answers.
+    """Ask the worker at each of the ``urls`` about a tracking ID, and merge the answers.
 
-    Raises NotReached if ``urls`` is empty, or if one of these URLs does not belong to a worker of the topology. Raises
+    Raises NotReached if ``urls`` is empty, or if a URL does not belong to a worker of the topology. Raises
     SettingsError if the ID is not UTF-8.
     """
     if not urls:
@@ -221,8 +221,7 @@ def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: 
         found = ask(url, page, settings)
         if found["topology"] != topology.name:
             raise NotReached(f"{url} is a worker of {found['topology']!r}, not of {topology.name!r}. Name another.")
-        # Each worker asks the owners of partitions that it does not hold, so several workers may report the same
-        # sighting.
+        # Each worker also asks the owners of the other partitions, so several workers may report the same sighting.
         together["sightings"] += [seen for seen in found["sightings"] if seen not in together["sightings"]]
         together["asked"] = sorted({*together["asked"], *found["asked"]})
         together["partitions"] = max(found["partitions"], together.get("partitions", 0))
@@ -301,7 +300,7 @@ def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
 
 
 def _per_s(now: Look, before: Look | None, name: str) -> float | None:
-    """Return the total growth of the tasks' offsets ``name`` in offsets per second. Recreated topics do not count."""
+    """Return how fast the tasks' offsets ``name`` grow in total, per second. Recreated topics do not count."""
     if before is None or now.at_ms <= before.at_ms:
         return None
     past = {(task["task"], task["topic"], task["partition"]): task[name] for task in before.surveyed["tasks"]}
@@ -313,7 +312,7 @@ def _per_s(now: Look, before: Look | None, name: str) -> float | None:
 
 
 def _wrong(seen: dict[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each problem of the fleet, with its remedy."""
+    """Yield a sentence for each problem of the fleet, with a remedy."""
     if seen["missing_topics"]:
         yield f"missing topics: {', '.join(seen['missing_topics'])}; `dedup apply` creates them"
     lost = [task for task in seen["tasks"] if task["owner"] is None]
@@ -330,7 +329,7 @@ def _wrong(seen: dict[str, Any]) -> Iterator[str]:
             f"{len(silent)} of {len(seen['members'])} workers do not answer ({', '.join(silent)}), so their tasks' "
             f"states are unknown: name their pages with --url, or see their logs"
         )
-    # Neither a long commit interval nor a record after a quiet time is a fault, so both times must exceed the limit.
+    # A long commit interval alone is no fault, and neither is an old record alone, so both times must exceed the limit.
     waited_s = max((task["seconds_since_commit"] or 0 for task in seen["tasks"] if task["lag"]), default=0)
     waited_s = min(waited_s, (seen["oldest_age_ms"] or 0) / 1000)
     if waited_s > STUCK_S and not lost and seen["committed_per_s"] == 0:
@@ -396,7 +395,7 @@ def _headline(seen: dict[str, Any]) -> str:
 
 
 def _place(task: dict[str, Any], tasks: Sequence[dict[str, Any]]) -> str:
-    """Return topic/partition, with the middle of a long topic left out unless it is needed to tell topics apart."""
+    """Return topic/partition. A long topic name is shortened in the middle if the names can still be told apart."""
     return f"{shortened(task['topic'], {each['topic'] for each in tasks})}/{task['partition']}"
 
 

@@ -91,12 +91,10 @@ class _Envelope(msgspec.Struct):
 def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int, source: SourceSpec) -> Iterator[Entry]:
     """Yield the records in a file, and skip blank lines.
 
-    A line that contains only white space is a record if the source has the format csv or bytes, in which white space is
-    content.
+    If the source has the format csv or bytes, a line that contains only white space is a record, not a blank line.
 
     Line n has the timestamp ``start_ms`` plus n-1 seconds, unless ``envelope`` is set and the line contains a
-    timestamp. The value of a record does not need to be JSON. Values get the framing of the ``source``, unless they are
-    given in base64.
+    timestamp. A value need not be JSON. Values get the framing of the ``source``, unless they are given in base64.
 
     Raises AuthorMistake if ``envelope`` is set and a line is not an envelope. Also raises AuthorMistake if ``envelope``
     is not set and the source has a binary format, which a line of text cannot hold.

@@ -1,9 +1,8 @@
 """Defines database connections, and offsets in the database that fence the earlier owners of a partition.
 
-Each database transaction commits rows together with Kafka offsets, which the table `dedup_offsets` stores in one row
-per partition. A process that takes over a partition increments the epoch in the partition's row. A transaction updates
-a partition's row only if the row still contains the epoch of the transaction's process, so a transaction of an earlier
-owner fails with TaskMigrated.
+Each database transaction commits rows together with Kafka offsets. The table `dedup_offsets` stores the offsets, in one
+row per partition. A process that takes over a partition increments the epoch in this row. If a transaction finds a
+newer epoch than that of its own process, it fails with TaskMigrated, so an earlier owner cannot commit.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _INSERT: Final = (
 _FENCE: Final = f"UPDATE {OFFSETS} SET epoch = epoch + 1 WHERE {_ROW} RETURNING epoch, position, topic_id"  # noqa: S608
 _ADVANCE: Final = f"UPDATE {OFFSETS} SET position = {{0}} WHERE {_ROW} AND epoch = {{0}} AND position = {{0}}"  # noqa: S608
 _READ: Final = f"SELECT epoch, position FROM {OFFSETS} WHERE {_ROW}{{1}}"  # noqa: S608
-"""{1} stands for a clause that waits for transactions of lost connections, which may still commit."""
+"""{1} stands for a clause that makes the query wait for transactions of lost connections, which may still commit."""
 STAGED: Final = "dedup_staged"
 _CREDENTIALS: Final = re.compile(r"(?<=://).*@|(?<=[?&])(?:user|password|sslpassword)=[^&]*&?", re.IGNORECASE)
 
@@ -45,12 +44,12 @@ class DatabaseAway(Exception):
 
 
 class RowsRefused(Exception):
-    """The database rejects one of the given rows, and would reject it again after a retry."""
+    """The database rejects one of the given rows, and would reject it again if the statement were retried."""
 
     def __init__(self, code: str, detail: str) -> None:
         self.code: Final = code
         self.detail: Final = detail
-        """A sentence that states the reason without any values of the row."""
+        """A sentence that states the reason and contains no value of the row."""
         super().__init__(detail)
 
 
@@ -167,13 +166,13 @@ def transaction(connection: DatabaseConnection) -> Iterator[None]:
 
 
 def make_staging(connection: DatabaseConnection, table: Table) -> None:
-    """Create an empty staging table whose columns have the same types as those of the target table."""
+    """Create an empty staging table whose columns have the same types as the columns of ``table``."""
     connection.execute(f"DROP TABLE IF EXISTS {connection.temporary}.{STAGED}")
     connection.execute(f"CREATE TEMP TABLE {STAGED} AS SELECT {table.listed} FROM {table.name} WHERE 1 = 0")  # noqa: S608
 
 
 def make(connection: DatabaseConnection, table: str, statement: str) -> None:
-    """Create the table if it does not exist. If the table exists, no permission to create tables is needed."""
+    """Create the table if it does not exist. If it exists, the user needs no permission to create tables."""
     if connection.has(table):
         return
     try:
@@ -185,7 +184,7 @@ def make(connection: DatabaseConnection, table: str, statement: str) -> None:
 
 
 class FencedOffsets:
-    """One reader's offsets in a topic, stored in the table `dedup_offsets` in a way that fences earlier owners."""
+    """One reader's offsets in a topic, stored in the table `dedup_offsets` with an epoch that fences earlier owners."""
 
     def __init__(self, reader: str, topic: str, topic_id: str) -> None:
         self.reader: Final = reader

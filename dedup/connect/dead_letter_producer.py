@@ -1,7 +1,7 @@
 """Sends a sink's dead letters exactly once, even though the sink writes its rows to a database, not to Kafka.
 
-The sink sends dead letters before it commits the database transaction, which holds the partition's lock. After a crash
-between the commit to Kafka and the commit to the database, the sink reads the same records again. At startup, it
+The sink sends dead letters before it commits the database transaction, which holds the partition's lock. If the sink
+crashes between the commit to Kafka and the commit to the database, it reads the same records again. At startup, it
 therefore reads the dead-letter topic to find out which records already have a dead letter.
 """
 
@@ -56,9 +56,9 @@ class _Partition:
     target: TopicPartition
     session: Session
     sent_to: int = 0
-    """The group's committed offset, which follows the last source record for which any owner has sent a dead letter."""
+    """The group's committed offset: the offset after the last source record for which any owner sent a dead letter."""
     sent: set[int] = field(default_factory=set)
-    """Source offsets of records with dead letters in the topic, from the database's position at startup onward."""
+    """The source offsets of dead letters in the topic, beginning with the database's position at startup."""
 
 
 class DeadLetterProducer:

@@ -47,7 +47,7 @@ class TopicReader:
         return all(self._next[source] >= end for source, end in self._ends.items())
 
     async def poll(self) -> list[Answer]:
-        """Return the next fetch responses that contain records, or an empty list if none arrive in time.
+        """Return the next fetch responses that contain records, or an empty list if no records arrive in time.
 
         Raises StateIncompatible if the topic was deleted, was recreated, or no longer contains the next offset.
         """
@@ -64,7 +64,7 @@ class FencedConsumer:
     """Consumes partitions of a topic, and stores their offsets in a database.
 
     The consumer calls ``prepare`` with each new database connection and the reader's offsets. Once ``stopped`` returns
-    True, no method waits for a database or a broker that does not respond.
+    True, no method waits any longer for a database or a broker that does not respond.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class FencedConsumer:
                 if self._stopped():
                     return None
         unanswered: list[T] = []
-        """The results of attempts whose commits may have received no response."""
+        """The results of the attempts so far. Their commits may have got no response."""
 
         def attempt(connection: DatabaseConnection) -> T:
             if unanswered and self.offsets.happened(connection, ends):

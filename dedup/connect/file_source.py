@@ -49,7 +49,7 @@ class _FilePosition(msgspec.Struct, frozen=True):
     generation: int = 0
     """The number of earlier files with this inode."""
     deleted: bool = False
-    """True if the file was read to its end and deleted, so that the next file with this inode is a different file."""
+    """True if the file was read to its end and then deleted, so that the next file with its inode is a new file."""
     modified_ns: int = 0
     """The file's modification time when it was read up to ``position``, or 0 if it is unknown."""
 
@@ -132,7 +132,7 @@ class Files:
         return opened
 
     def poll(self) -> SourceRecords | None:
-        """Return a chunk of one file, or None if no file has new lines. The next call continues with another file."""
+        """Return a chunk of one file, or None if no file has new lines. The next call begins with another file."""
         if not self._turn:
             self._scan()
             self._turn = list(self._open)
@@ -148,7 +148,7 @@ class Files:
         return None
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """Close each file that was read to its end and whose end is now committed."""
+        """Close each file that was read to its end, if the end is now committed."""
         for part, value in positions.items():
             self._committed[part] = msgspec.json.decode(value, type=_FilePosition)
             opened, end = self._ended.get(part, (None, None))
@@ -190,7 +190,7 @@ class Files:
             elif opened is not None:
                 continue
             else:
-                # The file may have been renamed before all its lines were read, while `dedup ingest` was not running.
+                # While `dedup ingest` was not running, the file may have been renamed before all its lines were read.
                 known = self._known.get(inode)
                 if known is None or known.deleted:
                     continue
@@ -208,8 +208,9 @@ class Files:
             self._open[inode].gone = True
 
     def _rename(self, known: _FilePosition, path: Path, status: os.stat_result) -> None:
-        """Remember the new name of a file that was read to its end, so that a new file with its old name is recognized
-        even if the new file later reuses the inode.
+        """Remember the new name of a file that was read to its end.
+
+        A new file with the old name is then recognized as a new file, even if it later reuses the inode.
         """
         read = known.part not in self._ended and known.within(self._committed.get(known.part))
         if read and known.path != str(path) and status.st_nlink == 1 and known.untouched(status):
@@ -297,7 +298,7 @@ class Files:
     def _is_here(self, known: _FilePosition) -> bool:
         """Return whether the directory still contains a file, perhaps under another name.
 
-        After a restore from a backup or a move to another volume, another file may have its inode number.
+        After a restore from a backup or a move to another volume, another file may have the file's inode number.
         """
         path = self._listed.get(known.inode)
         try:
@@ -337,7 +338,7 @@ class Files:
         return self._close_file(opened) if opened.gone else None
 
     def _close_file(self, opened: _OpenFile) -> SourceRecords | None:
-        """Close a file that was read to its end, unless its end is uncommitted and may have to be read again."""
+        """Close a file that was read to its end, unless the end is uncommitted and may have to be read again."""
         known = opened.known
         if opened.lines.rest_bytes:
             if not opened.warned:
@@ -445,19 +446,19 @@ class _LineReader:
         self.position = position
         """The offset of the first line that has not been returned yet."""
         self.rest_bytes = 0
-        """The number of bytes of the line at ``position`` that have already been read."""
+        """How many bytes of the line at ``position`` have already been read."""
         self._rest = b""
-        """The bytes of the line at ``position`` that have been read; empty if the line is too long to keep."""
+        """The bytes of this line that have been read, or nothing if the line is too long to keep."""
         self._digest: Any = None
-        """The digest of the bytes of the line at ``position`` that have been read, if the line is too long to keep."""
+        """The digest of the bytes of this line that have been read, if the line is too long to keep."""
 
     def read(self, *, take_last_line: bool) -> _Lines | None:
-        """Return the next lines, or None.
+        """Return the next lines, or None if there is no new complete line.
 
-        With ``take_last_line``, the last line of the file needs no line feed.
+        With ``take_last_line``, the last line of the file is complete even without a line feed.
         """
         if self._digest is None or os.fstat(self._descriptor).st_size < self.position + self.rest_bytes:
-            # A writer that was killed in the middle of a line may have cut this line off and written another one.
+            # Read the line again: a writer that was killed in the middle of it may have truncated and rewritten it.
             self._rest, self.rest_bytes, self._digest = b"", 0, None
         while data := os.pread(self._descriptor, CHUNK_BYTES, self.position + self.rest_bytes):
             whole, feed, rest = data.rpartition(b"\n")
@@ -479,7 +480,7 @@ class _LineReader:
             self._rest += data
 
     def _lines(self, lines: list[bytes], *, feed_bytes: int = 1) -> _Lines:
-        """Return the lines; the first one continues the line whose beginning was read earlier."""
+        """Return the lines. The first one completes a line whose beginning was read earlier."""
         lengths = list(map(len, lines))
         lengths[0] += self.rest_bytes
         lines[0] = self._rest + lines[0]

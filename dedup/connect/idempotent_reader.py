@@ -62,8 +62,8 @@ Handle = Callable[[Work, list[Event]], None]
 class IdempotentReader:
     """A consumer that uses the application's database to store its offsets and the tracking IDs that it has seen.
 
-    Use the reader with ``async with``. ``topology`` only defines the tracking ID, so no worker needs to run. The reader
-    raises StateIncompatible for a record without a usable tracking ID, so that it skips no record silently.
+    Use the reader with ``async with``. ``topology`` only defines the tracking ID; no worker needs to run. The reader
+    never skips a record silently: it raises StateIncompatible for a record without a usable tracking ID.
     """
 
     def __init__(self, name: str, *, topic: str, topology: Topology, url: str, settings: Settings) -> None:
@@ -77,7 +77,7 @@ class IdempotentReader:
         self._interrupted = False
 
     async def __aenter__(self) -> Self:
-        """Connect, and fence other processes with the same reader name, whose next transaction raises TaskMigrated.
+        """Connect, and fence other processes with the same reader name: their next transaction raises TaskMigrated.
 
         Raises StateIncompatible if the topic does not exist or was recreated, and DatabaseUnavailable or
         BrokerUnavailable if the database or the brokers do not respond in time.
@@ -102,10 +102,10 @@ class IdempotentReader:
     async def run(self, handle: Handle, *, until_end: bool = False) -> int:
         """Pass every event to ``handle`` once, and return the number of events.
 
-        With ``until_end``, the method returns when it reaches the end offsets that the topic had when the reader was
+        With ``until_end``, the method returns once it reaches the end offsets that the topic had when the reader was
         opened. ``handle`` runs in a thread, inside the transaction that marks the events as seen. If ``handle`` raises
-        an exception, the transaction is rolled back, and `run` raises the exception. The reader calls ``handle`` again
-        for events whose transaction was not committed, so ``handle`` must have no side effect outside the database.
+        an exception, the transaction is rolled back, and `run` raises the exception. If a transaction is not committed,
+        the reader passes its events to ``handle`` again, so ``handle`` must have no side effects outside the database.
 
         Raises InvariantBroken if an exception or a cancellation interrupted an earlier call; in this case, open a new
         reader. Raises StateIncompatible if the topic was deleted or recreated, or has new partitions that the reader

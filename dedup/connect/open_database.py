@@ -1,7 +1,7 @@
 """Opens the SQLite or PostgreSQL database that a URL names, and repeats work that a lost connection interrupted.
 
-This module contains the connection to SQLite, which needs no extra package. The module `postgres` is imported
-only if a URL needs it.
+This module contains the connection to SQLite, which needs no extra package. It imports the module `postgres` only for
+the URL of a PostgreSQL database.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
 
 
 class SqliteConnection(DatabaseConnection):
-    """A `DatabaseConnection` to SQLite. While one connection writes, other writers wait for its lock."""
+    """A `DatabaseConnection` to SQLite. While one connection writes, other writers wait until it releases the lock."""
 
     types: Mapping[str, str] = {
         "bytes": "BLOB",
@@ -135,7 +135,7 @@ class SqliteConnection(DatabaseConnection):
 class RetryingDatabase:
     """Keeps at most one connection to a database, and replaces a lost connection.
 
-    All methods block. Each new connection is first passed to ``prepare``.
+    All methods block. Before a new connection is used, it is passed to ``prepare``.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class RetryingDatabase:
         return self.insist(work, within_s=START_WITHIN_S)
 
     def insist(self, work: Callable[[DatabaseConnection], T], *, within_s: float = math.inf) -> T:
-        """Run ``work``, repeatedly if necessary, until the database responds, and return the result.
+        """Run ``work``, and repeat it until the database responds. Return the result.
 
         Raises DatabaseUnavailable if there is no response for ``within_s`` seconds, or if ``stopped`` returns True.
         """

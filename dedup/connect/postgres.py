@@ -1,4 +1,4 @@
-"""Implements a connection to PostgreSQL with psycopg 3. COPY writes the rows to a temporary table."""
+"""Implements a connection to PostgreSQL with psycopg 3. Rows are first written to a temporary table with COPY."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AWAY: Final = (
     pg.ReadOnlySqlTransaction,
     pg.IdleInTransactionSessionTimeout,
 )
-"""Temporary errors with a cause outside the transaction. After such an error, the whole transaction is repeated."""
+"""Temporary errors that the transaction itself did not cause. After one, the whole transaction is repeated."""
 _CODES: Final[Mapping[type[psycopg.Error], str]] = {
     pg.UniqueViolation: "unique_violation",
     pg.ExclusionViolation: "unique_violation",
@@ -39,7 +39,7 @@ _CODES: Final[Mapping[type[psycopg.Error], str]] = {
 
 _DEFAULTS: Final[Mapping[str, Any]] = {
     "connect_timeout": 10,
-    # Otherwise, a connection that a firewall has dropped would be noticed only after two hours.
+    # With the defaults, it takes two hours to notice that a firewall has dropped the connection.
     "keepalives_idle": 30,
     "keepalives_interval": 10,
     "keepalives_count": 3,
@@ -82,7 +82,7 @@ class PostgresConnection(DatabaseConnection):
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
         """Replace the contents of the staging table with the rows."""
         with self._explained():
-            # A deferred constraint would reject the transaction at its end, when it is unknown which row violates it.
+            # A deferred constraint would reject the commit, when it is too late to find out which row violates it.
             self._cursor.execute(f"TRUNCATE {STAGED}; SET CONSTRAINTS ALL IMMEDIATE".encode())
             with self._cursor.copy(f"COPY {STAGED} ({table.listed}) FROM STDIN".encode()) as copy:
                 write = copy.write_row

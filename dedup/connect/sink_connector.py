@@ -1,6 +1,6 @@
 """Implements `dedup sink`, a sink connector that writes a topic to a table, with one row per tracking ID.
 
-Each database transaction commits rows together with the topic's offsets.
+Each database transaction commits rows together with the offsets reached in the topic.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class _Run:
         return self.done
 
     async def _gather(self) -> _Transaction:
-        """Return the records that arrive within one commit interval, or an empty transaction if no record arrives."""
+        """Return a transaction with the records that arrive within one commit interval; it may be empty."""
         gathered = _Transaction()
         loop = asyncio.get_running_loop()
         until_s: float | None = None

@@ -35,9 +35,9 @@ class SourceRecords:
     places: Sequence[int | str]
     """The place of each record, without the prefix. Each place is unique in the source and never changes."""
     position: bytes
-    """The position in the part after these records, which is passed to `restore` if all records are committed."""
+    """The position in the part after these records. It applies once all of them are committed."""
     after: Callable[[int], bytes]
-    """Maps a row to the position that applies if only the records and dead records up to this row are committed."""
+    """Maps a row to the position that applies if only records and dead records up to this row are committed."""
     dead: list[DeadRecord] = field(default_factory=list)
 
 
@@ -45,7 +45,7 @@ class RecordSource(Protocol):
     """A source of records: files or a table. All methods block, and only one thread may use a source at a time."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """Continue from the committed positions, so that `poll` returns uncommitted records again."""
+        """Go back to the committed positions, so that `poll` returns uncommitted records again."""
 
     def poll(self) -> SourceRecords | None:
         """Return the next records, or None if there are none yet.
@@ -54,10 +54,10 @@ class RecordSource(Protocol):
         """
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """Release resources that were kept for rereading records before ``positions``, which are now committed."""
+        """Release what was kept for rereading records before ``positions``, because these records are now committed."""
 
     def waiting(self) -> list[str]:
-        """Return a sentence for each part of the source whose last data cannot be read yet."""
+        """Return a sentence for each part of the source whose last data is incomplete and cannot be read yet."""
 
     def close(self) -> None:
         """Close files and connections."""

@@ -233,7 +233,7 @@ class _Run:
         return following
 
     def _refuse(self, current: _Transaction, refused: RecordRefused) -> None:
-        """Turn the refused records into dead letters, or find out which records are refused."""
+        """Turn the refused records into dead letters. If the broker named none, next send one record per batch."""
         named: dict[int, str] = {}
         for each in (refused, *refused.also):
             named |= each.reasons or (dict.fromkeys(each.rows, str(each)) if len(each.rows) == 1 else {})
@@ -268,8 +268,8 @@ class _Pending:
 class TransactionBoundary:
     """Wraps a source in which a record marks the end of each transaction, so that each poll returns one transaction.
 
-    The class corresponds to `transaction.boundary=connector` in Kafka Connect (KIP-618), but the marker is a field of a
-    normal record, which is sent like any other record.
+    This corresponds to `transaction.boundary=connector` in Kafka Connect (KIP-618), except that the marker is a field
+    of a normal record, which is sent like any other record.
     """
 
     def __init__(self, source: RecordSource, marker: Marker) -> None:
@@ -285,7 +285,10 @@ class TransactionBoundary:
         self._source.restore(positions)
 
     def poll(self) -> SourceRecords | None:
-        """Return the next whole transaction, or None. Raises StateIncompatible if too many records have no marker."""
+        """Return the next whole transaction, or None if none is complete.
+
+        Raises StateIncompatible if too many records arrive without a marker.
+        """
         while not self._ready:
             found = self._source.poll()
             if found is None:
@@ -363,7 +366,7 @@ class _RecordMaker:
         """Maps the part and place of a record to the reason why the broker refused it."""
 
     def lines(self, found: SourceRecords, first_row: int) -> Lines:
-        """Return the records to send; the lines of records, but not those of dead letters, are numbered."""
+        """Return the lines to send. Lines of records are numbered from ``first_row``; those of dead letters are not."""
         count = len(found.values)
         now_ms = time.time_ns() // 1_000_000
         no_keys: list[Any] = [None] * count
@@ -441,7 +444,7 @@ def _text(found: Any) -> bytes:  # noqa: ANN401 - any JSON value
 
 
 def _plain(found: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Convert an exactly decoded number as orjson would have decoded it, so that equal IDs have equal keys."""
+    """Convert an exactly decoded number to what orjson would have returned, so that equal IDs have equal keys."""
     if not isinstance(found, Number):
         return found
     try:

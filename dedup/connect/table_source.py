@@ -3,8 +3,8 @@
 A row gets its number before its transaction commits, so a lower number may become visible after a higher one. In
 PostgreSQL, the source therefore takes the greatest number as a bound, and waits until all transactions that hold a
 write lock on the table have ended, as CREATE INDEX CONCURRENTLY does; see docs/decisions/0012-edges.md. It then reads
-the rows up to the bound. With `settle`, the source first waits for a fixed time. Where it cannot see the writers, it
-waits no longer, and may miss rows that commit later.
+the rows up to the bound. With `settle`, the source first waits for a fixed time. If it cannot see the writers, it
+waits only for this time, and may miss rows that commit later.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NumberedRows:
         self._spec: Final = spec
         self._stopped: Final = stopped
         self._postgres: Final = url.startswith(POSTGRES)
-        # After a failover, a new connection may lead to a standby, or to a table that was changed.
+        # After a failover, a new connection may reach a standby, or a table that has changed.
         self._database: Final = RetryingDatabase(url, stopped, read_only=True, prepare=self._check)
         self._at: tuple[int, ...] | None = None
         self._bound: int | None = None
@@ -128,8 +128,7 @@ class NumberedRows:
 
     def _after(self, connection: DatabaseConnection) -> tuple[str, tuple[int, ...]]:
         if self._at is None:
-            # If a query has parameters, psycopg requires every "%" to be doubled, so this method always returns a
-            # parameter.
+            # psycopg requires every "%" in a query to be doubled if there are parameters, so always return one.
             return f"{connection.mark} = 1", (1,)
         marks = ", ".join(connection.mark for _ in self._order)
         return f"({self._listed}) > ({marks})", self._at
@@ -199,7 +198,7 @@ class NumberedRows:
         return SourceRecords(PART, prefix, values, places, msgspec.json.encode(self._at), after, dead)
 
     def _check(self, connection: DatabaseConnection) -> None:
-        """Raise StateIncompatible if some rows of the table or query might never be read."""
+        """Raise StateIncompatible if the source might never read some rows of the table or query."""
         if self._postgres:
             ((standby,),) = connection.query("SELECT pg_is_in_recovery()")
             self._knows_writers = not standby
@@ -334,7 +333,7 @@ def _children(connection: DatabaseConnection, table: str) -> Iterator[str]:
 
 
 def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int]:
-    """Return the OIDs of the tables that the rows come from, except those that only a function in the query reads."""
+    """Return the OIDs of the tables that the rows come from, except tables that only a function in the query reads."""
     if spec.table:
         rows = connection.query(
             "WITH RECURSIVE tree(oid) AS (SELECT %s::regclass::oid UNION "

@@ -3,7 +3,7 @@
 As in Kafka Connect's exactly-once sources (KIP-618), each transaction writes the records and, to a compacted topic, the
 position in the source. Unlike in Kafka Connect, each transaction also writes its own sequence number. If a commit gets
 no response, the outbox begins a new epoch, reads the number of the last committed transaction, and sends the records
-again if their transaction was not committed.
+again if this number shows that their transaction was not committed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ async def provide(
 
 
 def refuse_expiry(topic: Topic) -> None:
-    """Raise StateIncompatible if brokers delete positions by age or size, because a source would be sent again."""
+    """Raise StateIncompatible if brokers delete positions by age or size; dedup would then send a source again."""
     configs = topic.configs  # which are empty if the principal may not read them
     kept = configs.get("retention.ms", FOR_EVER) == configs.get("retention.bytes", FOR_EVER) == FOR_EVER
     if "delete" in configs.get("cleanup.policy", "") and not kept:
@@ -111,7 +111,7 @@ class TransactionalOutbox:
         self._compression: Final = settings.topics.compression
         limits = {name: topic.limit for name, topic in topics.items()}
         self._most_bytes: Final = {name: limit.surely_fits_bytes for name, limit in limits.items() if limit is not None}
-        """Maps each topic to the largest size of a batch of several records, as far as the topic's limit is known."""
+        """Maps each topic whose limit is known to the largest size of a batch of several records."""
         self._run: Final = uuid.uuid4().hex
         self._number = 0
         self._unsure = False
@@ -188,7 +188,7 @@ class TransactionalOutbox:
     async def _begin_epoch(self) -> _Owner:
         while True:
             try:
-                # A fenced writer must stop without fencing its successor, so read the owner before the new epoch, too.
+                # A fenced writer must stop without fencing its successor, so also read the owner before the new epoch.
                 await self._refuse_if_overtaken(stable=True)
                 await self._session.open()
                 return await self._refuse_if_overtaken()

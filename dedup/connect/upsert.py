@@ -45,7 +45,7 @@ class SinkRows:
 
     rows: list[Row] = field(default_factory=list)
     records: list[tuple[TopicPartition, Columns, int]] = field(default_factory=list)
-    """For each row, its record's source partition, batch, and index in the batch."""
+    """For each row, the source partition, the batch, and the index in the batch of its record."""
     bad: list[RejectedRecord] = field(default_factory=list)
     """Records that cannot become rows."""
 
@@ -188,7 +188,7 @@ def make_tables(connection: DatabaseConnection, spec: SinkSpec) -> None:
         make(connection, name, statement)
     table = table_of(spec, connection.types)
     make_staging(connection, table)
-    # Without rows, this statement changes nothing, but it fails now if a column or the key is missing.
+    # The staging table is empty, so this statement changes nothing, but it fails if a column or the key is missing.
     connection.execute(_upsert_statement(table))
 
 
@@ -197,7 +197,7 @@ def _upsert_statement(table: Table) -> str:
     if table.append:
         return f"{insert} ON CONFLICT ({quoted(table.key)}) DO NOTHING"
     changed = ", ".join(f'"{name}" = excluded."{name}"' for name, _ in table.columns if name not in table.key)
-    # Only a later event changes a row, so reading a topic twice changes nothing.
+    # Only a record with a later event time changes a row, so reading a topic twice changes nothing.
     newer = f'excluded."{TIME}" > {table.name.rpartition(".")[2]}."{TIME}"'
     return f"{insert} ON CONFLICT ({quoted(table.key)}) DO UPDATE SET {changed} WHERE {newer}"
 

@@ -2,8 +2,10 @@
 
 A value is the binary encoding of one record with a known writer schema. `read` and `columns` return only the requested
 members, but decode the whole value to check that it ends where its record ends. `AvroReader.columns` advances through
-all values of a batch together, field by field. If any value might be damaged, the caller must pass each value of the
-batch to `AvroReader.read`. Source: "Binary Encoding" and "Logical Types" of the Avro specification 1.12.0.
+all values of a batch together, field by field. If any value might be damaged, it raises NotInColumns. The caller must
+then pass the rows that NotInColumns names to `AvroReader.read`, or all rows if it names none.
+
+Source: "Binary Encoding" and "Logical Types" of the Avro specification 1.12.0.
 """
 
 from __future__ import annotations
@@ -91,12 +93,12 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record type. The parser adds the fields to an existing object, because a record type may contain itself."""
+    """A record type. The parser creates the object before its fields, because a record type may contain itself."""
 
     name: str
     fields: dict[str, Node] = field(default_factory=dict, compare=False, repr=False)
     void: set[str] = field(default_factory=set, compare=False, repr=False)
-    """Fields that take no bytes. Readers visit only the requested ones, because a small schema can have very many."""
+    """Fields that take no bytes. Readers visit only those on a path, because a small schema can define very many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Stands for a value whose type is not allowed at its path, for example a double that would be an ID."""
+    """Stands for a value whose type is not allowed at its path, for example a double at the path of an ID."""
 
     type_name: str
 
@@ -264,7 +266,7 @@ def _logical(kind: str, schema: Mapping[str, Any], size: int) -> tuple[str, int]
 
 
 def nodes_at(node: Node, path: Path) -> list[Node]:
-    """Return the types that values at a path can have, or an empty list if the schema does not have the path."""
+    """Return the types that values at a path can have, or an empty list if the schema lacks the path."""
     if isinstance(node, Union):
         return [found for branch in node.branches for found in nodes_at(branch, path)]
     if not path:
@@ -407,7 +409,7 @@ def avro_reader(schema: str, ids: tuple[Path, ...], time: FieldTime | None) -> A
 
 
 def leaf_of(node: Scalar, raw: Any, time: FieldTime | None) -> Leaf:  # noqa: ANN401 - int, bytes, or None
-    """Convert raw content to an ID or, with ``time``, to an event time. Raises Unreadable for malformed content."""
+    """Convert decoded content to an ID or, with ``time``, an event time. Raises Unreadable for malformed content."""
     if node.kind == "null":
         return None
     if is_refused(node, time):
@@ -501,7 +503,7 @@ class _Cursor:
                 raise Damaged(f"a block of items has another size than it says (byte {self.at})")
 
     def _key(self, keys: dict[bytes, bool]) -> str | int:
-        """Return a map item's key, or -1 if it is on no path. ``keys`` says which keys on paths have been read."""
+        """Read a map item's key. Return -1 if the key is on no path. ``keys`` records which keys were read before."""
         key = self._take(self._varint())
         if key not in keys:
             return -1

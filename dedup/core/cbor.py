@@ -1,8 +1,10 @@
 """Reads members of CBOR values by path, from one value (`CborReader.read`) or as columns from a batch of values.
 
 A value is one item, usually a map, and must end where the item ends. A path consists of the text keys of maps and the
-indexes of arrays. The reader skips all other items, does not recurse into them, and does not allocate memory for
-announced lengths, so it limits neither depth nor length. Source: RFC 8949, and IANA's registry of CBOR tags.
+indexes of arrays. The reader skips all items that are not on a path, without recursion and without allocating
+memory for announced lengths, so the depth and the length of skipped items are not limited.
+
+Source: RFC 8949, and IANA's registry of CBOR tags.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ _NEXT: Final = {_ELEMENTS: _ELEMENTS, _KEYS: _VALUES, _VALUES: _KEYS}
 """Maps each kind of item in an array or a map of indefinite length to the kind of item that follows it."""
 _KNOWN: Final = b"|".join(b"(?:%s)" % pattern for pattern in one_of(_SIZES).values())
 _PAIRED: Final = {_ELEMENTS: re.compile(b"(?s)(?:%s)++" % _KNOWN), _KEYS: re.compile(b"(?s)(?:(?:%s){2})++" % _KNOWN)}
-"""Maps each kind of item that may be missing to a pattern for items of known lengths. The same kind follows these."""
+"""Maps each kind of item that an end marker may replace to a pattern for items, after which this kind is due again."""
 _NESTED: Final = re.compile(rb"(?s)(?:[\xc0-\xd7\x81]|\xd8.|\xd9.{2}|\xda.{4}|\xdb.{8})++")
 """Matches the heads of tags and of arrays with one element, each of which contains exactly one item."""
 _ENTRY_ITEMS: Final = {_ARRAY: 1, _MAP: 2}
@@ -127,7 +129,7 @@ class _Cursor(Cursor):
             self.item(wanted)
 
     def _each(self, head: _Head) -> Iterator[int]:
-        """Yield the position of each array element or map member. The caller must read each item before continuing."""
+        """Yield the position of each array element or map member. The caller must then read this item."""
         _, info, count = head
         if info != _INDEFINITE:
             yield from range(count)
@@ -192,7 +194,7 @@ class _Cursor(Cursor):
                 due = inside
 
     def _skip_known(self, due: int, known: int) -> int:
-        """Skip an item of the length ``known`` and possibly some items after it. Return what must follow next."""
+        """Skip an item of ``known`` bytes, and similar items after it. Return the new value of ``due`` in `_skip`."""
         at = self.at
         self.at += known
         if due in _PAIRED:
@@ -208,7 +210,7 @@ class _Cursor(Cursor):
         return due - 1 if due > 0 else _NEXT[due]
 
     def _enter(self, first: int) -> int:
-        """Skip a string, or the head of another item. Return what must follow inside this item."""
+        """Skip a whole string, or only the head of any other item. Return what is due inside, as in `_skip`."""
         inside = _INSIDE.get(first)
         if inside is not None:
             self.at += 1
@@ -316,7 +318,7 @@ class _Cursor(Cursor):
             yield self._bytes(size)
 
     def _marked_head(self) -> _Head:
-        """Return the head of the next item, and ignore all tags in front of it that only mark the item as CBOR."""
+        """Return the head of the next item, after skipping all tags that only mark the item as CBOR."""
         head = self._head()
         while head[0] == _TAG and head[2] == _SELF_DESCRIBED:
             head = self._head()
@@ -360,7 +362,7 @@ def _instant_of(seconds: float) -> Instant | Refused:
 
 
 class CborReader(ItemReader):
-    """Reads members from CBOR values."""
+    """Reads the members at given paths, and the event time, from CBOR values."""
 
     code = "not_cbor"
     name = "CBOR"

@@ -25,7 +25,7 @@ Delimiter = Literal["comma", "semicolon", "tab", "pipe"]
 _CHARACTERS: Final[dict[Delimiter, str]] = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 _BYTE_ORDER_MARK: Final = "\ufeff"
 _ODD_MARKS: Final = (b'"', b"\r", _BYTE_ORDER_MARK.encode())
-"""What rows must not contain to be split at each delimiter."""
+"""A row that contains any of these bytes cannot simply be split at each delimiter."""
 _LINE_ENDS: Final = (b"\r\n", b"\n")
 _NUMBER: Final = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _SHORT_DIGITS: Final = 18
@@ -56,7 +56,7 @@ class CsvLayout:
         elif "\n" in row or "\r" in row:
             raise Damaged("a line break that is not in quotes is inside of it")
         else:
-            self._check(row.count(self.between) + 1)  # splitting a row takes many times its memory
+            self._check(row.count(self.between) + 1)  # first, because splitting takes many times the row's memory
             return row.split(self.between)
         self._check(len(cells))
         return cells
@@ -83,7 +83,7 @@ class CsvLayout:
 
 
 class CsvReader(MemberReader):
-    """Reads columns from CSV values."""
+    """Reads the requested columns, and the event time, from CSV values."""
 
     def __init__(self, layout: CsvLayout, ids: Sequence[Path], time: FieldTime | None) -> None:
         super().__init__(ids, time)
@@ -125,14 +125,14 @@ class CsvReader(MemberReader):
         return columns
 
     def _split(self, joined: bytes) -> list[list[str]]:
-        """Return the cells of rows joined by line feeds, or an empty list if the rows must be read one by one."""
+        """Split rows, joined by line feeds, into cells. Return an empty list if the rows must be read one by one."""
         if _is_odd(joined):
             return []
         # A row with too many cells is not split further, because its cells would take many times its memory.
         return [row.split(self._layout.between, len(self._layout.columns)) for row in joined.decode().split("\n")]
 
     def _is_plain(self, row: bytes) -> bool:
-        """Tell whether a row without its line break can simply be split at each delimiter."""
+        """Tell whether a row can simply be split at each delimiter. The row must not include its line break."""
         delimiters = row.count(self._layout.between.encode())
         return not _is_odd(row) and b"\n" not in row and delimiters + 1 == len(self._layout.columns)
 

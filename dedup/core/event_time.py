@@ -69,7 +69,8 @@ EventTime = RecordTime | FieldTime
 def create_time_fault(topic: str, what: str) -> str:
     """Return the error message for records that have the producer's timestamp although `event_time` is `arrival`.
 
-    ``what`` describes one or all records of the source topic. The message also tells the user how to proceed.
+    ``what``, the subject of the message, is one record or all records of the source topic. The message also tells the
+    user how to proceed.
     """
     return (
         f"{what} has the time that its producer wrote (CreateTime), but `event_time: arrival` needs the time at which "
@@ -85,8 +86,7 @@ def create_time_fault(topic: str, what: str) -> str:
 def time_ms_of(found: object, time: FieldTime) -> int:
     """Convert a field's value to an event time. Raises BadTime if the value is missing or cannot be converted.
 
-    If the value is a number, ``found`` is a `Number` or an int. With the unit ``timestamp``, ``found`` is already in
-    milliseconds.
+    A number is passed as a `Number` or an int. With the unit ``timestamp``, ``found`` is already in milliseconds.
     """
     place = format_path(time.path)
     if found is ABSENT:
@@ -153,8 +153,8 @@ def rfc3339_ms(text: str) -> int | None:
 def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
     """Convert many strings of the same layout at once, or return None if `rfc3339_ms` must convert them one by one.
 
-    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)`` with a capital T and Z. All strings must have the same length,
-    and none may name a leap second.
+    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)`` with a capital T and Z. The result is None if the
+    strings differ in length, or if any string is invalid or names a leap second.
     """
     lines = ("\n".join(texts) + "\n").encode("utf-8", "surrogatepass")
     utc = texts[0].endswith("Z")
@@ -221,7 +221,7 @@ def _days(year: _Count, month: _Count, day: _Count) -> _Count:
 
 
 def _number_ms(number: Number, power: int) -> int | None:
-    """Return floor(number * 10**power), or None if the result exceeds 64 bits or the number's exponent is too long."""
+    """Return floor(number * 10**power), or None if the result exceeds 64 bits or the exponent has over 18 digits."""
     if power == 0 and number.is_integer and len(number.text) <= 18:  # noqa: PLR2004 - certainly within 64 bits
         return int(number.text)
     try:
@@ -278,7 +278,7 @@ def _all(times_ms: list[int | None]) -> list[int]:
 
 
 def _by_length(texts: list[str]) -> list[int | None]:
-    """Convert RFC 3339 strings of several layouts, as Java's Instant writes them: without zeros at a fraction's end."""
+    """Convert RFC 3339 strings of several lengths. For example, Java's Instant writes 0, 3, 6, or 9 decimals."""
     rows: defaultdict[int, list[int]] = defaultdict(list)
     for row, text in enumerate(texts):
         rows[len(text)].append(row)

@@ -26,7 +26,7 @@ SHORT_BYTES: Final = 2 * MAX_DEPTH
 DECODE_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """The exceptions that msgspec's decoder raises for values that it does not accept."""
 _EXPONENT_DIGITS: Final = 18
-"""The maximum number of digits in the exponent of a number to be evaluated. RFC 8259, section 6, allows such limits."""
+"""The maximum number of digits in an exponent, without leading zeros. RFC 8259, section 6, allows such limits."""
 
 _BRACKETS: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 """Matches a bracket, or a string up to its end or to the end of the text.
@@ -196,9 +196,9 @@ def decode(value: bytes) -> JsonValue:
 
 
 def decode_quickly(value: bytes) -> Any:  # noqa: ANN401  # any JSON value
-    """Decode a JSON value with orjson or, if orjson refuses it, with `decode`, which raises Unreadable.
+    """Decode a JSON value with orjson or, if orjson refuses it, with `decode`. Raises Unreadable, like `decode`.
 
-    orjson refuses some values that are JSON, such as half a surrogate pair or a number beyond a double.
+    orjson refuses some valid JSON, such as an unpaired surrogate or a number that is out of range for a double.
     """
     try:
         return orjson.loads(value)
@@ -329,7 +329,7 @@ def content_of(value: bytes, exclude: tuple[Path, ...]) -> bytes:
 
 
 def may_be_deep(value: bytes) -> bool:
-    """Return True unless the value certainly has at most `MAX_DEPTH` nesting levels."""
+    """Return False if a value certainly has at most `MAX_DEPTH` nesting levels, and True if it may have more."""
     return len(value) > SHORT_BYTES and value.count(b"{") + value.count(b"[") > MAX_DEPTH
 
 

@@ -1,10 +1,10 @@
 """Extracts the tracking IDs, event times, and fingerprints of a batch as columns (the fast path).
 
-A row takes the fast path only if `extract_one` (the slow path) would certainly give the same result. Each format's
-reader raises `NotInColumns` with all other rows of a batch, and these rows take the slow path. If a reader cannot name
-these rows, the batch is split in half. A batch of at most four rows takes the slow path.
+A row takes the fast path only if `extract_one` (the slow path) would certainly give the same result. For all other rows
+of a batch, the reader of the format raises `NotInColumns`, and these rows take the slow path. If the reader cannot name
+these rows, each half of the batch is tried separately. A batch of at most four rows takes the slow path.
 
-The state keys of usual IDs are computed for the whole column in C.
+If all IDs of a column are strings, bytes, or 64-bit integers, their state keys are computed together in C.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Extracted:
     faults: dict[int, Fault]
 
     def as_alternative(self, index: int, lacking: Collection[int]) -> Extracted:
-        """Return the batch with IDs encoded for alternative ``index``, without the faults of rows in ``lacking``."""
+        """Return the batch with its IDs as those of alternative ``index``, without the faults of ``lacking`` rows."""
         begin = encoding.encode_alternative(index, b"")
         keys = kept([begin + (key or b"") for key in self.ids]) if self.ids else []
         ids = [None if key is None else made for key, made in zip(self.ids, keys, strict=True)]
@@ -168,7 +168,7 @@ class Extractor:
         self._instants: Final = "instant" in steps
         if isinstance(rule, CodeRule):
             self._function: Final = rule.load()
-            # Extracts everything but the ID, and uses whatever is passed as the key as the ID.
+            # Extracts everything except the ID. A placeholder that is passed as the key serves as the ID.
             self._without_id: Final = Extractor(replace(recipe, tracking_id=_BY_KEY))
 
     def __call__(
@@ -178,7 +178,7 @@ class Extractor:
         headers: Sequence[Headers],
         timestamps_ms: Sequence[int],
     ) -> Extracted:
-        """Return the extracted values of a batch, which is given as four columns of the same length."""
+        """Return the extracted values of a batch. The arguments are columns with one entry per record."""
         return self._extract(_Batch(keys, values, headers, timestamps_ms))
 
     @cached_property
@@ -229,7 +229,7 @@ class Extractor:
         return found
 
     def _in_column(self, returned: list[Any]) -> list[bytes] | None:
-        """Return the state keys of the values that a function returned, or None unless all have the same usual type."""
+        """Return the state keys of a function's results, or None if the results must be converted one by one."""
         kind = type(returned[0]) if returned else None
         if any(type(each) is not kind for each in returned):
             return None
@@ -284,7 +284,7 @@ class Extractor:
         return self._merged(count, [(rows, self._extract(batch.only(rows))) for rows in halves])
 
     def _merged(self, count: int, pieces: Pieces[Extracted]) -> Extracted:
-        """Merge rows that were extracted in pieces into one batch. A row that is in none of the pieces has no ID."""
+        """Merge the results of several pieces into one batch. A row that is in none of the pieces has no ID."""
         if len(pieces) == 1 and len(pieces[0][0]) == count:
             return pieces[0][1]
         places = in_order(count, pieces)
@@ -329,7 +329,7 @@ class Extractor:
         return Extracted(list(ids), list(batch.timestamps_ms) if times_ms is None else times_ms, fingerprints, {})
 
     def _typed(self, batch: _Batch, values: Sequence[bytes]) -> Extracted:
-        """Extract the values of each schema separately."""
+        """Return the results for a format in `MEMBERWISE`, with a separate reader for each schema."""
         refs: set[SchemaRef | None] = {b""}
         if isinstance(self.recipe.schema, SchemaBook):
             place, indexed = self.recipe.schema_id, self.recipe.indexed
@@ -348,7 +348,7 @@ class Extractor:
         return self._of_columns(batch, values, reader.columns(values))
 
     def _of_columns(self, batch: _Batch, values: Sequence[bytes], columns: list[list[Leaf]]) -> Extracted:
-        """Return the results for values whose members have been read. Only odd rows are judged one by one."""
+        """Return the results for values whose members have been read. Only odd rows are converted one by one."""
 
         def only(rows: Sequence[int]) -> list[Sequence[Leaf]]:
             return [at_rows(rows, column) for column in columns]
@@ -441,7 +441,7 @@ class Extractor:
 
 
 def _present(values: Sequence[bytes | None]) -> list[bytes]:
-    """Return a column of values. Raises NotInColumns if any value is null."""
+    """Return a column of values, none of which may be null. Raises NotInColumns with the rows of null values."""
     there = [value for value in values if value is not None]
     if len(there) < len(values):
         raise NotInColumns([row for row, value in enumerate(values) if value is None])
@@ -473,10 +473,10 @@ def _only(headers: Headers, name: str) -> bytes | None:
 
 
 class PartMemo(dict[str | int | bytes, bytes]):
-    """Caches the length-prefixed canonical bytes of each value of one part of composite IDs.
+    """Caches the length-prefixed canonical bytes of values, for one part of composite IDs.
 
-    Only strings, integers, and bytes may be looked up, because Python would find True and 1.0 under the key 1. Looking
-    up an empty string or empty bytes raises _EmptyPart.
+    Only strings, integers, and bytes may be looked up, because a dict treats True and 1.0 as the key 1. Looking up an
+    empty string or empty bytes raises _EmptyPart.
     """
 
     __slots__ = ("_encode", "_normalize")
@@ -524,7 +524,7 @@ def instant_ids(column: Sequence[str | int | bytes]) -> list[bytes] | None:
 
 
 def _are_instants(texts: list[str]) -> bool:
-    """Tell whether all texts are times of one layout, in exactly the form that an instant's canonical bytes have."""
+    """Tell whether all texts are times of one layout, and already have the form of an instant's canonical bytes."""
     if not texts[0].endswith("Z") or ("." in texts[0] and any(text[-2:] == "0Z" for text in texts)):
         return False
     times_ms = rfc3339_column_ms(texts)

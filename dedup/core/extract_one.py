@@ -97,9 +97,9 @@ class Fault:
     code: str
     """A stable code in snake_case, for the header ``dedup-reason``."""
     detail: str
-    """A sentence that contains nothing from the payload except possibly a path and a schema ID."""
+    """A sentence that does not reveal the payload. It may contain a path and a schema ID."""
     format_name: str = ""
-    """The other format that a value seems to have, or an empty string if it is unknown."""
+    """The unexpected format that the value seems to have, or an empty string if the format is unknown."""
 
 
 ODD_HEADER_NAME: Final = Fault(
@@ -133,7 +133,7 @@ class Recipe:
     schema_id: SchemaIdPlace = "auto"
     """The place of a value's schema ID, if the format has schema IDs."""
     schema: Schema = ""
-    """For Avro and Protobuf, the schema of all values, or the schemas that the framings of the values refer to."""
+    """For Avro and Protobuf, the schema of all values or the schemas that framings refer to; for CSV, the columns."""
 
     @property
     def indexed(self) -> bool:
@@ -141,7 +141,7 @@ class Recipe:
         return self.fmt == "protobuf"
 
     def alternatives(self) -> list[Recipe]:
-        """Return one recipe for each alternative of the rule for the ID."""
+        """Return one recipe for each alternative of the ID rule."""
         rules = alternatives_of(self.tracking_id.rule)
         return [replace(self, tracking_id=replace(self.tracking_id, rule=rule)) for rule in rules]
 
@@ -175,7 +175,7 @@ _MOST_DETAIL_CHARS: Final = 500
 
 
 EXTRACTED: Final = "dedup-extracted"
-"""The header in which a repartition task passes on what it has extracted, if a function returns the IDs."""
+"""If a user's function returns the IDs, the header in which a repartition task passes on the state key or fault."""
 
 
 class _MissingId(NotJudged):
@@ -191,8 +191,8 @@ def extract_one(
 
     If a record has several faults, the one that comes first in this order is returned: TOMBSTONE, UNREADABLE,
     MISSING_ID, BAD_TIME. A null value is a TOMBSTONE if the ID or the event time comes from the value. If the ID comes
-    from the key or a header, MISSING_ID precedes TOMBSTONE. A value that is not in the expected format is UNREADABLE
-    even if only the key or a header is needed.
+    from the key or a header, MISSING_ID comes before TOMBSTONE. A value without the expected format is UNREADABLE
+    even if neither the ID nor the event time comes from the value.
     """
     if isinstance(recipe.tracking_id.rule, FirstOfRule):
         return _first_of(recipe, key, value, headers, timestamp_ms)
@@ -253,9 +253,9 @@ def reader_for(recipe: Recipe, ref: SchemaRef) -> Reader:
 
 
 def member_types(fmt: Format, schema: str, path: Path, time: FieldTime | None, *, first: bool) -> dict[str, bool]:
-    """Map each possible type (except null) of the member at a path to True if the type is unusable, or else to False.
+    """Map each type that the member at a path can have, except null, to whether the type is unusable.
 
-    A type must be usable for an ID or, with ``time``, for an event time. If ``first`` is true, all values have the
+    A type is unusable if it cannot be an ID or, with ``time``, an event time. If ``first`` is true, all values have the
     first message type of a Protobuf schema. Raises SchemaRefused if the schema is invalid.
     """
     if fmt == "protobuf":
@@ -266,7 +266,7 @@ def member_types(fmt: Format, schema: str, path: Path, time: FieldTime | None, *
 
 
 def member_names(fmt: Format, schema: str, path: Path, *, first: bool) -> list[str]:
-    """Return the names of the member at a path and of those next to it, in a schema that `member_types` accepts."""
+    """Return the member names that a schema has at the last step of a path. `member_types` must accept the schema."""
     if fmt == "protobuf":
         return [name for each in _messages(schema, first=first) for name in protobuf.names_at(each, path[:-1])]
     holders = avro.nodes_at(avro.parse_schema(schema), path[:-1])
@@ -303,7 +303,7 @@ def of_leaves(
 
 
 def fault_of(refused: NotJudged) -> Fault:
-    """Return the fault that describes why a record cannot be judged."""
+    """Convert the error for a record that cannot be judged to a `Fault`."""
     return Fault(FaultKind(refused.kind), refused.code, refused.detail, refused.format_name)
 
 
@@ -353,7 +353,7 @@ def _of_raw(value: bytes | None) -> bytes:
 
 
 def call_function(function: IdFunction, name: str, key: bytes | None, value: bytes | None, headers: Headers) -> object:
-    """Return what the user's function ``name`` returns for a record, or a fault if it raises an exception."""
+    """Call the user's function ``name`` for a record. Return its result, or a fault if it raises an exception."""
     try:
         return function(key, value, tuple(headers))
     except (KeyboardInterrupt, Terminated):
@@ -398,7 +398,7 @@ def passed_on(found: bytes | Fault) -> bytes:
 
 
 class _Found(NotJudged):
-    """Raised for a fault that was found by a repartition task or around a user's function."""
+    """Raised for a fault that `call_function` or a repartition task has returned instead of an ID."""
 
     def __init__(self, fault: Fault) -> None:
         self.kind = fault.kind.value  # type: ignore[misc]  # each fault has its own kind
@@ -421,7 +421,7 @@ def _load_found_before() -> IdFunction:
 
 
 FOUND_BEFORE: Final = TrackingId(CodeRule(EXTRACTED, 1, _load_found_before))
-"""The rule for records of a repartition topic whose last header is `EXTRACTED`. The content of this header is final."""
+"""The rule for records of a repartition topic whose last header is `EXTRACTED`. The header's content is used as is."""
 
 
 def described(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Defines `Flow` and `FlowRecord`, which user code uses to process records after their verdict."""
+"""Defines `Flow` and `FlowRecord`, with which user code processes records after their verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dedup.core.extract_one import Fault, FaultKind, described
 from dedup.errors import Terminated
 
 FLOW_FAILED: Final = "flow_failed"
-"""The reason in the dead letter of a record for which the flow failed."""
+"""The dead-letter reason of a record for which the flow failed."""
 MOST_YIELDED: Final = 1000
 """The maximum number of records that a flow may yield for one record."""
 _MOST_DETAIL_CHARS: Final = 500
@@ -21,7 +21,7 @@ FlowValue = bytes | str | Mapping[str, Any] | list[Any] | None
 
 
 class FlowRecord(NamedTuple):
-    """A record that a topology forwards, in the form in which a flow receives and yields records."""
+    """A record that a topology forwards, as a flow receives and yields it."""
 
     topic: str
     """The topic to which the record is sent, which is the output unless `to` names another topic."""
@@ -29,10 +29,10 @@ class FlowRecord(NamedTuple):
     value: bytes | None
     headers: tuple[tuple[str, bytes | None], ...]
     timestamp_ms: int
-    """The timestamp in ms. Every record that the flow yields keeps it."""
+    """The timestamp in milliseconds. Every record that the flow yields must have the timestamp of its input record."""
     verdict: str = "unique"
     """The verdict unique, or the reason why the record is forwarded without the uniqueness guarantee: missing_id,
-    tombstone, conflict, or late. The header dedup-verdict contains the same word.
+    tombstone, conflict, or late. Unless the record is unique, the header dedup-verdict contains the same word.
     """
 
     @property
@@ -117,7 +117,7 @@ def yielded(flow: Flow, record: FlowRecord, topics: Collection[str]) -> list[Flo
 
 
 def differ(made: object, again: object) -> bool:
-    """Tell whether two flow results differ. Two faults count as equal, because their texts may contain addresses."""
+    """Tell whether two flow results differ. Two faults count as equal, as their texts may contain memory addresses."""
     return made != again and not (isinstance(made, Fault) and isinstance(again, Fault))
 
 

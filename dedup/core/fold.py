@@ -82,7 +82,7 @@ class Rows:
         return Source(feed.topic, feed.partition, self.sources[row])
 
     def positions(self, rows: Sequence[int]) -> Iterable[tuple[int, int, int]]:
-        """Return `source` for each of the given rows, as plain tuples."""
+        """Return the result of `source` for each of the given rows, as a plain tuple."""
         if len(self.feeds) > 1:
             return [(*self.feeds[row], self.sources[row]) for row in rows]
         ((topic, partition),) = self.feeds
@@ -163,9 +163,9 @@ def judged_at_once(
     """Return `unique`, `duplicates`, and `repeats` of an `Outcome`, or None if the records must be judged one by one.
 
     Records can be judged at once if the batch and the known sightings are so close together in time that every record
-    that repeats an ID is a duplicate. If payloads are compared, the fingerprint of each duplicate in ``fingerprints``
-    must also equal that of the sighting that it repeats. ``known`` must contain only sightings of the given IDs, and
-    ``stream_time_ms`` is the stream time after the batch. The window must not extend sightings.
+    that repeats an ID is a duplicate. If payloads are compared, each duplicate must also have the same
+    fingerprint as the sighting or the record that it repeats. ``known`` must contain only sightings of the given IDs,
+    and ``stream_time_ms`` is the stream time after the batch. The window must not extend sightings.
     """
     least_ms, greatest_ms = min(times_ms), max(times_ms)
     if least_ms < stream_time_ms - window.grace_ms or greatest_ms - least_ms >= window.guard_ms:
@@ -237,7 +237,7 @@ def _compared(rows: Rows, rules: Rules) -> Sequence[bytes] | None:
 
 
 def screen(rows: Rows, rules: Rules, *, ceiling_ms: int) -> tuple[Outcome, set[int]]:
-    """Return an outcome with only the records that cannot be judged, and the rows that `judge` must skip.
+    """Return an outcome that contains only the records that cannot be judged, and the rows that `judge` must skip.
 
     Raises RecordFailed if the policy for a record is `fail`.
     """
@@ -255,7 +255,7 @@ def judge(
     stream_times: list[int],
     skipped: set[int],
 ) -> None:
-    """Judge each row that is not in ``skipped`` by its own stream time, and add its verdict to ``outcome``.
+    """Judge each row that is not in ``skipped`` at the row's stream time, and add the verdict to ``outcome``.
 
     An engine that groups rows by ID calls `judge` instead of `fold`, with the stream time of each row. New sightings
     are added to ``known``, except those of the rows in ``outcome.singles``. Raises RecordFailed if the policy for a
@@ -326,7 +326,7 @@ class _Judging:
         self._outcome: Final = outcome
         self._known: Final = known
         self._fresh: Final[dict[bytes, int]] = {}
-        """Maps each ID whose only sighting is from this batch to the sighting's row. Few such IDs need a `Sighting`."""
+        """Maps each ID whose only sighting is from this batch to its row. A `Sighting` is created only when needed."""
 
     def run(self, stream_times: list[int], skipped: set[int]) -> None:
         known, fresh = self._known, self._fresh
@@ -372,7 +372,7 @@ class _Judging:
         return [None if row in skipped else key for row, key in enumerate(ids)] if skipped else ids
 
     def _extend(self, key: bytes, seen: Sighting, time_ms: int) -> None:
-        """Extend the only sighting of an ID to a duplicate at ``time_ms``."""
+        """Extend the only sighting of an ID because of a duplicate at ``time_ms``."""
         longer = self._window.extended(seen, time_ms)
         if longer.last_ms != seen.last_ms:
             # The shorter interval may stay in an older segment, because the longer interval contains it.

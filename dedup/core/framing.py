@@ -1,9 +1,9 @@
-"""Separates a value's payload from its framing, in which the serializers of a schema registry identify the schema.
+"""Separates a value's payload from the framing that a schema registry's serializers add to identify the schema.
 
 A schema ID is either before the payload (byte 0, then four bytes) or in the header `HEADER` (byte 0 and four bytes, or
-byte 1 and the 16 bytes of a GUID). If the header contains the schema ID, the whole value is the payload. With Protobuf,
-message indexes follow the schema ID (``indexed``). Source: `dual_schema_id_deserializer` and `SchemaId` in
-confluent_kafka/schema_registry of confluent-kafka-python 2.16.1.
+byte 1 and the 16 bytes of a GUID). If the header contains the schema ID, the whole value is the payload. With Protobuf
+(``indexed``), the schema ID is followed by message indexes, which identify a message type of the schema. Source:
+`dual_schema_id_deserializer` and `SchemaId` in confluent_kafka/schema_registry of confluent-kafka-python 2.16.1.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def named(ref: SchemaRef) -> str:
 
 
 def ref_named(name: str) -> SchemaRef:
-    """Return the schema ID that `named` writes as ``name``.
+    """Convert a name that `named` has returned back to the schema ID.
 
     Raises ValueError if ``name`` is not valid, or OverflowError if the ID does not fit into 32 bits.
     """
@@ -94,7 +94,7 @@ class SchemaBook(dict[SchemaRef, str | None]):
         self._ask: Final = ask
 
     def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
-        # The process that loads the pickle asks again, because an unknown schema may be known by then.
+        # The cache is not pickled: the process that loads the pickle asks again, as the registry may know more by then.
         return type(self), (self._ask,)
 
     def __missing__(self, ref: SchemaRef) -> str | None:
@@ -165,7 +165,7 @@ def refs_of(
 
 
 def rows_by_ref(refs: Sequence[SchemaRef | None]) -> list[list[int]]:
-    """Return one list of rows per schema ID. A batch may contain as many schema IDs as rows."""
+    """Return one list of rows per schema ID, in one pass, because each row may have a different schema ID."""
     rows: defaultdict[SchemaRef | None, list[int]] = defaultdict(list)
     for row, ref in enumerate(refs):
         rows[ref].append(row)
@@ -187,7 +187,7 @@ def _parts_of(
     *,
     indexed: bool,
 ) -> list[bytes | None]:
-    """Return one of the two parts that `split` returns, for each value whose framing is not damaged."""
+    """Return the schema ID (part 0) or payload (part 1) of each value, or None for a null or damaged one."""
     size = _head(place, values, headers, indexed=indexed)
     if size:
         cut = slice(size, None) if part else slice(0, size)

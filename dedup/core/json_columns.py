@@ -3,13 +3,12 @@
 The columns are used only if `extract_one` would certainly give the same result. These checks find the rows for which
 the result might differ:
 
-* One msgspec call decodes all values, joined by line feeds. Every value must begin with ``{`` and end with ``}``, apart
-  from white space around it.
-  The sequence ``}`` LF ``{`` can occur only between two values, so if the decoder returns as many structs as there are
-  rows, each struct belongs to exactly one row.
+* One msgspec call decodes all values, joined by line feeds. Without the white space around it, every value must begin
+  with ``{`` and end with ``}``. The sequence ``}`` LF ``{`` can occur only between two values. Therefore, if the
+  decoder returns as many structs as there are rows, each struct belongs to exactly one row.
 * msgspec accepts invalid UTF-8 in members that it skips, so the joined bytes must be valid UTF-8.
 * msgspec keeps the last of several members with the same name, so each name on a path may occur only once per row.
-  A value is not read in columns if it contains an escape sequence for a character of these names.
+  A value is not read in columns if it contains an escape sequence that can spell a character of these names.
 * A value that is long enough to be nested too deeply may have at most `MAX_DEPTH` opening brackets.
 * An ID must be a string or a 64-bit integer.
 """
@@ -67,8 +66,8 @@ def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
 def _rows_repeating(joined: bytes, objects: Sequence[bytes | msgspec.Raw], node: _Node) -> list[int]:
     """Return the rows in which an object, or an object on a path inside it, may repeat a member on a path.
 
-    msgspec keeps the last of several members with the same name. Unless a name is repeated, it occurs exactly once more
-    in the text of the object than in the text of the values that msgspec has kept.
+    msgspec keeps the last of several members with the same name. A name that is not repeated occurs exactly once
+    more in the text of the object than in the text of the values that msgspec has kept.
     """
     kept = _MEMBERS.decode_lines(joined)
     values = b"\n".join(chain.from_iterable(map(dict.values, kept)))
@@ -133,7 +132,7 @@ class JsonColumns:
         return (joined.isascii() or is_utf8(joined)) and (b"\\" not in joined or self.spelling.search(joined) is None)
 
     def _odd_rows(self, joined: bytes, values: Sequence[bytes]) -> list[int]:
-        """Return the rows that, even alone, cannot be read in columns. No value may have white space around it."""
+        """Return the rows that cannot be read in columns even alone. Values must have no white space around them."""
         odd: list[int] = []
         plain = self._is_plain(joined) and max(map(len, values)) <= SHORT_BYTES
         decode = self.decoders[-1].decode  # it accepts everything that the other decoders accept
@@ -143,7 +142,7 @@ class JsonColumns:
             except DECODE_REFUSALS:
                 odd.append(row)
                 continue
-            # Most values are known to be plain without a call.
+            # For most values, this expression saves the calls below.
             certainly = plain or (value.isascii() and b"\\" not in value and len(value) <= SHORT_BYTES)
             if not certainly and (may_be_deep(value) or not self._is_plain(value)):
                 odd.append(row)
@@ -161,8 +160,9 @@ class JsonColumns:
 def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns | None:
     r"""Return the decoder for the fields of the ID and the time, or None if only `extract_one` can read the fields.
 
-    Only `extract_one` can read array elements, a field inside another field that is also wanted, and member names with
-    characters that JSON can write in several ways even without ``\u``, such as ``/`` and ``\/``.
+    Only `extract_one` can read array elements, and a field inside another requested field. It is also needed
+    for members whose names contain a character that JSON can write in several ways even without ``\u``. For example,
+    JSON can write a slash as ``/`` or ``\/``.
     """
     paths = [*ids, time.path] if time is not None else list(ids)
     tree = _Node({}, None)
@@ -189,7 +189,7 @@ def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns 
 
 
 def _escapes_for(text: str) -> re.Pattern[bytes]:
-    """Return a pattern for all escape sequences with which a character of the text can be spelled."""
+    """Return a pattern that matches each escape sequence that can spell a character of the text."""
     units = text.encode("utf-16-be")
     digits = sorted({units[at : at + 2].hex() for at in range(0, len(units), 2)})
     if not digits:

@@ -1,6 +1,7 @@
 """Contains the code that the readers of formats without a schema share.
 
-In these formats, each value states the types of its own members. A reader skips all members that no path names.
+A MessagePack or CBOR value contains the types of its members, and all members of a CSV value are text. A reader skips
+all members that no path names.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MS_NS: Final = 1_000_000
 MANY: Final = 8
 """The minimum number of items for which searching for a run of equally long items is worthwhile."""
 INVALID_TIMESTAMP: Final = Refused("invalid timestamp")
-"""Stands for an item whose type is for times, but whose content is not a time."""
+"""Stands for an item that has a timestamp type but does not contain a valid time."""
 _INT64: Final = 1 << 63
 
 
@@ -71,9 +72,9 @@ class MemberReader(ABC):
         """
 
     def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]]:
-        """Return the columns of a batch much faster than `read` would, if all its values have the most common form.
+        """Return the columns of a batch, much faster than with `read`, if all its values have the most common form.
 
-        Raises NotInColumns if any value must be passed to `read`. In most formats, all values must be.
+        Raises NotInColumns if any value must be passed to `read`. By default, all values must be passed to `read`.
         """
         raise NotInColumns(range(len(values)))
 
@@ -135,7 +136,7 @@ class Cursor(ABC):
         """Read one item, and store the requested values in `found`. Raises Damaged if the item is not valid."""
 
     def text(self, raw: bytes) -> str:
-        """Decode a text. If it is not UTF-8, store the error, because the rest of the item may be damaged."""
+        """Decode a text. If it is not UTF-8, store the error, and do not raise it, because damage is reported first."""
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
@@ -187,7 +188,7 @@ class ItemReader(MemberReader):
 
 
 def one_of(sizes: bytes) -> dict[int, bytes]:
-    """Map each item size in bytes to the text of a pattern that matches one item of this size.
+    """Map each item size in bytes to a regular expression, not yet compiled, that matches one item of this size.
 
     ``sizes`` contains, for each first byte of an item, the item's size, or 0 if the first byte does not determine the
     size.
@@ -201,8 +202,8 @@ def one_of(sizes: bytes) -> dict[int, bytes]:
 def runs_of(sizes: bytes) -> dict[int, re.Pattern[bytes]]:
     """Map each item size in bytes to a pattern that matches consecutive items of this size.
 
-    ``sizes`` is as for `one_of`. Skipping a run of items in C is a hundred times as fast as skipping the items one by
-    one.
+    ``sizes`` has the same form as in `one_of`. Skipping a run of items with such a pattern is a hundred times as fast
+    as skipping the items one by one.
     """
     # The quantifier is possessive, because a run can have any number of items and the match never has to backtrack.
     return {size: re.compile(b"(?s)(?:%s)++" % item) for size, item in one_of(sizes).items()}
@@ -235,7 +236,7 @@ def integer(number: int) -> int | Number:
 
 
 def not_of_format(value: bytes, code: str, name: str, damage: Damaged) -> Unreadable:
-    """Return the error for a value that does not have the expected format. ``name`` is the name of the format."""
+    """Return the error for a value that does not have the expected format. ``name`` names this format."""
     text = f"the value is not {name}: {damage}"
     if value[:1] == b"{" and value[-1:] == b"}":
         return Unreadable(code, f"{text}; it looks like JSON", format_name="json")

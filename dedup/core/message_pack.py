@@ -1,12 +1,13 @@
 """Reads members of MessagePack values by path, from one value (`read`) or as columns from a batch (`columns`).
 
 A value is one item, usually a map, and must end where the item ends. A path consists of the text keys of maps and the
-indexes of arrays. The reader skips all other items, does not recurse into them, and does not allocate memory for
-announced lengths, so it limits neither depth nor length.
+indexes of arrays. The reader skips all items that are not on a path, without recursion and without allocating
+memory for announced lengths, so the depth and the length of skipped items are not limited.
 
-`columns` decodes values with msgspec, and uses `MessagePackReader.read` if the results might differ. msgspec keeps the
-last of several members with the same name. Therefore, each name must occur only once in the bytes of a value, in its
-shortest encoding. Otherwise, msgspec must find as many different names in each map on a path as the map announces.
+`columns` decodes values with msgspec, and uses `MessagePackReader.read` for values whose result might differ. If a map
+repeats a name, msgspec keeps only the last member with this name. Therefore, `columns` checks that the bytes of a batch
+contain each name on a path no more often than expected, and only in its shortest encoding. If this check fails,
+`columns` checks that msgspec finds as many different names in each map on a path as the map announces.
 Source: github.com/msgpack/msgpack/blob/master/spec.md.
 """
 
@@ -87,7 +88,7 @@ class _Columns(NamedTuple):
     members: tuple[Any, ...]
     """For each path, a function that returns the member at the path in a decoded value."""
     names: tuple[tuple[bytes, bytes, int], ...]
-    """Each name in the paths: its shortest encoding, the end of every longer encoding, and how many places it has."""
+    """Each name on a path, as its shortest encoding, the end of all longer encodings, and its number of places."""
     tree: dict[str, Any]
     """The names on the paths, each with the names below it or, at the end of a path, with the type of the member."""
     has_timestamps: bool
@@ -158,9 +159,9 @@ def _undecodable(decoder: msgspec.msgpack.Decoder[Any], values: Sequence[bytes |
 
 
 def _repeating(maps: Sequence[bytes | msgspec.Raw], tree: dict[str, Any]) -> list[int]:
-    """Return the rows in which a name of a map on a path may be repeated, because msgspec has not seen every member.
+    """Return the rows in which a map on a path may repeat a name, because msgspec found too few different names.
 
-    Every map must have each name of ``tree``. The check takes as long as decoding the batch again.
+    Every map must have each name of ``tree``. This check takes as long as decoding the batch a second time.
     """
     try:
         members = list(map(_MEMBERS.decode, maps))
@@ -377,7 +378,7 @@ def _extension(kind: int, content: bytes) -> Instant | Refused:
 
 
 class MessagePackReader(ItemReader):
-    """Reads members from MessagePack values."""
+    """Reads the members at given paths, and the event time, from MessagePack values."""
 
     code = "not_msgpack"
     name = "MessagePack"

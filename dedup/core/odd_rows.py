@@ -1,7 +1,8 @@
 """Reads most rows of a batch column by column, and the other rows one by one.
 
-Reading in columns is fast, but a column reader refuses a batch unless it is sure of every row. If it can name the odd
-rows, only these are read one by one, so one unusual record among thousands adds little more than its own cost.
+Reading in columns is fast, but a column reader refuses a batch if it might read any row wrongly. Such rows are called
+odd. If the reader can name the odd rows, only these rows are read one by one, so one odd record among thousands adds
+little more than its own cost.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ def in_pieces(
 ) -> Pieces[T]:
     """Return the results of a batch of ``count`` rows that cannot be read in columns as a whole.
 
-    The rows that the first attempt has ``named`` are read one by one, and all others in columns. ``in_columns`` may
-    raise NotInColumns with positions in the rows that it was given. If an attempt has named no rows, ``otherwise``
-    takes the rows that are left. After the last attempt, they are read one by one.
+    The caller has made the first attempt, which has ``named`` the odd rows. These are read one by one, and the next
+    attempt reads the other rows with ``in_columns``, which may raise NotInColumns with positions in the rows that it
+    gets. If an attempt names no rows, ``otherwise`` reads all rows that are left. After the last attempt, the rows that
+    are left are read one by one.
 
-    Call this function outside the `except` block of the first attempt: the exception keeps the whole batch alive.
+    Call this function outside the `except` block of the first attempt, so that the exception does not keep the whole
+    batch in memory.
     """
     left: Sequence[int] = range(count)
     pieces: Pieces[T] = []
@@ -77,7 +80,7 @@ def refuse(odd: npt.NDArray[np.bool_]) -> None:
 
 @contextmanager
 def among(rows: slice | npt.NDArray[np.int64]) -> Iterator[None]:
-    """If NotInColumns is raised for some of ``rows``, name them by their batch positions; a slice means all rows."""
+    """Convert the positions in ``rows`` that NotInColumns names to batch positions. A slice selects all rows."""
     try:
         yield
     except NotInColumns as refused:
@@ -98,7 +101,7 @@ def in_order(count: int, pieces: Pieces[Any]) -> list[int]:
 
 
 def ordered(places: Sequence[int], parts: Iterable[Iterable[T]], lacking: T) -> list[T]:
-    """Return the parts of a column, one per piece, as one column, with ``lacking`` for rows that are in no piece.
+    """Merge the parts of a column, one per piece, into one column, with ``lacking`` for rows that are in no piece.
 
     ``places`` is the result of `in_order`.
     """
@@ -112,14 +115,14 @@ def at_rows(rows: Sequence[int], column: Sequence[T]) -> Sequence[T]:
 
 
 def of_other_types(column: Sequence[object], usual: Collection[type]) -> set[int]:
-    """Return the rows in which a column's value has none of the usual types."""
+    """Return the rows in which the value of a column has a type that is not in ``usual``."""
     if set(map(type, column)) <= set(usual):
         return set()
     return {row for row, value in enumerate(column) if type(value) not in usual}
 
 
 def texts_of(parts: Sequence[bytes]) -> list[str]:
-    """Decode a column of texts. Raises NotInColumns if any of them is not UTF-8."""
+    """Decode a column of texts. Raises NotInColumns if any text is not UTF-8."""
     try:
         return list(map(bytes.decode, parts))
     except UnicodeDecodeError:

@@ -75,7 +75,7 @@ class Field:
     kind: str
     """A scalar type, or enum, message, group, map, or repeated."""
     has_presence: bool
-    """True if a field that is set to its type's default value differs from a field that is not set."""
+    """True if the encoding shows whether a field was set to its type's default value or not set at all."""
     oneof: str = ""
     message: Message | None = None
     """The message type of the field, or None if the field is not a single message."""
@@ -90,7 +90,7 @@ class Field:
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """A message type. The parser adds the fields to an existing object, because a message may contain itself."""
+    """A message type. The parser creates the object before its fields, because a message may contain itself."""
 
     name: str
     """The full name, which includes the package."""
@@ -111,7 +111,7 @@ class Message:
 
 
 def parse_proto(text: str) -> Message:
-    """Return an unnamed message that contains a schema's messages. Raises SchemaRefused if the schema is invalid."""
+    """Return an unnamed message in which a schema's messages are nested. Raises SchemaRefused for an invalid schema."""
     found = _parsed(text)
     if isinstance(found, str):
         raise SchemaRefused(found)
@@ -144,7 +144,7 @@ def _parse(text: str) -> Message:
 
 
 def message_at(file: Message, indexes: tuple[int, ...]) -> Message:
-    """Return the message that message indexes name. Raises SchemaRefused if the indexes name no message."""
+    """Return the message type with the given indexes. Raises SchemaRefused if there is none or more than one."""
     found: Message | None = file
     for index in indexes:
         found = None if found is None else found.nested_at(index)
@@ -234,7 +234,7 @@ class _Parser:
     def _described_field(self, message: Message, found: _Fields, oneofs: list[str]) -> None:
         number, label, kind = (_number(found, key) for key in (3, 4, 5))
         name, type_name = _text(found, 1), _text(found, 6) or _TYPES[kind]
-        is_optional = bool(_number(found, 17))  # proto3_optional, which has a oneof of its own
+        is_optional = bool(_number(found, 17))  # proto3_optional, with a oneof for this field alone
         oneof = oneofs[_number(found, 9)] if found.get(9) and not is_optional else ""
         word = _TYPES[kind]
         if word == "group":
@@ -265,7 +265,7 @@ class _Parser:
         self._expect(";")
 
     def _defines(self, word: str, scope: str, nested: list[Message | None], depth: int) -> bool:
-        """Parse a statement that both files and messages allow. Return False if ``word`` begins no such statement."""
+        """Parse a statement that files and messages may contain. Return False if ``word`` begins another statement."""
         match word:
             case "message":
                 made = Message(_join(scope, self._take("name")))

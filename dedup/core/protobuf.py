@@ -1,9 +1,9 @@
 """Reads members of Protobuf values by path, from one value (`ProtobufReader.read`) or as columns from a batch.
 
 A value is the encoding of one message of a known type. `read` and `columns` skip the fields that are not requested.
-`ProtobufReader.columns` advances through all values of a batch together, tag by tag. If any value might be damaged, the
-caller must pass each value of the batch to `ProtobufReader.read`. Source: "Encoding" and "Field Presence" of
-protobuf.dev.
+`ProtobufReader.columns` advances through all values of a batch together, tag by tag. If any value might be damaged, it
+raises NotInColumns. The caller must then pass the rows that NotInColumns names to `ProtobufReader.read`, or all rows if
+it names none. Source: "Encoding" and "Field Presence" of protobuf.dev.
 """
 
 from __future__ import annotations
@@ -444,7 +444,7 @@ class _Batch:
         return behind
 
     def _value(self, wire: int, at: _Longs, ends: _Longs) -> tuple[_Raws, _Longs, _Longs]:
-        """Return the number of each value (or the position of its bytes), and the positions of its start and end."""
+        """Return each value's number (or the position of its bytes), and the positions of its start and its end."""
         if wire in _WIDTHS:
             return at.view(np.uint64), at, at + _WIDTHS[wire]
         raws, behind = varints(self._text, at, ends)

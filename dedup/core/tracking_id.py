@@ -17,9 +17,10 @@ Equal IDs have equal canonical bytes. The encoding never changes. Canonical byte
     0d alternative     the index of the alternative (1 byte), the state key of the ID that it gives
     0e instant         RFC 3339 text in UTC, its exact fraction of a second without trailing zeros
 
-The sightings of an ID are stored under the ID's state key, which consists of the canonical bytes if there are at most
-32 of them. The state key of longer canonical bytes is the byte ``00`` followed by their BLAKE2b-256 digest. No tag is
-``00``, so nobody can suppress an event by choosing an ID whose canonical bytes equal the digest of the event's ID.
+The sightings of an ID are stored under the ID's state key. If the canonical bytes are at most 32 bytes long, they are
+the state key. Otherwise, the state key is the byte ``00`` followed by the BLAKE2b-256 digest of the canonical bytes. No
+tag is ``00``, so nobody can suppress an event by choosing an ID whose canonical bytes equal the digest of the event's
+ID.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ class CodeRule:
     """The function as module:attribute."""
     version: int
     load: Callable[[], IdFunction] = field(compare=False, repr=False)
-    """Imports and returns the function. Raises TopologyError."""
+    """Imports and returns the function. Raises TopologyError if the function cannot be loaded."""
     digest: str = field(default="", compare=False)
     """The digest of the module next to the topology file, or an empty string if there is no such module."""
     file: str = field(default="the topology", compare=False)
@@ -220,7 +221,7 @@ class CodeRule:
 
 
 class StateKey(bytes):
-    """A state key that dedup found earlier. A function returns it instead of an ID so that it is used unchanged."""
+    """A state key that was extracted earlier. If an ID function returns a state key, dedup uses it unchanged."""
 
     __slots__ = ()
 
@@ -248,7 +249,7 @@ def alternatives_of(rule: Rule) -> tuple[Alternative, ...]:
 
 
 def code_rules(rule: Rule) -> tuple[CodeRule, ...]:
-    """Return the rule, or those of its alternatives, that call a user's function."""
+    """Return those alternatives of a rule (or the rule itself, if it has none) that call a user's function."""
     return tuple(each for each in alternatives_of(rule) if isinstance(each, CodeRule))
 
 
@@ -293,11 +294,11 @@ class TrackingId:
     `instant`, the last step, converts RFC 3339 strings to instants, and leaves other strings unchanged.
     """
     zeros: bool = False
-    """Whether an unsent Protobuf field without presence has its type's default value instead of no value."""
+    """Whether a Protobuf field without presence that was not sent has its type's default value, or is missing."""
 
 
 def state_key(canonical: bytes) -> bytes:
-    """Return the state key (at most 33 bytes) for the canonical bytes of an ID. A state key is its own state key."""
+    """Return the state key (at most 33 bytes) for an ID's canonical bytes. A state key is returned unchanged."""
     if len(canonical) <= KEPT_BYTES or canonical[:1] == DIGEST:
         return canonical
     return DIGEST + blake2b(canonical, digest_size=32).digest()
@@ -374,7 +375,7 @@ _LONG_CHARS: Final = 1_000
 def _nfc(text: str) -> str:
     """Return a string in NFC, in linear time.
 
-    `unicodedata.normalize` sorts each run of combining marks by insertion, which would take minutes for a run of a
+    `unicodedata.normalize` sorts each run of combining marks with an insertion sort, which would take minutes for a
     million marks. Therefore, the marks of long strings are decomposed and sorted beforehand (UAX #15, section 1.3).
     """
     if len(text) > _LONG_CHARS:

@@ -1,7 +1,8 @@
 """Reads the variable-length numbers of Avro and Protobuf, from one value (exact) or from a batch (fast).
 
-Each byte contains seven bits of a number, lowest bits first. Another byte follows each byte above 7f. A number
-has at most 64 bits. Source: protobuf.dev/programming-guides/encoding, and the Avro specification, "Binary Encoding".
+Each byte contains seven bits of a number, lowest bits first. After a byte above 7f, the number continues in the next
+byte. A number has at most 64 bits. Source: protobuf.dev/programming-guides/encoding, and "Binary Encoding" in the Avro
+specification.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _Longs = npt.NDArray[np.int64]
 
 
 class Damaged(Exception):
-    """Raised if a value does not have its format. The message says why, but does not reveal the payload."""
+    """Raised if a value does not have the expected format. The message says why, but does not reveal the payload."""
 
 
 def varint(value: bytes, at: int, end: int) -> tuple[int, int]:

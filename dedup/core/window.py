@@ -1,7 +1,7 @@
 """Decides from the sightings of an ID whether a record is a duplicate.
 
 A *sighting* records that an ID was seen at event times from ``first`` to ``last``. The verdict on a record depends on
-its event time ``t``, and on the stream time ``s`` after the record has advanced it:
+its event time ``t``, and on stream time ``s``, which the record itself may have advanced:
 
     a sighting with last >= s - retention and first - guard < t < last + guard   -> Duplicate (of the nearest)
     else t < s - grace                                                           -> Late
@@ -84,7 +84,7 @@ class Window:
 
     @property
     def retention_ms(self) -> int:
-        """How long, in stream time, a sighting still counts after its end: the guard period plus the grace."""
+        """How long a sighting still counts after its end, in stream time, which is the guard period plus the grace."""
         return self.guard_ms + self.grace_ms
 
     @property
@@ -97,7 +97,7 @@ class Window:
         return last_ms - last_ms % self.segment_ms
 
     def oldest_live_ms(self, stream_time_ms: int) -> int:
-        """Return the earliest end of a sighting that still counts at the given stream time."""
+        """Return the smallest ``last_ms`` of a sighting that still counts at the given stream time."""
         return stream_time_ms - self.retention_ms
 
     def decide(self, time_ms: int, sightings: tuple[Sighting, ...], stream_time_ms: int) -> Verdict:
@@ -121,7 +121,7 @@ class Window:
         return Unique()
 
     def extended(self, seen: Sighting, time_ms: int) -> Sighting:
-        """Return the sighting, extended to a duplicate at ``time_ms``, but at most to ``first_ms + extend_at_most_ms``.
+        """Return the sighting, extended to ``time_ms`` of a duplicate, but at most to ``first_ms + extend_at_most_ms``.
 
         A sighting that already ends later stays unchanged.
         """

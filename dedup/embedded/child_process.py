@@ -19,9 +19,7 @@ _TAIL_LINES: Final = 15
 
 
 class ChildProcess:
-    """A program in its own session, so that Ctrl-C on the terminal does not reach it. All methods of `ChildProcess`
-    block.
-    """
+    """A program that runs in its own session, so that Ctrl-C on the terminal does not stop it. All methods block."""
 
     def __init__(self, command: Sequence[str], log_file: Path, *, directory: Path | None = None) -> None:
         """Start the program in ``directory``, and append its output to ``log_file``."""
@@ -95,7 +93,7 @@ class ChildProcess:
         self._orders.flush()
 
     def _end(self, order: bytes, within_s: float = _STOPS_WITHIN_S) -> int:
-        # If the program has just exited, no process reads the command.
+        # If the program has just exited, no process reads the order, and writing it fails.
         with contextlib.suppress(InvariantBroken, BrokenPipeError):
             self._order(order)
         try:
@@ -119,7 +117,7 @@ class Processes:
         self._commands: Final = commands
         self._work_directory: Final = work_directory
         self.running: Final[dict[str, ChildProcess]] = {}
-        """The processes that were started and not yet stopped or killed; some of them may have ended by themselves."""
+        """The processes that were started and not yet stopped or killed. Some of them may have exited by themselves."""
 
     def __enter__(self) -> Self:
         return self
@@ -154,7 +152,7 @@ class Processes:
             del self.running[name]
 
     def ended(self, name: str, how: str) -> str:
-        """Return a sentence that says how a process ended, followed by the end of its log."""
+        """Return a sentence that says how a process ended, followed by the last lines of its log."""
         return f"{name} ended {how}. The end of {self.log_file(name)}:\n{self.running[name].log_tail}"
 
     def log_file(self, name: str) -> Path:

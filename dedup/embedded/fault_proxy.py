@@ -17,7 +17,7 @@ T = TypeVar("T")
 _HOST: Final = "127.0.0.1"
 _CHUNK_BYTES: Final = 256 * 1024
 _DRAIN_WITHIN_S: Final = 5.0
-# With l_onoff = 1 and l_linger = 0, closing a socket sends RST, as a machine does after it has lost its connections.
+# With l_onoff = 1 and l_linger = 0, closing a socket sends RST, as a machine does if it does not know a connection.
 _RESET: Final = struct.pack("ii", 1, 0)
 
 
@@ -28,7 +28,7 @@ class Link:
         self.client: Final = client
         self.broker: Final = broker
         self.swallow = False
-        """True if the broker's next response is dropped and the client's connection is reset instead."""
+        """If True, the proxy drops the broker's next response, and resets the client's connection instead."""
         self.over: Final = asyncio.Event()
 
     def reset(self) -> None:
@@ -42,7 +42,7 @@ class FaultProxy:
 
     def __init__(self, upstream_port: int, *, port: int = 0) -> None:
         self.port = port
-        """The port on which the proxy listens. If the given port is 0, the system chooses the port at the start."""
+        """The port on which the proxy listens. If it is 0, the system chooses a free port when the proxy starts."""
         self._upstream_port: Final = upstream_port
         self._links: Final[set[Link]] = set()
         self._loop: Final = asyncio.new_event_loop()

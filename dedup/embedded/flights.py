@@ -20,14 +20,14 @@ from typing import Final
 from dedup.errors import PackageMissing
 
 ID_FIELDS: Final = ("year", "month", "day", "carrier", "flight", "origin", "sched_dep_time")
-"""The fields that together identify a flight in the file."""
+"""The fields of the file that together identify a flight."""
 _TIME_FIELD: Final = "time_hour"
 _TEXT_FIELDS: Final = frozenset({"carrier", "tailnum", "origin", "dest", _TIME_FIELD})
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A record of the demo. The key joins the ID's fields with dashes, and the value is a JSON object of all fields."""
+    """A record of the demo. The key consists of the ID's fields, joined with dashes; the value is a JSON object."""
 
     key: bytes
     value: bytes
@@ -39,8 +39,8 @@ def flights(limit: int | None = None) -> Iterator[Flight]:
     with zipfile.ZipFile(path) as archive, archive.open("flights.csv") as raw:
         lines = io.TextIOWrapper(raw, encoding="utf-8", newline="")
         fields = next(csv.reader(lines))
-        # ISO times in one time zone can be sorted as strings, and sorted() is stable. Lines are sorted instead of lists
-        # of cells, because 336,776 lists of cells would need a gigabyte.
+        # ISO times in one time zone can be sorted as strings, and sorted() is stable. The lines are sorted before they
+        # are split into cells, because 336,776 lists of cells would need a gigabyte.
         from_the_end = len(fields) - fields.index(_TIME_FIELD)
         ordered = sorted(lines, key=lambda line: line.rstrip().rsplit(",", from_the_end)[-from_the_end])
     id_of = itemgetter(*(fields.index(name) for name in ID_FIELDS))

@@ -43,7 +43,7 @@ def use_java_of_spark(environ: MutableMapping[str, str]) -> Path:
     The candidates are JAVA_HOME, `java` on PATH, and the usual directories of Linux packages. Raises BrokerUnavailable
     if no Java installation is suitable; the error says why each candidate is unsuitable.
     """
-    # A link on PATH is resolved to find the directory that Spark needs. JAVA_HOME may itself be a link.
+    # Resolve a link on PATH to find the directory that Spark needs. A link in JAVA_HOME need not be resolved.
     candidates = [(origin, path.resolve() if origin == "PATH" else path) for origin, path in _named(environ)]
     packaged = (each for major in _SPARK_MAJORS for each in Path("/usr/lib/jvm").glob(f"*-{major}*"))
     candidates += (("/usr/lib/jvm", home / "bin" / "java") for home in sorted({*packaged}))

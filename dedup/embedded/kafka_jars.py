@@ -72,7 +72,7 @@ def read_lock(text: str) -> tuple[Jar, ...]:
 
 
 def install_jars(directory: Path, progress: Progress | None = None) -> Path:
-    """Download the jars of the lock file into `directory`, unless they are all there already, and return `directory`.
+    """Download the jars of the lock file into `directory`, unless it already has all of them, and return `directory`.
 
     If several processes call this function at once, one process downloads and the others wait. Raises BrokerUnavailable
     if a jar cannot be downloaded or has the wrong SHA-256.
@@ -95,8 +95,8 @@ def install_jars(directory: Path, progress: Progress | None = None) -> Path:
 
 
 def _complete(directory: Path, jars: tuple[Jar, ...]) -> bool:
-    # A rename creates the directory of jars in one step. File sizes are checked, because people copy and clean caches
-    # by hand.
+    # A rename creates the directory in one step, so it is complete. The file sizes are checked nevertheless, because
+    # people copy and clean caches by hand.
     try:
         return all((directory / jar.file_name).stat().st_size == jar.size_bytes for jar in jars)
     except FileNotFoundError:
@@ -104,11 +104,11 @@ def _complete(directory: Path, jars: tuple[Jar, ...]) -> bool:
 
 
 def install_once(directory: Path, is_complete: Callable[[], bool], fetch: Callable[[Path, Path], None]) -> None:
-    """Fill ``directory`` with downloads, unless it is complete. If the parent directory does not exist, it is created.
+    """Fill ``directory`` with downloads, unless it is complete. Creates its parent directory if necessary.
 
     If several processes call this function at once, one process downloads and the others wait. ``fetch`` gets a
     directory for downloads and a new directory to fill, which then replaces ``directory``. If ``fetch`` raises an
-    error, that error is raised and nothing is kept. Raises OSError if a directory cannot be written.
+    error, the function raises it, too, and keeps nothing. Raises OSError if a directory cannot be written.
     """
     if is_complete():
         return
@@ -127,7 +127,7 @@ def install_once(directory: Path, is_complete: Callable[[], bool], fetch: Callab
 
 
 def summed(progress: Progress | None, total_bytes: int) -> Callable[[int], None]:
-    """Return a function that takes the number of bytes of each step and calls ``progress`` with the sum so far."""
+    """Return a function that adds up the byte counts that it gets, and passes each sum so far to ``progress``."""
     done_bytes = 0
 
     def add(more_bytes: int) -> None:

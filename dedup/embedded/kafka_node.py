@@ -40,8 +40,8 @@ _PROPERTIES: Final[Mapping[str, str]] = {
     "inter.broker.listener.name": "CLIENT",
     "auto.create.topics.enable": "false",
     "group.initial.rebalance.delay.ms": "0",
-    # There is one node, so internal topics have one replica. Internal topics have few partitions, because each
-    # partition takes time at every start.
+    # There is one node, so internal topics have one replica. They have few partitions, because each partition makes
+    # every start slower.
     "offsets.topic.replication.factor": "1",
     "offsets.topic.num.partitions": "4",
     "transaction.state.log.replication.factor": "1",
@@ -53,7 +53,7 @@ _PROPERTIES: Final[Mapping[str, str]] = {
     "num.io.threads": "4",
 }
 _PROFILE_PROPERTIES: Final[Mapping[Profile, Mapping[str, str]]] = {
-    # After a SIGKILL, the node can register again only when its old session has ended, which takes 12 s by default and
+    # After a SIGKILL, the node can register again only after its old session has ended, which takes 12 s by default and
     # 6 s with these values.
     "test": {"broker.session.timeout.ms": "3000", "broker.heartbeat.interval.ms": "500"},
     "bench": {},
@@ -92,9 +92,9 @@ class ProxiedListener:
 class EmbeddedKafka:
     """A Kafka node in its own process, which ends when this process ends for any reason.
 
-    The methods block and are not thread-safe. If `port` is 0, a free port is chosen. Without `data_dir`, the data is in
-    a temporary directory, which `stop()` removes. `proxied` adds a listener for a fault proxy. `properties` override
-    the node's own properties. Every method that starts the node raises BrokerUnavailable if the start fails.
+    The methods block and are not thread-safe. If `port` is 0, the node uses a free port. Without `data_dir`, it keeps
+    its data in a temporary directory, which `stop()` removes. `proxied` adds a listener for a fault proxy. `properties`
+    override the default properties. Every method that starts the node raises BrokerUnavailable if the start fails.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class EmbeddedKafka:
 
     @property
     def bootstrap(self) -> str:
-        """The ``host:port`` for clients, which is known after the start and stays the same after a restart."""
+        """The ``host:port`` for clients. It is known once the node has started, and stays the same after a restart."""
         return f"{HOST}:{self._port(0)}"
 
     @property
@@ -157,7 +157,7 @@ class EmbeddedKafka:
             if self._ready(process):
                 return self
             tries -= 1
-            # After a free port is chosen, another process can take the port before Kafka binds it.
+            # Another process may have taken the free port before Kafka could bind it.
             if not tries or "Address already in use" not in process.log:
                 self.kill()
                 raise BrokerUnavailable(
@@ -270,10 +270,10 @@ class EmbeddedKafka:
 
 @dataclass(frozen=True, slots=True)
 class ClassArchive:
-    """The archive of Kafka's parsed and verified classes (JEP 350), with which a node starts twice as fast.
+    """The archive of Kafka's parsed and verified classes (JEP 350), which makes a node start twice as fast.
 
-    Java writes the archive when a user's first node shuts down cleanly, which delays the shutdown by about 4 s. A class
-    archive is valid for one Java version and one set of jars.
+    Java writes the archive when a user's first node shuts down cleanly, which delays the shutdown by about 4 s. An
+    archive is valid only for one Java version and one set of jars.
     """
 
     file: Path

@@ -30,8 +30,8 @@ _LOOK_S: Final = 0.1
 class EmbeddedRegistry:
     """A registry in its own process, which ends when this process ends for any reason.
 
-    A ``with`` block starts and stops the registry. The methods block and are not thread-safe. If ``port`` is 0, a free
-    port is chosen.
+    A ``with`` block starts and stops the registry. The methods block and are not thread-safe. If ``port`` is 0, the
+    registry uses a free port.
     """
 
     def __init__(self, *, port: int = 0, progress: Progress | None = None) -> None:
@@ -53,7 +53,7 @@ class EmbeddedRegistry:
         """Start the registry, and wait until it responds (10 s, or longer if the registry must be downloaded).
 
         Raises RegistryUnavailable if the registry cannot be downloaded or does not start, and BrokerUnavailable if
-        there is no Java.
+        there is no suitable Java installation.
         """
         java = find_java(os.environ)
         jar = install_registry(cache_root(os.environ) / f"{_NAME}-{_VERSION}", self._progress)

@@ -1,6 +1,6 @@
 """Implements the watchdog, a process that runs a program and kills it when the watchdog's parent ends.
 
-The parent writes commands (see ORDERS) as bytes to the watchdog's stdin, which closes when the parent ends. On Linux,
+The parent writes one-byte commands (see ORDERS) to the watchdog's stdin, which closes when the parent ends. On Linux,
 the kernel also kills the program if the watchdog is killed. The watchdog starts in about 20 ms, because it runs with
 `python -I -S` and imports only the standard library.
 """

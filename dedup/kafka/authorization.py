@@ -1,4 +1,4 @@
-"""Checks a principal's permissions, and the brokers' support for the request versions that dedup sends.
+"""Checks which permissions a principal has, and whether the brokers support the request versions that dedup sends.
 
 Brokers report which operations a caller may perform on topics and groups (KIP-430), but not on transactional IDs. The
 only way to test the right to use a transactional ID is to send an `InitProducerId` request. This module sends
@@ -61,7 +61,7 @@ _NEEDED: Final[tuple[type[Any], ...]] = (
 
 
 class Rights:
-    """Reports the caller's rights within an ``async with`` block. Every method may raise BrokerUnavailable."""
+    """Reports the caller's rights. Use it with ``async with``. Every method may raise BrokerUnavailable."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
@@ -85,7 +85,7 @@ class Rights:
         return tuple(sorted(named))
 
     async def lacking(self) -> dict[str, list[str]]:
-        """Map each broker's address to the requests for which dedup and the broker have no API version in common."""
+        """Map each broker's address to the requests for which dedup and the broker share no API version."""
         found = {}
         for broker in self._client.cluster.brokers():
             try:
@@ -101,8 +101,8 @@ class Rights:
     async def on_topics(self, names: Iterable[str]) -> dict[str, frozenset[str] | None]:
         """Return the operations that the caller may perform on each topic, or None for a topic that does not exist.
 
-        For a topic that the caller may not describe, the broker reports no operations, and the result contains only
-        DescribeConfigs.
+        If the caller may not describe a topic, the broker reports no operations for it. The result for such a topic
+        then contains only DescribeConfigs.
         """
         request = metadata_request(sorted(set(names)), rights=True)
         answer = await self._ask(self._client.get_random_node(), request)

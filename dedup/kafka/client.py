@@ -1,6 +1,6 @@
 """Implements `Wire` (the requests of the exactly-once protocol) on top of aiokafka's client.
 
-aiokafka's producer is not used, because it silently repeats EndTxn, commits a transaction even if a record was
+This module does not use aiokafka's producer, which silently repeats EndTxn, commits a transaction even if a record was
 rejected, and has no deadlines (docs/decisions/0002-own-transactions.md).
 """
 
@@ -74,18 +74,20 @@ _LATEST: Final = -1
 _TOPIC_RESOURCE: Final = 2
 _LOOK_AGAIN_S: Final = 0.05
 _RESTORE_LANE: Final = "restore"
-"""The connection that only restores use, because a broker processes the requests of a connection one at a time."""
+"""The name of the connection that only restores use, so that other requests do not wait behind them: a broker processes
+the requests of a connection one at a time.
+"""
 _METADATA_LANE: Final = "metadata"
 _IMPLICIT: Final = 2
 """The first transaction version in which requests add partitions to a transaction implicitly (KIP-890)."""
 _METADATA_WITHIN_S: Final = 2.0
 """The time limit of a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
 _MOST_ABSENT: Final = 400
-"""The number of responses without a topic after which the topic counts as deleted; they take at least 20 s."""
+"""A topic counts as deleted once this many responses in a row lack the topic, which takes at least 20 s."""
 _DIVERGING_EPOCH: Final = 0
 """The tag of the fetch response field that says where the broker's log diverges from the records already read."""
 _EPOCH_END: Final = Struct(">iq")
-"""The binary format of a diverging epoch, which is a leader epoch and the offset where it ends in the broker's log."""
+"""The binary format of a diverging epoch: a leader epoch, and the offset where it ends in the broker's log."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -102,7 +104,7 @@ T = TypeVar("T")
 
 
 class _Prepared:
-    """Replaces aiokafka's `Request` class, which would choose the version of a request itself."""
+    """Stands in for aiokafka's `Request` class, which would choose the version itself and ignore the request's own."""
 
     def __init__(self, request: Any) -> None:  # noqa: ANN401  # untyped protocol structures
         self._request: Final = request
@@ -124,7 +126,7 @@ def sendable(request: Any) -> Any:  # noqa: ANN401  # untyped protocol structure
 def metadata_request(
     names: Iterable[str], kind: type[MetadataRequest_v10] = MetadataRequest_v10, *, rights: bool = False
 ) -> Any:  # noqa: ANN401  # untyped protocol structures
-    """Return a metadata request for the named topics. It does not make the broker create missing topics.
+    """Return a metadata request for the named topics. The request does not make the broker create missing topics.
 
     If ``rights`` is set, the response includes the operations that the caller is authorized to perform.
     """
@@ -166,9 +168,9 @@ class KafkaWire:
         self._topic_ids: dict[str, str] = {}
         """Maps the name of each pinned topic to its ID."""
         self._absent: Final[defaultdict[str, int]] = defaultdict(int)
-        """Maps each pinned topic without a leader to the number of responses in a row that did not have the topic."""
+        """Maps each pinned topic without a leader to the number of consecutive responses that lacked the topic."""
         self._seen_ids: dict[str, str] = {}
-        """Maps the name of each fetched topic that is not pinned to the ID that the last lookup returned."""
+        """For each fetched topic that is not pinned, maps its name to the ID that the last lookup returned."""
 
     async def start(self) -> None:
         """Connect to the cluster. Raises BrokerUnavailable if no broker responds within the connection's `patience_ms`.
@@ -369,7 +371,7 @@ class KafkaWire:
     async def known_everywhere(self, topic: str) -> bool:
         """Return whether every broker that responds knows a topic.
 
-        Brokers that do not respond are ignored, because a restarted broker learns of the topic before it responds.
+        Brokers that do not respond are ignored, because a broker that restarts learns of the topic before it responds.
         """
         for broker in self._client.cluster.brokers():
             try:
@@ -403,7 +405,7 @@ class KafkaWire:
     async def fetch_raw(
         self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int, lane: str
     ) -> FetchedPartition:
-        """Fetch the same records as `fetch`, and raise the same errors, but return the records undecoded."""
+        """Fetch the same records as `fetch`, but return them undecoded. Raises the same errors as `fetch`."""
         node = await self.leader(source)
         pinned = self._topic_ids.get(source.topic)
         topic_id = pinned or self._seen_ids.get(source.topic)
@@ -415,7 +417,7 @@ class KafkaWire:
             raise NoAnswer(f"broker {node} returned an empty fetch response (code {code}; perhaps because of a quota)")
         (part,) = parts
         if part.error_code in OTHER_TOPIC:
-            # The topic may have been recreated. Only a reader that depends on the old ID is stopped.
+            # The topic may have been recreated. Only a reader that pinned the old ID must stop.
             self._seen_ids.pop(source.topic, None)
             now = (await self.topics((source.topic,)))[source.topic] if pinned else None
             if isinstance(now, TopicNow) and now.topic_id != pinned:
@@ -495,7 +497,7 @@ class KafkaWire:
         return int(leader)
 
     async def _refuse_absent(self, topic: str) -> None:
-        """Raise StateIncompatible if a pinned topic has been missing from many responses in a row.
+        """Raise StateIncompatible if a pinned topic has been missing from `_MOST_ABSENT` responses in a row.
 
         A single response proves nothing, because a broker that is starting may not know the topic yet.
         """
@@ -522,7 +524,7 @@ class KafkaWire:
         return (found[0] if found else 0), answer
 
     async def _coordinator(self, kind: int, key: str) -> int:
-        """Return the node ID of a coordinator. The lookup is retried until the request timeout has passed."""
+        """Return the node ID of a coordinator. Retries until the request timeout, and then raises NoAnswer."""
         known = self._coordinators.get((kind, key))
         if known is not None:
             return known

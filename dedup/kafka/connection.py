@@ -1,7 +1,7 @@
 """Converts the settings to options for aiokafka's clients, and explains why a connection to a broker has failed.
 
 aiokafka reports most problems with the host name, the network, TLS, or authentication as "unable to bootstrap".
-`diagnose` connects to each broker separately to find the actual problem.
+`diagnose` connects to each broker separately to find the real cause.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Token(AbstractTokenProvider):  # type: ignore[misc]  # untyped base
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Describes how to reach a cluster, which includes the brokers, the credentials, and the time limits."""
+    """Describes how to reach a cluster: the brokers, the credentials, and the time limits."""
 
     brokers: tuple[str, ...]
     security: Security
@@ -90,7 +90,7 @@ _EXPIRED_CODES: Final = frozenset({9, 10})
 
 
 class Trouble(enum.Enum):
-    """A reason why a broker cannot be used. The value is the text of a report, with placeholders for settings."""
+    """A reason why a broker cannot be used. The value is the text for the user, with placeholders for settings."""
 
     NAME = "the host name is not known here. Correct `brokers`, or the name server"
     UNREACHABLE = "nothing can be reached there. Start the broker, correct `brokers`, or open the firewall"

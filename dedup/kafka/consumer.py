@@ -1,7 +1,7 @@
 """Fetches the records of the partitions that feed a worker's tasks, and detects changes to their topics.
 
 One fetch per broker is in flight while the worker judges the records of the previous fetch. This module replaces
-aiokafka's fetcher, which creates an object for every record and thereby uses a quarter of the event loop's time.
+aiokafka's fetcher, which creates an object for every record and spends a quarter of the event loop's time on it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _REQUEST_BYTES: Final = 16 << 20
 _OUT_OF_RANGE: Final = 1
 _AGAIN_PAUSE_MS: Final = 100
 MOST_DOUBTS: Final = 3
-"""A position counts as missing from the log only after this many consecutive responses have said so."""
+"""A position counts as missing from the log once this many consecutive responses have said so."""
 _FEED_LANE: Final = "feed"
 _FLOW_BYTES: Final = 512 << 10
-"""A response with fewer bytes of records is followed by a pause, because small batches are inefficient."""
+"""After a response with fewer bytes of records, the fetcher pauses, because small batches are inefficient."""
 
 
 _GROWN: Final = (
@@ -52,7 +52,7 @@ class TopicCheck:
     """Checks that topics have not been deleted, recreated, or given more partitions since the process started.
 
     A worker fetches by topic ID, so it never reads records of a recreated topic. If partitions are added to a topic,
-    producers may send an ID to a different partition than before, where the ID is unknown. After the last fetch of a
+    producers may send an ID to a different partition, whose task has not seen the ID. After the last fetch of a
     transaction and before the commit, every task confirms that the topics are unchanged. Tasks that commit at the same
     time share one metadata request. The check asks only one broker, so it may miss partitions that have just been
     added.
@@ -61,7 +61,7 @@ class TopicCheck:
     def __init__(
         self, wire: Wire, expected: Mapping[str, TopicNow], may_grow: Collection[str] = (), after_growth: str = _GROWN
     ) -> None:
-        """Only topics in ``may_grow`` may gain partitions. The error for any other topic ends with ``after_growth``."""
+        """Only topics in ``may_grow`` may gain partitions. Errors about other topics end with ``after_growth``."""
         self._wire: Final = wire
         self._expected: Final = dict(expected)
         self._may_grow: Final = frozenset(may_grow)
@@ -76,7 +76,7 @@ class TopicCheck:
     async def of(cls, wire: Wire, *names: str) -> Self:
         """Create a check that compares the named topics with their state at the time of this call.
 
-        Raises BrokerUnavailable if, for about 20 s, no broker can describe one of the topics.
+        Raises BrokerUnavailable if no broker can describe one of the topics for about 20 s.
         """
         expected: dict[str, TopicNow] = {}
         for name in names:
@@ -292,7 +292,7 @@ class FeedFetcher:
             await asyncio.sleep(self._wait_ms / 1000)
             return []
         done, _ = await asyncio.wait(self._flights.values(), return_when=asyncio.FIRST_COMPLETED)
-        # All responses are collected before the refresh below, during which the assignment and its requests may end.
+        # Collect all responses before the refresh below, because the assignment may end during the refresh.
         landed = [self._flights.pop(node) for node, flight in list(self._flights.items()) if flight in done]
         found: list[Answer] = []
         for flight in landed:

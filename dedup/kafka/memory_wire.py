@@ -107,7 +107,7 @@ class _Coordinated:
 
 
 class MemoryWire:
-    """An in-memory cluster that implements `Wire` for a single client. ``now_ms`` returns the brokers' clock time."""
+    """An in-memory cluster that implements `Wire` for a single client. ``now_ms`` is the clock of its brokers."""
 
     def __init__(self, now_ms: Callable[[], int]) -> None:
         self._now_ms: Final = now_ms
@@ -134,7 +134,7 @@ class MemoryWire:
         return columns_of(source, b"".join(each.raw for each in found), (), offset)[0]
 
     def read_in_order(self, topic: str, since: int) -> tuple[list[tuple[TopicPartition, Columns]], int]:
-        """Return a topic's committed batches in the order in which they were written, and ``since`` for the next call.
+        """Return a topic's committed batches in the order in which they were written, and the next call's ``since``.
 
         In the first call, ``since`` must be 0. No transaction may be open during a call.
         """

@@ -17,13 +17,13 @@ log: Final = logging.getLogger(__name__)
 REPEATED_EVERY_S: Final = 60.0
 """The interval, in seconds, at which a continuing outage is logged again."""
 OVER_AFTER_S: Final = 15.0
-"""An outage is over after this time without a failure, because a client retries a silent broker every 10 s."""
+"""An outage is over after this time without a failure, which is longer than a client's retry interval of 10 s."""
 AWAY: Final = {"outage": "away"}
-"""The `extra` of dedup's log messages that repeat while a broker does not respond."""
+"""The argument `extra` of the log messages that dedup repeats while a broker does not respond."""
 ASIDE: Final = {"outage": "aside"}
-"""The `extra` of dedup's log messages that are treated like aiokafka's messages about an unavailable broker."""
+"""The argument `extra` of dedup's log messages that are treated like aiokafka's about an unavailable broker."""
 BACK: Final = {"outage": "back"}
-"""The `extra` of dedup's log message that nothing is waiting for a broker anymore."""
+"""The argument `extra` of dedup's log message which says that nothing is waiting for a broker anymore."""
 FAILURES: Final = (
     "Unable ",
     "Group Coordinator Request failed",
@@ -44,7 +44,7 @@ V = TypeVar("V")
 
 @dataclass(slots=True)
 class OutageLines:
-    """Decides which lines to log about successive outages. The caller passes all times in seconds."""
+    """Decides which lines to log about successive outages. The caller passes the current time in seconds."""
 
     _began_s: float | None = None
     _said_s: float = 0.0
@@ -86,7 +86,7 @@ class OutageLines:
         return f"the broker answers again, after {away_s:.0f} s and {self._unsaid:,} more failures"
 
     def over(self, now_s: float) -> None:
-        """End the outage without another line, because the log already says that nothing waits for a broker."""
+        """End the outage without a line, because the log already says that nothing waits for a broker anymore."""
         self._began_s, self._over_s = None, now_s
 
 

@@ -40,7 +40,7 @@ class Epochs:
 
     batches: int
     count: int
-    """The number of different epochs that wrote the batches: one per owner or, with KIP-890, one per transaction."""
+    """The number of different epochs of the batches: one per owner or, with KIP-890, one per transaction."""
     behind: tuple[int, ...]
     """Base offsets of batches that follow a batch with a newer epoch."""
 

@@ -1,8 +1,8 @@
 # ruff: noqa: N801  # aiokafka names versions this way
 # mypy: disallow-subclassing-any=False
-"""Defines the versions of Kafka's requests that aiokafka lacks, according to Kafka's protocol guide.
+"""Defines the versions of Kafka's requests that aiokafka lacks, as Kafka's protocol guide specifies them.
 
-A broker must support all of these versions except those of KIP-890, as Kafka 3.1 and later releases do.
+A broker must support all of these versions except those of KIP-890; Kafka 3.1 and later releases do.
 """
 
 from __future__ import annotations

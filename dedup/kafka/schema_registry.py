@@ -1,6 +1,6 @@
 """Looks up schemas by ID in a schema registry that offers Confluent's API.
 
-The size and the duration of a response are limited, and redirects are not followed.
+The client limits the size and the duration of a response, and does not follow redirects.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _AT_ONCE: Final = 4
 _PAUSE_S: Final = 0.2
 _LOOK_S: Final = 0.02
 TASK_PATIENCE_S: Final = 60.0
-"""How long a Spark task waits for a registry that gives no answer before the task fails."""
+"""How long a Spark task waits for a registry that gives no usable answer; then the task fails."""
 _MOST_UNKNOWN: Final = 10_000
 _SUFFIX: Final = ".json"
 _CERTIFICATE: Final = "CERTIFICATE-----"
@@ -87,7 +87,7 @@ class SchemaRegistry:
         self._found: Final[dict[SchemaRef, str]] = dict(exported)
         self._unknown_since_s: Final[dict[SchemaRef, float]] = {}
         self._waited_s = 0.0
-        """How long this process has waited for the registry to learn of schemas."""
+        """How long this process has waited for the registry to learn of unknown schemas."""
 
     def __reduce__(self) -> tuple[Callable[..., SchemaRegistry], tuple[object, ...]]:
         exported = tuple(self._exported.items())
@@ -122,8 +122,8 @@ class SchemaRegistry:
     def schema(self, ref: SchemaRef, *, patience_s: float = 0.0, unknown_s: float = 0.0) -> str | None:
         """Return the text of a schema, or None if neither the exported schemas nor the registry contains the ID.
 
-        The text may be in another schema language, in which case it fails to parse. If the registry does not know the
-        ID, the client asks again, but waits for at most ``unknown_s`` seconds for all IDs together. Raises
+        The text may be in another schema language, and then fails to parse. If the registry does not know the ID, the
+        client asks again; it waits at most ``unknown_s`` seconds for all unknown IDs together. Raises
         RegistryUnavailable if the registry gives no usable answer for ``patience_s`` seconds.
         """
         if ref in self._found:
@@ -221,7 +221,10 @@ class SchemaRegistry:
         return text
 
     def _answer(self, url: str) -> object:
-        """Return a JSON response, or None for the registry's own 404. Raises RegistryUnavailable for other errors."""
+        """Return a JSON response, or None after a 404 from the registry itself.
+
+        Raises RegistryUnavailable for other errors.
+        """
         try:
             content = self._get(url)
         except HTTPError as error:
@@ -298,7 +301,7 @@ class SchemaResolver:
     """Looks up schemas in a registry before the records that need these schemas are judged."""
 
     def __init__(self, registry: SchemaRegistry, *, wait_ms: int) -> None:
-        """A schema counts as unknown only if the registry has not known it for ``wait_ms``."""
+        """A schema counts as unknown once the registry has not known it for ``wait_ms``."""
         self.book: Final = SchemaBook()
         """The schemas found so far, or None for an unknown schema, which is looked up again when a record needs it."""
         self.away: str | None = None
@@ -389,12 +392,12 @@ def _meaning(code: int) -> str:
 
 
 def asking(topology: Topology, settings: Settings, *, patience_s: float = 0.0) -> Topology:
-    """Return the topology with a `SchemaBook` that asks the settings' schema registry for each schema on first use.
+    """Return the topology with a `SchemaBook` that asks the configured schema registry for each schema on first use.
 
-    If the registry gives no answer, the `SchemaBook` repeats the request for ``patience_s`` seconds. If ``patience_s``
-    is not 0, the `SchemaBook` also repeats requests for an unknown schema, for the settings' `schema_wait`. A topology
-    that needs no registry is returned unchanged. Raises SettingsError if a registry is needed but the settings name
-    none.
+    If the registry gives no usable answer, the `SchemaBook` repeats the request for ``patience_s`` seconds. If
+    ``patience_s`` is not 0, it also repeats requests for unknown schemas, for as long as the setting `schema_wait`
+    says. A topology that needs no registry is returned unchanged. Raises SettingsError if a registry is needed but the
+    settings name neither a registry nor a directory of exported schemas.
     """
     if not topology.source.names_schemas:
         return topology
@@ -406,8 +409,8 @@ def asking(topology: Topology, settings: Settings, *, patience_s: float = 0.0) -
 def registry_findings(topology: Topology, settings: Settings) -> list[Finding]:
     """Check a topology against the newest schemas of its source topics, and return the findings.
 
-    There are no findings if values do not name their schemas. Raises SettingsError if the settings name no registry,
-    or RegistryUnavailable if the registry does not respond.
+    If the topology's values do not name their schemas, there are no findings. Raises SettingsError if the settings name
+    neither a registry nor a directory of exported schemas, or RegistryUnavailable if the registry does not respond.
     """
     findings: list[Finding] = []
     if topology.source.names_schemas:

@@ -81,7 +81,7 @@ class WantedTopic:
 
 
 class Admin:
-    """Administers topics in an ``async with`` block, which raises BrokerUnavailable if no broker responds."""
+    """Administers topics. Use it with ``async with``, which raises BrokerUnavailable if no broker responds."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
@@ -204,7 +204,7 @@ def on_cluster(settings: Settings, client_id: str, work: Callable[[KafkaWire, Ad
 
 
 async def connected(connection: Connection, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:
-    """Do the same as `on_cluster`, but in an event loop that is already running."""
+    """Do the same as `on_cluster` in an event loop that is already running."""
     wire = KafkaWire(connection)
     await wire.start()
     try:
@@ -276,7 +276,7 @@ class Group:
         )
 
     async def _insist(self, what: str, request: object, codes: Codes, fine: Collection[int] = ()) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Send a request, and repeat it until the coordinator is available. All requests of `Group` can be repeated."""
+        """Send a request, and repeat it until the coordinator is available. Repeating a request of `Group` is safe."""
         deadline_s = asyncio.get_running_loop().time() + DEADLINE_MS / 1000
         while True:
             try:

@@ -154,7 +154,7 @@ class Session:
         return code
 
     def add(self, batches: Sequence[RecordBatch], feeding: TopicPartition | None = None) -> None:
-        """Add batches to the current transaction. `settle` and `prepare` raise any errors that occur in sending them.
+        """Add batches to the current transaction. If sending them fails, `settle` and `prepare` raise the error.
 
         If a batch is refused, the error names ``feeding``, the partition to which the batch's row numbers refer.
         """
@@ -252,8 +252,8 @@ class Session:
     async def _answers(self, flight: Unanswered) -> Mapping[TopicPartition, Produced]:
         """Return the responses to a produce request. Batches are sent again while the previous transaction is ending.
 
-        Only a transaction's first batch for a partition can be sent too early, and `_send_queue` sends no other batch
-        before this first batch is accepted.
+        Only a transaction's first batch for a partition can arrive before the previous transaction has ended, and
+        `_send_queue` sends no other batch until the broker has accepted this first batch.
         """
         answers: dict[TopicPartition, Produced] = {}
         answer, waited_ms, pause_ms = flight.answer, 0, PAUSE_MS
@@ -374,7 +374,7 @@ class Session:
         )
 
     async def drop(self) -> None:
-        """Forget the open transaction, which the broker aborts at its timeout or when the next owner calls `open`."""
+        """Forget the open transaction. The broker aborts it when it times out or when the next owner calls `open`."""
         work: list[asyncio.Future[Any]] = [flight.answer for flight in self._unanswered]
         if self._sender is not None:
             work.append(self._sender)

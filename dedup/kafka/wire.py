@@ -1,8 +1,8 @@
 """Defines the requests that the exactly-once protocol needs, as an interface with one method per request.
 
-`client.KafkaWire` implements the interface for real brokers, and the simulator's log implements it for tests. Each
-method sends its request once and returns the error code of the response. If a request gets no response, the method
-raises `NoAnswer`, and it is unknown whether the request took effect.
+`client.KafkaWire` implements the interface for real brokers, `memory_wire.MemoryWire` for a cluster in memory, and the
+simulator's log for tests. Each method sends its request once and returns the error code of the response. If a request
+gets no response, the method raises `NoAnswer`, and it is unknown whether the request took effect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COORDINATOR_MOVED: Final = frozenset({14, 15, 16})
 """Error codes for a coordinator that is loading, is unavailable, or has moved. The client must repeat the request."""
 
 LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
-"""Error codes for a partition whose leader has moved or is unknown. Another broker must get the request."""
+"""Error codes for a partition whose leader has moved or is unknown. The request must go to another broker."""
 
 TRANSIENT: Final = frozenset({-1, 7})
 """Error codes for an unknown error on the broker and for a timeout; the same request may succeed later."""
@@ -181,7 +181,7 @@ class Wire(Protocol):
         """Make `fetch` read these topics by ID from now on, so that `fetch` never reads a recreated topic."""
 
     async def refresh(self) -> None:
-        """Ask a broker again which brokers lead the partitions."""
+        """Ask a broker which brokers now lead the partitions."""
 
     async def pause(self, delay_ms: int) -> None:
         """Wait for ``delay_ms`` before a request is repeated."""

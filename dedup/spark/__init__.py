@@ -1,7 +1,7 @@
 """Provides deduplication on Spark.
 
 `dedup` and `unique` deduplicate a DataFrame, and `read_run` reads the verdicts that a backfill published. `dedup.spark`
-imports each function only when it is first used, because an executor needs only part of the package.
+imports a function when it is first used, so that executors load only the modules that they need.
 """
 
 from __future__ import annotations

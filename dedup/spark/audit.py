@@ -2,10 +2,10 @@
 records that seeded a fleet.
 
 The audit judges the source records with `batch_verdicts.judged` and computes which records the topics should contain.
-It then compares the digests of the expected records with those of the records in the topics. A record that occurs less
-often than expected is lost, one that occurs more often is duplicated, and one that is not expected at all is a phantom.
-If the topics do not contain enough records to prove a verdict, the audit counts the record as not provable, never as
-correct.
+The audit then compares the digests of the expected records with the digests of the records in the topics. A record that
+occurs less often than expected counts as lost, a record that occurs more often counts as duplicated, and an unexpected
+record counts as a phantom. If the topics no longer contain the records that would prove a verdict, the audit counts the
+judged record as not provable, never as correct.
 
 A finding is a row with a kind, a place, a text, and a number of records. The kind is `not_provable` or one of
 `verify.report.MEANINGS`.
@@ -73,8 +73,8 @@ def audit(
     ``history`` contains the historical records that seeded the fleet, if they came from files. ``begins`` maps each
     source partition to the offset where the fleet began; it is required if the topology says `start: latest` and
     neither a seed nor `dedup reset` recorded the offset. Raises StateIncompatible if there is nothing to audit or if
-    retention deletes records during the audit. Raises SettingsError if it is unknown where the fleet began, and
-    BrokerUnavailable if no broker responds.
+    retention deletes records during the audit. Raises SettingsError if the offsets where the fleet began are unknown,
+    and BrokerUnavailable if no broker responds.
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "audit on Spark", int(began_s * 1000))
@@ -148,7 +148,9 @@ def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:
 
 
 def _count_ended(report: Report, cut: AuditCut, sides: Sides, pairs: DataFrame) -> None:
-    """Report each fully judged partition with records that did not end as unique, duplicate, late, or dead letter."""
+    """Report each partition where the number of records read differs from the number that ended as unique, duplicate,
+    late, or dead letter.
+    """
     topology, output = cut.topology, cut.topology.output
     if topology.direct and output is not None and cut.partitions[output.topic] and cut.complete(output.topic):
         committed = by_key(cut.committed[cut.log_topic], fn.col("partition"))
@@ -197,7 +199,7 @@ def _found(rows: DataFrame, *claims: Column) -> DataFrame:
 
 
 def _if_provable(provable: bool, kind: str, text: Column | str, why_not: str) -> tuple[str, Column | str]:  # noqa: FBT001
-    """Return ``kind`` and ``text`` if ``provable`` is true, and otherwise the kind `not_provable` and ``why_not``."""
+    """Return ``kind`` with ``text`` if ``provable`` is true; otherwise, return `not_provable` with ``why_not``."""
     return (kind, text) if provable else (_NOT_PROVABLE, why_not)
 
 
@@ -228,10 +230,10 @@ def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[Data
     ]
     for verdict, topic in sides.topics.items():
         claims += _side_claims(cut, topic, verdict)
-    # The condition excludes nearly all rows. For every excluded row, all claims are false.
+    # This filter drops nearly all rows; for each dropped row, all claims would be false.
     yield _found(rows.where("doubtful OR verdict IN ('late', 'dead_letter') OR times_dead_letter IS NOT NULL"), *claims)
     for verdict in sides.with_stand_ins if cut.topology.direct else ():
-        # The result of the Python function is a separate column, because Spark evaluates the function before the claim.
+        # Spark evaluates a Python function before the claim, so the function's result needs a column of its own.
         words = fn.udf(lambda value: stand_in(value).decode(), "string")
         standing = sides.records.where(f"{verdict}.stand_in IS NOT NULL").select("source", f"{verdict}.stand_in")
         there = cut.log.withColumn("source", path()).join(standing, "source")
@@ -241,7 +243,7 @@ def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[Data
 
 
 def _side_claims(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
-    """Yield findings about a side topic: wrong records, missing records, and records that have no source record."""
+    """Yield the claims about a side topic: wrong records, missing records, and records that have no source record."""
     here, there, times = _shown("source"), _shown(f"{verdict}.place"), f"coalesce(times_{verdict}, 0)"
     again = fn.format_string("source record %s occurs more than once", here)
     yield _claim(f"{times} > 1", there, "duplicated", again, f"{times} - 1")
@@ -268,8 +270,8 @@ def _side_claims(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
     gone = f"the source records that {topic} names were deleted"
     yield _claim(judged & (fn.col("offset") < low), there, _NOT_PROVABLE, gone, times)
     unknown = fn.format_string("names %s, which is not a record of the source", here)
-    # Some source records end as dead letters of the repartition step, and others have been purged from the repartition
-    # topic.
+    # The repartition step turned some source records into dead letters, and others have been purged from the
+    # repartition topic.
     purged = "side records of the repartition step, or of records purged since"
     said = _if_provable(cut.topology.direct, "phantom", unknown, purged)
     there_still, strange = judged & (fn.col("offset") >= low), fn.lit(False)  # noqa: FBT003
@@ -288,11 +290,11 @@ def _of_source(cut: AuditCut, of: Callable[[str], Mapping[int, int]]) -> Column:
 def _pairs(cut: AuditCut, rows: DataFrame) -> DataFrame:
     """Count how often each record's digest is expected in a topic, and how often it occurs there.
 
-    The result has one row for each `topic`, `scope` (the part of the topic that may contain the digest), and `digest`.
-    `sure` counts records that must be in the topic, and `may` counts records that may be in the topic. `times` counts
-    records that are in the topic, and `originals` counts expected records whose verdict is unique, duplicate, or
-    conflict. `task` and `at` locate an expected record, `late_at` locates a late record, and `partition` and `offset`
-    locate a record that is in the topic.
+    The result has one row for each combination of `topic`, `scope` (the part of the topic that may contain the digest),
+    and `digest`. `sure` counts records that must be in the topic, and `may` counts records that may or may not be
+    there. `times` counts records that were found in the topic, and `originals` counts expected records whose verdict is
+    unique, duplicate, or conflict. `task` and `at` locate an expected record, `late_at` locates a late record, and
+    `partition` and `offset` locate a record that was found in the topic.
     """
     topology, zero, headers = cut.topology, fn.lit(0), fn.col("headers")
     settled, live = fn.expr("NOT pending AND NOT doubtful"), rows.where("NOT history")
@@ -337,8 +339,8 @@ def _found_in(topic: str, records: DataFrame, scope: Column, key: Column) -> Dat
 
 
 def _repartitioned(cut: AuditCut, rows: DataFrame) -> Iterator[DataFrame]:
-    """Yield the digests that are expected in the repartition topic and those that occur there, each with the position
-    of the source record.
+    """Yield the digests that are expected in the repartition topic and the digests that were found there; each digest
+    is followed by the position of the source record.
     """
     topic, zero, source = cut.topology.repartition_topic, fn.lit(0), fn.col("source").cast("binary")
     for name in cut.topology.source.topics:
@@ -390,7 +392,7 @@ def _digest_claims(cut: AuditCut) -> Iterator[Column]:
 def _differences(
     topic: str, here: Column, lost: tuple[str, Column | str], *extra: tuple[str, Column | str]
 ) -> Iterator[Column]:
-    """Yield findings about a topic's missing records and, if ``extra`` is given, about its repeated and unexpected
+    """Yield the claims about a topic's missing records and, if ``extra`` is given, about its repeated and unexpected
     records.
     """
     is_it, missing, more = f"topic = '{topic}'", "sure - times", "times - sure - may"
@@ -401,7 +403,7 @@ def _differences(
 
 
 def _order_findings(cut: AuditCut, pairs: DataFrame) -> DataFrame:
-    """Return findings about output records that are out of log order; the check covers only records that occur once."""
+    """Return the findings about output records that are out of log order, checking only records that occur once."""
     topic = "" if cut.topology.output is None else cut.topology.output.topic
     by_place = Window.partitionBy("task", "partition").orderBy("offset")
     placed = pairs.where(f"topic = '{topic}' AND sure = 1 AND times = 1")

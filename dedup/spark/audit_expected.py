@@ -1,4 +1,4 @@
-"""Determines which offsets an audit reads, and which records each topic must therefore contain."""
+"""Determines which offsets an audit reads, and which records each topic should contain."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from dedup.verify.report import Report
 _TAILS: Final = {"late": evidence.LATE_TAIL, "dead_letter": evidence.DEAD_TAIL}
 """Maps a verdict to the headers that a worker appends to records in the verdict's side topic."""
 _NO_CEILING_MS: Final = 1 << 48
-"""A limit that no event time exceeds; the audit uses it, because only the dead-letter topic shows which event times a
-worker rejected.
+"""A limit that no event time exceeds: an audit rejects no event time itself, because only the dead-letter topic shows
+which event times a worker rejected.
 """
 _MOST_BROADCAST: Final = 100_000
 _PATH: Final = r"^(.*)/(\d+)/(\d+)$"
@@ -39,9 +39,10 @@ _DIGITS: Final = 32
 
 
 class AuditCut:
-    """The range of offsets that an audit reads in each partition, and the records that the fleet judged.
+    """The offsets that an audit reads in each partition, and the records that the fleet judged.
 
-    Raises StateIncompatible if there is nothing to audit, and SettingsError if it is unknown where the fleet began.
+    Raises StateIncompatible if there is nothing to audit, and SettingsError if the offsets where the fleet began are
+    unknown.
     """
 
     def __init__(
@@ -129,9 +130,7 @@ class AuditCut:
 
     @property
     def copies(self) -> dict[str, list[str]]:
-        """Return the existing topics for duplicates and conflicts, each with the verdicts on the records that it
-        contains.
-        """
+        """Map each existing topic for duplicates or conflicts to the verdicts of the records that it contains."""
         topology = self.topology
         both = ["duplicate"] if topology.conflicts is not None else ["duplicate", "conflict"]
         wanted = {topology.duplicates: both, topology.conflicts: ["conflict"]}
@@ -150,8 +149,8 @@ class AuditCut:
         return self.begins[topic] | self.committed[topic]
 
     def read(self, topic: str, begins: Mapping[int, int] | None = None) -> DataFrame:
-        """Return the committed records that the audit reads from a topic; ``begins`` may contain higher first
-        offsets.
+        """Return the committed records that the audit reads from a topic; ``begins`` may set a higher first offset for
+        a partition.
         """
         if not self.bounds[topic]:
             return self.spark.createDataFrame([], RECORDS)
@@ -198,8 +197,8 @@ class AuditCut:
     def _accepted_by_seed(self, history: DataFrame) -> DataFrame:
         """Return a seed's history without the records that `dedup spark seed` rejected for future event times.
 
-        An audit does not know a worker's clock, so a single record with a future event time would make all later
-        records late.
+        An audit judges records without a limit for future times, so a single rejected record would advance stream time
+        and make later records late.
         """
         if self._mark is None or self.topology.future is not OnFuture.DEAD_LETTER:
             return history
@@ -209,7 +208,7 @@ class AuditCut:
 
 
 def by_key(values: Mapping[int, int] | Mapping[str, int], key: Column) -> Column:
-    """Return a column that maps ``key`` to its value in ``values``, and to 0 if ``values`` has no value for ``key``."""
+    """Return a column with the value that ``values`` has for ``key``, or 0 if ``values`` lacks the key."""
     if not values:
         return fn.lit(0)
     mapped = fn.create_map(*(fn.lit(each) for pair in values.items() for each in pair))
@@ -227,8 +226,8 @@ def digest(headers: Column, timestamp_ms: Column) -> Column:
     """Return a 128-bit digest of a record's key, value, headers, and timestamp; null and empty values have different
     digests.
 
-    The digest is part of a SHA-256 hash, because an attacker could hide a change from a fast checksum by constructing a
-    collision.
+    The digest is a truncated SHA-256 hash. With a fast checksum, an attacker could construct a collision to hide a
+    change.
     """
     sizes = (fn.coalesce(fn.length(name), fn.lit(-1)).cast("string") for name in ("key", "value"))
     head = fn.concat_ws(" ", timestamp_ms.cast("string"), *sizes, fn.to_json(headers)).cast("binary")
@@ -247,7 +246,7 @@ def _last_header(name: str) -> Column:
 
 
 def _filed(records: DataFrame, topics: Sequence[str], side: str) -> DataFrame:
-    """Return the records of a side topic, each with its reason and with the position and a digest of its source record.
+    """Return the records of a side topic with their reasons, and with the position and a digest of each source record.
 
     If a record's headers do not name a record of the source topics, `topic` is null, and `source` is the record's own
     position. If a record contains a digest instead of the original value, `stand_in` is that digest.
@@ -315,17 +314,17 @@ def forwarded_by_replay(topics: Sequence[str]) -> Column:
 
 
 def expected(cut: AuditCut, sides: Sides) -> DataFrame:
-    """Return every record of the log with its verdict, its expected digests, and its records in side topics.
+    """Return every record of the log with its verdict, its expected digests, and its copies in side topics.
 
-    Some dead letters can be explained only by the broker, a worker's clock, or the schema registry. They left no
-    sighting and did not advance stream time, so they are not judged with the other records. The columns include
+    Some dead letters can be explained only by the broker, a worker's clock, or the schema registry. Such dead letters
+    left no sighting and did not advance stream time, so they are not judged with the other records. The columns include
     `source`, `verdict`, `reason`, `time_ms`, `stream_ms`, `before_ms` (the stream time before the record), `task`, `at`
     (the offset in the log), and the columns of `Sides.records`. `pending` is true if the fleet might not have judged
-    the record, `history` is true if the record is before the fleet's first offset, and `doubtful` is true if another
-    verdict is possible. `fault` is the reason why a record is a dead letter according to its content, and `forwards` is
-    true if a record with this verdict is in the output. `raw`, `out`, and `copy` are the digests that the record has in
-    the source, in the output, and among the duplicates. If a record in a side topic names no record of the log, it has
-    a row whose `verdict` is null.
+    the record yet. `history` is true if the record is before the fleet's first offset. `doubtful` is true if another
+    verdict is possible. `fault` is the dead-letter reason that follows from the record's content, and `forwards` is
+    true if the fleet forwards records with this verdict. `raw`, `out`, and `copy` are the record's digests in the
+    source topic, in the output topic, and in the topic for duplicates or conflicts. A record in a side topic that names
+    no record of the log gets a separate row, in which `verdict` is null.
     """
     topology, records, contiguous = cut.topology, cut.log, cut.contiguous
     if sides.refused_number:
@@ -382,9 +381,10 @@ def _digests(cut: AuditCut) -> list[Column]:
 def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFrame:
     """Return the rows with the additional columns `before_ms` (null if it is not needed) and `doubtful`.
 
-    If the beginning of a log was deleted, any ID may have a sighting in the deleted part. The event time of a deleted
-    sighting is at most the stream time of the first remaining record that was not late, plus the grace. If an ID occurs
-    while a deleted sighting may still be unexpired, the audit doubts that occurrence and all later occurrences.
+    If the beginning of a log was deleted, any ID may have occurred in the deleted part. A sighting from the deleted
+    part is at most as new as the stream time of the first remaining record that was not late, plus the grace. If an ID
+    occurs while such a sighting may not have expired yet, the audit doubts the verdicts on that record and on all later
+    records with the ID.
     """
     topology, window, no = cut.topology, cut.topology.window, fn.expr("false")
     clamped, unknown = topology.future is OnFuture.CLAMP, [task for task, known in cut.known.items() if not known]

@@ -1,12 +1,12 @@
 """Implements `dedup spark backfill`, which judges a whole history and publishes all of its verdicts exactly once.
 
-Each attempt at a run writes to its own directory, which has a name that Spark ignores. Renaming the directory publishes
-all verdicts of the run at once. On object stores, where a rename is not atomic, a manifest that names the attempt's
-files publishes the run instead (`manifest`). If a run is killed, a new attempt starts over, but with the clock time of
-the first attempt.
+Each attempt at a run writes to its own directory, whose name begins with an underscore so that Spark ignores it. The
+job then renames the directory, which publishes all verdicts of the run at once. On object stores, where a rename is not
+atomic, the job publishes the run by writing a manifest that lists the attempt's files (`manifest`). If a run is killed,
+the next attempt starts from the beginning, but uses the clock time of the first attempt.
 
-On a local file system, the tasks that judge records also write the Parquet files, with Arrow. Each task attempt uses
-its own file names, and the driver publishes only the files that successful tasks report.
+On a local file system, the tasks that judge records also write the Parquet files themselves, with Arrow. Each task
+attempt uses its own file names, and the driver publishes only the files that successful tasks report.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def backfill(
     now).
 
     Raises StateIncompatible if an earlier run with this name had another input or topology, if rows are repeated or
-    belong to other topics, or if retention deleted records while they were read. Raises RecordFailed if the policy
-    `fail` applied to a record. Raises SettingsError or TopologyError for damaged files, an unsuitable table, or an
-    invalid run name. `backfill` raises all of these errors before it publishes any verdict.
+    belong to other topics, or if retention deleted records while the job was reading them. Raises RecordFailed if the
+    policy `fail` applies to a record. Raises SettingsError or TopologyError for damaged files, an unsuitable table, or
+    an invalid run name. `backfill` raises all of these errors before it publishes any verdict.
     """
     if not _RUN.fullmatch(run):
         raise SettingsError([Problem(f"--run {run}", "is not a valid directory name; use letters, digits, - and _")])
@@ -127,7 +127,7 @@ def backfill(
 
 
 class RunDirectory:
-    """One backfill run, in the output directory that contains all runs."""
+    """The files of one backfill run in an output directory, which may contain several runs."""
 
     def __init__(self, spark: SparkSession, root: str, run: str, fmt: OutputFormat) -> None:
         self._spark: Final = spark
@@ -145,7 +145,7 @@ class RunDirectory:
     def begin(self, identity: str, now_ms: int) -> RunReport | int:
         """Return the report if the run was published; otherwise, return the clock time in ms that the run must use.
 
-        Raises StateIncompatible if a run with this name was begun with another input, topology, or order.
+        Raises StateIncompatible if a run with this name was started with another input, topology, or order.
         """
         published, mark = self._published(), self._root.at(f"_started-{self._run}.json")
         if published is not None:
@@ -171,9 +171,9 @@ class RunDirectory:
         return made
 
     def _publish_files(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
-        # The pattern matches only attempts of this run, because the name of another run may begin with the name of this
-        # one. If runs have manifests, no attempt is deleted, because another job may be publishing the same run at this
-        # moment with a manifest that names the attempt.
+        # The pattern matches only attempts at this run, even if the name of another run begins with the name of this
+        # one. If runs have manifests, no attempt is deleted, because another job may be publishing this run with a
+        # manifest that lists the attempt's files.
         left = self._files.globStatus(self._root.at(f"_attempt-{self._run}-{'?' * _MARK_DIGITS}")) or ()
         for each in left if self._renames else ():
             self._files.delete(each.getPath(), True)  # noqa: FBT003 - recursive; a killed run left it

@@ -5,7 +5,8 @@ stream time of each record (`map_side`). One shuffle then brings the rows of eac
 and judges them (`reduce_side`, `columnar_fold`). The order in which records are judged depends on the input:
 
 * In a direct topology, the records of each source partition are judged in the order of offsets, as in a worker.
-* The records of each partition of the repartition topic are judged in the order of offsets, as in a worker.
+* If the input is the repartition topic, the records of each of its partitions are judged in the order of offsets, as in
+  a worker.
 * If a topology repartitions records but the input is its source topics, no log shows the order in which a fleet judged
   the records. Such records are judged in the order of the running maximum of event time in their source partition, and
   then in the order of topic, partition, and offset.
@@ -93,16 +94,16 @@ def judged(
 
     ``df`` has the columns of `columns.RECORDS`, and may have others. If the topology has `event_time: arrival`, ``df``
     must come from `columns.as_records` with ``by_arrival``. `verdict` is unique, duplicate, conflict, late,
-    dead_letter, or exempt. Exempt records are forwarded by policy without being judged; their reason is missing_id or
+    dead_letter, or exempt. The topology forwards exempt records without judging them; their reason is missing_id or
     tombstone. A conflict that the policy `on_conflict: forward` forwards has the verdict unique and the reason
     conflict.
 
-    ``now_ms`` is the clock time in ms that decides which event times are in the future. Set ``contiguous`` if the
-    offsets of each Kafka partition ascend within each Spark partition of ``df`` and no two Spark partitions overlap, as
-    with Spark's Kafka source. This saves a sort; the job checks the order while it runs. ``feeds`` lists all source
-    partitions if ``df`` is read from the repartition topic. Raises TopologyError if ``df`` lacks a required column, and
-    SettingsError for unusable Spark settings. When the result is computed, the job raises the errors that
-    `backfill.backfill` lists.
+    ``now_ms`` is the clock time in ms that decides which event times are in the future. Set ``contiguous`` to true to
+    save a sort if ``df`` is already in log order, as from Spark's Kafka source: the offsets of each Kafka partition
+    must ascend within each Spark partition, and no two Spark partitions may overlap. The job checks this order while it
+    runs. ``feeds`` lists all source partitions if ``df`` is read from the repartition topic. Raises TopologyError if
+    ``df`` lacks a required column, and SettingsError for unusable Spark settings. When the result is computed, the job
+    raises the errors that `backfill.backfill` lists.
     """
     placed = order == "offsets"
     history = History(df, placed, contiguous, identity="", place="", feeds=tuple(feeds), by_arrival=True)
@@ -110,7 +111,7 @@ def judged(
 
 
 def judging(history: History, topology: Topology, *, now_ms: int) -> Judging:
-    """Return the job that judges a history, without a shuffle if that is possible and faster (see `log_tasks`)."""
+    """Return the job that judges a history, which avoids a shuffle if that is possible and faster (`log_tasks`)."""
     pieces, mode = history.pieces, mode_of(topology, history)
     if pieces is None or mode != "direct" or not history.contiguous:
         return shuffled(history, topology, now_ms=now_ms).judging
@@ -140,11 +141,11 @@ def shuffled(
     ends: LogEnds | None = None,
     layers: Mapping[int, DataFrame] | None = None,
 ) -> Shuffled:
-    """Return the records of a history as they are after the shuffle, before the reduce side judges them.
+    """Return the shuffled records of a history, which the reduce side has not judged yet.
 
     If ``ends`` is given, the job continues where earlier jobs ended; only the modes ``direct`` and ``event_time``
-    support ``ends``. ``layers`` contains the sightings of earlier jobs (rows of `sightings.LAYER`); each key is the
-    number of buckets into which a job divided its sightings.
+    support ``ends``. ``layers`` contains the sightings of earlier jobs (rows of `sightings.LAYER`), by the number of
+    buckets into which those jobs divided their sightings.
     """
     df, feeds, pieces = history.records, history.feeds, history.pieces
     refuse_other_shape(df)
@@ -159,7 +160,8 @@ def shuffled(
     if pieces is not None and (history.bounds or not to_sort):
         columns, ready = pieces.columns, pieces.frame
         read = lambda batches: read_splits(columns, rows_of(batches))  # noqa: E731
-    # Merging partitions is safe only if the order in which Spark's own readers return rows does not matter.
+    # Merging partitions may change the order in which Spark's own readers return rows, so it is done only if that order
+    # does not matter.
     if history.size_bytes is not None and (pieces is not None or to_sort or mode == "event_time"):
         ready = ready.coalesce(_map_tasks(spark, history.size_bytes, reducers))
     if to_sort and history.bounds:
@@ -208,7 +210,9 @@ class Counts:
 
 
 def counts_of(verdicts: DataFrame) -> Counts:
-    """Count the records by verdict, and by cause for some verdicts; Spark reads ``verdicts`` twice."""
+    """Count the records by verdict, and dead letters, exempt records, and late records also by cause; if there are any
+    of these, Spark reads ``verdicts`` twice.
+    """
     rows = verdicts.groupBy("verdict").count().collect()
     counts = {row["verdict"]: row["count"] for row in sorted(rows, key=lambda row: str(row["verdict"]))}
     causes: dict[str, dict[str, int]] = {}
@@ -223,8 +227,8 @@ def counts_of(verdicts: DataFrame) -> Counts:
 
 
 def balanced(history: History, counts: Mapping[str, int]) -> int:
-    """Return the number of records in the history. Raises InvariantBroken if the sum of the verdict counts is
-    different.
+    """Return the number of records in the history. Raises InvariantBroken if the verdict counts do not add up to this
+    number.
     """
     rows = history.records.count() if history.pieces is None else history.pieces.rows
     if rows != sum(counts.values()):
@@ -288,7 +292,7 @@ def refuse_other_shape(df: DataFrame) -> None:
 def history_of(df: DataFrame, *, identified: bool) -> History:
     """Return a DataFrame of `columns.RECORDS` as a history, identified by the number of its rows.
 
-    If ``identified`` is true, the history's identity also contains a digest of all rows, for which Spark reads all
+    If ``identified`` is true, the history's identity also contains a digest of all rows; to compute it, Spark reads all
     columns. Raises SettingsError if only some rows have offsets.
     """
     refuse_other_shape(df)
@@ -307,7 +311,9 @@ def history_of(df: DataFrame, *, identified: bool) -> History:
 
 
 def _map_tasks(spark: SparkSession, size_bytes: int, reducers: int) -> int:
-    """Return a number of map tasks such that each map task has rows for every reduce task and no core is idle."""
+    """Return a number of map tasks that keeps all cores busy and, if possible, gives each map task `_LEAST_BYTES_EACH`
+    bytes of input per reduce task.
+    """
     cores = spark.sparkContext.defaultParallelism
     # The result is a multiple of the number of cores, so that each map task reads part of the input of a single
     # `files._log_order` task.

@@ -1,7 +1,7 @@
 """Judges rows that are sorted by ID and, within each ID, in the order in which they must be judged.
 
-NumPy operations on whole columns judge each ID that occurs once, and each ID whose rows all repeat the first row or the
-only known sighting. The worker's code (`core.fold`) judges all other IDs.
+NumPy operations on whole columns handle the simple cases: IDs that occur once, and IDs whose rows all repeat their
+first row or their only known sighting. The worker's code (`core.fold`) judges all other IDs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LONG_GROUP: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class SortedRows:
-    """All rows of some tracking IDs as columns, with one entry per record."""
+    """The rows to judge, as columns with one entry per record."""
 
     groups: Integers
     """The number of the row's group. A group is an ID or, if tasks judge separately, an ID and a task."""
@@ -88,7 +88,7 @@ class KnownSightings:
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """The runs of equal numbers in `SortedRows.groups`."""
+    """The groups of `SortedRows`, with the positions of each group's rows and known sightings."""
 
     starts: Integers
     lengths: Integers
@@ -143,8 +143,8 @@ def judge_sorted(rows: SortedRows, rules: Rules, known: KnownSightings) -> Decid
 def _decide_plain_groups(
     rows: SortedRows, rules: Rules, groups: _Groups, decided: Decided, known: KnownSightings
 ) -> Booleans:
-    """Judge the IDs whose rows all repeat the first row or the only known sighting; return a mask of the other IDs that
-    have several rows or a known sighting.
+    """Judge the IDs whose rows all repeat their first row or their only known sighting, and return a mask of the IDs
+    that still have to be judged.
     """
     window, count = rules.window, len(rows.times_ms)
     sightings = groups.known_to - groups.known_from
@@ -210,7 +210,9 @@ def _judge_chunk(
 
 
 def _chunks(starts: Integers, lengths: Integers, marked: list[int]) -> Iterator[tuple[Integers, Integers]]:
-    """Yield the rows of the marked IDs in chunks of limited size; an ID with many rows spans several chunks."""
+    """Yield the rows of the marked IDs in chunks of limited size; an ID with more than `_LONG_GROUP` rows spans several
+    chunks.
+    """
     parts: list[tuple[int, int, int]] = []
     rows = 0
     for group, start, count in zip(marked, starts[marked].tolist(), lengths[marked].tolist(), strict=True):

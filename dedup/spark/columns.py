@@ -1,4 +1,4 @@
-"""Defines the columns of a Kafka record in Spark, and converts them to the worker's data structures and back.
+"""Defines the columns of a Kafka record in Spark, and converts them to the data structures that workers use.
 
 Topic, partition, and offset are null for rows that were never in Kafka or whose coordinates were not kept.
 """
@@ -84,7 +84,7 @@ _BATCH_ROWS: Final = 4_000
 def as_records(
     df: DataFrame, *, place: str = "the input", others: Sequence[str] = (), by_arrival: bool = False
 ) -> DataFrame:
-    """Convert a DataFrame, for example from Spark's Kafka source, to the schema `RECORDS`, and keep the columns
+    """Convert a DataFrame, such as one from Spark's Kafka source, to the schema `RECORDS`; also keep the columns
     ``others``.
 
     The column `value` (text or bytes) is required. The columns `key`, `headers`, and either `timestamp_ms` (integer) or
@@ -119,7 +119,7 @@ def as_records(
 
 
 def headers_of(df: DataFrame) -> Column:
-    """Return the column `headers` with empty arrays instead of nulls, or only empty arrays if ``df`` has no such
+    """Return the column `headers` with an empty array in place of each null, or in every row if ``df`` has no such
     column.
 
     Spark 4.0 needs 16 µs to pass a null array to Python, but only 1 µs to pass an empty array (bench/README.md).
@@ -200,7 +200,9 @@ def binary_column(column: pa.Array) -> list[bytes | None]:
 
 
 def _headers_column(column: Any) -> tuple[list[list[Header]], list[int]]:  # noqa: ANN401  # pyarrow's has no useful type
-    """Return the headers of each record (an empty list for null), and the rows with a header name that is not UTF-8."""
+    """Return each record's headers (an empty list for null), and the indexes of rows with a header name that is not
+    UTF-8.
+    """
     flat = column.flatten()
     if len(flat) == 0:
         return [[]] * len(column), []
@@ -210,8 +212,8 @@ def _headers_column(column: Any) -> tuple[list[list[Header]], list[int]]:  # noq
     sizes = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     ends = np.cumsum(sizes).tolist()
     rows: list[list[Header]] = [pairs[end - size : end] for end, size in zip(ends, sizes.tolist(), strict=True)]
-    # Java has replaced the invalid bytes of odd names with U+FFFD; as in a worker, the records become dead letters.
-    # Searching all names at once is faster than searching each name, and odd names are rare.
+    # Java has replaced invalid bytes in header names with U+FFFD. As in a worker, records with such names become dead
+    # letters. Such names are rare, so all names are first searched at once, which is faster.
     if not _is_odd(b"\n".join(names)):
         return rows, []
     odd = np.array([_is_odd(name) for name in names])
@@ -221,7 +223,7 @@ def _headers_column(column: Any) -> tuple[list[list[Header]], list[int]]:  # noq
 def content_digests(records: pa.RecordBatch) -> npt.NDArray[np.uint64]:
     """Return a 128-bit BLAKE2b digest of each record's key, value, headers, and timestamp, as two 64-bit numbers.
 
-    The digests determine the order of records without offsets that have the same ID and event time.
+    Records without offsets that have the same ID and event time are judged in the order of their digests.
     """
     columns = zip(
         binary_column(records.column("key")),
@@ -235,7 +237,7 @@ def content_digests(records: pa.RecordBatch) -> npt.NDArray[np.uint64]:
 
 def _digest(key: bytes | None, value: bytes | None, headers: list[Header], time_ms: int | None) -> bytes:
     parts = [key, value, *(part for name, content in headers for part in (name.encode(), content))]
-    # The digest includes the lengths; without them, moving bytes from one part to the next would not change it.
+    # The digest includes the lengths; otherwise, moving bytes from one part to the next would not change the digest.
     lengths = ",".join("-" if part is None else str(len(part)) for part in parts)
     return blake2b(b"".join([f"{time_ms};{lengths};".encode(), *filter(None, parts)]), digest_size=16).digest()
 

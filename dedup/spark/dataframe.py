@@ -1,6 +1,6 @@
-"""Provides `dedup` and `unique`, which deduplicate a DataFrame without running a job.
+"""Provides `dedup` and `unique`, which deduplicate a DataFrame lazily: Spark runs a job only when the result is used.
 
-Neither function uses JVM objects, so both work over Spark Connect if dedup is installed where the executors run.
+Neither function uses JVM objects, so both work over Spark Connect if dedup is installed on the executors.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def dedup(
     (by default, the time of the call). ``settings`` contains the address of the schema registry, and is needed only if
     values name their schemas.
 
-    Raises SettingsError for a streaming DataFrame, an unknown shape or order, and a column name that occurs twice or
-    that `dedup` adds. Also raises SettingsError if the topology or the order needs columns that ``df`` lacks. Raises
-    TopologyError for a column of an unsupported type and for an invalid topology file. When the result is computed, the
-    job raises the errors that `backfill.backfill` lists.
+    Raises SettingsError for a streaming DataFrame, an unknown shape or order, a column name that occurs twice, or a
+    column with the name of an added column. Also raises SettingsError if the topology or the order needs columns that
+    ``df`` lacks. Raises TopologyError for a column of an unsupported type or an invalid topology file. When the result
+    is computed, the job raises the errors that `backfill.backfill` lists.
     """
     rules = _rules(topology, settings)
     placed = shape == "kafka" and all(name in df.columns for name in COORDINATES)
@@ -93,8 +93,8 @@ def unique(
 ) -> DataFrame:
     """Return the rows of ``df`` that a worker would forward to the output topic, with the columns of ``df``.
 
-    The result contains the first row of each tracking ID within the guard period, and the rows that a policy of the
-    topology forwards. `unique` has the same parameters and raises the same errors as `dedup`.
+    The result contains the unique rows, the exempt rows, and, with `late: forward`, the late rows. `unique` has the
+    same parameters and raises the same errors as `dedup`.
     """
     rules = _rules(topology, settings)
     forwarded = ["unique", "exempt", *(["late"] if isinstance(rules.late, LateForward) else [])]

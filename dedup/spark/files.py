@@ -1,4 +1,4 @@
-"""Reads historical records from files and tables, and rejects damaged files and files with differing schemas.
+"""Reads historical records from files and tables, and rejects damaged files and files whose schemas differ.
 
 If Parquet files are on a local file system (`file:`), the tasks read them directly with Arrow (`InputSplits`), because
 Spark would pass their values to Python one at a time. Spark reads all other inputs, including Delta tables.
@@ -57,7 +57,7 @@ _CAST: Final[Mapping[str, tuple[pa.DataType, ...]]] = {
     "partition": (pa.int16(), pa.int8()),
     "offset": (pa.int32(),),
 }
-"""The types that Arrow may cast to the types of `columns.RECORDS`."""
+"""For each column, the other types that Arrow may cast to the column's type in `columns.RECORDS`."""
 _COUNTED: Final = dict.fromkeys(("first", "last", "placed", "rows"), pa.int64())
 _FOUND: Final = pa.schema({"topic": pa.string(), "partition": pa.int32(), **_COUNTED})
 """For each topic and partition, the bounds of the offsets, the number of rows with an offset, and the total row
@@ -101,7 +101,7 @@ class InputSplits:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Records to judge, with the known properties of their order."""
+    """Records to judge, with what is known about their origin, size, and order."""
 
     records: DataFrame
     """Rows with the columns of `columns.RECORDS`, and with any columns that file paths contain."""
@@ -140,14 +140,14 @@ def read_files(
 ) -> History:
     """Return the records in files, directories, or tables as a `History`.
 
-    A path may be the directory of a `backfill` run or a directory inside it, even if a manifest published the run
-    (`manifest.files_of_runs`). A Delta or Iceberg table is read at its latest version at the time of the call, even if
-    someone writes to it later. If ``rows_are_events`` is true, each row of the table becomes an event (JSON without the
-    null columns), and the table needs no column `value`. If ``paths`` are files, ``base`` is the directory whose
-    subdirectories become columns (`day=2026-01-31/`). If ``by_arrival`` is true, every row must show that the broker
-    set its timestamp (`columns.as_records`). Raises SettingsError with a list of all files that are damaged or whose
-    schema differs from that of the first file. Raises TopologyError for columns that are missing or have the wrong
-    type.
+    A path may be the directory of a `backfill` run or a directory inside it, even if the run was published with a
+    manifest (`manifest.files_of_runs`). A Delta or Iceberg table is pinned to its latest version, so that later writes
+    do not change the result. If ``rows_are_events`` is true, each row of the table becomes an event (JSON without the
+    null columns), and the table needs no column `value`. If ``base`` is given, ``paths`` are files below this
+    directory, whose subdirectories (such as `day=2026-01-31/`) become columns. If ``by_arrival`` is true, every row
+    must show that the broker set its timestamp (`columns.as_records`). Raises SettingsError with a list of all files
+    that are damaged or whose schema differs from that of the first file. Raises TopologyError for columns that are
+    missing or have the wrong type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
@@ -261,8 +261,8 @@ def _version(spark: SparkSession, name: str, table_id: str, version: int, of_pat
 
 
 def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None) -> _Input:
-    """Return the files as a table. Raises SettingsError if a directory (``topic=a/``) has the same name as a column of
-    a record.
+    """Return the files as a table. Raises SettingsError if a directory of JSON files (``topic=a/``) has the name of a
+    record column.
     """
     reader = spark.read.options(**LOSSLESS)
     if base is not None:
@@ -350,13 +350,15 @@ class _LogOrder:
     """Topic, partition, and first offset of each run of ascending offsets."""
 
     def begins_at(self, logs: Iterable[LogSplits]) -> bool:
-        """Return whether offsets ascend within each row group, so that a run begins only where a row group begins."""
+        """Return whether every run of ascending offsets begins at the start of a row group, so that offsets ascend
+        within each row group.
+        """
         return self.begins <= {(log.topic, log.partition, offset) for log in logs for offset in log.first_offsets}
 
 
 def _log_order(records: DataFrame, place: str, splits: InputSplits | None) -> _LogOrder:
-    """Determine the order of all rows from their coordinates. Raises SettingsError if only some rows have topic,
-    partition, and offset.
+    """Determine from the coordinates of all rows whether they are in log order. Raises SettingsError if only some rows
+    have topic, partition, and offset.
     """
     frame, look = records.select(*COORDINATES), _offset_runs
     if splits is not None:
@@ -419,9 +421,9 @@ def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
 
 
 def _json_row() -> Column:
-    """Return a struct of a record's columns as text, parsed from a `json-records` line in the column `value`."""
-    # A line without `value` would become a tombstone, and a misspelled member would be ignored, so the job fails if it
-    # reads such a line.
+    """Parse the `json-records` line in the column `value`, and return a struct with the columns of a record."""
+    # A line without `value` would become a tombstone, and a misspelled member would be ignored, so the job fails on
+    # both.
     members = F.json_object_keys("value")
     unknown = F.array_except(members, F.array(*map(F.lit, RECORDS.fieldNames())))
     others = ", ".join(name for name in RECORDS.fieldNames() if name != "value")
@@ -435,16 +437,16 @@ def _json_row() -> Column:
 def as_events(table: DataFrame) -> Column:
     """Return a column with each row as JSON bytes, without null members.
 
-    Times that are more precise than milliseconds keep all their digits; if Spark cut some off, two different events
-    could become equal.
+    Times that are more precise than milliseconds keep all their digits, because cutting off digits could make two
+    different events equal.
     """
     columns = [_exact(F.col(f"`{field.name}`"), field.dataType).alias(field.name) for field in table.schema.fields]
     return F.to_json(F.struct(*columns)).cast(BinaryType())
 
 
 def _exact(column: Column, kind: DataType) -> Column:
-    """Return the column with times as text in Spark's JSON format, with more digits if milliseconds would not be
-    exact.
+    """Return the column with times as text in Spark's JSON format, with extra digits for times that are more precise
+    than milliseconds.
     """
     match kind:
         case TimestampType():
@@ -502,7 +504,7 @@ def _input_splits(table: DataFrame) -> InputSplits | None:
 
 
 class _GroupPlace(NamedTuple):
-    """The place of a row group in a log."""
+    """The position of a row group in the log of its Kafka partition."""
 
     topic: str
     partition: int

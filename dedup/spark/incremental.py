@@ -3,11 +3,11 @@
 Each run reads its new input and the state that the previous run saved: the position in each source partition, stream
 time, and the sightings that have not expired. A run writes three things in this order:
 
-* First, the run writes its *intent*: the input that it reads and the clock time that it uses. If the run is killed, the
-  next attempt uses the same intent, unless the input no longer exists or the topology has changed.
+* First, the run writes its *intent*: the input that it will read and the clock time that it will use. If the run is
+  killed, the next attempt uses the same intent, unless the input no longer exists or the topology has changed.
 * Second, the run writes its *state* to files that are named after the attempt.
-* Third, the run appends the verdicts in one commit of the table. Because the commit names the attempt, the attempt's
-  state becomes the state of the table.
+* Third, the run appends the verdicts in one commit of the table. The commit names the attempt, which makes the
+  attempt's state the state of the table.
 
 If two runs continue from the same earlier run, Delta commits only one of them (`txnAppId`, `txnVersion`; see
 `table_log`).
@@ -57,7 +57,7 @@ _HARMLESS: Final = frozenset(
 
 
 class Attempt(NamedTuple):
-    """One attempt of an incremental run; the table's history names the attempts that were committed."""
+    """One attempt at an incremental run; the table's history names the attempts that were committed."""
 
     run: int = 0
     """The number of the run; 0 before the first run."""
@@ -130,7 +130,7 @@ def incremental(
     default, now). Rows with offsets are judged in log order, so that all runs together give the same verdicts as a
     single run over all input. Rows without offsets are judged run by run, and in the order of event times within a run.
     From the second run on, a row without an offset is late if it is behind stream time by more than the grace and no
-    sighting of its ID is kept.
+    stored sighting makes it a duplicate.
 
     Raises StateIncompatible, without publishing a verdict, if someone else has changed the table, if the table belongs
     to another topology, or if another run has committed in the meantime. Also raises StateIncompatible if a file of the
@@ -307,7 +307,7 @@ class OutputTable:
         return f"{self.path}/{_STATE}/{name}"
 
     def last_run(self) -> Attempt:
-        """Return the last committed attempt, or an attempt of run 0 if the table does not exist.
+        """Return the last committed attempt, or an `Attempt` with run number 0 if the table does not exist.
 
         Raises StateIncompatible if someone else has changed rows of the table since the last run, or if the table's
         history names no run.
@@ -371,7 +371,8 @@ class OutputTable:
     def state_of(self, last: Attempt, identity: str) -> RunState:
         """Return the state that the last run saved, or an empty state before the first run.
 
-        Raises StateIncompatible if the state is missing or was saved under a different identity.
+        Raises StateIncompatible if the state is missing, or if it was saved with another identity (for another
+        topology).
         """
         if last.run == 0:
             return RunState()
@@ -393,7 +394,7 @@ class OutputTable:
         return state
 
     def intent_after(self, last: Attempt, identity: str) -> Intent | None:
-        """Return the intent of a run that was killed after ``last``, or None if no run was killed or the topology has
+        """Return the intent of the killed run that followed ``last``, or None if no run was killed or the topology has
         changed.
         """
         place = self._at(f"runs/{last.run + 1:08}.json")

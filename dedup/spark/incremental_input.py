@@ -1,7 +1,6 @@
-"""Finds the new part of an input, which consists of new files in a directory, new versions of a Delta table, or the
-rows of a DataFrame.
+"""Finds the new part of an input: new files in directories, new versions of a Delta table, or all rows of a DataFrame.
 
-Before a run reads its input, it *pins* the input: it stores a JSON description, so that another attempt reads the same
+Before a run reads its input, it *pins* the input: it stores a JSON description, so that a later attempt reads the same
 input. The *position*, which is also JSON, describes what all runs together have read, with one entry for each kind of
 input.
 """
@@ -37,7 +36,7 @@ _SHOWN: Final = 3
 class NewFiles:
     """The files that were added to the input directories since the last run.
 
-    A file is identified by its path, size, and modification time. A file may be deleted after a run has read it.
+    A file is identified by its path, size, and modification time. Users may delete a file after a run has read it.
     """
 
     spark: SparkSession = field(repr=False)
@@ -76,7 +75,7 @@ class NewFiles:
         return {"files": new} if new else None
 
     def has(self, pinned: Pinned) -> bool:
-        """Return whether all pinned files still exist, unchanged."""
+        """Return whether all pinned files still exist and are unchanged."""
         found = self._statuses(self.paths)
         return "files" in pinned and pinned["files"].items() <= found.items()
 
@@ -229,7 +228,7 @@ class NewVersions:
 
 @dataclass(frozen=True)
 class NewRows:
-    """The rows of a DataFrame, all of which are new.
+    """The rows of a DataFrame, all of which count as new.
 
     The DataFrame has the columns of `columns.RECORDS` or, if each row is an event, any columns. If the number and
     digest of the rows are the same as in the last run, the new run judges nothing.
@@ -247,7 +246,7 @@ class NewRows:
         return self.frame.sparkSession
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return the number and digest of the rows, or None if there are no rows or the last run judged equal rows."""
+        """Return the rows' number and digest, or None if there are no rows or the last run judged the same rows."""
         found = {"rows": self._history().identity}
         return None if self.frame.isEmpty() or position.get("rows") == found["rows"] else found
 

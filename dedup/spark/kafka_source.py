@@ -35,7 +35,7 @@ _CONSUMER: Final = {
     "includeHeaders": "true",
     "failOnDataLoss": "true",
     # After each poll, Spark asks for the partition's first and last offsets, and then discards records that were
-    # fetched in advance. By default, a poll returns only 500 records.
+    # fetched in advance, so each poll should return many records. The default is 500.
     "kafka.max.poll.records": "50000",
     "kafka.max.partition.fetch.bytes": str(4 << 20),
 }
@@ -149,7 +149,9 @@ def read_kafka(
 
 
 def feeds_of(topology: Topology, counts: Mapping[str, int]) -> tuple[Feed, ...]:
-    """Return a feed for every source partition that existed when the state was created, according to ``counts``."""
+    """Return the feeds of all source partitions; ``counts`` maps topics to their partition counts when the state was
+    created.
+    """
     return tuple(
         Feed(position, partition)
         for position, topic in enumerate(topology.source.topics)

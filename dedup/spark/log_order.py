@@ -20,7 +20,7 @@ _PART_BYTES: Final = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class PartitionBounds:
-    """The first offset, the last offset, and the number of rows that a job's input contains for one Kafka partition."""
+    """The first offset, the last offset, and the number of rows of one Kafka partition in a job's input."""
 
     topic: str
     partition: int
@@ -108,7 +108,7 @@ def _sorted(received: ReceivedRows, topics: Sequence[str]) -> Batches:
 
 
 def _part(received: ReceivedRows, rank: Integers, first: int, end: int) -> pa.RecordBatch:
-    """Return the rows with ranks from ``first`` up to but not including ``end``, sorted by rank."""
+    """Return the rows with ranks from ``first`` to ``end - 1``, sorted by rank."""
     found, ranks, begin = [], [], 0
     for rows in received.rows():
         here = rank[begin : begin + rows.num_rows]

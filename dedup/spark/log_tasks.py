@@ -1,9 +1,8 @@
-"""Judges whole Kafka partitions without a shuffle; each Spark task reads one log after another, in the order of
-offsets.
+"""Judges whole Kafka partitions without a shuffle; each Spark task reads its logs one by one, in the order of offsets.
 
-A worker of a topology that reads its source directly judges each source partition separately. If a history consists of
-Parquet files with a single Kafka partition in each row group, a Spark task can do the same. It judges one part of a log
-at a time, and keeps only the unexpired sightings of earlier parts.
+In a direct topology, a worker judges each source partition separately. A Spark task can do the same if each row group
+of the history's Parquet files contains records of a single Kafka partition. The task judges one part of a log at a
+time, and keeps only the unexpired sightings of earlier parts.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ _SCHEMA: Final = (
 
 
 def assigned(logs: Sequence[LogSplits], *, tasks: int, cores: int, extend: bool = False) -> list[list[LogSplits]]:
-    """Divide the logs among at most ``tasks`` tasks with similar numbers of records.
+    """Divide the logs among at most ``tasks`` tasks, so that the tasks have similar numbers of records.
 
     Set ``extend`` to true if duplicates extend sightings, because merging extended sightings takes twice the memory.
 
-    Return an empty list if a shuffle is better: if a log has too many records for a task's memory, or if one task would
-    take longer for the largest log than a job with a shuffle on ``cores`` cores.
+    Return an empty list if a job with a shuffle is better: if a log has too many records for a task's memory, or if one
+    task would take longer for the largest log than the job with a shuffle would take on ``cores`` cores.
     """
     rows = [log.rows for log in logs]
     most_rows = _MOST_LOG_ROWS // (2 if extend else 1)
@@ -80,7 +79,8 @@ def judge_logs(
     *,
     part_rows: int = _PART_ROWS,
 ) -> Batches:
-    """Read the logs that rows of `frame_of` list, and yield the records with the columns `reduce_side.JUDGED` appended.
+    """Read the logs that the rows of `frame_of` list, and yield the records with the columns `reduce_side.JUDGED`
+    added.
 
     ``columns`` lists the columns that the files have. Raises the errors that `backfill.backfill` lists.
     """
@@ -97,7 +97,7 @@ def judge_logs(
 
 
 class _Part(NamedTuple):
-    """The records of a part of a log, in the form in which a reduce task receives them."""
+    """The records of one part of a log, with the interface that `reduce_side.Reducer` needs."""
 
     screened: Sequence[pa.RecordBatch]
     notices: list[bytes]
@@ -125,7 +125,7 @@ class _LogJudge:
     def judged(self, records: Iterable[pa.RecordBatch]) -> Batches:
         """Judge the next records of the log, and yield them with their verdicts.
 
-        Raises StateIncompatible if a record belongs to another log, or has a lower offset than the record before it.
+        Raises StateIncompatible if a record belongs to another log, or if the offsets do not ascend.
         """
         self._screener.runs = runs = OffsetRuns()
         screened = [self._screener.screened(batch) for batch in records]
@@ -142,7 +142,7 @@ class _LogJudge:
         self._known = self._kept(left)
 
     def _kept(self, left: pa.Table) -> pa.Table:
-        """Add the sightings of a part (``left``) to those of earlier parts, and return the unexpired sightings."""
+        """Merge the sightings of a part (``left``) with those of earlier parts, and return the unexpired sightings."""
         topology, outdated = self._reduce.topology, self._known.slice(0, 0)
         known = self._known
         if topology.window.extend:

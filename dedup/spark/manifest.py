@@ -73,10 +73,10 @@ def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame
 
 
 def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> list[str]:
-    """Return ``paths``, with the path of each run that has a manifest replaced by the paths of the run's files.
+    """Return ``paths``, but replace the path of each run that has a manifest with the paths of the run's files.
 
     For example, ``verdicts/run=may`` is the path of a run, and ``verdicts/run=may/verdict=unique`` is the path of a
-    directory in this run. Raises SettingsError if a run has no files under its path.
+    directory in this run. Raises SettingsError if a run published no files under a path.
     """
     found: list[str] = []
     for path in paths:

@@ -1,7 +1,7 @@
 """Implements the map side of a batch job, which prepares records for the reduce tasks that judge them.
 
-A map task extracts each record's ID and event time, and finds exempt records and dead letters. It also computes stream
-time within its own part of the input (`OffsetRuns`), and sends packed records to the reduce tasks.
+A map task extracts each record's ID and event time, and finds exempt records and dead letters. The task also computes
+stream time within its own part of the input (`OffsetRuns`), and sends packed records to the reduce tasks.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class OffsetRuns:
         run.
 
         ``times_ms`` is `BEFORE_ALL_TIME` for a record that does not advance stream time. Raises StateIncompatible if
-        there are so many offset runs that the rows cannot be in log order.
+        there are more than `_MOST_RUNS` offset runs, because the rows are then not in log order.
         """
         numbers = np.empty(len(offsets), np.int64)
         running = np.empty(len(offsets), np.int64)
@@ -210,7 +210,7 @@ def before_each(runs: Iterable[OffsetRun], topics: Sequence[str], ends: LogEnds)
 
 
 def ends_after(ends: LogEnds, later: Iterable[tuple[tuple[int, int], LogEnd]]) -> dict[tuple[int, int], LogEnd]:
-    """Merge the ends of logs, and return the greatest offset and the greatest event time of each source partition."""
+    """Merge the ends of logs, and return the greatest next offset and event time of each source partition."""
     result = dict(ends)
     for place, end in later:
         result[place] = LogEnd(*map(max, result.get(place, NOTHING_JUDGED), end))
@@ -221,8 +221,8 @@ def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
     """Restore the source records in a batch of the repartition topic; return the records and the indexes of idle
     markers.
 
-    The last two headers of each record contain the timestamp and coordinates of the source record, or denote an idle
-    marker. Raises InvariantBroken for a record that no repartition task wrote.
+    The last two headers of each record contain the timestamp and coordinates of the source record, or mark the record
+    as an idle marker. Raises InvariantBroken for a record that was not written by a repartition task.
     """
     columns: dict[str, list[object]] = {name: [] for name in ("headers", "timestamp_ms", *COORDINATES)}
     idle_rows: set[int] = set()
@@ -251,7 +251,7 @@ def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
 def _without_extracted(batch: pa.RecordBatch, idle: Collection[int]) -> pa.RecordBatch:
     """Remove the header `EXTRACTED`, which is the last header of every record except idle markers.
 
-    Raises InvariantBroken for a record without it, which no repartition task wrote.
+    Raises InvariantBroken if a record lacks this header, because such a record was not written by a repartition task.
     """
     found = batch.column("headers").to_pylist()
     for row, own in enumerate(found):
@@ -272,7 +272,9 @@ def _without_extracted(batch: pa.RecordBatch, idle: Collection[int]) -> pa.Recor
 
 
 class _Buffers:
-    """Stores buffers in order, in memory or, if they are too large, in a file in Spark's local directory."""
+    """Keeps buffers in the order in which they are added: in memory or, above `_IN_MEMORY_BYTES` in total, in a file in
+    Spark's local directory.
+    """
 
     def __init__(self) -> None:
         self._held: list[pa.Buffer] = []
@@ -296,7 +298,7 @@ class _Buffers:
         self._held.clear()
 
     def all(self) -> list[pa.Buffer]:
-        """Return all buffers; no buffer may be added afterward."""
+        """Return all buffers; after this call, no buffer may be added."""
         if self._file is not None and not self._held:
             self._file.flush()
             whole = pa.py_buffer(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -316,8 +318,8 @@ class _Buffers:
 class Packer:
     """Packs the rows of one map task into separate values for each reduce task.
 
-    Each packed value costs about as much as a hundred rows. Therefore, the packer buffers sorted rows (compressed, and
-    in a file if necessary) until the values are large enough or the map task ends.
+    Each packed value costs about as much CPU time as a hundred rows. Therefore, the packer buffers sorted rows
+    (compressed, and in a file if necessary) until the values are large enough or the map task ends.
     """
 
     def __init__(self, targets: Sequence[int], batch_rows: int) -> None:
@@ -345,8 +347,8 @@ class Packer:
         self._waiting.clear()
 
     def add(self, batch: pa.RecordBatch, reducers: npt.NDArray[np.uint16]) -> Batches:
-        """Add rows, and yield packed rows once there are enough; ``reducers`` contains the index of each row's reduce
-        task in ``targets``.
+        """Add rows, and yield packed rows once enough rows are buffered; ``reducers`` contains the index of each row's
+        reduce task in ``targets``.
         """
         if not batch.num_rows:
             return
@@ -429,7 +431,7 @@ class ReceivedRows:
     """The packed rows, sightings, and notices that one reduce task has received."""
 
     def __init__(self, batches: Iterable[pa.RecordBatch]) -> None:
-        """Read all batches, which have the schema `PACKED_ROWS` and may have the column `KNOWN`."""
+        """Read all batches, which have the schema `PACKED_ROWS` and may also have the column `KNOWN`."""
         self._packed: Final = _Buffers()
         self._known: Final = _Buffers()
         self.notices: Final[list[bytes]] = []
@@ -494,7 +496,7 @@ def packed_stream(rows: pa.RecordBatch) -> pa.Buffer:
 
 
 def unpacked(stream: pa.Buffer, options: pa.ipc.IpcReadOptions = _READ_OPTIONS) -> pa.RecordBatch:
-    """Return the rows of an Arrow stream that `packed_stream` made."""
+    """Return the rows of an Arrow stream that `packed_stream` returned."""
     return pa.ipc.open_stream(stream, options=options).read_next_batch()
 
 
@@ -539,7 +541,7 @@ def map_rows(plan: MapPlan, batches: Iterable[pa.RecordBatch]) -> Batches:
 
 def buckets_of(ids: pa.Array, count: int) -> npt.NDArray[np.uint32]:
     """Return each ID's bucket (a reduce task or a group of sightings), which is the ID's hash modulo ``count``. A null
-    ID may be in any bucket.
+    ID gets an arbitrary bucket.
     """
     names = binary_column(ids)
     if ids.null_count:
@@ -548,7 +550,7 @@ def buckets_of(ids: pa.Array, count: int) -> npt.NDArray[np.uint32]:
 
 
 def write_notice(runs: Sequence[OffsetRun]) -> bytes:
-    """Encode the offset runs of one map task for `read_notice`."""
+    """Encode the offset runs of one map task in the form that `read_notice` decodes."""
     return orjson.dumps([asdict(each) for each in runs])
 
 

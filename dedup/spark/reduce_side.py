@@ -1,4 +1,4 @@
-"""Implements the reduce side of a batch job, where one task receives and judges all records with the same ID."""
+"""Implements the reduce side of a batch job, in which all records with the same ID are judged by one reduce task."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ReducePlan:
 
 @dataclass(frozen=True, slots=True)
 class FoldedRows:
-    """The judged rows of one reduce task, sorted by ID and, within each ID, by judging order."""
+    """The judged rows of one reduce task, sorted by ID and, within each ID, in the order in which they were judged."""
 
     order: Integers
     """The position of each judged row among all rows of the task."""
@@ -120,7 +120,7 @@ def layer_rows(
     `sightings.LAYER`.
 
     The last row is a report: the number of records by verdict and, for each source partition that the task knows, the
-    offset at which its judged records end. ``buckets`` is a multiple of ``reducers``, the number of reduce tasks. If
+    end of the judged records (`LogEnd`). ``buckets`` is a multiple of ``reducers``, the number of reduce tasks. If
     ``whole`` is true, the rows include the unexpired sightings of earlier jobs, so that the next job needs no earlier
     layer.
     """
@@ -146,7 +146,7 @@ def layer_rows(
 
 
 def _ends(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -> LogEnds:
-    """Return the end of each log after this job, as far as the reduce task knows."""
+    """For each log that the reduce task knows, return the end that the log has after this job."""
     ends = ends_of(read_notice(received.notices))
     if plan.mode == "event_time" and folded is not None and len(folded.rows.times_ms):
         ends.append((UNPLACED, LogEnd(0, int(folded.rows.times_ms.max()))))
@@ -154,7 +154,7 @@ def _ends(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -
 
 
 def sightings_after(folded: FoldedRows, topology: Topology) -> pa.Table:
-    """Return the new sightings, and the existing sightings whose `last_ms` a duplicate has increased."""
+    """Return the new sightings, and the existing sightings that a duplicate has extended."""
     rows, decided = folded.rows, folded.decided
     made = {
         "id": folded.ids,
@@ -204,7 +204,7 @@ class Reducer:
         self._rows: Final = pa.Table.from_batches(parts) if parts else None
 
     def judged(self, folded: FoldedRows) -> Batches:
-        """Yield the records with their verdicts, in the same batches as `Received.rows`."""
+        """Yield the records with their verdicts, in the same batches and order as `Received.rows`."""
         stream_ms = folded.stream_ms
         # Rows that were not judged keep zeros, which are not used.
         decided = Decided.of(np.zeros(len(stream_ms), np.int8))
@@ -271,7 +271,9 @@ class Reducer:
                 return within
 
     def _judging_order(self, rows: pa.Table, several: Integers, stream_ms: Integers) -> list[Integers]:
-        """Return the columns by which the rows of an ID are sorted for judging, the least significant column first."""
+        """Return the columns by which the rows of an ID are sorted for judging, starting with the least significant
+        column.
+        """
         match self._plan.mode:
             case "direct" | "log":
                 partition, offset = _TASKS[self._plan.mode]

@@ -1,19 +1,19 @@
 """Implements `dedup spark seed`, which turns a history into the initial state of a fleet.
 
-The command judges the history as a backfill does, and reduces it to the sightings that have not expired. The first
-transaction writes a seed mark in the phase `seeding` to every changelog partition. If the topology repartitions
-records, the command commits the source offsets before it writes any sightings. Spark tasks then write the sightings of
-each partition under the fleet's transactional IDs. The last transaction of a partition contains the task record, the
-seed mark in the phase `seeded`, and the group's offset. If a worker's task starts on a partition that is not completely
+The command judges the history as a backfill does, and keeps the sightings that have not expired. The first transaction
+writes a seed mark in the phase `seeding` to every changelog partition. If the topology repartitions records, the
+command commits the source offsets before it writes any sightings. Spark tasks then write the sightings of each
+partition under the fleet's transactional IDs. The last transaction of a partition contains the task record, the seed
+mark in the phase `seeded`, and the group's offset. If a worker's task starts on a partition that is not completely
 seeded, the task stops with StateIncompatible.
 
 The seed marks contain the name, the offsets, and the clock time of the seed. Therefore, if the command is killed,
 running it again writes the same records and finishes the seed. The command rejects a second run with a different
 history or different offsets, because records of the first run would stay in the changelog.
 
-Writing a changelog record twice does no harm, so attempts of a Spark task may be repeated or run concurrently. If an
-upstream Spark task fails, the writing task sees only a normal end of its input. It therefore commits the last
-transaction of a partition only if the number and the digest of the records match the seed mark.
+Writing a changelog record twice is harmless, so attempts of a Spark task may be repeated or run concurrently. If an
+upstream Spark task fails, the writing task sees only a normal end of its input. The writing task therefore commits the
+last transaction of a partition only if the number and the digest of the records match the seed mark.
 """
 
 from __future__ import annotations
@@ -145,11 +145,11 @@ def seed(
 ) -> Seeded:
     """Write a fleet's changelog and offsets as if the fleet had judged the history up to ``until``.
 
-    ``history`` is a `History` of files, a DataFrame of `columns.RECORDS`, or None for the source topics from their
-    start. The function ignores rows whose offset or timestamp shows that the fleet will read them. ``commit_rows`` is
-    the number of changelog records in a transaction. Raises StateIncompatible, without writing a seed, if the group or
-    the changelog contains state that `dedup spark seed` did not write. Also raises StateIncompatible if an earlier run
-    began a different seed, or if all records of the history are dead letters.
+    ``history`` is a `History` of files or a DataFrame of `columns.RECORDS`; if it is None, the source topics are read
+    from their beginning. The function ignores rows whose offset or timestamp shows that the fleet will read them.
+    ``commit_rows`` is the number of changelog records in a transaction. Raises StateIncompatible, without writing a
+    seed, if the group or the changelog contains state that `dedup spark seed` did not write. Also raises
+    StateIncompatible if an earlier run began a different seed, or if all records of the history are dead letters.
     """
     began_s = time.monotonic()
     work = partial(on_cluster, settings, f"dedup-{topology.name}-seed")
@@ -194,7 +194,7 @@ def seed(
 
 
 def _refuse_unread(counts: Counts, place: str) -> None:
-    """Raise StateIncompatible if no record can be judged, because a fleet without state would forward duplicates."""
+    """Raise StateIncompatible if all records are dead letters: a fleet without state would forward duplicates."""
     dead = counts.verdicts.get("dead_letter", 0)
     if dead and dead == sum(counts.verdicts.values()):
         why = ", ".join(f"{count:,} {cause}" for cause, count in counts.causes["dead_letter"].items())
@@ -270,7 +270,7 @@ def _marks(
 
 
 def _write_sightings(rows: DataFrame, plan: WritePlan) -> dict[int, bool]:
-    """Write the partitions that have sightings; return, for each partition, whether an earlier run had finished it."""
+    """Seed the partitions that have sightings; return, for each partition, whether an earlier run had finished it."""
     placed = rows.repartition(len(plan.marks), "dedup_partition").sortWithinPartitions("dedup_partition")
     try:
         with translated_errors():
@@ -363,7 +363,7 @@ def _refuse_other_begins(topology: Topology, until: Until, begins: Mapping[Topic
 async def _refuse_used(
     topology: Topology, wire: KafkaWire, sources: list[TopicPartition], logs: list[TopicPartition]
 ) -> None:
-    """Raise StateIncompatible if the group has offsets in the source topics or the repartition topic has records."""
+    """Raise StateIncompatible if the group has committed source offsets or the repartition topic has records."""
     for topic, partition in sources:
         if await committed_offset(wire, topology.name, TopicPartition(topic, partition)) is not None:
             raise _not_new(topology, f"its group has committed an offset of {topic}/{partition}")
@@ -435,9 +435,9 @@ class _SeedWriter:
     async def begin(self, found: _ClusterState) -> None:
         """Write seed marks in the phase `seeding` to all changelog partitions in one transaction.
 
-        A `seeding` mark keeps the fleet from starting a task on its partition. If the topology repartitions records,
-        the method then commits the source offsets, so that a fleet that starts during the seed does not repartition the
-        history.
+        A `seeding` mark keeps the fleet from starting a task on the mark's partition. If the topology repartitions
+        records, the method then commits the source offsets, so that a fleet that starts during the seed does not
+        repartition the history.
         """
         marks = {} if found.marks else self._plan.marks
         for partition in marks:

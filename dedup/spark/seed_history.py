@@ -1,6 +1,4 @@
-"""Turns a history into the state of a fleet, which consists of unexpired sightings and each task's stream time and
-feeds.
-"""
+"""Turns a history into the state of a fleet: the unexpired sightings, and the stream time and feeds of each task."""
 
 from __future__ import annotations
 
@@ -103,9 +101,9 @@ def _refuse_unplaceable(history: History, topology: Topology, source_partitions:
 def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order) -> DataFrame:
     """Return the verdicts with the column `dedup_partition`, the number of the task that judges the record's ID.
 
-    In a direct topology, a task's number is its source partition; Kafka's default partitioner determines the partition
-    of rows without coordinates from the key. With a repartition topic, the same partitioner determines the task's
-    number from the ID.
+    In a direct topology, a task's number is its source partition; for rows without coordinates, Kafka's default
+    partitioner determines the partition from the key. With a repartition topic, the same partitioner determines the
+    task's number from the ID.
     """
     if topology.direct and order == "offsets":
         return verdicts.withColumn("dedup_partition", fn.col("partition"))
@@ -122,7 +120,7 @@ def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order)
 
 
 def _coordinates(topology: Topology, order: Order, of: str = "") -> list[str]:
-    """Return SQL for a record's coordinates or, if ``of`` is "first_", for those of the sighting that the record
+    """Return SQL for a record's coordinates or, if ``of`` is "first_", for the coordinates of the sighting that it
     repeats.
     """
     if order == "event_time":
@@ -133,7 +131,7 @@ def _coordinates(topology: Topology, order: Order, of: str = "") -> list[str]:
 
 
 def _sightings(verdicts: DataFrame, topology: Topology, order: Order) -> DataFrame:
-    """Return the sightings that result from the verdicts, with the times to which duplicates may have extended them."""
+    """Return the sightings that result from the verdicts, with extensions if the topology says `extend: true`."""
     key, payload = ("dedup_partition", "dedup_id"), "dedup_fingerprint" if topology.fingerprints_wanted else "NULL"
     fingerprint = f"coalesce({payload}, cast('' AS binary)) AS fingerprint"
     times = ("dedup_time_ms AS first_ms", "dedup_time_ms AS last_ms")
@@ -208,8 +206,8 @@ def _encoded(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _encoded_values(lists: pa.ListArray) -> list[bytes]:
-    """Encode each list of sightings, with a fast path if every list contains only one sighting and no duplicate
-    extended it.
+    """Encode each list of sightings; a fast path handles lists of one sighting each, if no duplicate extended a
+    sighting.
     """
     flat = lists.flatten()
     first, last, *place = (flat.field(name).to_numpy(zero_copy_only=False) for name in _SEEN[:-1])

@@ -72,14 +72,14 @@ _CONF: Final = {
     "spark.python.daemon.module": worker_daemon.MODULE,
 }
 _LOCAL_CONF: Final = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-"""A local session must not depend on whether the machine's host name can be resolved."""
+"""With these settings, a local session works even if the machine's host name cannot be resolved."""
 _SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
 _DEFAULT_PARTITIONS: Final = 200
 _PARTITION_BYTES: Final = 32 << 20
 _SMALL_BYTES: Final = 1 << 20
 """A shuffle partition should receive between `_SMALL_BYTES` and `_PARTITION_BYTES` of input."""
 _WITH_SECRETS: Final = ("security", "schema_registry")
-"""The sections of the settings that have secrets, except `web`."""
+"""The sections of the settings that contain secrets, except `web`."""
 RECORD_BYTES: Final = 256
 """The assumed size of a record in bytes if only the number of records is known."""
 
@@ -167,7 +167,7 @@ def described(spark: SparkSession, text: str, *, group: str | None = None) -> It
     """Inside the ``with`` block, set the description and, if given, the job group of the Spark jobs that this thread
     runs.
 
-    The jobs of a stream must keep the job group of their query, because Spark uses the group to cancel them.
+    For the jobs of a stream, leave ``group`` unset: Spark cancels these jobs by the job group of their query.
     """
     wanted = {"spark.job.description": text} | ({} if group is None else {"spark.jobGroup.id": group})
     context = spark.sparkContext
@@ -220,8 +220,8 @@ def translated_errors() -> Iterator[None]:
     """Inside the ``with`` block, turn Spark's errors into dedup's errors.
 
     An error that dedup raised on an executor is raised again on the driver. Raises SettingsError for files that cannot
-    be read, and StateIncompatible if Kafka deleted records while a job was reading them. Errors with no counterpart in
-    dedup are raised unchanged.
+    be read, and StateIncompatible if Kafka deleted records while a job was reading them. All other errors are raised
+    unchanged.
     """
     try:
         yield
@@ -263,9 +263,9 @@ def session_for(
     jars of ``packages``.
 
     ``conf`` takes precedence over the settings that this function chooses. If ``master`` is None, the master is
-    ``local[*]`` or, under spark-submit, the master of spark-submit. Under spark-submit, or if ``conf`` lists jars, no
-    jars are downloaded, and any version of Spark is accepted. Raises BrokerUnavailable if Java or a jar cannot be
-    obtained, or if the version of PySpark is not supported.
+    ``local[*]`` or, under spark-submit, the master that spark-submit sets. Under spark-submit, or if ``conf`` lists
+    jars, no jars are downloaded, and any version of Spark is accepted. Raises BrokerUnavailable if Java or a jar cannot
+    be obtained, or if the version of PySpark is not supported.
     """
     wanted = tuple(packages)
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ

@@ -1,8 +1,8 @@
 """Packs the sightings that a batch job saves for the next job into the rows of a table.
 
-A *layer* is the set of sightings that one job saves. An incremental layer contains the sightings that the job created,
-and those whose `last_ms` a duplicate has increased. A full layer also contains all earlier sightings that have not
-expired. Sightings are packed into buckets by a hash of their ID, so that the next job shuffles only a few large values.
+A *layer* is the set of sightings that one job saves. An incremental layer contains the sightings that the job created
+or extended. A full layer also contains all earlier sightings that have not expired. Sightings are packed into buckets
+by a hash of their ID, so that the next job shuffles only a few large values.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def sightings_of(table: pa.Table) -> Iterator[Sighting]:
 
 
 def current(found: Sequence[pa.RecordBatch], topology: Topology, ends: LogEnds) -> pa.Table:
-    """Return the sightings that have not expired at the log ends of earlier jobs, each with its latest `last_ms`."""
+    """Return the sightings that have not expired (see `live`), each with its latest `last_ms`."""
     table = pa.Table.from_batches([live(batch, topology, ends) for batch in found], SIGHTINGS)
     if not topology.window.extend:
         return table
@@ -77,7 +77,7 @@ def current(found: Sequence[pa.RecordBatch], topology: Topology, ends: LogEnds) 
 
 
 def live(batch: pa.RecordBatch, topology: Topology, ends: LogEnds) -> pa.RecordBatch:
-    """Return the sightings in ``batch`` that have not expired at the log ends of earlier jobs."""
+    """Return the sightings in ``batch`` that have not expired at the greatest event time of their log in ``ends``."""
     partitions = batch.column("partition").to_numpy()
     oldest_ms = np.zeros(batch.num_rows, np.int64)
     for (_, partition), end in ends.items():
@@ -87,10 +87,10 @@ def live(batch: pa.RecordBatch, topology: Topology, ends: LogEnds) -> pa.RecordB
 
 
 def merged(new: pa.Table, repeated: pa.Table, known: pa.Table, topology: Topology) -> pa.Table:
-    """Return the new sightings, and the existing sightings whose `last_ms` a duplicate has increased.
+    """Return the new sightings, and the existing sightings that a duplicate has extended.
 
     ``known`` contains the sightings of earlier jobs. For each duplicate, ``repeated`` has a row with the sighting that
-    the duplicate repeats; `last_ms` of this row is computed as if there were no other duplicate.
+    the duplicate repeats; the `last_ms` of this row takes only this one duplicate into account.
     """
     if not topology.window.extend:
         return new
@@ -160,7 +160,7 @@ def _layer_row(*values: object) -> pa.RecordBatch:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The location and size of the sightings that a job saved."""
+    """A layer that a job has saved: its path, and the number and greatest `last_ms` of its sightings."""
 
     path: str
     buckets: int
@@ -173,8 +173,8 @@ def routed(frame: DataFrame, buckets: int, targets: Sequence[int], batch_rows: i
     """Convert rows of `LAYER` to packed rows with the column `KNOWN`, and make a copy of each row for every reduce task
     that may judge its IDs.
 
-    ``batch_rows`` is the maximum number of rows in a batch that Spark passes to Python. Enough empty rows follow each
-    packed value to keep a full batch within `BATCH_BYTES`.
+    ``batch_rows`` is the maximum number of rows in a batch that Spark passes to Python. The function adds enough empty
+    rows after each packed value to keep a full batch within `BATCH_BYTES`.
     """
     common = gcd(buckets, len(targets))
     wanted = [[target for at, target in enumerate(targets) if at % common == rest] for rest in range(common)]

@@ -1,10 +1,10 @@
 """Downloads the jars that PySpark lacks (Kafka connector, Delta, Iceberg, S3, JDBC) from Maven Central.
 
-The module does not use Spark's own resolver, Ivy, because Ivy fails if a Maven cache contains POM files without their
-jars, and requests a jar that some mirrors lack.
+The module does not use Spark's own resolver, Ivy, because Ivy fails if a local Maven cache contains POM files without
+their jars, and because it requests a jar that some mirrors lack.
 
 `spark-jars.lock` lists the jars for every supported version of Spark with their SHA-256 digests. The command `python -m
-dedup.spark.spark_jars` prints a new lock file that lists the jars for the installed version of PySpark.
+dedup.spark.spark_jars` prints the lock file, updated with the jars for the installed version of PySpark.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _refuse_other(found: Jar, locks: Mapping[str, Jar]) -> None:
 
 
 def _beside_spark(wanted: Iterable[str], repository: Path) -> Iterator[Artifact]:
-    """Yield the resolved artifacts that PySpark does not include in any version."""
+    """Yield the resolved artifacts, except those that PySpark includes (in whatever version)."""
     own = (Path(pyspark.__file__).parent / "jars").glob("*.jar")
     bundled = {_VERSIONED.sub("", jar.name) for jar in own}
     for artifact in resolved(wanted, repository):

@@ -1,14 +1,15 @@
-"""Implements `dedup spark run`, a Structured Streaming job that has the same verdicts, state, and transactions as a
-fleet.
+"""Implements `dedup spark run`, a Structured Streaming job that produces the same verdicts, state, and transactions as
+a fleet.
 
 Spark reads the topics, schedules and retries tasks, and stores the offsets of each micro-batch. A Spark task judges its
-Kafka partition as a worker does (`task_attempt`). It commits the records, their sightings, the task record, and the
-group's offset in one transaction, under the transactional ID that the fleet uses for the partition. A fleet can
-therefore take over where a stream stops, and vice versa, but a fleet and a stream that run at the same time fence each
+Kafka partition as a worker does (`task_attempt`). The task commits the records, their sightings, the task record, and
+the group's offset in one transaction, under the transactional ID that a fleet would use for the partition. Therefore, a
+fleet can take over where a stream stops, and vice versa. A fleet and a stream that run at the same time fence each
 other.
 
 A topology with a repartition topic needs two queries. The query `repartition` writes records to the repartition topic,
-in which equal IDs share a partition. The query `dedup` judges the records in the order of the repartition topic.
+in which records with the same ID share a partition. The query `dedup` judges the records in the order of the
+repartition topic.
 """
 
 from __future__ import annotations
@@ -76,14 +77,14 @@ _REPORTING: Final = {
 def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
     """Write the stream's identity (`Prepared.identity`) to a new checkpoint directory.
 
-    Spark does not check whether a checkpoint belongs to a query, and would use one topology's offsets for another
-    topology. Raises StateIncompatible and changes nothing if the directory contains another identity, or contains files
-    but no identity.
+    The identity is necessary because Spark does not check whether a checkpoint belongs to a query: it would use one
+    topology's offsets for another topology. Raises StateIncompatible and changes nothing if the directory contains
+    another identity, or contains files but no identity.
     """
     path, files = checkpoint.at(_IDENTITY_FILE), checkpoint.files
     if not files.exists(path):
         left = files.listStatus(checkpoint.path) if files.exists(checkpoint.path) else []
-        # A driver that was killed while writing the identity may have left the part file behind.
+        # If a driver was killed while writing the identity, it may have left the part file behind.
         if any(status.getPath().getName() != _PART_FILE for status in left):
             raise StateIncompatible(
                 f"{checkpoint.path}: is not empty, and not a checkpoint of `dedup spark run`: {_IDENTITY_FILE} is "
@@ -125,11 +126,11 @@ class Prepared:
         return {at: offset for at, offset in self.positions.items() if at.topic in topics}
 
     def identity(self) -> dict[str, object]:
-        """Return the values that must stay the same so that a stream can continue from its checkpoint.
+        """Return the values that must not change if a stream is to continue from its checkpoint.
 
         `state` contains the topology's rules and partition counts. `topics` contains Kafka's topic IDs, because a
-        recreated topic has different records at the same offsets. `semantics` is a constant that existing checkpoints
-        contain.
+        recreated topic has different records at the same offsets. `semantics` is a constant, kept because existing
+        checkpoints contain it.
         """
         name, partitions = self.topology.name, self.cluster.source_partitions(self.topology)
         ids = {topic: self.cluster.topics[topic].topic_id for topic in partitions}
@@ -137,7 +138,9 @@ class Prepared:
         return {"version": 1, "topology": name, "state": state, "topics": ids, "semantics": "exact"}
 
     async def pin_start(self) -> None:
-        """Commit the start offsets that depend on the time, so that the stream uses the same offsets after a crash."""
+        """Commit the start offsets that depend on when the stream starts, so that a stream restarted after a crash uses
+        the same offsets.
+        """
         if self.unpinned:
             async with connected(self.settings, f"dedup-{self.topology.name}-spark") as wire:
                 for place in self.unpinned:
@@ -204,7 +207,7 @@ async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition)
 
 
 class _IdleMarks:
-    """Marks source partitions without new records as idle in the repartition topic, in a thread of the driver.
+    """A driver thread that writes idle markers to the repartition topic for source partitions without new records.
 
     Without a marker, an idle source partition holds stream time back, so that no record is late and no sighting
     expires. The `repartition` task of the idle partition writes the marker, but only while no micro-batch is running,
@@ -262,7 +265,9 @@ class _IdleMarks:
         self._quiet[feeding] = position, since_s
 
     async def _caught_up_at(self, wire: KafkaWire, feeding: TopicPartition) -> int | None:
-        """Return a partition's position if only markers and aborted records follow it; otherwise, return None."""
+        """Return a partition's position if only transaction markers and aborted records follow it; otherwise, return
+        None.
+        """
         committed = await committed_offset(wire, self._ready.topology.name, feeding)
         lag = await lag_after(wire, feeding, self._ready.positions[feeding] if committed is None else committed)
         return None if lag.records else lag.position
@@ -362,7 +367,9 @@ class _Query:
             self.options.on_batch(judged)
 
     def goes_on(self, spark: SparkSession) -> bool:
-        """Return whether the query is active; if a defect in Spark has stopped it, restart it, but only once."""
+        """Return whether the query is active; if a known Spark defect has stopped it (`_failed_in_report`), restart it
+        once.
+        """
         if self.query is None or self.query.isActive:
             return self.query is not None
         if self.failure is not None or self.restarted or not _failed_in_report(self.query):
@@ -449,8 +456,8 @@ class Running:
             query.raise_failure()
 
     def stop(self) -> None:
-        """Make `wait` return soon; a signal handler may call this method. The next run judges the uncommitted
-        records.
+        """Make `wait` return within a fraction of a second; a signal handler may call this method. The next run judges
+        the uncommitted records.
         """
         self._stopping.set()
 

@@ -49,7 +49,7 @@ class _Seen:
 
 
 class StreamMonitor:
-    """Implements `web.server.Answers` for a stream, in a thread that runs from `start` to `stop`."""
+    """Implements `web.server.Answers` for a stream; its thread runs from `start` to `stop`."""
 
     def __init__(
         self, topology: Topology, settings: Settings, positions: Mapping[SubTopology, Mapping[TopicPartition, int]]
@@ -74,7 +74,7 @@ class StreamMonitor:
         """The address of the pages, or None if no pages are served."""
 
     def start(self) -> None:
-        """Begin to watch the lag, and serve the web pages if the settings enable them."""
+        """Start watching the lag, and serve the web pages if the settings enable them."""
         self._thread.start()
         self._runs.wait()
 
@@ -84,7 +84,7 @@ class StreamMonitor:
         self._thread.join()
 
     def add(self, report: BatchReport) -> None:
-        """Count a micro-batch, and schedule its log line; any thread may call this method."""
+        """Add the counts of a micro-batch, and schedule its log line; any thread may call this method."""
         self._call(lambda: self._take(report))
 
     def _call(self, what: Callable[[], None]) -> None:
@@ -181,7 +181,7 @@ class StreamMonitor:
         return None
 
     def seen(self) -> WorkerSeen:
-        """Return the current state of the stream in the form of a worker's state."""
+        """Return the current state of the stream in the form that workers use for their own state."""
         tasks = []
         for (kind, place), seen in self._seen.items():
             most = self._topology.state.max_bytes_per_partition if kind == "dedup" else None

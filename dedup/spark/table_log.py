@@ -1,4 +1,4 @@
-"""Reads the history of a Delta or Iceberg table, and appends rows to the table in commits that are then read back.
+"""Reads the history of a Delta or Iceberg table, appends rows to the table, and verifies each append in the history.
 
 In Delta, each append to the table carries an application ID and a transaction version (`txnAppId`, `txnVersion`). If
 two appends carry the same pair, Delta commits one of them, and rejects or silently drops the other. After an append,
@@ -6,12 +6,12 @@ two appends carry the same pair, Delta commits one of them, and rejects or silen
 files one by one, newest first (see "Delta Log Entries" in Delta's protocol), because each `DESCRIBE HISTORY` runs a
 Spark job over all log files.
 
-Iceberg has no transaction IDs, so it would accept the appends of two competing jobs, one after the other. Therefore,
-`IcebergLog.append` writes rows to a branch that begins at the latest snapshot that the method has examined. It then
-checks that `main` is still at this snapshot, and fast-forwards `main` to the branch (see "Branching and Tagging" in
-Iceberg's documentation). Iceberg rejects the fast-forward if the table has changed since the check. If another job
-commits first, the appended rows stay invisible, and `append` starts over or, if the other job belongs to the same
-application, fails.
+Iceberg has no such transaction IDs, so it would accept the appends of two competing jobs, one after the other.
+Therefore, `IcebergLog.append` writes rows to a branch that begins at the latest snapshot that the method has examined.
+The method then checks that `main` is still at this snapshot, and fast-forwards `main` to the branch (see "Branching and
+Tagging" in Iceberg's documentation). Iceberg rejects the fast-forward if the table has changed since the check. If
+another job commits first, the appended rows stay invisible. In this case, `append` fails if the other job belongs to
+the same application, and otherwise starts over.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class DeltaLog:
     def commits(self, after: int = -1) -> Iterator[TableCommit]:
         """Yield the commits after version ``after``, or all commits in the log by default, newest first.
 
-        If ``after`` is given and the log lacks a later version, the method yields neither that version nor any greater
-        version.
+        If ``after`` is given and a later version is missing from the log, the method yields only versions before the
+        missing one.
         """
         # If ``after`` is given, the directory is not listed, because a table with a commit every few seconds has
         # hundreds of thousands of files.
@@ -151,9 +151,9 @@ class DeltaLog:
 
         ``by`` lists the columns by which a new table is partitioned. ``application`` and ``number`` are the append's
         `txnAppId` and `txnVersion`, and ``metadata`` must differ from that of any other append. Version ``after`` must
-        be older than any commit with the same ``application`` and ``number``. Raises StateIncompatible if another job
-        has committed this number (with the text ``taken``), or if Delta dropped the append because the table has a
-        commit with a greater number. Also raises StateIncompatible if the log no longer shows whether the append was
+        be older than any commit with the same ``application`` and ``number``. Raises StateIncompatible with the text
+        ``taken`` if another job has committed this number. Also raises StateIncompatible if Delta dropped the append
+        because the table has a commit with a greater number, or if the log no longer shows whether the append was
         committed. Raises BrokerUnavailable if another job has changed the table (for example, its properties) in the
         meantime.
         """
@@ -201,7 +201,9 @@ class SnapshotCommit:
 
     @property
     def metadata(self) -> str | None:
-        """Return the metadata that `append` stored in the snapshot, or None if `append` did not create the snapshot."""
+        """Return the metadata that `append` stored in the snapshot, or None if the snapshot was not created by
+        `append`.
+        """
         return self.summary.get(_METADATA)
 
     @property
@@ -268,9 +270,9 @@ class IcebergLog:
     ) -> list[SnapshotCommit]:
         """Append the rows in one commit, and return all commits after version ``after``, including the new one.
 
-        ``metadata`` must differ from that of any other append. Raises StateIncompatible if the application has
-        committed after version ``after`` (with the text ``taken``) or if the table no longer contains version
-        ``after``. Raises BrokerUnavailable if every attempt failed because another job had committed.
+        ``metadata`` must differ from that of any other append. Raises StateIncompatible with the text ``taken`` if
+        another job of the application has committed after version ``after``, and also if the table no longer contains
+        version ``after``. Raises BrokerUnavailable if every attempt failed because another job had committed.
         """
         properties = {_APPLICATION: application, _NUMBER: str(number), _METADATA: metadata}
         failed: Exception | None = None
@@ -323,7 +325,8 @@ class IcebergLog:
         try:
             refs = table.manageSnapshots()
             for name, ref in dict(table.refs()).items():
-                # The branch belongs to an append that was killed, or to one that is still running and must begin again.
+                # This branch belongs to an append that was killed, or to an append that is still running and will have
+                # to start over.
                 if _BRANCH.fullmatch(name) and ref.isBranch():
                     refs = refs.removeBranch(name)
             refs.createBranch(branch, head.snapshot_id).commit()

@@ -1,7 +1,8 @@
 """Implements `dedup spark sink`, which appends each committed output record to a table exactly once.
 
-The metadata of each table commit contains the Kafka offsets where the commit ends. Rows and offsets become visible
-together, so no checkpoint is needed. If a driver is killed, the next driver continues after the last table commit.
+The metadata of each table commit contains the Kafka offsets where the commit ends. The rows and these offsets become
+visible together, so no checkpoint is needed. If a driver is killed, the next driver continues after the last table
+commit.
 
 An append fails if another sink has committed since this sink last read the table (`table_log`), so if two sinks write
 to the same table, one of them fails. A sink reads each of its table commits back and checks the ID in the metadata.
@@ -101,7 +102,8 @@ class TableSink:
         If ``until`` is given, only records before these offsets are appended. After the call, the table contains every
         record before the offsets in `Appended.ends` exactly once. Raises StateIncompatible if another sink has written
         to the table in the meantime, if rows of the sink were replaced or removed, or if the table or the topic was
-        recreated. Also raises StateIncompatible if retention deleted records that are not in the table.
+        recreated. Also raises StateIncompatible if the topic is compacted, or if retention deleted records that are not
+        in the table.
         """
         if not self._looked:
             self._before = self._log.latest()
@@ -136,7 +138,9 @@ class TableSink:
     def _begins(
         self, last: Appended | None, topic_id: str, lows: Mapping[int, int], ends: Mapping[int, int]
     ) -> dict[int, int]:
-        """Return the offset where each partition continues, or 0 for a partition added since the last table commit."""
+        """Return the offset where each partition's next commit begins, which is 0 for a partition added since the last
+        commit.
+        """
         if last is None:
             gone = [f"{self._topic}/{partition} before offset {low}" for partition, low in lows.items() if low]
             if gone:
@@ -285,8 +289,8 @@ class TableSink:
 def following(
     sink: TableSink, every_s: float, *, stopped: threading.Event, failed: Callable[[], None]
 ) -> Iterator[None]:
-    """Append, in a separate thread, the records that a stream commits inside the ``with`` block; after the block,
-    append the remaining records.
+    """In a separate thread, append the records that a stream commits inside the ``with`` block; after the block, append
+    the remaining records.
 
     If ``stopped`` is set, the remaining records are left for the next run of the sink. If the appending thread fails,
     it calls ``failed``, and the end of the ``with`` block raises the thread's error.
@@ -317,7 +321,7 @@ def following(
 def follow(
     sink: TableSink, *, every_s: float, over: threading.Event, tell: Callable[[Appended], None] = lambda _: None
 ) -> None:
-    """Append new records until ``over`` is set, and pause for ``every_s`` seconds when there are no new records.
+    """Append new records until ``over`` is set, and pause for ``every_s`` seconds whenever there are no new records.
 
     Raises BrokerUnavailable if no broker responds to the first attempt. After a successful attempt, the function keeps
     retrying while no broker responds.

@@ -1,8 +1,8 @@
 """Implements `dedup spark upsert`, which keeps one row per tracking ID in a Delta table (MERGE) or a database (JDBC).
 
 If several records have the same ID, the table keeps the newest record. The table stores the columns that define which
-record is newer (`ORDER`), and only a newer record replaces a row. Therefore, the result is the same even if runs are
-repeated, killed, or started in another order.
+record is newer (`ORDER`), and only a newer record replaces a row. Therefore, repeating runs, killing them, or running
+them in another order does not change the result.
 
 Spark's JDBC writer cannot upsert. Each run therefore writes its rows to its own staging table, and a single SQL
 statement moves the rows to the target table. If a run is killed before it moves the rows, the target table is
@@ -45,7 +45,7 @@ _MOST_BYTES: Final = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class Jdbc:
-    """A table in a database that Spark reaches by JDBC."""
+    """A table in a database that Spark accesses through JDBC."""
 
     url: str
     """`jdbc:postgresql://…` or `jdbc:sqlite:FILE`."""
@@ -132,8 +132,9 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
 
     ``schema`` is Spark DDL for the members of the JSON value that become columns; records with values of other types
     are rejected. Without ``schema``, the columns are `key` and `value` as bytes. A record with a null value becomes a
-    row whose payload columns are null. ``order`` is `event_time`, a column of ``schema``, or `offset`, which is correct
-    only if all records of an ID are in the same Kafka partition. Raises SettingsError for an invalid schema or order.
+    row whose payload columns are null. ``order`` says which record is newer: `event_time`, a column of ``schema``, or
+    `offset`. `offset` is correct only if all records of an ID are in the same Kafka partition. Raises SettingsError for
+    an invalid schema or order.
     """
     payload = _schema(schema)
     if order not in {_EVENT_TIME, _OFFSET, *([] if payload is None else payload.names)}:
@@ -187,7 +188,7 @@ def _json_of(framing: SchemaIdPlace | None) -> Column:
 
 
 def output_records(spark: SparkSession, topology: Topology, settings: Settings) -> DataFrame:
-    """Return the committed records of the output topic. Raises StateIncompatible if the topic does not exist."""
+    """Return the committed records of the output topic. Raises StateIncompatible if there is no such topic."""
     ranges = {}
     if topology.output is not None:
         with KafkaReader(settings) as reader:
@@ -298,7 +299,7 @@ def _refuse_other_columns(table: str, wanted: Sequence[str], found: Sequence[str
 def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
     """Upsert the newest row of each ID into a database table, and create the table if it does not exist.
 
-    Return the number of inserted or replaced rows. Each run changes the rows of the table with a single SQL statement.
+    Return the number of inserted or replaced rows. Each call changes the table's rows with a single SQL statement.
     Raises StateIncompatible if the table lacks a column or has no unique constraint on `tracking_id`.
     """
     if not _NAME.fullmatch(to.table):
@@ -348,7 +349,7 @@ def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
 def _move(connection: Any, staging: str, table: str, move: str, expected: int) -> int:  # noqa: ANN401  # Java's
     """Move the staged rows to the target table in one transaction; return the number of inserted or replaced rows.
 
-    Raises StateIncompatible unless the staging table contains all ``expected`` rows.
+    Raises StateIncompatible if the number of tracking IDs in the staging table is not ``expected``.
     """
     count = f'SELECT count(DISTINCT "{ID}") FROM {staging}'  # noqa: S608  # checked names
     with contextlib.closing(connection.createStatement()) as statement, _explained(count):

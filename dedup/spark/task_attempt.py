@@ -1,11 +1,11 @@
 """Judges one partition of a micro-batch in a Spark task attempt, using the same code as a worker's task.
 
 Every transaction contains the sent records, their sightings, the task record with the next offset to judge, and the
-group's offset. An attempt begins at the next offset to judge, whatever Spark does:
+group's offset. Each attempt begins at the next offset to judge, and therefore handles all of these cases:
 
 * After a crash, Spark repeats a micro-batch; the attempt skips the rows that were judged before the crash.
-* If an upstream task fails, the attempt sees only a normal end of its input. It can commit the rows that it received,
-  because the next attempt continues after them.
+* If an upstream task fails, the attempt sees only a normal end of its input. The attempt can commit the rows that it
+  received, because the next attempt continues after them.
 * If the response to a commit is lost, the attempt opens a new epoch, finds out what was committed, and judges the
   remaining records again.
 * If two attempts run at the same time (speculative execution, or an executor that has lost its driver), the
@@ -76,7 +76,7 @@ class AttemptPlan:
 
 @dataclass(frozen=True, slots=True)
 class PartitionReport:
-    """The result of an attempt for one Kafka partition that had records."""
+    """The counts, next offset, and state size that a successful attempt reports for its Kafka partition."""
 
     feeding: TopicPartition
     numbers: TaskNumbers
@@ -87,7 +87,7 @@ class PartitionReport:
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """The result of one micro-batch."""
+    """The reports of all partitions of one micro-batch, and its duration in seconds."""
 
     sub_topology: SubTopology
     batch_id: int
@@ -96,7 +96,7 @@ class BatchReport:
 
     @property
     def verdicts(self) -> Counter[str]:
-        """Return the number of records by verdict, in all partitions together."""
+        """Return the number of records by verdict, summed over all partitions."""
         return sum((each.numbers.verdicts for each in self.partitions), Counter())
 
 
@@ -109,8 +109,8 @@ def _clock_and_memory() -> tuple[SteadyClock, RocksMemory]:
 def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Judge and commit the rows of one Spark partition, and yield one row of `REPORT`, or nothing if there are no rows.
 
-    If another attempt might succeed, the function raises the error so that Spark starts one. If every attempt would
-    fail with the same error, the function puts it into the report, and the driver raises it.
+    If another attempt might succeed, the function raises the error, so that Spark starts another attempt. If every
+    attempt would fail in the same way, the function puts the error into the report, and the driver raises the error.
     """
     gc.set_threshold(GC_THRESHOLD)
     batches = feed_batches(arrow)

@@ -1,7 +1,7 @@
 """Defines the interface of a task's state store, and an in-memory store.
 
-A sighting that ends at ``last_ms`` is stored under its state key (the encoded ID) in the segment that starts at
-``Window.segment_of(last_ms)``. Segments are dropped as a whole. A store contains only committed sightings.
+A sighting that ends at ``last_ms`` is stored under its state key in the segment that starts at
+``Window.segment_of(last_ms)``. Each segment is dropped as a whole. A store contains only committed sightings.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Store(Protocol):
     task_record: TaskRecord | None
     """The last applied task record, or None in a new store."""
     position: int
-    """The changelog offset to restore from, or 0 in a new store."""
+    """The changelog offset from which a restore continues, or 0 in a new store."""
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return the encoded sightings of the IDs, by segment and ID. Segments with none of the IDs are omitted."""
+        """Return the encoded sightings of the IDs, by segment and ID. Segments without any of the IDs are omitted."""
 
     def segments(self) -> dict[int, int]:
-        """Map the start of each segment, in ascending order, to a changelog offset at or before its first record."""
+        """Map each segment's start, ascending, to a changelog offset at or before the segment's first record."""
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """Write the sightings, the task record, and the position in one atomic write that survives a SIGKILL.
@@ -50,7 +50,7 @@ class Store(Protocol):
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
         """Drop all segments that end at or before ``oldest_live_ms``, and return their starts in ascending order.
 
-        A segment's width is ``segment_ms`` or the greatest width that the segment was written with, whichever is
+        A segment's width is ``segment_ms`` or the greatest width with which the segment was written, whichever is
         greater.
         """
 
@@ -79,14 +79,14 @@ class Store(Protocol):
 @dataclass(slots=True)
 class _Segment:
     birth: int
-    """The changelog position before the first key."""
+    """The store's position before the first write to the segment."""
     width_ms: int = 0
-    """The greatest width that the segment was written with."""
+    """The greatest width with which the segment was written."""
     values: dict[bytes, bytes] = field(default_factory=dict)
 
 
 class MemoryStore:
-    """A store in memory, for `TopologyTestDriver` and for tests that compare this store with `RocksStore`."""
+    """A store in memory, used by `TopologyTestDriver` and by tests that compare it with `RocksStore`."""
 
     def __init__(self) -> None:
         self.task_record: TaskRecord | None = None

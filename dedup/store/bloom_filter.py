@@ -4,20 +4,21 @@ The filter is a blocked Bloom filter (Putze, Sanders, Singler 2007) with about 1
 of 0.5%. The filter grows in layers, each at least as large as all earlier layers together.
 
 `SegmentFilter` keeps the filter of one segment together with a log of hashes, from which the next process loads the
-filter. A filter that lacks an ID of its segment lets a duplicate pass, so a log must be provably complete. In the same
-atomic batch as the IDs, the store writes a `LogMark` with the number and the CRC-32 of the log's hashes and with the
-segment's current number of IDs and position. A log is used only if the number of IDs and the position in its mark are
-still those of the segment, and if the CRC matches. If the mark or the CRC does not match, the filter is built from the
-segment's keys, which takes eight times as long, and the log is written again.
+filter. A filter that lacked an ID of its segment would let a duplicate pass, so a log must be provably complete. In the
+atomic batch that writes the IDs, the store also writes a `LogMark`. The mark contains the number and the CRC-32 of the
+log's hashes, and the segment's number of IDs and position. A log is used if the number of IDs and the position in its
+mark are still those of the segment, and the CRC matches. Otherwise, the filter is built from the segment's keys, which
+takes eight times as long, and the log is written again.
 
 The log is written before the store's batch and is not synced. After a SIGKILL, the log may have more hashes than its
 mark says, and the extra hashes are ignored. After a power failure, the log may have fewer hashes, and the CRC then
 differs.
 
-From time to time, the filter itself is written to a second file, a snapshot, which loads twenty times as fast as the
-log; only the hashes after the snapshot are then read from the log. The mark contains the CRC of the snapshot. A
-snapshot is copied in small steps while IDs are added. The copy contains at least the IDs that the filter had when the
-copy began, because bits of the filter are never cleared.
+At 1,000,000 IDs, and whenever the log has grown by an eighth since then, the filter itself is written to a second file,
+the snapshot. A snapshot loads twenty times as fast as the log. After it is loaded, only the hashes that are newer than
+the snapshot are read from the log. The mark contains the CRC of the snapshot. A snapshot is written in small steps,
+between which IDs may be added to the filter. The snapshot contains at least the IDs that the filter had before the
+first step, because bits of the filter are never cleared.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ _SNAPSHOT: Final = struct.Struct(">QIIQ")
 _LAYER: Final = struct.Struct(">Q")
 _HASH_BYTES: Final = 8
 PIECE_IDS: Final = 100_000
-"""The maximum number of IDs that are read in one step, which limits the memory of the step."""
+"""The maximum number of IDs that are read in one step, which limits the memory that the step needs."""
 HASHES_PER_KEY: Final = 8
 """The number of hashes that can be loaded from a log in the time that it takes to read one key from the store."""
 PIECE_WORDS: Final = 1 << 15
-"""The maximum number of snapshot words in one step of a read or write, so that they fit into a core's cache."""
+"""The maximum number of snapshot words that are read or written in one step; so many words fit into a core's cache."""
 WORDS_PER_KEY: Final = 32
 """The number of snapshot words that can be read or written in the time that it takes to read one key from the store."""
 SNAPSHOT_FROM_IDS: Final = 1_000_000
 """The smallest number of IDs for which a log gets a snapshot; a smaller log loads within 0.03 s even without one."""
 _SNAPSHOT_EVERY: Final = 8
-"""A new snapshot is written when the log has grown by the last snapshot's number of IDs divided by this number."""
+"""A new snapshot is written when the log has grown by 1/`_SNAPSHOT_EVERY` since the last snapshot."""
 _WORD_BYTES: Final = 4
 _KEY_WORDS: Final = 16
 _SPREAD: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -142,7 +143,9 @@ class BloomFilter:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Self:
-        """Return a filter with a snapshot's layers, whose words are not loaded yet. IDs can be added immediately."""
+        """Return a filter with the layers of a snapshot but without its words, which are loaded later. IDs can be added
+        at any time.
+        """
         empty = cls()
         empty._layers = [np.zeros(words, np.uint64) for words in snapshot.layers]
         empty._total_words, empty._capacity, empty.added = snapshot.words, snapshot.capacity, snapshot.hashes
@@ -154,11 +157,13 @@ class BloomFilter:
         return self._total_words * _HASH_BYTES
 
     def snapshot(self, log: LogMark) -> Snapshot:
-        """Describe a copy of the filter that contains the IDs of the log. The CRC of the copy is not known yet."""
+        """Describe a snapshot of the current filter, which contains all IDs of the log. The snapshot's CRC is not known
+        yet.
+        """
         return Snapshot(log.hashes, log.crc, 0, self._capacity, tuple(map(len, self._layers)))
 
     def part(self, first: int, count: int) -> Hashes:
-        """Return up to ``count`` words of one layer, starting after the first ``first`` words of all layers."""
+        """Return up to ``count`` words of one layer, from index ``first`` on; indices run through all layers."""
         for layer in self._layers:
             if first < len(layer):
                 return layer[first : first + count]
@@ -195,15 +200,15 @@ class BloomFilter:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Identifies the snapshot of a filter that belongs to a log."""
+    """Describes the snapshot that belongs to a filter's log."""
 
     hashes: int
-    """The number of hashes in the log when the copy began. The snapshot contains all these hashes."""
+    """The number of hashes in the log when writing the snapshot began. The snapshot contains all these hashes."""
     log_crc: int
-    """The CRC-32 of the hashes that the log had when the copy began."""
+    """The CRC-32 of these hashes."""
     crc: int
     capacity: int
-    """The number of IDs at which the filter must grow."""
+    """The number of IDs at which the filter gets a new layer."""
     layers: tuple[int, ...]
     """The number of words in each layer. The snapshot file contains the words of all layers, in order."""
 
@@ -266,18 +271,18 @@ class SegmentFilter:
         """The mark of the log that is being loaded, or None."""
         self._loaded, self._loaded_crc = 0, 0
         self._copy: Snapshot | None = None
-        """The snapshot that is being read (until the log is loaded) or written (afterward), or None."""
+        """The snapshot that is being read (until the log is loaded) or written (after that), or None."""
         self._copied, self._copied_crc = 0, 0
         """The number of words of ``_copy`` that were read or written, and their CRC."""
         self._copied_at = 0
-        """The number of hashes in the log when the last snapshot was begun."""
+        """The number of hashes in the log when writing the last snapshot began."""
         self._next_key: bytes | None = None
         """The key after which reading the segment continues, or None if the segment is not being read."""
 
     def load(self, mark: LogMark | None, *, first_key: bytes, ids: int, position: int) -> None:
-        """Make `warm` load the filter of a segment that has ``ids`` IDs and the position ``position``.
+        """Prepare `warm` to load the filter of a segment that has ``ids`` IDs and was last written at ``position``.
 
-        ``first_key`` is less than all keys of the segment.
+        ``first_key`` sorts before all keys of the segment.
         """
         fits = mark is not None and (mark.segment_ids, mark.segment_position) == (ids, position)
         if mark is not None and fits and self._logged and _size_bytes(self._path) >= mark.hashes * _HASH_BYTES:
@@ -306,7 +311,7 @@ class SegmentFilter:
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """The newest snapshot, which can be used only once the store's mark names it."""
+        """The newest snapshot. It can be used after the store has written a mark that contains it."""
         return self._log.snapshot
 
     @property
@@ -327,14 +332,17 @@ class SegmentFilter:
         return (self._log.hashes + words) * _HASH_BYTES
 
     def may_hold(self, hashed: Hashed) -> list[bool]:
-        """Return one boolean per ID, which is False if the segment lacks the ID. The filter must be complete."""
+        """Return one boolean per ID: False if the segment lacks the ID, True if it may have it. The filter must be
+        complete.
+        """
         found: list[bool] = self._filter.may_hold(hashed).tolist()
         return found
 
     def write(self, ids: Sequence[bytes], *, segment_ids: int, position: int) -> tuple[Hashed, LogMark]:
-        """Append the hashes of IDs to the log file, and return them with the mark of the longer log.
+        """Append the hashes of the IDs to the log file, and return the hashes with the log's new mark.
 
-        The longer log counts only once `add` is called with the returned values. Raises DedupError if the disk is full.
+        The appended hashes count only after `add` is called with the returned values. Raises DedupError if the file
+        cannot be written.
         """
         hashed = Hashed(self._key.hashes(ids))
         if not self._logged:
@@ -354,10 +362,10 @@ class SegmentFilter:
         return replace(self._log, segment_ids=segment_ids, segment_position=position)
 
     def warm(self, keys: int, read_keys: Callable[[bytes, int], list[bytes]], first_key: bytes) -> int:
-        """Load more IDs in about the time of reading ``keys`` keys, and return how much of ``keys`` is left.
+        """Load IDs for about as long as reading ``keys`` keys takes, and return the unused part of ``keys``.
 
-        If all IDs are loaded and a snapshot is due, the method spends the remaining time on writing it.
-        ``read_keys(key, limit)`` returns up to ``limit`` keys of the segment that follow ``key``, in ascending order.
+        If all IDs are loaded and a snapshot is due, the remaining time is used to write the snapshot. ``read_keys(key,
+        limit)`` returns up to ``limit`` keys of the segment that follow ``key``, in ascending order.
         """
         while keys > 0 and self._load is not None:
             if self._copy is None:
@@ -437,7 +445,7 @@ class SegmentFilter:
 
 
 def _write(path: Path, data: bytes, first: int) -> None:
-    """Write data to a file, after the file's first ``first`` words."""
+    """Write data to a file, starting at the word with the index ``first``."""
     try:
         # The file is not kept open, because a worker may have 256 stores.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

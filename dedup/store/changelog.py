@@ -115,7 +115,7 @@ class FeedTime:
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """The changelog record that tells a new task where the previous one stopped."""
+    """The changelog record that tells a new task where the previous task stopped."""
 
     fingerprint: bytes
     """The value of `Topology.state_fingerprint`; a task refuses to load state with a different fingerprint."""
@@ -152,20 +152,20 @@ class SeedMark:
 
     phase: Literal["seeding", "seeded"]
     seed: str
-    """An identifier of the history that the seed was made from and of the offsets that the fleet starts from."""
+    """Identifies the history from which the seed was made, and the offsets at which the fleet starts."""
     next_offset: int
-    """The offset of the feeding partition that the fleet starts from."""
+    """The offset of the feeding partition at which the fleet starts."""
     stream_time_ms: int
     sightings: int
     """The number of changelog records in this partition that contain sightings."""
     digest: str
     """A digest of the changelog records that contain sightings; it does not depend on their order."""
     judged_at_ms: int
-    """The wall-clock time that `dedup spark seed` used to decide which event times are in the future."""
+    """The wall-clock time, in ms, by which `dedup spark seed` decided which event times are in the future."""
     begins: dict[str, list[int]]
-    """Maps each source topic to the offsets that the fleet starts from, one per partition."""
+    """Maps each source topic to the offsets at which the fleet starts, one per partition."""
     history: Literal["topics", "files"]
-    """The kind of history that the seed was made from: the source topics up to `begins`, or files."""
+    """The kind of history from which the seed was made: the source topics up to `begins`, or files."""
 
 
 def encode_seed_mark(mark: SeedMark) -> bytes:
@@ -297,7 +297,7 @@ def encode_single_column(
     offsets: Integers,
     fingerprints: Sequence[bytes] | None = None,
 ) -> list[bytes]:
-    """Encode one sighting per row, with equal first and last times, as `encode_sighting` does.
+    """Encode one sighting per row like `encode_sighting`. Each sighting's first and last times are equal.
 
     ``topic`` and ``partition`` are each either a column or a single value for all rows. Raises InvariantBroken in the
     same cases as `encode_sighting`.
@@ -330,7 +330,7 @@ def encode_single_column(
 
 
 def _encode_few(times_ms: Integers, topic: int, partition: int, offsets: Integers) -> list[bytes] | None:
-    """Encode a few rows without NumPy, or return None if a row needs a layout other than the usual one."""
+    """Encode a few rows without NumPy, or return None if a row needs the wide layout or cannot be stored."""
     if len(times_ms) and not 0 <= min(times_ms) <= max(times_ms) < _TIME_LIMIT:
         return None
     pack, head = _ENTRIES[_CHANGELOG_VERSION].pack, _CHANGELOG_VERSION << 56
@@ -365,7 +365,7 @@ def _encode_rows(
 
 
 class SightingKey(NamedTuple):
-    """The parsed key of a changelog record that contains the sightings of one ID in one segment."""
+    """The parsed key of a changelog record that contains one ID's sightings in one segment."""
 
     segment: int
     """The start of the segment in ms of event time."""
@@ -400,7 +400,7 @@ def parse_key(key: bytes) -> SightingKey | None:
 
 
 def sighting_rows(keys: Sequence[bytes | None], state_keys: Collection[bytes]) -> list[int]:
-    """Return the rows of all keys, but of sighting keys only those with IDs in ``state_keys``. No key is parsed."""
+    """Return the rows whose keys are not sighting keys or end with one of ``state_keys``. No key is parsed."""
     ends = tuple(state_keys)
     return [
         row for row, key in enumerate(keys) if key is None or key.endswith(ends) or not key.startswith(_SIGHTING_TAG)
@@ -419,7 +419,7 @@ class Collected:
 
 
 def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Collected:
-    """Collect consecutive changelog records. Of several records with the same key, only the last record counts.
+    """Collect consecutive changelog records. If several records have the same key, the last one counts.
 
     Raises StateIncompatible for a record that this release does not write: its key or value is missing, or its key or
     version is unknown.
@@ -525,9 +525,9 @@ def decode_task_record(value: bytes) -> TaskRecord:
 def rebucket(entries: Iterable[tuple[bytes, bytes]], segment_ms: int) -> dict[int, dict[bytes, bytes]]:
     """Return the writes that move (state key, encoded sightings) pairs into segments with the width ``segment_ms``.
 
-    The segment width changes with the guard period and the grace of the topology. A write replaces all sightings of an
-    ID in a segment, so ``entries`` must include the values of the same IDs that are already in the new segments.
-    Sightings of one ID that differ only in their last time are merged into one sighting with the latest of these times.
+    The segment width depends on the topology's guard period and grace. A write replaces all sightings of an ID in a
+    segment, so ``entries`` must include the values of the same IDs that are already in the new segments. Sightings of
+    one ID that differ only in their last time are merged into one sighting with the latest of these times.
     """
     intervals: dict[bytes, dict[tuple[int, Source, bytes], int]] = {}
     for state_key, value in entries:

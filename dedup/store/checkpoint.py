@@ -1,9 +1,9 @@
 """Describes a checkpoint, which consists of the files of a closed store, each named by its digest.
 
 The contents of a checkpoint are not trusted. dedup writes only regular files whose names match those of RocksDB's data
-files. The size of each file is limited to the size in the description, and each file is compared with its digest. A
-checkpoint omits RocksDB's options, because dedup opens stores with its own options. A checkpoint also omits RocksDB's
-event log, which contains the machine's name, and the logs of the Bloom filters, which can be built again.
+files. dedup writes at most the described number of bytes of each file, and then checks the file's digest. A checkpoint
+omits RocksDB's options, because dedup opens stores with its own options. A checkpoint also omits RocksDB's event log,
+which contains the machine's name, and the logs of the Bloom filters, which can be rebuilt.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from dedup.store.base import StoreIdentity
 
 _FORMAT: Final = 2
 MOST_BYTES: Final = 4 << 20
-"""The maximum size of a description in bytes; the limit prevents a foreign file from exhausting the memory."""
+"""The maximum size of a description in bytes; the limit keeps a foreign file from exhausting memory."""
 _NAMES: Final = r"(CURRENT|IDENTITY|MANIFEST-[0-9]{1,20}|[0-9]{1,20}\.(sst|log))"
 _STORE_FILE: Final = re.compile(_NAMES, re.ASCII)
 _PIECE_BYTES: Final = 1 << 20
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 Moved = Callable[[int], None]
-"""A function that gets the size of each transferred piece in bytes, and may raise an exception to end the transfer."""
+"""A function that receives the size in bytes of each transferred piece, and may raise an exception to end the transfer.
+"""
 
 
 class StoreFile(msgspec.Struct, frozen=True):
@@ -43,7 +44,7 @@ class StoreFile(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Return the description of a file that no longer changes."""
+        """Return the description of a file, which must not change anymore."""
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256")
             return cls(path.name, file.tell(), digest.hexdigest())
@@ -55,7 +56,7 @@ def files_of(directory: Path) -> list[Path]:
 
 
 def pieces(source: IO[bytes], moved: Moved) -> Iterator[bytes]:
-    """Yield the content of a stream in pieces, and report each piece to ``moved`` after it has been used."""
+    """Yield the content of a stream in pieces, and report the size of each used piece to ``moved``."""
     while piece := source.read(_PIECE_BYTES):
         yield piece
         moved(len(piece))
@@ -64,7 +65,7 @@ def pieces(source: IO[bytes], moved: Moved) -> Iterator[bytes]:
 def write_file(wanted: StoreFile, source: IO[bytes], directory: Path, moved: Moved) -> None:
     """Write the content of a described file to a new file in the directory, and sync it to disk.
 
-    Raises CheckpointUnusable if the content differs from the description; part of the file may then have been written.
+    Raises CheckpointUnusable if the content differs from the description; part of the file may exist by then.
     """
     path, digest, size_bytes = directory / wanted.name, hashlib.sha256(), 0
     try:
@@ -102,7 +103,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     segment_ms: _Count
     """The width of the segments in the store."""
     position: _Count
-    """The changelog offset to restore from."""
+    """The changelog offset from which a restore continues."""
     ids: _Count
     files: tuple[StoreFile, ...]
 

@@ -28,8 +28,8 @@ from dedup.store.checkpoint import MOST_BYTES, Checkpoint, Moved, StoreFile, fil
 _MANIFEST: Final = "manifest.json"
 _OUR_FILE: Final = re.compile(r"(manifest\.json|[0-9a-f]{64})(\.new)?", re.ASCII)
 _DIRECTORIES: Final = frozenset({"file", "ftp", "hdfs", "memory", "sftp", "smb", "webhdfs"})
-"""The protocols for which a file's directory is created first. For other protocols, no directory is created; s3fs, for
-example, could create a wrong bucket.
+"""The protocols for which a directory is created before its files. For other protocols, no directory is created,
+because s3fs, for example, might create an unwanted bucket.
 """
 
 
@@ -67,8 +67,8 @@ class CheckpointStorage:
     def read(self, checkpoint: Checkpoint, directory: Path, moved: Moved) -> None:
         """Write the files of a checkpoint into an existing, empty directory, and sync them to disk.
 
-        Raises CheckpointUnusable if the storage fails or a file is not as described; in this case, some files may have
-        been written.
+        Raises CheckpointUnusable if the storage fails or a file differs from its description. Some files may exist
+        then.
         """
         place = self.place(checkpoint.topology, checkpoint.partition)
         for wanted in checkpoint.files:
@@ -93,8 +93,8 @@ class CheckpointStorage:
     ) -> tuple[Checkpoint, int]:
         """Save the closed store in ``directory`` as the partition's current checkpoint.
 
-        Returns the checkpoint and the number of bytes that had to be written. The previous checkpoint stays readable,
-        and files that only older checkpoints need are deleted. Raises CheckpointUnusable if the storage fails.
+        Returns the checkpoint and the number of bytes that were written. The previous checkpoint stays readable, and
+        files that only older checkpoints need are deleted. Raises CheckpointUnusable if the storage fails.
         """
         place = self.place(identity.topology, identity.partition)
         before = None
@@ -187,7 +187,7 @@ class CheckpointStorage:
     @cached_property
     def _files(self) -> Any:  # noqa: ANN401  # fsspec has no types
         protocol = fsspec.utils.get_protocol(self._url)
-        # The URL may contain options of the connection, such as a host.
+        # The URL may contain connection options, such as a host.
         options = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(self._url)  # noqa: SLF001
         return fsspec.filesystem(protocol, **options)
 

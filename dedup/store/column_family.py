@@ -1,4 +1,4 @@
-"""RocksDB's column families: their options, and how the keys of one segment are read in order and deleted."""
+"""Sets the options of RocksDB's column families, reads the keys of one segment in order, and deletes them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _MEMTABLE_BYTES: Final = 4 << 20
 _MEMTABLES: Final = 4
 """The maximum number of RocksDB write buffers per column family; when all are full, writes wait for a flush."""
 _ARENA_BLOCK_BYTES: Final = 16 << 10
-"""The size of the blocks that memtables allocate, which is small because busy stores all allocate at the same time."""
+"""The size of the blocks in which memtables allocate memory; it is small because all busy stores allocate at once."""
 _BUCKETS: Final = 1 << 14
 TABLE_BYTES: Final = 8 * _BUCKETS
 """The memory that an empty hash memtable uses, in bytes."""
 LEAST_FLUSH_BYTES: Final = 2 * TABLE_BYTES
-"""The size of a memtable below which flushing it frees little memory."""
+"""The memtable size, in bytes, below which a flush frees little memory."""
 _DELETIONS_PER_FLUSH: Final = 100
 """The number of deleted segments after which a family is flushed. Each deletion in a memtable slows down lookups; after
 1,500 of them, a lookup takes 70 µs longer.
@@ -35,27 +35,29 @@ _OPEN_FILES: Final = 512
 files took half of the worker's time.
 """
 _OPEN_FILES_SHARD_BITS: Final = 4
-"""RocksDB divides the limit of open files among 2**this groups; with its default of 6, each group gets only 8 files."""
+"""RocksDB divides the limit of open files among 2**bits groups; with its default of 6 bits, a group gets only 8 files.
+"""
 _BLOOM_BITS: Final = 10
 LONGEST_KEY: Final = 33
-"""The length of the longest state key, used as the prefix length, so that a hash memtable finds a key directly."""
+"""The length of the longest state key, in bytes, and thus the prefix length with which a hash memtable finds each key.
+"""
 
 
 @dataclass(slots=True)
 class Family:
-    """An open column family. rocksdict flushes a family whenever it frees ``rows``, so the store keeps it."""
+    """An open column family. rocksdict flushes a family when ``rows`` is freed, so the store keeps the object."""
 
     name: str
     """The start of the first segment that the family contained, or the name of the shared family."""
     rows: rocksdict.Rdict
     handle: rocksdict.ColumnFamily
     hashed: bool
-    """Whether the family has a hash memtable, which accepts keys equally fast in any order."""
+    """True if the family has a hash memtable, which accepts keys equally fast in any order."""
     deletions: int = 0
     """The number of segments that were deleted from the family since the last flush."""
 
     def count_deletion(self) -> None:
-        """Flush the family if its memtable contains many deleted segments or large ones."""
+        """Count a deleted segment, and flush the family if its memtable is large or contains 100 deletions."""
         self.deletions += 1
         active_bytes = self.rows.property_int_value("rocksdb.cur-size-active-mem-table") or 0
         if self.deletions >= _DELETIONS_PER_FLUSH or active_bytes >= LEAST_FLUSH_BYTES:
@@ -113,7 +115,7 @@ def rocks_options(
 
 
 def pairs(family: rocksdict.Rdict, prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
-    """Yield the pairs whose keys begin with ``prefix``, sorted and without the prefix.
+    """Yield the pairs of key and value whose keys begin with ``prefix``, in key order and without the prefix.
 
     Raises RocksDB's error if a damaged block ends the read early.
     """
@@ -128,7 +130,7 @@ def pairs(family: rocksdict.Rdict, prefix: bytes = b"") -> Iterator[tuple[bytes,
 
 
 def keys_after(family: rocksdict.Rdict, prefix: bytes, key: bytes, limit: int) -> list[bytes]:
-    """Return at most ``limit`` keys after ``key``, sorted; all keys are given without the prefix of the segment.
+    """Return up to ``limit`` keys that follow ``key``, in order. ``key`` and the result do not include the prefix.
 
     Raises RocksDB's error if a damaged block ends the read early.
     """
@@ -140,7 +142,7 @@ def keys_after(family: rocksdict.Rdict, prefix: bytes, key: bytes, limit: int) -
 
 
 def delete_all(batch: rocksdict.WriteBatch, family: rocksdict.ColumnFamily, prefix: bytes) -> None:
-    """Add to a batch that all keys of a segment are deleted."""
+    """Add the deletion of all keys of a segment to a batch."""
     batch.delete_range(prefix, prefix + b"\xff" * (LONGEST_KEY + 1), family)
 
 
@@ -152,7 +154,7 @@ def _in_order() -> rocksdict.ReadOptions:
 
 
 def _refuse_early_end(family: rocksdict.Rdict, last_key: bytes) -> None:
-    """Raise the error of a damaged block if such a block silently ended an iteration at ``last_key``."""
+    """Raise RocksDB's error if a damaged block silently ended an iteration after ``last_key``."""
     iterator = family.iter(_in_order())
     iterator.seek(last_key)
     if iterator.valid():

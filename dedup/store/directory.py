@@ -1,7 +1,7 @@
 """Names, checks, and deletes store directories, and keeps released stores open.
 
-It is safe to delete a store's directory while no worker uses it, because the store is restored from the changelog. A
-directory that is a symbolic link or contains other files is refused and left unchanged.
+It is safe to delete a store's directory while no worker uses it, because the state can be restored from the changelog.
+A directory that is a symbolic link or contains other files is refused and left unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILTER_LOG: Final = "filter-log-"
 """The prefix of a Bloom filter log's file name; the segment's start in ms follows it."""
 SNAPSHOT_SUFFIX: Final = ".bits"
 NEW_SNAPSHOT_SUFFIX: Final = ".bits-new"
-"""The suffixes that are added to the name of a filter's log for its snapshot and for a snapshot being written."""
+"""The suffixes that turn the name of a filter's log into the names of its snapshot and of a snapshot being written."""
 _MOST_LOG_BYTES: Final = 1 << 20
 _FORMAT: Final = "1"
 RESTORE: Final = "The directory will be deleted and restored from the changelog."
@@ -41,11 +41,11 @@ NOT_THE_STORES_FAULT: Final = (
     "Too many open files",
     "Cannot allocate memory",
 )
-"""Texts that RocksDB's error messages contain if the machine, and not a damaged store, is the cause."""
+"""Texts in RocksDB's error messages that show that the machine, not a damaged store, caused the error."""
 
 
 def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:
-    """Return the directory of a task's store. Raises StateIncompatible for a directory outside ``state_dir``."""
+    """Return the directory of a task's store. Raises StateIncompatible for an invalid topology name or partition."""
     if _TOPOLOGY_NAME.fullmatch(identity.topology) is None or identity.partition < 0:
         raise StateIncompatible(
             f"no directory can be named after topology {identity.topology!r}, partition {identity.partition}: "
@@ -124,8 +124,8 @@ def delete_store(directory: Path) -> None:
 def own_state(state_dir: Path, topology: str) -> Iterator[None]:
     """Reserve the topology's state for this process. Raises StateIncompatible if another process uses the state.
 
-    The lock of a single store is released while its partition moves, so without the reservation, two workers that share
-    a directory could take stores from each other.
+    A store's own lock is released while its partition moves to another task. Without the reservation, two workers that
+    share a directory could therefore take each other's stores.
     """
     directory = state_dir / topology
     try:
@@ -152,17 +152,17 @@ def _lock(directory: Path, lock: int) -> None:
 
 
 def limit_log(directory: Path, emptied_at_bytes: int) -> int:
-    """Empty RocksDB's file LOG if it has grown by more than 1 MiB, and return its length when it was last emptied.
+    """Empty RocksDB's LOG file if it has grown by more than 1 MiB, and return its length when it was last emptied.
 
-    RocksDB itself can start a new log at a given size. It then keeps the options of every column family that was ever
-    created in memory and repeats them all in each new log. After 100 segments, adding and dropping one more took
-    350 ms instead of 15 ms, and this time grew with each segment.
+    RocksDB itself can start a new log at a given size, but it then keeps the options of every column family ever
+    created, and repeats all of them in each new log. After 100 segments, adding and dropping one more took 350 ms
+    instead of 15 ms, and this time grew with each segment.
     """
     log = directory / "LOG"
     try:
         length = log.stat().st_size
     except FileNotFoundError:
-        return emptied_at_bytes  # somebody has deleted it
+        return emptied_at_bytes  # somebody has deleted the file
     if length - emptied_at_bytes <= _MOST_LOG_BYTES:
         return emptied_at_bytes
     # RocksDB continues to write at its old offset, so the file keeps its length, but not its blocks on the disk.
@@ -171,7 +171,7 @@ def limit_log(directory: Path, emptied_at_bytes: int) -> int:
 
 
 def in_use(directory: Path) -> StateIncompatible:
-    """Return the error for a directory that is in use by another process."""
+    """Return the error for a directory that another process uses."""
     return StateIncompatible(
         f"{directory}: is in use by another process. Two workers share a state_dir; stop one, or give each its own "
         "state_dir and worker_id."
@@ -193,15 +193,16 @@ class Keeping:
 
     open: Callable[[], Store]
     prepare: Callable[[], Awaitable[None]] | None = None
-    """An asynchronous function that runs before the store is opened and provides local state if there is none."""
+    """An asynchronous function that runs before the store is opened and fetches state if there is no local state."""
     release: Callable[[Store], None] = lambda store: store.close()
 
 
 class StorePool:
     """Keeps released stores open for their next owners (tasks or standbys) in this process.
 
-    A rebalance ends all tasks and standbys, but usually returns most partitions to the same worker. Closing and
-    reopening stores would block the event loop. Kafka Streams also recycles its tasks in a rebalance (KAFKA-10199).
+    When a task is rebuilt, or when a rebalance turns a task into a standby or a standby into a task, the same process
+    needs the store again. Closing and reopening it would block the event loop. Kafka Streams also recycles its tasks in
+    a rebalance (KAFKA-10199).
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
-"""Keeps the sightings of a task that are not yet in its store, and includes them in lookups.
+"""Buffers a task's sightings until they are applied to its store, and includes them in lookups.
 
     open  --freeze-->  committing  --applied-->  store
 
 The open generation collects the sightings of the running transaction. ``freeze`` sets the open generation aside for the
-commit, and ``applied`` writes it to the store after the commit. Sightings in the store are not cached: in a
-measurement, a cache took more time (7% of the judging time) than it saved.
+commit, and ``applied`` writes it to the store after the commit. Sightings that are in the store are not cached, because
+a cache took 7% of the judging time in a measurement, which was more than it saved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class WriteBuffer:
         self._committing: Writes | None = None
 
     def get_many(self, ids: Sequence[bytes], *, after_ms: float = -math.inf) -> dict[bytes, list[bytes]]:
-        """Return the encoded sightings of each known ID, one value per segment that starts after ``after_ms``."""
+        """Return each known ID's encoded sightings in the segments that start after ``after_ms``, one value per
+        segment.
+        """
         tiers = self._tiers()
         segments = sorted(filter(after_ms.__lt__, set(self._store.segments()).union(*tiers)))
         if not segments:
@@ -67,8 +69,8 @@ class WriteBuffer:
     def applied(self, generation: Writes, record: TaskRecord, position: int, *, oldest_live_ms: int) -> None:
         """Write a committed generation to the store atomically, and drop it from the buffer.
 
-        Sightings that end before ``oldest_live_ms`` may be left out. If the store raises an error, the generation stays
-        in the buffer. Raises InvariantBroken unless the commit of ``generation`` is the one in flight.
+        Segments that end at or before ``oldest_live_ms`` are left out. If the store raises an error, the generation
+        stays in the buffer. Raises InvariantBroken if ``generation`` is not the one that is being committed.
         """
         if generation is not self._committing:
             raise InvariantBroken("a generation was applied that is not the one in flight.")
@@ -76,7 +78,7 @@ class WriteBuffer:
         self._committing = None
 
     def discard(self) -> None:
-        """Drop all sightings that are not in the store, after an aborted transaction or the loss of the partition."""
+        """Drop all buffered sightings, because the transaction was aborted or the partition was lost."""
         self._open = {}
         self._committing = None
 
@@ -87,7 +89,7 @@ class WriteBuffer:
 def unexpired(writes: Writes, segment_ms: int, oldest_live_ms: int) -> Writes:
     """Return the writes without the segments that `Store.drop_below` would drop.
 
-    In a backlog, one transaction may span many segments, of which only the last few are still live.
+    While a task works through a backlog, one transaction may span many segments, and only the newest are still live.
     """
     return {start: values for start, values in writes.items() if start + segment_ms > oldest_live_ms}
 
@@ -97,7 +99,7 @@ def _in_tiers(tiers: Iterable[Writes], segment: int, ids: Sequence[bytes]) -> di
     for tier in tiers:
         values = tier.get(segment)
         if values:
-            # The intersection runs in C, so in the usual case, in which all IDs are unknown, no Python code runs per
+            # The intersection runs in C, so if all IDs are unknown, which is the usual case, no Python code runs per
             # ID.
             found.update((state_key, values[state_key]) for state_key in values.keys() & ids)
     return found

@@ -84,7 +84,7 @@ def describe(topology: Topology) -> str:
 
 
 def as_data(topology: Topology) -> dict[str, Any]:
-    """Return the facts that `describe` lists, and the boxes and arrows of the drawing, as values that fit into JSON."""
+    """Return the facts that `describe` lists, and the boxes and arrows of the drawing, as JSON-compatible values."""
     nodes, edges = graph(topology)
     return {
         "name": topology.name,

@@ -1,4 +1,4 @@
-"""Parses ingest files. The module `schema` defines the structure of ingest files."""
+"""Parses ingest files, whose structure the module `schema` defines."""
 
 from __future__ import annotations
 

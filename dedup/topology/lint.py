@@ -1,4 +1,4 @@
-"""Finds settings in a topology that are valid but have a cost or a risk that the author may not expect."""
+"""Finds settings in a topology that are valid but have a cost or a risk that the author might not expect."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def lint(topology: Topology) -> list[Finding]:
 
 
 def worst_record_bytes(topology: Topology) -> int:
-    """Return the maximum size of a changelog value, which is reached if an ID recurs after every guard period."""
+    """Return the maximum size of a changelog value in bytes, which results if an ID recurs after every guard period."""
     window = topology.window
     sightings = window.segment_ms // window.guard_ms + 2
     return sightings * (_SIGHTING_BYTES + (_FINGERPRINT_BYTES if topology.fingerprints_wanted else 0))

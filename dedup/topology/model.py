@@ -107,7 +107,7 @@ class SourceSpec:
 
     @property
     def is_binary(self) -> bool:
-        """True if values have a binary format. Neither text nor bytes without any format count as one."""
+        """True if values have a binary format: avro, protobuf, msgpack, or cbor."""
         return self.is_memberwise and self.format != "csv"
 
 
@@ -133,7 +133,7 @@ Late = LateTo | LateForward | LateDrop
 
 @dataclass(frozen=True, slots=True)
 class FlowSpec:
-    """Names the user code that runs after the verdict, and that `flow_loader` imports."""
+    """The user's flow, which runs after the verdict. `flow_loader` imports it."""
 
     name: str
     """The flow as module:attribute."""
@@ -217,7 +217,7 @@ class Topology:
 
     @property
     def reset_group(self) -> str:
-        """The consumer group whose offsets say where sources begin after `dedup reset` and where old output ends."""
+        """The consumer group that stores where sources begin after `dedup reset`, and where old output ends."""
         return f"{self.name}.reset"
 
     @property
@@ -227,7 +227,7 @@ class Topology:
 
     @property
     def replay_mark_group(self) -> str:
-        """The consumer group that permanently stores whether a replay has run, and where the last replay ended."""
+        """The consumer group that holds the replay mark: whether a replay has run, and where the last one ended."""
         return f"{self.name}.replay-mark"
 
     @property
@@ -241,7 +241,7 @@ class Topology:
         return f"{self.name}.layout"
 
     def has_layout(self, size: int) -> bool:
-        """Return True if several partitions share a transaction or the source may grow, so that a layout is needed."""
+        """Return True if ``size``, the number of partitions per transaction, exceeds 1, or if `direct` is false."""
         return size > 1 or not self.direct
 
     @property
@@ -304,12 +304,12 @@ class Topology:
 
     @property
     def runs_code(self) -> bool:
-        """True if the topology names code of the user: an ID function or a flow."""
+        """True if the topology file names user code: an ID function or a flow."""
         return self.then is not None or bool(code_rules(self.tracking_id.rule))
 
     @property
     def passes_ids_on(self) -> bool:
-        """True if repartition tasks pass on the IDs that a user's function returned, so each ID is found only once."""
+        """True if repartition tasks pass on the IDs from a user's function, so that it runs once per record."""
         return not self.direct and bool(code_rules(self.tracking_id.rule))
 
     def knowing(self, schemas: SchemaBook) -> Self:
@@ -378,8 +378,8 @@ class Topology:
 def auto_group_size(partitions: int) -> int:
     """Return the number of partitions that share a transaction in a new topology, given its number of partitions.
 
-    With up to 16 partitions, each partition has its own transaction. With more than 16 partitions, there are at most
-    eight groups, which keep as many workers busy, unless a group would then have more than 64 partitions.
+    With up to 16 partitions, each partition has its own transaction. With more partitions, there are at most eight
+    groups, which can keep eight workers busy. Above 512 partitions, there are more groups, of up to 64 partitions each.
     """
     return 1 if partitions <= _MOST_ALONE else min(-(-partitions // _AUTO_GROUPS), _MOST_AUTO)
 

@@ -299,7 +299,7 @@ def _written(file: Mapping[str, Any], rules: Collection[str]) -> dict[str, Any]:
     """Return the rules in a mapping. The path of `field` is parsed, so that two spellings of a path are equal."""
     written = {rule: file[rule] for rule in file if rule in rules}
     if isinstance(written.get("field"), str):
-        with suppress(ValueError):  # the check of the key reports the error
+        with suppress(ValueError):  # `validated` reports the invalid path
             written["field"] = parse_path(written["field"])
     return written
 
@@ -443,7 +443,7 @@ def _columns_fit(document: Document) -> Iterator[Problem]:
         if not isinstance(text, str):
             continue
         path: Path | None = None
-        with suppress(ValueError):  # the check of the key reports the error
+        with suppress(ValueError):  # `validated` reports the invalid path
             path = parse_path(text)
         if text in columns and path != (text,):
             written = format_path((text,)).replace("'", "''")
@@ -468,7 +468,7 @@ def _member_fits(document: Document, at: At, schema: str, unit: TimeUnit | None)
     try:
         path = parse_path(text if isinstance(text, str) else "")
     except ValueError:
-        return  # the check of the key reports the error
+        return  # `validated` reports the invalid path
     said, file = f'{dotted(at)}: "{text}"', document.get(_SCHEMA)
     time = None if unit is None else FieldTime(path, unit)
     fmt: Format = document.get(_FORMAT)
@@ -510,7 +510,7 @@ def _one_role_each(document: Document) -> Iterator[Problem]:
             yield Problem(place, f'{label}"{topic}" is also {roles[same]}; every topic has one role')
         else:
             roles[same] = role
-    # A sink may read any topic of records, but the following topics hold state or the sink's own dead letters.
+    # A sink may read any topic with records, except those that hold state or the sink's own dead letters.
     read = document.get(("sink", "topic"))
     role = roles.get(read.replace(".", "_"), "") if isinstance(read, str) else ""
     if role in {_CHANGELOG, _REPARTITION, _SINK_LETTERS}:

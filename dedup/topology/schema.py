@@ -29,7 +29,7 @@ from dedup.yaml_document import Keys, accepting, matching, some, within
 _HEADER_CHARS: Final = 1_000
 _MOST_STANDBYS: Final = 10
 _MOST_PARTITIONS: Final = 256
-"""The maximum number of partitions in a transaction, which is limited because their markers are written one by one."""
+"""The maximum number of partitions that share a transaction. Their markers are written one by one, which takes time."""
 PART_RULES: Final = ("key", "header", "field")
 ALTERNATIVE_RULES: Final = (*PART_RULES, "fields", "parts", "content", "python")
 RULES: Final = (*ALTERNATIVE_RULES, "first_of")
@@ -309,7 +309,7 @@ class FunctionFile(Keys):
     function: _FunctionName
     """The function, as module:function. The module is in the directory of the topology file, or is installed."""
     version: Annotated[int, within(1, _GREATEST_VERSION)] = 1
-    """The version of what the function does. Raise it if the function returns other IDs than before."""
+    """Version of the function. Increase it when the function starts to return different IDs."""
 
 
 class AlternativeFile(Keys):
@@ -503,7 +503,7 @@ class TableSource(_ExactlyOne):
 
     @property
     def settle_ms(self) -> int:
-        """The time in ms to wait before rows are read, or 0 if `settle` is not set."""
+        """The time in milliseconds to wait before rows are read, or 0 if `settle` is not set."""
         return self.settle or 0
 
     @property

@@ -59,13 +59,13 @@ def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: 
 
 
 def bytes_an_id(key_length: int, *, fingerprints: bool, logged: bool = True) -> float:
-    """Return the number of bytes per sighting on disk, including the files of the Bloom filter if ``logged``."""
+    """Return the number of bytes per sighting on disk, plus the Bloom filter's files if ``logged`` is true."""
     each = _PER_KEY_BYTE * key_length + _PER_SIGHTING_BYTES
     return each + (_FINGERPRINT_BYTES if fingerprints else 0) + (_LOGGED_BYTES if logged else 0)
 
 
 def key_bytes(kind: str) -> int:
-    """Return the length of the state key for a kind of ID, given that long IDs are stored as digests.
+    """Return the length in bytes of the state key for a kind of ID. Long IDs are stored as digests.
 
     Raises SettingsError for an unknown kind of ID.
     """

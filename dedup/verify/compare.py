@@ -121,7 +121,7 @@ class Wanted(NamedTuple):
     position: int
     """The position of the record in the task's log."""
     optional: bool
-    """True if the record may be present or absent, because the log proves neither."""
+    """True if the log proves neither that the record must be present nor that it must be absent."""
     pending: bool
     """True if the record is at or after the committed offset."""
 
@@ -203,7 +203,7 @@ class Comparison:
 def matched_at_once(
     expected: Sequence[Expected], actual: Sequence[SeenColumns], *, from_end: bool = False
 ) -> Comparison:
-    """Return the same result as `matched`, but match digests that occur once on each side in one step, as columns."""
+    """Return the same result as `matched` faster: digests that occur once on each side are matched as columns."""
     task_ends = np.cumsum([0, *(len(each.sure.digests) for each in expected)])
     partition_ends = np.cumsum([0, *(len(each.digests) for each in actual)])
     wanted = list(chain.from_iterable(each.sure.digests for each in expected))
@@ -285,7 +285,7 @@ def _candidates(
 
 
 def out_of_order(wanted: array[int]) -> Iterator[int]:
-    """Yield the fewest indexes whose removal leaves the values in ascending order (patience sorting)."""
+    """Yield the smallest set of indexes whose removal leaves the values in ascending order (patience sorting)."""
     tops, top_places, previous = array("q"), array("q"), array("q")
     for at, each in enumerate(wanted):
         pile = bisect_left(tops, each)

@@ -38,7 +38,7 @@ OnProgress = Callable[[str, int, int], None]
 
 
 class Order:
-    """Checks that each task has written its records in one partition in the order of its log."""
+    """Checks that the records in one partition are in the order in which each task judged them."""
 
     def __init__(self, bounds: Bounds, matches: Spill) -> None:
         self._bounds: Final = bounds
@@ -63,7 +63,7 @@ class Order:
         return next((int(own[0]) for _, tasks, found in self._matched() if len(own := found[tasks == task])), None)
 
     def displaced(self) -> list[int]:
-        """Return the offsets of the fewest records whose removal would leave each task's records in log order."""
+        """Return the offsets of the smallest set of records whose removal leaves each task's records in log order."""
         last: dict[int, int] = {}
         unsorted: set[int] = set()
         for _, tasks, positions in self._matched():
@@ -90,7 +90,7 @@ class Order:
 
 
 def disorder(rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> list[int]:
-    """Return the fewest ``rows`` whose removal leaves ``positions`` in ascending order."""
+    """Return the smallest set of ``rows`` whose removal leaves ``positions`` in ascending order."""
     greatest = np.maximum.accumulate(positions)
     least = np.minimum.accumulate(positions[::-1])[::-1]
     # All positions before a border are less than all positions after it, so only the runs between borders are searched.
@@ -119,7 +119,7 @@ class WrittenPartition:
     first_kept: tuple[int, bytes] | None = None
     """The hash (`spill.places_of`) and the digest of the first sampled record."""
     truncated: bool = False
-    """True if a transaction stays open, so that no record after its beginning is known."""
+    """True if a transaction stays open, so that the records after the transaction's beginning are unknown."""
     late: set[bytes] = field(default_factory=set)
     """Digests of records marked as forwarded late, sampled or not, until there are more than `_MOST_LATE`."""
 
@@ -160,7 +160,7 @@ class Cut:
     scratch: str
     """The directory for data that does not fit into memory."""
     sample: int = 1
-    """The verification judges one in this many tracking IDs."""
+    """The verification judges one in every ``sample`` tracking IDs."""
     begun_with: dict[str, int] = field(default_factory=dict)
     """Maps each topic that tasks read to its partition count when the state was created; empty if unknown."""
     total: int = 0
@@ -184,7 +184,7 @@ class Cut:
             self.report.unprovable(f"{WHY_OPEN}: {fact}")
 
     def read_judged(self, topic: str, partition: int, start: int, end: int) -> Iterable[RecordColumns]:
-        """Yield the records that `read` yields for a source topic.
+        """Do the same as `read` for a source topic.
 
         Raises StateIncompatible if a record has no append time, although `event_time: arrival` needs one.
         """
@@ -200,9 +200,9 @@ class Cut:
 
     @property
     def begun_feeds(self) -> list[Feed]:
-        """The source partitions that existed when the state was created; these count toward stream time from the start.
+        """The source partitions that existed when the state was created. They count toward stream time from the start.
 
-        Without a layout, these are all source partitions.
+        If there is no layout record, these are all source partitions.
         """
         return self._feeds(self.partitions | self.begun_with)
 
@@ -222,15 +222,15 @@ class Cut:
         return np.flatnonzero([(place >> 32) % self.sample == 0 for place in places])
 
     def spill(self, buckets: int, numbers: int, others: int = 0) -> Spill:
-        """Return an empty spill. Calling `free` on this object closes the spill."""
+        """Return an empty spill, which `free` closes."""
         return self.hold(Spill(self.scratch, buckets, numbers, others))
 
     def log_spill(self, buckets: int) -> Spill:
-        """Return an empty spill for the columns of a log. Calling `free` on this object closes the spill."""
+        """Return an empty spill for the columns of a log, which `free` closes."""
         return self.hold(Log.spill(self.scratch, buckets))
 
     def hold(self, spill: Spill) -> Spill:
-        """Register a spill for `free` to close, and return it."""
+        """Register a spill, so that `free` closes it, and return the spill."""
         self.held.append(spill)
         return spill
 
@@ -278,7 +278,7 @@ class Cut:
         return columns if len(kept) == len(columns.offsets) else columns.rows(kept)
 
     def free(self) -> None:
-        """Delete the temporary files of all records except those of the late and dead-letter topics."""
+        """Delete all temporary files except those with the records of the late and dead-letter topics."""
         while self.held:
             self.held.pop().close()
 
@@ -315,7 +315,7 @@ class Cut:
                 return None
 
     def still_committed(self, topic: str, partition: int) -> int:
-        """Return the group's committed offset at this moment, which may be greater than the offset in the cut."""
+        """Return the group's current committed offset, which may be greater than the committed offset in the cut."""
         now = self.reader.committed(self.topology.name, topic, [partition])
         return now.get(partition, self.committed[topic].get(partition, 0))
 

@@ -60,7 +60,7 @@ class _Partition:
     output: WrittenPartition | None
     copies: Copies
     known: bool
-    """True if it is certain that no record was judged before the first record that is read."""
+    """True if it is certain that no record before the first one that is read was judged."""
     excused_below: int | None = None
     """The output offset below which records come from deleted source records, or None until it is known."""
     gone_position: int = -1
@@ -109,7 +109,7 @@ def source_log(
     known: bool,
     only: Collection[bytes] | None = None,
 ) -> Iterator[Log]:
-    """Yield a source partition's records in ranges of offsets. Each range is given as (first, end, pending).
+    """Yield a source partition's records in the given ranges of offsets. Each range is (first, end, pending).
 
     If ``only`` is given, the function yields only the records with these IDs.
     """
@@ -220,7 +220,7 @@ def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
 
 
 def _copies(cut: Cut, partition: int, buckets: int, *, known: bool) -> Copies:
-    """Return a checker for a partition's duplicates and conflicts, which are in partitions with the same number."""
+    """Return a checker for the duplicates and conflicts of a source partition."""
     whole: dict[str, list[int]] = {}
     for topic in copy_topics(cut).values():
         if cut.partitions[topic] >= cut.partitions[cut.topology.source.topics[0]]:
@@ -232,7 +232,7 @@ def _copies(cut: Cut, partition: int, buckets: int, *, known: bool) -> Copies:
 
 
 def _verify_compacted(cut: Cut, source: str) -> None:
-    """Run only the checks that do not depend on order, because compaction removed records that verdicts depend on."""
+    """Run only the checks that do not depend on order, because compaction has removed records that affect verdicts."""
     cut.report.method = f"order-free checks: {' and '.join(sorted(cut.compacted))} is compacted"
     buckets = buckets_for(sum(each.high - each.low for each in cut.bounds[source].values()))
     numbers = range(cut.partitions[source])
@@ -304,7 +304,7 @@ def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition 
 
 
 def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None) -> int:
-    """Return the first source offset that left a trace in a topic, because `start: latest` stores no start offset."""
+    """Return the start for `start: latest`, which is not stored: the first source offset with a result in a topic."""
     traces = [plan.dead_letters.first_offset(partition)]
     if plan.flowed is not None:
         traces.append(plan.flowed.first_offset(partition))

@@ -134,10 +134,10 @@ class SideTopic:
         return int(self._db.execute(ask, (*feed, offset)).fetchone()[0])
 
     def left(self) -> Iterator[tuple[Source | None, Filed, bool]]:
-        """Yield the source record that each remaining entry names, the entry, and whether the entry is a repetition.
+        """Yield each remaining entry as (source record, entry, is a repetition).
 
-        The source record is None if the entry names no source record. An entry is a repetition if `take` has removed
-        another entry of the same source record.
+        The source record is None if the entry names none. An entry is a repetition if `take` has removed another entry
+        of the same source record.
         """
         for row in self._db.execute("SELECT * FROM filed ORDER BY part, at"):
             yield None if row[0] is None else Source(*row[:3]), Filed(*row[3:9]), bool(row[9])

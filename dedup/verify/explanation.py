@@ -1,6 +1,6 @@
 """Finds the records of one tracking ID in all topics, with the verdict on each record and the reason for it.
 
-The exact model computes the verdicts, so that contradictions between verdicts and topics become visible. The
+The exact model computes the verdicts, so the result shows where the topics contradict the verdicts. The
 search reads all topics from the beginning, but keeps only records with the ID in memory.
 """
 
@@ -52,7 +52,7 @@ class ExplainedRecord:
     verdict: str
     """The model's verdict (unique, duplicate, late, dead_letter, exempt, or fail), or else `pending` or `purged`."""
     of: str | None = None
-    """The record that a duplicate repeats or that a forwarded conflict contradicts."""
+    """The earlier record that a duplicate repeats, or from which a forwarded conflict differs."""
     of_ms: int | None = None
     conflict: bool = False
     reason: str = ""
@@ -99,8 +99,8 @@ class Explanation:
     def contradictions(self) -> int:
         """The number of contradictions between the verdicts and the topics.
 
-        A written record without a source record counts only if all judged records are listed, because an unlisted
-        source record could account for it.
+        A written record without a source record counts only if all judged records are listed. Otherwise, an unlisted
+        source record could account for the written record.
         """
         complete = self.whole and not self.more
         return sum(bool(explained.wrong) for explained in self.records) + (len(self.strays) if complete else 0)
@@ -215,8 +215,8 @@ def _records(
 ) -> Iterator[tuple[int, RecordColumns, Extracted, int]]:
     """Yield each record with the ID in a topic, as (partition, columns, extracted values, row).
 
-    An ID function may now return a different ID than it did in a repartition task. Therefore, if the IDs are passed on,
-    records with one of the contents are also yielded.
+    An ID function may now return a different ID than it did in a repartition task. Therefore, if repartition tasks pass
+    on the IDs, the function also yields records whose digest is in ``contents``.
     """
     cut, keys = search.cut, search.keys
     also = contents if cut.topology.passes_ids_on else ()

@@ -66,7 +66,7 @@ def report_lost(written: Sequence[WrittenPartition], place: str, report: Report)
 
 
 def report_displaced(written: Sequence[WrittenPartition], report: Report) -> None:
-    """Report records that were written in the wrong order. Call this function after all buckets are matched."""
+    """Report records that are in the wrong order. Call this function after the records of all buckets are matched."""
     for each in written:
         for offset in each.order.displaced():
             report.violation("reordered", each.place(offset), "not in the order of the log")

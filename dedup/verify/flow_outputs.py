@@ -18,7 +18,7 @@ from dedup.verify.kafka_reader import Bounds, KafkaReader, OpenTransaction
 PART_HEADER: Final = "dedup-part"
 WHY_UNORDERED: Final = "the log has lost records between them, so what the flow made of them cannot be checked"
 MOST_PARTS: Final = 1024
-"""A number greater than the number of records that a flow may yield for one record."""
+"""A number that exceeds the maximum number of records that a flow may yield for one record."""
 _TABLE: Final = """
 CREATE TABLE sent (topic INT, feed INT, position INT, target INT, part INT, at INT, time_ms INT, content BLOB);
 CREATE INDEX by_source ON sent (topic, feed, position);
@@ -111,7 +111,7 @@ class FlowOutputs:
         return found
 
     def left(self) -> Iterator[tuple[Source | None, str]]:
-        """Yield the source record (or None) that each record left by `take` names, and the place of the record."""
+        """For each record that `take` has not removed, yield the source record that it names, if any, and its place."""
         ask = "SELECT topic, feed, position, target, part, at FROM sent ORDER BY target, part, at"
         for *source, target, partition, offset in self._db.execute(ask):
             yield None if source[0] is None else Source(*source), self.place(target, partition, offset)
@@ -131,9 +131,9 @@ class FlowOutputs:
     ) -> list[FlowOutput] | Fault:
         """Return the records that the flow must have sent for a record, or the fault if the flow fails.
 
-        ``own`` is the record's ID, and ``position`` is its position in the source topics. A result that
-        goes to the first topic with an unchanged key is in the partition ``kept``, if given. The keys determine all
-        other partitions. The offset of each result is its number among the results.
+        ``own`` is the record's ID, and ``position`` is its position in the source topics. If ``kept`` is given, a
+        result for the first topic with an unchanged key goes to the partition ``kept``. The key determines the
+        partition of every other result. In place of an offset, each result has its number among the results.
         """
         made = yielded(self.flow, record, self.topics)
         if isinstance(made, Fault):
@@ -163,7 +163,7 @@ class FlowOutputs:
         )
 
     def may_lack(self, wanted: Sequence[FlowOutput], sent: Sequence[FlowOutput]) -> bool:
-        """Return whether the topics contain no unexpected record, and lack records only in incomplete partitions."""
+        """Return whether the topics contain only expected records, and lack records only in incomplete partitions."""
         there = [(each.target, each.partition, each.content) for each in sent]
         for each in wanted:
             key = (each.target, each.partition, each.content)
@@ -182,7 +182,7 @@ class FlowOutputs:
         self._db.executemany("INSERT INTO matched VALUES (?,?,?,?,?)", rows)
 
     def displaced(self) -> Iterator[str]:
-        """Yield the place of each record that comes after another record in its partition but before it in the log."""
+        """Yield the place of each record whose log position is not after that of the record written before it."""
         for place in self._db.execute(_DISPLACED):
             yield self.place(*place)
 

@@ -1,4 +1,4 @@
-"""Reads Kafka with librdkafka, which workers do not use, so that no client bug affects both workers and verifier."""
+"""Reads Kafka with librdkafka. Workers do not use it, so no client bug affects both the workers and the verifier."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _AGAIN: Final = frozenset(
     }
 )
 _LEADER_MOVED: Final = frozenset({KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE})
-"""The errors while a leader is being elected, or before a leader has learned that it leads a new topic's partition."""
+"""The errors during a leader election, and before a broker has learned that it leads a partition of a new topic."""
 _NO_HEADERS: Final[Headers] = ()
 _ask_error: Final = methodcaller("error")
 _ask_offset: Final = methodcaller("offset")
@@ -58,7 +58,7 @@ _APPEND_TIME: Final = 2
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Suspend the garbage collector, which would repeatedly traverse millions of small tuples without cycles."""
+    """Suspend the garbage collector, which would repeatedly traverse millions of tuples that form no cycles."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -154,7 +154,7 @@ def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
 
 
 class OpenTransaction(Exception):  # This exception describes a partition, and is not an error.
-    """Raised if a partition cannot be read to its end because a transaction in it stays open."""
+    """Raised if an open transaction prevents a partition from being read to its end."""
 
 
 class KafkaReader:
@@ -232,7 +232,7 @@ class KafkaReader:
             raise self._unavailable(f"describing {topic}", error) from error
 
     def compacted(self, topics: Iterable[str]) -> frozenset[str]:
-        """Return the names of the compacted topics, which may lack records anywhere in their logs."""
+        """Return the names of the compacted topics, from which records may be missing anywhere in the log."""
         asked = self._admin.describe_configs(
             [ConfigResource(ResourceType.TOPIC, topic) for topic in topics], request_timeout=_ANSWER_WITHIN_S
         )
@@ -274,7 +274,7 @@ class KafkaReader:
         (librdkafka issue 5040; seen with 2.16.0).
         """
         if group not in self._askers:
-            # With read_committed, the broker returns no offset that an open transaction changes.
+            # With read_committed, the broker returns no offset that an open transaction is about to change.
             options = {"group.id": group, "enable.auto.commit": False, "isolation.level": "read_committed"}
             self._askers[group] = Consumer({**self._config, **options})
         found = self._askers[group].committed(places, _ANSWER_WITHIN_S)
@@ -284,7 +284,7 @@ class KafkaReader:
         return found
 
     def holds_records(self, topic: str, partition: int, start: int, end: int) -> bool:
-        """Return whether the offsets [start, end) contain a record, which may be in an open transaction."""
+        """Return whether there is a record in the offsets [start, end), even if its transaction is still open."""
         stable = self.stable_ends(topic, [partition])[partition]
         return stable < end or next(self.read(topic, partition, start, end), None) is not None
 

@@ -1,6 +1,6 @@
 """Reads a task's log once, in order, as columns, and computes stream time at each record.
 
-Most records are plain. For a record that is not plain, `Odd` contains further facts that its verdict may depend on.
+The verdict on an odd record, such as a pending or faulty one, may depend on further facts, which `Odd` contains.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Odd(NamedTuple):
     doubt_ms: int | None = None
     """The event time up to which sightings may be unknown because their records were lost; None if all are known."""
     doubt_by_clock: bool = False
-    """True if the doubt arises from an event time that may have been clamped to the worker's clock."""
+    """True if there is doubt because the worker may have clamped an event time to its clock."""
     late: Filed | None = None
     letter: Filed | None = None
     """The record's entry in the dead-letter topic, or None without an entry."""
@@ -233,7 +233,7 @@ class _Batch:
         return Original(source, self.contents[at], columns.headers[at], columns.timestamps_ms[at])
 
     def odd_rows(self, plan: Plan) -> Collection[int]:
-        """Return the rows of records that are odd even if the log has lost no records."""
+        """Return the rows of all records that are odd even if no records are missing from the log."""
         if self.pending:
             return range(len(self.sources))
         filed = self.late.keys() | self.letters.keys()
@@ -347,7 +347,7 @@ class LogScan:
         pending: bool = False,
         only: Collection[bytes] | None = None,
     ) -> Log:
-        """Convert consecutive records to rows of the log; an idle marker advances stream time but becomes no row.
+        """Convert consecutive records to rows of the log. An idle marker advances stream time, but produces no row.
 
         If ``only`` is given, the method returns only the records with these IDs.
         """
@@ -437,7 +437,7 @@ class LogScan:
         self._model.sightings.clear()
 
     def _perhaps_late(self, original: Original, late: Mapping[SourceTuple, Filed]) -> bool:
-        """Return whether a record may have been late; if late records are dropped, no topic contains them."""
+        """Return whether a record was late or, if no topic shows which records were late, may have been late."""
         plan = self._plan
         if plan.late is not None:
             return original.source in late

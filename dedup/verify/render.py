@@ -17,7 +17,7 @@ _SHORTEST_NAME: Final = 12
 _COLOURS: Final = ("#2a78d6", "#eda100", "#1baf7a", "#e34948")
 _EXEMPT_COLOUR: Final = "#8a63d2"
 WIDTH, LEFT = 960, 64
-"""The width, in pixels, of a plot and of the labels on its left side."""
+"""The width, in pixels, of a plot, and of the labels on the plot's left side."""
 _HEIGHT, _BOTTOM = 240, 28
 _BAR, _NAMES, _NAME_CHARACTERS, _MOST_BARS = 20, 240, 34, 48
 _COLUMNS: Final = ("read", "unique", "exempt", "duplicates", "late", "dead_letters", "pending", "not_provable")
@@ -82,12 +82,12 @@ def _books(report: Report, places: Sequence[str], *, with_lines: bool = True) ->
 
 
 def _too_wide(table: Table, console: Console) -> int:
-    """Return the number of terminal columns by which a table is too wide."""
+    """Return by how many terminal columns a table exceeds the width of the terminal."""
     return console.measure(table, options=console.options.update(width=1_000)).maximum - console.width
 
 
 def _cut(name: str, most: int) -> str:
-    """Return a name, with its middle cut out if it is longer than ``most`` characters."""
+    """Return a name, shortened in the middle if it is longer than ``most`` characters."""
     half = (most - 1) // 2
     return name if len(name) <= most else f"{name[:half]}…{name[half + 1 - most :]}"
 
@@ -126,7 +126,7 @@ def to_html(report: Report, command: str = "dedup verify") -> str:
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """Return an HTML page that supports dark and light color schemes, without the empty parts."""
+    """Return an HTML page of the nonempty parts, with a dark and a light color scheme."""
     head = (
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>{escape(title)}</title><style>{_STYLE}</style>",

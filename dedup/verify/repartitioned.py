@@ -181,7 +181,7 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
 
 
 def _places(topics: Column, partitions: Column, offsets: Column) -> Column:
-    """Return hashes that keep records with nearby offsets together, so that a batch is spread over few buckets."""
+    """Return hashes that are equal for nearby offsets, so that the records of a batch go to only a few buckets."""
     return (offsets // BUCKET_ROWS + (topics * _PRIME + partitions) * _PRIME) & _POSITIVE
 
 
@@ -191,7 +191,7 @@ def log_rows(
     """Yield all records of a partition of the repartition topic, as they were in the source topic.
 
     If ``only`` is given, the function yields only the records with these IDs. If the repartition tasks pass on what
-    they extract, the function adds this to ``passed``.
+    they extract, the function adds these values to ``passed``.
     """
     log = cut.topology.repartition_topic
     bounds = cut.bounds[log][partition]
@@ -431,7 +431,7 @@ def _replayed(cut: Cut, books: Books, log: Log, *, in_order: bool = True) -> Tas
 
 
 def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> None:
-    """Report the absent records as lost, except those that the missing part of the output may have contained."""
+    """Report absent records as lost, except those that may have been in the missing part of the output."""
     truncated = any(each.truncated for each in written)
     gone: dict[int, int] = {}
     for task in range(len(step.logs)):
@@ -447,7 +447,7 @@ def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> No
 
 
 def _check_owners(cut: Cut, books: Books, log: Log, owners: dict[bytes | None, int]) -> None:
-    """Report each ID that also occurs in another partition, because two tasks judged that ID."""
+    """Report each ID that also occurs in another partition, because two tasks then judged its records."""
     ids = dict.fromkeys(log.ids, books.partition)
     ids.pop(None, None)
     for own in ids.keys() & owners.keys():

@@ -89,8 +89,8 @@ class Doubt:
         self._longest_ms: Final = rules.extend_at_most_ms if rules.extend else 0
 
     def about(self, tracking_id: bytes, time_ms: int, stream_time_ms: int, unseen_ms: int) -> bool:
-        """Return whether a worker's verdict on a record may differ from the model's; if it may, remember the ID as
-        doubtful.
+        """Return whether a worker's verdict on a record may differ from the model's, and if so, note that its ID is in
+        doubt.
 
         Sightings up to the event time ``unseen_ms`` may be unknown.
         """
@@ -147,9 +147,9 @@ class TaskReplay:
     def _at_a_glance(self, log: Log) -> npt.NDArray[np.bool_]:
         """Return a mask of the records whose IDs have at most one sighting and whose verdicts are obvious.
 
-        Most records are of this kind: the first record with an ID is unique, and all other records with the ID have the
-        same payload and are duplicates of the first one, because they are within a guard period of it. The model judges
-        the records of all other IDs, and all records that a flow gets.
+        For such an ID, the first record is unique. All other records have the same payload and are within a guard
+        period of the first one, so they are its duplicates. The model judges the records of all other IDs, and all
+        records that a flow gets.
         """
         count, rules, times_ms, prints = len(log.ids), self._plan.rules, log.times_ms, log.fingerprints
         if self._plan.topology.then:
@@ -183,7 +183,7 @@ class TaskReplay:
         self._report.timeline.add_all("duplicates", repeated.times_ms)
 
     def _forget(self, tracking_id: bytes | None) -> None:
-        """Drop expired sightings of a frequent ID, because each sighting of an ID makes judging slower."""
+        """Drop the expired sightings of a frequent ID, because every sighting makes judging the ID slower."""
         known = [] if tracking_id is None else self._model.sightings.get(tracking_id, [])
         if tracking_id is None or len(known) < self._forget_at.get(tracking_id, _MANY_SIGHTINGS):
             return
@@ -249,7 +249,7 @@ class TaskReplay:
         return True
 
     def _dead_by_evidence(self, row: Row, letter: Filed) -> None:
-        """Check the dead letter that a broker, a registry, a clock, or a flow caused for a record without a fault."""
+        """Check the dead letter of a record without a fault. A broker, a registry, a clock, or a flow caused it."""
         far_ahead = row.time_ms > row.odd.before_ms + self._plan.topology.max_clock_skew_ms
         by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
         if letter.reason == FLOW_FAILED and self._plan.flowed is not None:
@@ -280,7 +280,7 @@ class TaskReplay:
         return by_evidence(self._plan.topology).get(letter.reason)
 
     def _verdicts(self) -> list[str]:
-        """Return every verdict with which a judged record may be passed to the flow."""
+        """Return all verdicts with which the flow may receive a judged record."""
         late = ["late"] if self._plan.late_forwarded else []
         return ["", *late, *(["conflict"] if self._plan.rules.on_conflict == "forward" else [])]
 

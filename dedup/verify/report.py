@@ -51,7 +51,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Books:
-    """The number of records with each verdict in one partition, according to the model."""
+    """The model's counts of records by verdict for one partition."""
 
     topic: str
     partition: int
@@ -62,7 +62,7 @@ class Books:
     """The number of records without an ID or a value that are marked and forwarded without being judged."""
     duplicates: int = 0
     conflicts: int = 0
-    """The number of duplicates that have a different payload."""
+    """The number of duplicates whose payload differs from that of every sighting in range."""
     late: int = 0
     dead_letters: int = 0
     replayed: int = 0
@@ -94,7 +94,7 @@ class Timeline:
     """Maps each verdict to its number of records without a usable event time, which a time axis cannot show."""
 
     def add(self, verdict: str, time_ms: int | None, number: int = 1) -> None:
-        """Count ``number`` records with this event time; if there are too many steps, merge steps in pairs."""
+        """Count ``number`` records with this event time. If there are too many steps, merge them in pairs."""
         if time_ms is None:
             self.undated[verdict] = self.undated.get(verdict, 0) + number
             return
@@ -124,14 +124,14 @@ class Report:
     topology: str
     cluster: str
     method: str
-    """A text that says which parts were replayed, and for which parts only checks that ignore order were possible."""
+    """A text that says which parts were replayed, and which could only be checked without regard to order."""
     started_at_ms: int
     seconds: float = 0.0
     books: list[Books] = field(default_factory=list)
     counts: dict[ViolationKind, int] = field(default_factory=lambda: dict.fromkeys(MEANINGS, 0))
     samples: list[Violation] = field(default_factory=list)
     sample: int = 1
-    """The verification judged one in this many tracking IDs."""
+    """The verification judged one in every ``sample`` tracking IDs."""
     unsampled: int = 0
     """The number of records that were not judged, because their IDs are not in the sample."""
     not_provable: dict[str, int] = field(default_factory=dict)

@@ -1,14 +1,14 @@
-"""Implements `dedup verify`, which reads only Kafka, replays the records with the exact model, and reports differences.
+"""Implements `dedup verify`, which replays the records in Kafka with the exact model and reports differences.
 
-The verifier first reads the group's committed offsets. Workers must have written the results of all records below these
-offsets. The verifier then reads the ends of the topics that workers write, so all these results are before the ends.
-Records that workers judge during the verification are *pending*.
+The verifier reads the group's committed offsets first. Workers must already have written the results of all records
+below these offsets. Only then does the verifier read the ends of the topics that workers write, so that all these
+results are before the ends. Records that workers judge during the verification are *pending*.
 
 The verifier replays a partition if a log still contains the partition's records in order (`direct`, `repartitioned`).
 Otherwise, it runs only the checks that do not depend on order (`findings.OrderFree`). Records whose verdicts cannot be
 checked are counted as not provable, never as correct.
 
-Memory use hardly depends on the size of the topics, because records are sorted into buckets on disk (`spill`).
+The size of the topics hardly affects memory use, because the verifier sorts records into buckets on disk (`spill`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def verify(
 ) -> Report:
     """Verify a topology, and return the report when all records have been read.
 
-    The verifier judges one in ``sample`` tracking IDs, with all records that have this ID. ``scratch`` is a directory
+    The verifier judges only one in ``sample`` tracking IDs, but all records with these IDs. ``scratch`` is a directory
     for temporary files, which take about 200 bytes plus the key for each record; the default is the system's temporary
     directory. Raises StateIncompatible if the topology and the cluster do not match, and BrokerUnavailable if the
     cluster cannot be read.

@@ -49,20 +49,20 @@ class MetricHistory:
 
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
     _tasks: dict[int, TaskNumbers] = field(default_factory=dict)
-    """The counters of each task at the last sample, by their id(); the reference keeps the id() unique."""
+    """Maps id(counters) to the counters of each task at the last sample. The reference keeps the id() unique."""
     _total: tuple[Counter[str], list[int]] = field(default_factory=lambda: _added_up(()))
-    """The sum of these counters at the last sample."""
+    """The sums of the tasks' counters at the last sample."""
     _last_ms: int | None = None
 
     def sample(self, pulses: Iterable[TaskPulse], now_ms: int) -> Growth | None:
-        """Add a sample of the metrics since the previous call, and return their growth as counts.
+        """Add a sample of the metrics, and return how much the counts have grown since the previous call.
 
-        The first call only remembers the metrics, and returns None.
+        The first call adds no sample and returns None, because there are no earlier counts to compare with.
         """
         pulses = list(pulses)
         tasks = {id(pulse.numbers): pulse.numbers for pulse in pulses}
         lags = [pulse.lag_records for pulse in pulses if pulse.lag_records is not None]
-        # A worker may have a thousand tasks, so sums are compared, not the counters of each task.
+        # A worker may have a thousand tasks, so only sums are compared, which is faster than comparing each task.
         counts, latencies = _added_up(tasks.values())
         ended, ended_latencies = _added_up(self._tasks[key] for key in self._tasks.keys() - tasks.keys())
         (then, before), self._total = self._total, (counts.copy(), latencies)
@@ -142,18 +142,19 @@ class Notice:
     url: str | None = None
     """The address of that worker's page."""
     issues: int = 1
-    """The number of issues that this notice stands for."""
+    """The number of issues that this notice summarizes."""
 
 
 def notices(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) -> list[Notice]:
-    """Return the current issues of a worker and its tasks, errors first; if there are more than `MOST_NOTICES` issues,
-    the last notice only says how many more there are.
+    """Return the current issues of a worker and its tasks, errors first.
+
+    If there are more than `MOST_NOTICES` issues, an additional notice says how many more there are.
     """
     return _first([*_worker(seen, samples, peers), *_tasks(seen.tasks)])
 
 
 def _of_fleet(own: Iterable[Notice], fleet: Sequence[Mapping[str, Any]]) -> list[Notice]:
-    """Return the issues of all workers, in the same way as `notices`. A page that does not respond is also an issue.
+    """Return the issues of all workers, sorted and limited as in `notices`. A worker that does not respond is an issue.
 
     ``fleet`` contains what the page shows for each worker, beginning with this worker; ``own`` contains this worker's
     issues.
@@ -203,7 +204,7 @@ def _worker(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) 
         more = f"; {left:,} changelog records are left to restore" if restoring else ""
         yield Notice("warning", f"Not ready: {seen.not_ready}{more}.")
     if formats := seen.total().formats:
-        # If values have another format, the cause is the producer, not a single record.
+        # If values are in another format, the producer is at fault, not a single record.
         named = ", ".join(f"{count:,} {name}" for name, count in formats.most_common())
         text = f"Dead letters in another format since this worker started, by their first bytes: {named}."
         yield Notice("warning", text, "kind:dead_letter")
@@ -260,7 +261,7 @@ class Summary:
 def summary(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer] = ()) -> Summary:
     """Return the figures of one worker from its current state, its latest samples, and the other workers that it knows.
 
-    Without ``peers``, the issues do not name workers that serve no pages, because every worker would report them.
+    Without ``peers``, the issues do not include workers that serve no pages. Otherwise, every worker would report them.
     """
     counted, last = seen.total(), samples[-1] if samples else None
     latencies = [sample["p99_s"] for sample in samples if sample["p99_s"] is not None]

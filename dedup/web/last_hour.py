@@ -1,10 +1,10 @@
 """Collects and merges data about the last hour of a fleet: its metrics, and the owners of each partition over time.
 
 Each worker keeps its data about the last hour in memory only. It adds up its own metrics in slots of ten seconds, and
-records the owner of each partition. For its own partitions, a worker also records the state of the task; it knows the
+records the owner of each partition. For its own partitions, a worker also records the state of the task. It knows the
 owners of other partitions from the last assignment. The worker whose page is open merges the data of all workers. Slots
-begin at the same times on all workers and contain counts, so the merged metrics equal those of a single worker that
-runs all tasks.
+begin at the same times on all workers and contain counts, so the merged metrics are the same as if a single worker ran
+all tasks.
 
 If a worker ends, its slots and the states of its tasks are lost. The other workers still know which partitions it
 owned.
@@ -106,12 +106,13 @@ class Memory:
         """
 
     def begins(self, now_ms: int) -> bool:
-        """Return whether counts that are added at ``now_ms`` begin a new slot."""
+        """Return whether counts that are added at ``now_ms`` are the first ones in their slot."""
         return not self._slots or self._slots[-1].number != now_ms // SLOT_MS
 
     def add(self, grown: Growth, now_ms: int, state_bytes: int | None = None) -> None:
-        """Add the growth of the counts since the previous call to the slot of ``now_ms``. Only the first call for a
-        slot needs ``state_bytes``, because determining the state size takes time.
+        """Add the growth of the counts since the previous call to the slot of ``now_ms``.
+
+        Only the first call for a slot needs ``state_bytes``, because determining the state size takes time.
         """
         number, counts = now_ms // SLOT_MS, tuple(grown.counts[name] for name in COUNTED)
         before = self._slots[-1] if self._slots else None
@@ -262,8 +263,9 @@ def _end(span: Span) -> int:
 
 
 def _owners(hours: Sequence[WorkerHour], now_ms: int) -> dict[tuple[str, int], list[Span]]:
-    """Map each partition to the spans of its owners, oldest first. A worker's own spans take precedence over the spans
-    that other workers report about it.
+    """Map each partition to the spans of its owners, oldest first.
+
+    What a worker reports about itself takes precedence over what other workers report about it.
     """
     since_ms = {hour.worker: hour.since_ms for hour in hours}
     pieces: defaultdict[tuple[str, int], dict[Span, bool]] = defaultdict(dict)
@@ -321,8 +323,9 @@ def _steps(spans: Iterable[Span]) -> list[_Step]:
 
 
 def _moves(steps: Mapping[tuple[str, int], Sequence[_Step]]) -> list[dict[str, Any]]:
-    """Return the changes of owner, newest first; each entry covers all partitions that moved from one worker to another
-    in one rebalance.
+    """Return the changes of owner, newest first.
+
+    Each entry covers all partitions that moved from one worker to another in the same rebalance.
     """
     changes = sorted(
         (new.from_ms, old.worker, new.worker, place, new.ready_ms)
@@ -364,8 +367,9 @@ def _rebalances(times_ms: Iterable[int]) -> dict[int, int]:
 def _rows(
     owned: Mapping[tuple[str, int], Sequence[Span]], steps: Mapping[tuple[str, int], Sequence[_Step]]
 ) -> list[dict[str, Any]]:
-    """Return the rows of the timeline, sorted by last owner. If there are too many rows, those with the fewest changes
-    of owner are combined into one row.
+    """Return the rows of the timeline, sorted by last owner.
+
+    If there are too many rows, the rows with the fewest changes of owner are combined into one row.
     """
     rebalance = _rebalances(step.from_ms for of_place in steps.values() for step in of_place)
     groups: defaultdict[Any, list[tuple[str, int]]] = defaultdict(list)
@@ -390,7 +394,7 @@ def _rows(
 
 
 def _together(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans of one row of the timeline; the row is `running` only while all of its partitions run."""
+    """Return the spans of one row of the timeline. The row is `running` only while all of its partitions run."""
     # Tasks of one rebalance start within milliseconds, so times are rounded to seconds. Equal spans then need to be
     # compared only once.
     rounded = {

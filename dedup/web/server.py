@@ -1,8 +1,7 @@
-"""Implements the web server of a worker, which serves read-only pages on loopback or, if a token is set, on any
-address.
+"""Implements a worker's web server. It serves read-only pages, and only on loopback unless a token is set.
 
-To look up an ID, a worker asks the owners of the other partitions only for their own state (``?here=1``), so a request
-is never forwarded twice. A lookup answers "not known" only if every partition that may contain the ID was searched.
+To look up an ID, a worker asks the owners of the other partitions only for their own state (``?here=1``), so no
+worker forwards the request again. The answer is "not known" only if every partition that may hold the ID was searched.
 
 Probes and the dashboard's own files need no token, because they contain no data. If no token is set, the server rejects
 requests whose Host header does not name loopback, because otherwise a website in a user's browser could read the pages
@@ -79,8 +78,9 @@ async def ask_owners(own: LookedUp, peers: Sequence[Peer], token: Secret | None)
 
 
 async def summaries(topology: str, peers: Sequence[Peer], session: ClientSession) -> list[dict[str, Any]]:
-    """Return the `summary` and the URL of each other worker or, for a worker that did not respond, its name, its URL,
-    and the reason.
+    """Return the `summary` and the URL of each other worker.
+
+    For a worker that did not respond, the result contains its name, its URL, and the reason instead.
     """
     others = [peer for peer in peers if not peer.here]
     answers = await asyncio.gather(*(_get(session, peer, "/api/summary") for peer in others))
@@ -213,9 +213,7 @@ class Answers(Protocol):
 
 
 class WebServer:
-    """The web server of one worker, for use with ``async with``. If the server cannot listen, it only logs a
-    warning.
-    """
+    """The web server of one worker, for use with ``async with``. If it cannot listen, it only logs a warning."""
 
     def __init__(self, settings: Web, answers: Answers) -> None:
         self._settings: Final = settings
@@ -232,7 +230,7 @@ class WebServer:
         self._hours: asyncio.Task[list[WorkerHour]] | None = None
         """The asyncio task that collects the last-hour data of all workers, or the last one that did."""
         self._asked_s = 0.0
-        """The time at which the last-hour data had been collected, according to the monotonic clock."""
+        """The time at which the last-hour data was collected, according to the monotonic clock."""
         self._peers: ClientSession | None = None
         """An HTTP client for the figures of other workers, which stays open while the server runs."""
         self.url: str | None = None
@@ -240,8 +238,9 @@ class WebServer:
 
     @property
     def advertised(self) -> str | None:
-        """Return the pages' URL for other machines, from `web.advertise`, the listening address, or the host name;
-        return None if the server does not listen.
+        """Return the URL of the pages for other machines, or None if the server does not listen.
+
+        The URL is `web.advertise` or, by default, contains the listening address or the machine's host name.
         """
         if self.url is None or self._settings.advertise is not None:
             return None if self.url is None else self._settings.advertise
@@ -359,7 +358,7 @@ class WebServer:
         text = request.match_info["id"]
         if len(text.encode()) > _MOST_ID_BYTES:
             raise web.HTTPRequestURITooLong
-        await asyncio.sleep(0)  # Batches go first, because lookups are not urgent.
+        await asyncio.sleep(0)  # Let waiting batches run first, because lookups are not urgent.
         try:
             found = self._answers.look_up(text)
         except SettingsError as error:

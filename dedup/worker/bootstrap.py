@@ -1,8 +1,8 @@
-"""Fetches the checkpoint of a partition that has no local state.
+"""Fetches a partition's checkpoint if the partition has no local state.
 
-A checkpoint is never required, because the changelog contains all state. If a checkpoint is damaged or unreachable,
-the worker logs a warning and restores the state from the changelog alone. If a checkpoint does not match the changelog
-or the topology, the worker raises StateIncompatible.
+A checkpoint is never required, because the changelog contains all state. If a checkpoint is damaged or unreachable, the
+worker logs a warning and restores the state from the changelog alone. If a checkpoint belongs to another changelog or
+topology, the worker raises StateIncompatible.
 
 The files are written into a temporary directory, which is renamed only after the files' digests have been checked. The
 event loop renames the directory, so an abandoned transfer thread cannot interfere with a later owner of the partition.
@@ -46,8 +46,9 @@ async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = 
     """Run the blocking function ``work`` in a daemon thread, and return its result.
 
     ``work`` receives a function to which it reports the number of bytes in each transferred piece. Raises any exception
-    that ``work`` raises, and CheckpointUnusable if no bytes are transferred for ``stalled_s`` seconds. The thread does
-    not come from the event loop's pool: unresponsive storage would exhaust that pool, which also resolves host names.
+    that ``work`` raises, and CheckpointUnusable if no bytes are transferred for ``stalled_s`` seconds. The thread is
+    not taken from the event loop's pool, which also resolves host names, because unresponsive storage would exhaust
+    that pool.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -101,7 +102,7 @@ class WantedCheckpoint:
 
 
 class Bootstrap:
-    """Fetches checkpoints from a URL, and remembers which ones this process has used."""
+    """Fetches checkpoints from a URL, and uses each checkpoint only once per process."""
 
     def __init__(self, url: str) -> None:
         self._url: Final = url
@@ -109,7 +110,9 @@ class Bootstrap:
         """The number of failed attempts to use a checkpoint that existed or may have existed."""
         self._slots: Final = asyncio.Semaphore(_MOST_AT_ONCE)
         self._tried: Final[set[Checkpoint]] = set()
-        """The checkpoints that this process used. One is needed again only if its store was lost or damaged."""
+        """The checkpoints that this process has used. Each is used once, because a second use would mean that its state
+        was lost or damaged.
+        """
         self._fresh: Final[dict[Path, Checkpoint]] = {}
         """Maps each directory to the checkpoint that was written into it, until the store is opened."""
         self._swept: Final[set[Path]] = set()
@@ -117,7 +120,7 @@ class Bootstrap:
     async def prepare(self, wire: Wire, wanted: WantedCheckpoint) -> None:
         """Fill the partition's directory from its checkpoint if the directory is empty and the checkpoint is usable.
 
-        If the checkpoint belongs to another changelog or topology, raises StateIncompatible and changes nothing.
+        Raises StateIncompatible, and changes nothing, if the checkpoint belongs to another changelog or topology.
         """
         if wanted.scratch_home not in self._swept:
             # Earlier processes may have left partly written checkpoints.
@@ -174,7 +177,7 @@ class Bootstrap:
         log.info(text, identity, place, found.ids, found.position, found.size_bytes, took_s)
 
     def _useless(self, found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBounds) -> str:
-        """Return the reason not to use the checkpoint, or an empty string if using it would save time."""
+        """Return the reason not to use the checkpoint, or an empty string if it is useful."""
         if found in self._tried:
             return f"it was used before, and its state was lost or damaged. {_INSTEAD}"
         if found.segment_ms != wanted.segment_ms:

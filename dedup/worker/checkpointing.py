@@ -37,7 +37,7 @@ class MadeCheckpoint:
     written: bool
     """True if a new checkpoint was made, or False if there was no new state since the last checkpoint."""
     written_bytes: int = 0
-    """The size of the files that the previous checkpoint did not have."""
+    """The total size, in bytes, of the files that were not in the storage before."""
 
 
 async def make_checkpoint(
@@ -51,9 +51,9 @@ async def make_checkpoint(
     """Make a checkpoint of the partition's state at the current end of the changelog.
 
     No other process may use the state directory in the factory's settings. ``restoring`` and ``packing`` are called
-    with (done, total): the former with the progress of the restore in changelog offsets, the latter with the progress
-    of the copy in bytes. Raises StateIncompatible if the changelog, the topology, and an older checkpoint do not match
-    each other. Raises CheckpointUnusable if the checkpoint cannot be stored; an older checkpoint then remains valid.
+    with (done, total): ``restoring`` with changelog offsets during the restore, and ``packing`` with bytes during the
+    copy. Raises StateIncompatible if the changelog, the topology, and the current checkpoint do not match each other.
+    Raises CheckpointUnusable if the new checkpoint cannot be stored; the current checkpoint then remains valid.
     """
     wanted = factory.wanted(partition)
     place = storage.place(wanted.identity.topology, partition)
@@ -63,7 +63,7 @@ async def make_checkpoint(
     try:
         record, position, ids, read = await _restored(factory, partition, restoring)
     except TaskCorrupted as error:
-        # The store from the last run only saves time, so it can be deleted.
+        # The store that the last run left only saves time, so it can be deleted.
         log.warning("%s", error)
         factory.wipe(TopicPartition(factory.topology.feeding_topics[0], partition))
         record, position, ids, read = await _restored(factory, partition, restoring)

@@ -1,14 +1,14 @@
 """Implements `dedup replay`, which sends dead letters to their source, or late records to the output, exactly once.
 
 A dead letter is sent to its source partition, where it is judged like any other record. A late record would be late
-again, so it is sent to the output, with the header `dedup-verdict`, which excludes the record from dedup's guarantee. A
-record that cannot be sent, for example because only its digest was kept, is reported and stays in its topic.
+again, so it is sent to the output. The header `dedup-verdict` excludes it from dedup's guarantee. A record that cannot
+be sent, for example because only its digest was kept, is reported and stays in its topic.
 
 The sent records and the new position, which is an offset of the group `NAME.replay`, are committed in one transaction.
 The broker forgets the replay position when `offsets.retention.minutes` have passed since the last replay, and a
-transactional commit cannot prevent that. Therefore, each replay also sets a replay mark without expiry in the group
-`NAME.replay-mark`, by a non-transactional commit. If there is a replay mark but no position, nothing is sent until the
-user says where to begin.
+transactional commit cannot prevent that. Therefore, each replay also commits a replay mark, which does not expire, to
+the group `NAME.replay-mark`. This commit is not transactional. If there is a replay mark but no position, nothing is
+sent until the user says where to begin.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from dedup.worker.topics import Cluster
 WAIT_MS: Final = 200
 _MOST_UNKNOWN: Final = 10
 Begin = Literal["last", "start"]
-"""Where a replay with no position begins: after the last finished replay (`last`) or at the first record (`start`)."""
+"""Where a replay without a position begins: after the last finished replay (`last`) or at the first record (`start`).
+"""
 _DEAD_HEADERS: Final = (REASON, DETAIL, SOURCE, TIMESTAMP)
 _LATE_HEADERS: Final = (SOURCE, TIMESTAMP)
 
@@ -58,7 +59,7 @@ class ReplayPlan:
     """The topic that late records are sent to, or None for a replay of dead letters."""
     limit: int | None
     begin: Begin | None = None
-    """Where to begin if the broker has forgotten a position, or None to treat this as an error."""
+    """Where to begin if the broker has forgotten a position; None makes a forgotten position an error."""
 
 
 @dataclass(slots=True)
@@ -78,8 +79,7 @@ class Replay:
         """Send the records that the plan's topic contains when the replay starts, up to the plan's limit.
 
         Raises StateIncompatible, before anything is sent, if the broker has forgotten a position and the plan does not
-        say where to begin. Raises SettingsError if the plan says where to begin although the broker knows all
-        positions.
+        say where to begin. Raises SettingsError if the plan says where to begin although no position is forgotten.
         """
         topic = self.plan.topic
         sides = self.cluster.topics[topic].places
@@ -118,8 +118,8 @@ class Replay:
         )
 
     async def _begin(self, session: Session, side: TopicPartition) -> int:
-        """Set the replay mark, and return the offset at which the replay begins."""
-        # The position is read in the new epoch, because a replay that was killed may have had a commit in flight.
+        """Commit the position and the replay mark, and return the offset at which the replay begins."""
+        # The position is read in the new epoch, because an earlier replay may have been killed during a commit.
         position, mark = await self._known(side, stable=True)
         start = (await bounds_of(self.wire, side)).start
         if position is None and mark is not None:

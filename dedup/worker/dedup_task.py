@@ -129,8 +129,7 @@ class Placement:
 
 
 def record_key_of(state_key: bytes) -> bytes | None:
-    """Return the record key that a producer would write for an ID, or None for a digest, a composite, or a rare type.
-    """
+    """Return the record key that a producer would write for an ID, or None for a digest, composite, or rare type."""
     tag, rest = state_key[:1], state_key[1:]
     match tag:
         case encoding.TEXT | encoding.BYTES | encoding.BIG_INTEGER:

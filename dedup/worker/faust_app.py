@@ -1,9 +1,9 @@
-"""Adapts Faust: an app whose messages are whole batches, a table of sightings, and an assignor for task groups.
+"""Adapts Faust: provides an app whose messages are whole batches, a table of sightings, and a task-group assignor.
 
-Each Faust message is a whole batch of records, so Faust's overhead occurs only once per batch. Tasks, not Faust, handle
-offsets, transactions, sends, and restores, so Faust's methods for these operations raise an error (see `refused`). The
-table is read-only, because a task must store a sighting in the same transaction as the verdict on its record. Each
-task restores its own state, so Faust's recovery service never starts.
+Each Faust message is a whole batch of records, so that Faust's overhead occurs once per batch, not once per record.
+Tasks, not Faust, handle offsets, transactions, sends, and restores, so Faust's methods for these operations raise an
+error (see `refused`). The table is read-only, because a task must store a sighting in the same transaction as the
+verdict on its record. Each task restores its own state, so Faust's recovery service never starts.
 """
 
 from __future__ import annotations
@@ -52,29 +52,31 @@ log: Final = logging.getLogger(__name__)
 BATCH_RECORDS: Final = 4000
 _POLL_MS: Final = 200
 _GATHER_SHARE: Final = 4
-"""To collect larger batches, the fetcher pauses for at most the commit interval divided by this number."""
+"""To collect larger batches, the fetcher pauses for up to 1/`_GATHER_SHARE` of the commit interval."""
 _MOST_GATHER_MS: Final = 25
 _CLIENT_LOOK_S: Final = 60.0
-"""The interval at which aiokafka's client looks for partitions to fetch. All are paused, so it never finds one."""
+"""The interval, in seconds, at which aiokafka's client looks for partitions to fetch. All partitions are paused, so the
+client never finds one.
+"""
 _HEARTBEATS: Final = 5
 """The minimum number of heartbeats within a session timeout."""
 _MOST_HEARTBEAT_MS: Final = 200
 _REBALANCE_IN_PROGRESS: Final = 27
 """The error code of a heartbeat during a rebalance; the member still owns its partitions until it rejoins."""
 _NOT_READ: Final = -1
-"""The value that `begin` returns in place of a reading's number if the reading did not begin."""
+"""The value that `begin` returns if the partition is not assigned to this worker, so that nothing is read."""
 
 NOWHERE: Final = "no-pages.invalid"
 """The host name that a worker without web pages announces; a host with this name can never exist (RFC 2606)."""
 
 
 def identity(worker_id: str | None, url: str | None) -> str:
-    """Return a worker's unique name in the group: the URL of its web pages, with its worker ID as the fragment."""
+    """Return a worker's unique name in the group: the URL of its web pages with the worker ID as the fragment."""
     return str(URL(url or f"http://{NOWHERE}").with_fragment(worker_id))
 
 
 def refused(what: str) -> Callable[..., NoReturn]:
-    """Return a method that raises an error, in place of a Faust method that would bypass the tasks."""
+    """Return a method that raises InvariantBroken, to replace a Faust method that would bypass the tasks."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise InvariantBroken(
@@ -139,7 +141,7 @@ class DedupApp(faust.App):
     schemas: SchemaResolver | None = None
     """Looks up the schemas that values name, or None if the topology needs no schema registry."""
     alert: DeadLetterAlert | None = None
-    """The alert that is active while nearly all records become dead letters."""
+    """The alert while nearly all records become dead letters, or None."""
     sub_topologies: dict[str, tuple[str, ...]]
     """Maps the name of each sub-topology to its feeding topics."""
 
@@ -171,12 +173,14 @@ class Consumer(FaustConsumer):
         self._joined_as = ""
         """The member ID that the group gave to this worker; it changes if the worker is expelled and joins again."""
         self._held: dict[TP, deque[Answer]] = {}
-        """Maps each partition whose next records wait for a schema to the fetch responses that are held back."""
+        """Maps each partition whose records wait for a schema to the fetch responses that are held back."""
         self._passed: dict[TP, int] = {}
-        """Maps each partition to the offset below which every committed record was delivered."""
+        """Maps each partition to the offset below which every committed record has been delivered."""
 
     async def on_start(self) -> None:
-        """Start the client without joining the group. Faust subscribes when its agents are running."""
+        """Start the client without joining the group. The group is joined when Faust subscribes, after its agents have
+        started.
+        """
         app = self.app
         self.client = aiokafka.AIOKafkaConsumer(
             **app.wire.connection.client_options(),
@@ -218,7 +222,7 @@ class Consumer(FaustConsumer):
         self.client.subscribe(topics=sorted(set(topics)), listener=RebalanceListener(self))
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
-        """Start reading a partition at a position, and return a number that identifies this reading."""
+        """Start reading a partition at a position, and return the reading's number, which its batches carry."""
         tp = TP(*feeding)
         if tp not in self.assignment():
             return _NOT_READ
@@ -239,7 +243,7 @@ class Consumer(FaustConsumer):
     async def is_member(self) -> bool | None:
         """Return whether this worker is still a member of the group, or None if the coordinator does not respond.
 
-        A worker that was frozen learns only from the coordinator whether the group has removed it.
+        Only the coordinator knows whether the group has removed a worker that was frozen.
         """
         coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public API for this
         if coordinator.generation <= 0:
@@ -257,9 +261,10 @@ class Consumer(FaustConsumer):
         return self._passed.get(tp, -1) >= end and self._delivered.get(tp) == judged
 
     async def close_if_expelled(self) -> None:
-        """Close every task if this worker was temporarily not a member, because its partitions may have had new owners.
+        """Close every task if the group has expelled this worker and admitted it again.
 
-        The tasks would be fenced at their next commit, but an idle task commits nothing.
+        The worker's partitions may have had other owners. A busy task would be fenced at its next commit, but an idle
+        task commits nothing.
         """
         member_id = self.client._coordinator.member_id  # noqa: SLF001  # aiokafka has no public API for this
         if member_id != self._joined_as:
@@ -268,7 +273,7 @@ class Consumer(FaustConsumer):
         self._joined_as = member_id
 
     def lost_membership(self) -> DedupError | None:
-        """Return an error if this worker has lost its group membership permanently, or None otherwise."""
+        """Return an error if this worker has permanently lost its group membership, or None."""
         coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka reports a lost membership only in getmany
         routine = getattr(coordinator, "_coordination_task", None)
         pending = getattr(coordinator, "_pending_exception", None)
@@ -280,7 +285,7 @@ class Consumer(FaustConsumer):
         )
 
     def rejoin(self) -> None:
-        """Ask for a new assignment after a task group was fenced or lost its state, unless a rebalance is running."""
+        """Ask the consumer group for a new assignment, unless a rebalance is in progress."""
         if not self.rebalancing:
             self.client._coordinator.request_rejoin()  # noqa: SLF001  # aiokafka has no public API for this
 
@@ -320,13 +325,13 @@ class Consumer(FaustConsumer):
                 # Faust drops messages below the last offset that it passed on, which may belong to an older reading.
                 self._read_offset[TP(*feeding)] = None
                 yield TP(*feeding), self._message(answer, columns, generation)
-            # `_passed` is set only after the last batch was taken, because the fetcher's position is ahead of the
+            # `_passed` is set only after Faust has taken the last batch, because the fetcher's position is ahead of the
             # agents.
             if not answer.reading.over:
                 self._passed[TP(*feeding)] = answer.next_offset
 
     def _resolved(self, found: Iterable[Answer], schemas: SchemaResolver) -> Iterator[Answer]:
-        """Yield the responses whose schemas are known, and hold back the others, without reordering any partition."""
+        """Yield the responses whose schemas are known, and hold back the others. Each partition keeps its order."""
         for answer in found:
             self._held.setdefault(TP(*answer.source), deque()).append(answer)
         source = self.app.factory.topology.source
@@ -359,7 +364,7 @@ class Consumer(FaustConsumer):
         return ConsumerMessage(*fields, generation_id=generation)
 
     async def wait_empty(self) -> None:
-        """Commit and close every task. Faust calls this method when the worker stops."""
+        """Commit the results of every task, and close it. Faust calls this method when the worker stops."""
         self.fetcher.forget()
         await self.app.tasks.close_all(drain=True)
 
@@ -391,12 +396,12 @@ class Producer(FaustProducer):
 
 
 class TransactionManager(FaustTransactionManager):
-    """Gives new assignments to the tasks. The tasks' sessions handle all transactions."""
+    """Passes new assignments to the `TaskManager`. The tasks' sessions handle all transactions."""
 
     app: DedupApp
 
     async def on_rebalance(self, assigned: set[TP], revoked: set[TP], newly_assigned: set[TP]) -> None:
-        """Close the tasks of lost partitions, and open tasks for new partitions, which Faust has paused."""
+        """Close the tasks of lost partitions, and open tasks for new partitions, which are paused."""
         app = self.app
         feeding = {TopicPartition(*tp) for tp in assigned if tp.topic in app.feeding_topics}
         for lost in app.tasks.running.keys() - feeding:
@@ -491,7 +496,7 @@ class TableManager(FaustTableManager):
         self.app.standbys.assign(())
 
     async def on_stop(self) -> None:
-        """Stop Faust's fetcher and the tables."""
+        """Stop Faust's fetcher and its tables."""
         await self.app._fetcher.stop()  # noqa: SLF001  # Faust's own manager does this, too
         for table in self.values():
             await table.stop()
@@ -522,7 +527,7 @@ class GroupAssignor(PartitionAssignor):
         return self.app.factory.topology.group_size
 
     def on_assignment(self, assignment: Any) -> None:  # Faust defines this signature
-        """Accept an assignment that names this worker by a former address.
+        """Accept an assignment that contains a former address of this worker.
 
         A static member that restarts within the session timeout gets its old assignment back (KIP-345).
         """
@@ -553,14 +558,14 @@ class GroupAssignor(PartitionAssignor):
         return found
 
     def _get_copartitioned_groups(self, topics: Any, cluster: Any, subscriptions: Any) -> Any:  # type: ignore[override]  # Faust calls this method on the instance
-        """Map each task-group count to the sets of topics with this count whose task groups are assigned together."""
+        """Map each task-group count to sets of topics that have this count and are assigned together."""
         found: defaultdict[int, list[set[str]]] = defaultdict(list)
         for partitions, alike in super()._get_copartitioned_groups(topics, cluster, subscriptions).items():
             found[-(-partitions // self._size)] += alike
         return found
 
     def _global_table_standby_assignments(self, assignments: Any, partitions_by_topic: Any) -> Any:  # Faust's signature
-        """Convert a finished assignment from task groups to partitions, instead of assigning global tables."""
+        """Convert a finished assignment from task groups to partitions. There are no global tables to assign."""
         return {
             member: ClientAssignment(
                 actives={topic: self._partitions(topic, groups) for topic, groups in made.actives.items()},

@@ -22,7 +22,7 @@ _Sent = tuple[int, str, bool, Line]
 
 @dataclass(frozen=True, slots=True)
 class FlowCollector(RecordCollector):
-    """A `RecordCollector` that passes forwarded records through a flow."""
+    """A `RecordCollector` that passes the forwarded records through the topology's flow."""
 
     flow: Flow
     targets: Mapping[str, Route]
@@ -30,14 +30,16 @@ class FlowCollector(RecordCollector):
     stop: bool
     """True if the worker stops when the flow fails."""
     known: dict[tuple[int, str, int], list[FlowRecord] | Fault] = field(default_factory=dict)
-    """Maps each (offset, verdict, timestamp) of a batch to the flow's result, in case the batch is folded again."""
+    """Maps each (offset, verdict, timestamp) of a batch to the flow's result, which is reused if the batch is folded
+    again.
+    """
     spent_s: list[float] = field(default_factory=list)
     """The time, in seconds, that the flow took in each fold of the current batch."""
 
     def publish(
         self, batch: FeedBatch, rows: Rows, outcome: Outcome, refusals: Refusals, misfits: Misfits
     ) -> list[RecordBatch]:
-        """Return the batches as `RecordCollector.publish` does, with the records that the flow yields as the output."""
+        """Return batches like `RecordCollector.publish`, but forward the records that the flow yields."""
         batches = RecordCollector.publish(self, batch, rows, outcome, refusals, misfits)
         if not misfits:
             outcome.flow_seconds = sum(self.spent_s)
@@ -120,7 +122,7 @@ class FlowCollector(RecordCollector):
         return found
 
     def _added(self, rows: Rows, row: int, verdict: str) -> list[Header]:
-        """Return the headers that are added to each record that the flow yields for a row."""
+        """Return the headers that dedup adds to each record that the flow yields for a row."""
         feed = rows.feeds[row] if len(rows.feeds) > 1 else rows.feeds[0]
         text = f"{self.routes.source_topics[feed.topic]}/{feed.partition}/{rows.sources[row]}"
         place: Header = (SOURCE, text.encode())

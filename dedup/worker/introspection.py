@@ -152,7 +152,7 @@ def _family(metric: Metric, values: Iterable[tuple[tuple[str, ...], Value]]) -> 
 
 
 def _cumulated(durations: Durations) -> list[tuple[str, int]]:
-    """Return cumulative buckets, as Prometheus expects: each bucket includes all lower ones."""
+    """Return cumulative buckets, as Prometheus expects: the count of each bucket includes all lower buckets."""
     bounds = [*map(floatToGoString, durations.bounds_s), "+Inf"]
     return list(zip(bounds, accumulate(durations.counts), strict=True))
 
@@ -166,7 +166,7 @@ def exposition(seen: WorkerSeen) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Introspection:
-    """Reads the state of the app and of its tasks without changing anything."""
+    """Reads the state of the app and its tasks, and changes nothing."""
 
     app: DedupApp
     topology: Topology
@@ -243,7 +243,7 @@ class Introspection:
         )
 
     def look_up(self, text: str) -> LookedUp:
-        """Return what the state of this worker's partitions contains about an ID.
+        """Return the sightings of an ID in this worker's partitions, and the partitions to which the ID may belong.
 
         Raises SettingsError if ``text`` cannot be an ID of this topology.
         """
@@ -276,13 +276,13 @@ class Introspection:
         if topology.then is not None:
             went = f"the flow {topology.then.name}"
         elif topology.output is not None:
-            # With a repartition topic, the output partition depends on the record key, which a sighting does not
-            # contain.
+            # With a repartition topic, the record key, which a sighting does not contain, determines the output
+            # partition.
             went = f"{topology.output.topic}/{source_partition}" if topology.direct else topology.output.topic
         return SeenId(partition, sighting.first_ms, sighting.last_ms, guarded_ms, place, live, went)
 
     def pulse(self) -> Iterator[TaskPulse]:
-        """Yield the counters and the lag of every task; reading them is cheap."""
+        """Yield the counters and the lag of every task. This is cheap, because no store is read."""
         for feeding, task in self.app.tasks.running.items():
             lag = self._lag(feeding, task)
             yield TaskPulse(task.numbers, lag, feeding.topic, feeding.partition, task.state.value)
@@ -295,11 +295,10 @@ class Introspection:
             yield from task.work.recent.shown(self.topology.source.topics, ids=ids)
 
     def peers(self) -> tuple[Peer, ...]:
-        """Return the group's members as of the last assignment, sorted by name. Before the first assignment, the result
-        is empty.
+        """Return the group's members at the last assignment, sorted by name; empty before the first assignment.
 
-        Each member announces its address when it joins, as with `application.server` in Kafka Streams (KIP-67). Some
-        members may have died since the last assignment.
+        Each member announces its address when it joins, as with `application.server` in Kafka Streams (KIP-67). Some of
+        these members may no longer be running.
         """
         tasks: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
         assignor = cast("PartitionAssignor", self.app.assignor)
@@ -341,7 +340,7 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
 
     Raises SettingsError if ``text`` cannot be an ID of the topology.
     """
-    id_bytes(text)  # refuses what no rule below can encode
+    id_bytes(text)  # raises an error for text that no rule below can encode
     if isinstance(topology.tracking_id.rule, FirstOfRule):
         return _of_alternatives(topology, topology.tracking_id.rule.alternatives, text)
     source, keys = topology.source, list[bytes]()
@@ -366,7 +365,7 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
 
 
 def _returned(tracking_id: TrackingId, rule: CodeRule, text: str) -> Iterator[One | Fault]:
-    """Yield the ID for each value that the user's function may have returned, without calling the function."""
+    """Yield the ID for each value that the user's function may have returned. The function is not called."""
     values: list[str | bytes | int] = [text, text.encode()]
     if _JSON_INTEGER.fullmatch(text):
         with suppress(ValueError):  # Python parses and formats at most a few thousand digits
@@ -398,7 +397,7 @@ def _of_alternatives(topology: Topology, alternatives: Sequence[Alternative], te
 def _typed(topology: Topology, text: str) -> Iterator[tuple[bytes | None, _Headers, tuple[Leaf, ...]]]:
     """Yield the key, the headers, and the members of each ID that a user's input may stand for.
 
-    The members have the types that a schema may define.
+    One result is yielded for each combination of types that the schema allows for the members.
     """
     rule, paths = topology.tracking_id.rule, member_paths(topology.tracking_id.rule)
     key: bytes | None = None
@@ -501,7 +500,7 @@ _ANY_TYPE: Final[Mapping[Format, Sequence[str]]] = {
 
 
 def _array(name: str, text: str, count: int) -> list[str]:
-    """Return the parts of a JSON array as the user wrote them, because a float cannot represent every number."""
+    """Return the parts of a JSON array unparsed, because a float cannot represent every number."""
     parts: list[msgspec.Raw] = []
     if _is_json(text):
         with suppress(msgspec.MsgspecError):
@@ -551,14 +550,14 @@ def _unframed(rule: Rule, name: str, text: str) -> list[_Record]:
 
 
 def _of_parts(rule: PartsRule, written: Sequence[str]) -> _Record:
-    """Return a record that has the given parts."""
+    """Return a record whose ID has the given parts."""
     key, headers, literals = _divided(rule.parts, written)
     members = [each for each in zip(member_paths(rule), literals, strict=True) if each[1] != _NOTHING]
     return key, _nested(members).encode(), headers
 
 
 def _divided(parts: Sequence[Part], written: Sequence[str]) -> tuple[bytes | None, _Headers, list[str]]:
-    """Return the key and the headers that are among the given parts, and the literals of the other parts.
+    """Divide the parts of an ID into the record key, the headers, and the literals of value members, and return these.
 
     An empty object stands for an absent part.
     """

@@ -42,7 +42,7 @@ _PATIENCE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Describes how the partitions of a topology are grouped."""
+    """Describes how the partitions of a topology are grouped into transactions."""
 
     partitions: int = 1
     """The number of partitions per transaction."""
@@ -104,7 +104,7 @@ async def read_layout(wire: Wire, topology: Topology) -> Layout:
 
 
 async def refuse_other_layout(wire: Wire, topology: Topology, cluster: Cluster) -> Layout:
-    """Return the layout. Raises StateIncompatible if the layout is being changed or this process uses another one.
+    """Return the layout. Raises StateIncompatible if it is being changed or differs from this process's layout.
 
     Call `refuse_other_layout` after InitProducerId.
     """
@@ -160,10 +160,10 @@ async def with_layout(topology: Topology, cluster: Cluster, wire: Wire, *, fresh
 
 
 async def alone(topology: Topology, cluster: Cluster, wire: Wire, command: str) -> Topology:
-    """Return the topology for a command that commits each partition in a transaction of its own.
+    """Return the topology for a command that commits each partition in a separate transaction.
 
     Raises StateIncompatible if several partitions share a transaction, or if partitions were added to a source topic,
-    because only workers read such partitions.
+    because only workers read added partitions.
     """
     found = await with_layout(topology, cluster, wire, fresh=False)
     if found.group_size > 1:
@@ -191,7 +191,7 @@ def counts_of(topology: Topology, cluster: Cluster) -> dict[str, int]:
 def transactional_ids(topology: Topology, cluster: Cluster, size: int) -> list[str]:
     """Return every transactional ID that a topology's tasks have if ``size`` partitions share a transaction.
 
-    The result leaves out topics that the cluster lacks.
+    Topics that do not exist are ignored.
     """
     feeding = [name for name in topology.feeding_topics if name in cluster.topics]
     ids = [topology.transactional_id("dedup", place.partition, size=size) for place in cluster.places(feeding)]
@@ -213,9 +213,9 @@ class LayoutChange:
     timeout_ms: int
 
     async def establish(self) -> None:
-        """Write a layout if the topology has none and no other worker of the fleet writes one.
+        """Write a layout if the topology has none and no other worker of the fleet is writing one.
 
-        A layout with a different number of partitions per transaction is left unchanged.
+        An existing layout with another number of partitions per transaction is left unchanged.
         """
         wanted, waited_s = self.topology.group_size, 0.0
         while self.topology.has_layout(wanted):
@@ -232,9 +232,9 @@ class LayoutChange:
     async def run(self, partitions: int, *, anew: bool = False, unless_there: bool = False) -> None:
         """Make ``partitions`` partitions share a transaction; afterward, no worker with the old layout can commit.
 
-        If ``anew`` is True, the state begins anew with the partitions that the topics have now. If ``unless_there`` is
-        True and another process has written a layout, nothing is changed. Raises TaskMigrated if another process
-        changes the layout at the same time, or CommitUnknown if the outcome of a transaction is unknown.
+        If ``anew`` is True, the state starts from scratch, so the layout records the current partition counts. If
+        ``unless_there`` is True and another process has written a layout, nothing is changed. Raises TaskMigrated if
+        another process is also changing the layout, or CommitUnknown if the outcome of a transaction is unknown.
         """
         session = self._session(self.topology.layout_id)
         await session.open()
@@ -253,7 +253,7 @@ class LayoutChange:
         await self._write(session, Layout(partitions, counts))
 
     async def fence(self, layout: Layout, *sizes: int) -> None:
-        """Fence all owners that use ``layout`` or groups of one of the ``sizes``, and end their transactions."""
+        """Fence all owners under ``layout`` or with a group size in ``sizes``, and end their transactions."""
         for size in sorted({layout.partitions, layout.changing_to or layout.partitions, *sizes}):
             for transactional_id in transactional_ids(self.topology, self.cluster, size):
                 await self._session(transactional_id).open()
@@ -263,11 +263,11 @@ class LayoutChange:
         return Session(self.wire, transactional_id, None, timeout_ms=self.timeout_ms)
 
     async def _write(self, session: Session, layout: Layout) -> None:
-        """Write a layout; afterward, every reader gets this layout or a newer one.
+        """Write a layout, and wait until every reader gets this layout or a newer one.
 
         A broker responds to EndTxn before it writes the markers, and readers get the previous layout until the markers
-        are written. A worker that began a new epoch after the fence and read the previous layout would continue to use
-        it.
+        are written. A worker that begins a new epoch after the fencing and reads the previous layout would continue
+        with that layout.
         """
         line: Line = (OWN_ROW, SteadyClock().now_ms(), _KEY, encode_layout(layout), [])
         session.add(fill(TopicPartition(self.topology.layout_topic, 0), [line], compression="none"))
@@ -280,10 +280,10 @@ class LayoutChange:
 
 
 async def change_layout(topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin) -> None:
-    """Change the number of partitions per transaction to the topology's, and keep the state and the offsets.
+    """Change the number of partitions per transaction to the number in the topology, and keep the state and offsets.
 
-    The function also completes a change that was interrupted. Raises DedupError if workers are running or another
-    process changes the layout, or StateIncompatible if topics are missing.
+    The function also completes an interrupted change. Raises DedupError if workers are running or another process is
+    changing the layout, or StateIncompatible if topics are missing.
     """
     await Group(wire, topology.name).refuse_members()
     have = await admin.topics(known_names(topology))

@@ -1,6 +1,6 @@
-"""Formats each event in a worker's logs as one line of text or JSON, and writes it to standard error.
+"""Writes a worker's log messages to standard error, each as one line of text or JSON.
 
-A JSON line also names the first task, topic, and partition among the message's arguments. Logs never contain record
+A JSON line also contains the first task, topic, and partition among the message's arguments. Logs never contain record
 values.
 """
 
@@ -25,18 +25,20 @@ NOISY: Final = (
     # dedup's Faust services log a message when they start or stop, under the name of their module.
     "dedup.worker.faust_app",
 )
-"""The loggers whose level is at least WARNING, because aiokafka prints record values at the debug level."""
+"""The loggers whose level is never below WARNING, because aiokafka logs record values at the DEBUG level."""
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats an event as a JSON object with time (UTC), level, logger, worker, message, task, topic, and partition."""
+    """Formats a log record as a JSON object with time (UTC), level, logger, worker, message, task, topic, and
+    partition.
+    """
 
     def __init__(self, worker_id: str | None = None) -> None:
         super().__init__()
         self._of_worker: Final = {} if worker_id is None else {"worker": worker_id}
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the event as one line of JSON."""
+        """Return the log record as one line of JSON."""
         event: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

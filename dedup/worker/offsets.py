@@ -1,7 +1,7 @@
-"""Finds the offset at which a task starts to read: the committed offset or, if there is none, the offset from `start`.
+"""Finds the offset at which a task starts to read: the committed offset or, without one, what `start` specifies.
 
-The metadata of each committed offset contains topic IDs (KIP-516), because Kafka stores offsets by topic name and a
-recreated topic has different records at the same offsets.
+The metadata of each committed offset contains topic IDs (KIP-516). Kafka stores offsets by topic name, and if a topic
+is recreated, the same offsets belong to different records.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ async def committed_position(wire: Wire, group: str, source: TopicPartition, *, 
     """Return the group's committed offset with its leader epoch and its note.
 
     The function retries while the coordinator is unavailable and, with ``stable``, while an open transaction may change
-    the offset (KIP-447). A caller that does not own the partition may have to wait until the transaction of a dead
+    the offset (KIP-447). If the caller does not own the partition, the call may last until the transaction of a dead
     worker times out.
     """
     while True:

@@ -1,6 +1,6 @@
-"""Keeps samples of a task's latest duplicates, conflicts, late records, and dead letters, for display.
+"""Keeps samples of a task's latest duplicates, conflicts, late records, and dead letters for display.
 
-At most `MOST_OF_A_BATCH` samples of each kind are kept per batch, and samples become visible when their transaction is
+At most 5 samples of each kind (10 of duplicates) are kept per batch. Samples become visible when their transaction is
 committed. A sample contains the record's position and ID and the reason for the verdict, but never the payload.
 """
 
@@ -44,7 +44,7 @@ class Recent:
     _committed: Final[dict[Kind, deque[_Case]]] = field(init=False, default_factory=dict)
 
     def note(self, rows: Rows, outcome: Outcome, now_ms: int) -> None:
-        """Keep a few samples from a batch that was just judged; `commit` makes the samples visible."""
+        """Keep samples from a batch that was just judged; `commit` makes them visible."""
         if outcome.duplicates or outcome.repeats or outcome.conflicts or outcome.late or outcome.dead:
             self._open.extend(_cases(rows, outcome, now_ms))
 

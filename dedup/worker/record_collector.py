@@ -282,8 +282,7 @@ class RecordCollector:
     def fitting(
         self, target: TopicPartition, lines: Iterable[Line], refusals: Refusals, misfits: Misfits
     ) -> list[RecordBatch]:
-        """Return the lines (records to send) as batches. Lines that the topic refuses are added to ``misfits`` instead.
-        """
+        """Return the lines (records to send) as batches. Lines that the topic refuses go into ``misfits`` instead."""
         if refusals.rows or target.topic in refusals.times_ms:
             lines = list(_taken_there(lines, target.topic, refusals, misfits))
         batches = []
@@ -329,8 +328,7 @@ class RecordCollector:
         route: Route,
         misfits: Misfits,  # noqa: ARG002  # only `FlowCollector` uses this parameter
     ) -> list[tuple[TopicPartition, Iterable[Line]]]:
-        """Return the records to forward, by partition. Records on which a flow fails are added to ``misfits`` instead.
-        """
+        """Return the records to forward, by partition. Records on which a flow fails go into ``misfits`` instead."""
         forwarded = self.forwarded(outcome)
         if not forwarded:
             return []

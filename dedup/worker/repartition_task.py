@@ -1,4 +1,4 @@
-"""Implements a `repartition` task, which sends each source record, unjudged, to the partition of its ID."""
+"""Implements a `repartition` task, which sends each source record to the partition of its ID without judging it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RepartitionPlan:
 
 
 class RepartitionTask(TaskWork):
-    """The work of a `repartition` task, which keeps no state; see `TaskWork`."""
+    """Does the work of a `repartition` task, which keeps no state; see `TaskWork`."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class RepartitionTask(TaskWork):
         return await first_offset(self._wire, self._plan.feeding, self._plan.start)
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
-        """Return a batch for each partition that the IDs map to, with each record's source position in a header."""
+        """Return batches for the partitions of the records' IDs. Each record gets a header with its source position."""
         plan = self._plan
         extracted = plan.extractor(batch.keys, batch.values, batch.headers, batch.timestamps_ms)
-        # A record without an ID also needs a verdict, so it is also sent to a `dedup` task.
+        # A record without an ID also needs a verdict, so it goes to a `dedup` task, too.
         fallback = batch.feeding.partition % plan.partitions
         with_id = [row for row, key in enumerate(extracted.ids) if key is not None]
         chosen = [fallback] * len(batch)
@@ -111,7 +111,7 @@ class RepartitionTask(TaskWork):
     def _dead_letters(
         self, batch: FeedBatch, extracted: Extracted, refusals: Refusals, faults: Mapping[int, Fault]
     ) -> list[RecordBatch]:
-        """Return dead letters for records that are not written to the repartition topic."""
+        """Return dead letters for the records that cannot be written to the repartition topic."""
         dead = [(row, DeadLetter(fault.code, fault.detail)) for row, fault in sorted(faults.items())]
         self._judged.verdicts["dead_letter"] += len(dead)
         self._judged.dead_reasons.update(letter.code for _, letter in dead)
@@ -121,7 +121,9 @@ class RepartitionTask(TaskWork):
         return self.collector.publish(batch, rows, outcome, refusals, {})  # `publish` never omits a dead letter
 
     def idle(self) -> list[RecordBatch]:
-        """Return a marker for each partition of the repartition topic, to say that this feed has no new records."""
+        """Return an idle marker for each partition of the repartition topic, which says that this feed has no new
+        records.
+        """
         topic, partition = self._plan.feeding
         now_ms = self._clock.now_ms()
         headers: list[Header] = [(IDLE, f"{topic}/{partition}".encode()), (TIMESTAMP, str(now_ms).encode())]

@@ -1,8 +1,8 @@
 """Implements `dedup reset`, which deletes the offsets, changelog, repartition topic, and local state of a topology.
 
-After a reset, the topology starts as if it were new. To finish an interrupted reset, run `dedup reset` again. Before a
-reset deletes topics or local state, it replaces the group's offsets with offsets that have a note. While this note
-exists, no worker starts.
+After a reset, the topology starts like a new topology. To finish an interrupted reset, run `dedup reset` again. Before
+a reset deletes topics or local state, it replaces the group's offsets with offsets that carry a note. While this note
+exists, workers refuse to start.
 """
 
 from __future__ import annotations
@@ -51,14 +51,16 @@ class Doomed:
 
 
 def local_state(topology: Topology, state_dir: Path) -> tuple[Path, ...]:
-    """Return the state directories of a topology's partitions on this machine, for a single worker or a fleet."""
+    """Return the state directories of a topology's partitions on this machine, whether one worker or a fleet wrote
+    them.
+    """
     homes = [state_dir, *(path for path in state_dir.iterdir() if path.is_dir())] if state_dir.is_dir() else []
     owned = [home / topology.name for home in homes if (home / topology.name).is_dir()]
     return tuple(sorted(path for directory in owned for path in directory.iterdir() if path.name.isdigit()))
 
 
 def delete_local_state(partitions: Sequence[Path]) -> None:
-    """Delete the stores and each parent directory that becomes empty. Raises StateIncompatible if a store is in use."""
+    """Delete the stores and any parent directory that becomes empty. Raises StateIncompatible if a store is in use."""
     for path in partitions:
         delete_store(path)
         with contextlib.suppress(OSError):  # the directory still contains another partition or a foreign file
@@ -67,7 +69,7 @@ def delete_local_state(partitions: Sequence[Path]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """A reset of one topology."""
+    """Resets one topology: `look` returns what a reset would delete, and `run` deletes it."""
 
     topology: Topology
     settings: Settings
@@ -116,7 +118,7 @@ class Reset:
         return offsets
 
     async def _checkpoints(self) -> list[tuple[CheckpointStorage, int]]:
-        """Return the partitions that have a checkpoint, each with the storage that holds it."""
+        """Return each partition that has a checkpoint, together with the storage of the checkpoint."""
         url = self.settings.state.checkpoint
         if url is None:
             return []
@@ -162,7 +164,9 @@ class Reset:
             await asyncio.sleep(LOOK_S)
 
     async def _begin_at(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Write each partition's offset with a task record, because workers refuse offsets without task records."""
+        """Commit each partition's offset together with a task record, because workers refuse offsets without task
+        records.
+        """
         cluster = Cluster(await self.admin.topics(known_names(self.topology)))
         topology = await with_layout(self.topology, cluster, self.wire, fresh=True)
         fingerprint = topology.state_fingerprint(cluster.source_partitions(topology))

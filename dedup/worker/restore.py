@@ -1,12 +1,12 @@
 """Restores a store, in batches, from its own position to the end of the changelog, and maintains standbys.
 
-InitProducerId ends all earlier transactions of the task, and a restore ends at the high watermark that the task reads
-after InitProducerId. The store's *position* must reach the high watermark, because the last offsets may belong to
-transaction markers or to records that were compacted away.
+InitProducerId ends all earlier transactions of the task. A restore reads up to the high watermark that the task learns
+after InitProducerId. A restore ends when the store's *position* reaches the high watermark, not at the last record,
+because the last offsets may belong to transaction markers or to records that were compacted away.
 
-A restore notices a change of the guard period or the grace only if their sum changes, because the state contains only
-the width of its segments, which is half of that sum. A standby is a copy of another worker's store that is kept up to
-date from the changelog.
+If the guard period or the grace has changed but their sum has not, a restore does not notice the change, because the
+state contains only the width of its segments, which is half of that sum. A standby is a copy of another worker's store
+that is kept up to date from the changelog.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ objects do not fit into the processor's cache, and other tasks wait during a ste
 WAIT_MS: Final = 500
 MOST_LOOKS: Final = 20
 _LOOK_AGAIN_MS: Final = 500
-"""How often a restore looks for records that must be in the changelog, and the pause between two looks."""
+"""How many times a restore looks again for records that must be in the changelog, and the pause before each attempt."""
 _LOOK_BACK: Final = 256
 """The number of offsets at the changelog's end that are searched first for a task record; the range then grows."""
 _LOOK_BYTES: Final = 1 << 20
@@ -57,7 +57,7 @@ def changed(record: TaskRecord | None, window: Window) -> bool:
 
 
 def why_restored(changelog: TopicPartition, record: TaskRecord, window: Window) -> str:
-    """Return a sentence that says why local state is restored again; ``record`` is the store's task record."""
+    """Return a message that says why the local state is restored again; ``record`` is the store's task record."""
     return (
         f"{changelog}: local state was written with guard_period + grace = "
         f"{_before(record)}, but the topology now has {format_duration(window.retention_ms)}. Sightings then "
@@ -178,10 +178,10 @@ async def last_task_record(wire: Wire, changelog: TopicPartition, *, stable: boo
 
 
 async def look_again(wire: Wire) -> None:
-    """Wait, and find the leaders anew, before a restore looks again for records that must be in the changelog.
+    """Look up the partition leaders again, and wait before the next search for records that must be in the changelog.
 
-    A broker that was cut off from its cluster still believes that it leads the changelog, and does not know the newest
-    records (KIP-320).
+    A broker that is cut off from its cluster may still believe that it leads the changelog, although it lacks the
+    newest records (KIP-320).
     """
     await wire.refresh()
     await wire.pause(_LOOK_AGAIN_MS)
@@ -190,11 +190,11 @@ async def look_again(wire: Wire) -> None:
 async def fitted(
     wire: Wire, changelog: TopicPartition, store: Store, window: Window, accept: Callable[[TaskRecord], None]
 ) -> LogBounds:
-    """Ensure that the store can be restored from its changelog, and return the changelog's bounds.
+    """Make sure that the store can be restored from its changelog, and return the changelog's bounds.
 
-    If the window requires segments of a different width, the store is cleared, so that its state is read from the
-    changelog again. Raises StateIncompatible and changes nothing if the store does not match the changelog or if the
-    changelog lacks records that must be read. Also raises any exception that ``accept`` raises.
+    If the window requires segments of a different width, the store is cleared, and all state is read from the changelog
+    again. Raises StateIncompatible and changes nothing if the store does not match the changelog or if the changelog
+    lacks records that must be read. Exceptions that ``accept`` raises propagate.
     """
     record = store.task_record
     if record is not None:
@@ -250,7 +250,7 @@ async def truncated_to(
     """Return the new first offset of a changelog whose owner has deleted the record at ``position``.
 
     Raises ``refused``, the error of a fetch, if the changelog still contains ``position``. Raises StateIncompatible if
-    records that unexpired segments still need were deleted by another program.
+    another program deleted records that live segments need.
     """
     bounds = await bounds_of(wire, changelog)
     if bounds.start <= position:
@@ -284,11 +284,11 @@ def refuse_other_feeding(record: TaskRecord, topic_id: str, feeding: TopicPartit
 def apply_changelog(store: Store, window: Window, found: Collected, next_offset: int) -> None:
     """Apply the changelog records of one fetch in a single atomic write, in segments of ``window.segment_ms``.
 
-    Sightings that have expired by the newest task record may be left out.
+    Segments that have expired according to the newest task record are left out.
     """
     writes: Writes = found.writes
     if _other_grid(writes, window):
-        # The sightings were written under another guard period, so they move to segments of the current width.
+        # The sightings were written under another guard period or grace, so they move to segments of the current width.
         entries = [entry for part in writes.values() for entry in part.items()]
         ids = [key for key, _ in entries]
         held = store.get_each(store.segments(), ids)
@@ -296,7 +296,7 @@ def apply_changelog(store: Store, window: Window, found: Collected, next_offset:
         writes = rebucket(entries, window.segment_ms)
     record = found.task_record
     if record is not None:
-        # The owner that wrote the record may have used another guard period, and therefore another segment width.
+        # The owner that wrote the record may have used another guard period or grace, and thus another segment width.
         record = replace(record, segment_ms=window.segment_ms)
     newest = record or store.task_record
     if newest is not None:
@@ -305,7 +305,7 @@ def apply_changelog(store: Store, window: Window, found: Collected, next_offset:
 
 
 def _other_grid(writes: Writes, window: Window) -> bool:
-    """Return whether any sighting belongs to a different segment under the current window."""
+    """Return whether any sighting belongs to a different segment according to the current window."""
     width_ms = window.segment_ms
     return any(
         segment % width_ms or not all_within(part.values(), segment, segment + width_ms)
@@ -327,7 +327,7 @@ class LostOffsets:
     cluster: Cluster
     wire: Wire
     look: asyncio.Task[set[Feed]] | None = field(init=False, default=None)
-    """The search of the changelogs that is in progress, if any; all tasks that wait for its result share the search."""
+    """The latest search of the changelogs, or None; all tasks that start while it runs share its result."""
 
     async def refuse_any(self) -> None:
         """Raise StateIncompatible if any source partition was read but the group no longer has an offset for it."""
@@ -381,7 +381,7 @@ IDLE_MS: Final = 100
 _STEP_BYTES: Final = 256 << 10
 """The maximum size of a standby's step, in bytes of the changelog; the worker's own records wait during a step."""
 SHARE: Final = 1.0
-"""The length of the pause of all standbys after a step, as a multiple of the time that the step took."""
+"""How long all standbys pause after a step, as a multiple of the time that the step took."""
 
 
 @dataclass(slots=True)
@@ -450,7 +450,7 @@ class Standbys:
                     self._stores.pop(partition).close()
 
     def _is_own(self, partition: int) -> bool:
-        """Return whether the calling loop is still the loop that follows the partition."""
+        """Return whether the calling loop is still the one that follows the partition."""
         return self._loops.get(partition) is asyncio.current_task()
 
     async def _step(self, changelog: TopicPartition, store: Store, position: int) -> int:

@@ -24,12 +24,13 @@ _CALM_S: Final = 60.0
 FINAL: Final = frozenset({2, 3})
 """The exit codes after which a restart would not help (a usage error or incompatible state)."""
 NO_BROKER: Final = 5
-"""The exit code if no broker is reachable; it ends the fleet only if the worker never ran longer than `_CALM_S`."""
+"""The exit code if no broker is reachable. It ends the fleet unless the worker has once run for longer than `_CALM_S`.
+"""
 
 
 @dataclass(slots=True)
 class Child:
-    """A worker process, and when it was or will be started."""
+    """A worker process, and the times at which it was started and will be restarted."""
 
     number: int
     """The number at the end of the worker's ID; numbers start at 1."""
@@ -43,7 +44,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """The topology to run, its settings, and the number of workers."""
+    """What a fleet runs: the topology, its settings, and the number of workers."""
 
     topology: Path
     config: Path | None
@@ -55,7 +56,7 @@ class FleetPlan:
     onto_existing_output: bool = False
 
     def command(self, number: int) -> list[str]:
-        """Return the command line of one worker, including its own worker ID, state directory, and web pages."""
+        """Return the command line of one worker, which has its own worker ID, state directory, and web port."""
         line = [sys.executable, "-m", "dedup.cli.main", "run", str(self.topology), "--quiet"]
         if self.config is not None:
             line += ["--config", str(self.config)]
@@ -67,7 +68,7 @@ class FleetPlan:
         return [*line, *(option for option, given in flags.items() if given)]
 
     def _pages(self, number: int) -> list[str]:
-        """Return the settings of a worker's web pages, whose port increases by one from each worker to the next."""
+        """Return the settings of a worker's web pages. Each worker's port is one above that of the previous worker."""
         web = self.settings.web
         if web.port == 0:
             return []
@@ -135,8 +136,8 @@ def _look_after(child: Child, line: list[str], now_s: float) -> int:
 def _drain(children: Sequence[Child]) -> int:
     """Stop all workers that are still running, and return the highest of their exit codes, or 0.
 
-    A worker that a signal kills while it stops counts as 128 plus the number of the signal, as in a shell. SIGTERM does
-    not count, because it kills a worker only if the worker has not begun to judge or has finished.
+    If a signal kills a worker while it is stopping, its exit code counts as 128 plus the number of the signal, as in a
+    shell. A worker that SIGTERM kills does not count, because it had either not begun to judge or already finished.
     """
     living = [child.process for child in children if child.process.poll() is None]
     for process in living:

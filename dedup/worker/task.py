@@ -1,9 +1,9 @@
-"""Implements a task, which has one feeding partition, one store, and one changelog partition.
+"""Implements a task, which processes one feeding partition. A `dedup` task also has a store and a changelog partition.
 
-A task exists only for the duration of one assignment. A task judges the records of its feeding partition and keeps
-their sightings until they are committed; its `TaskGroup` sends the results and commits them. Correctness depends on the
-order of the steps. First, the group fences the previous owner (InitProducerId). Then, `start` reads the committed
-offset, restores the store to the end of the changelog, and returns the offset to read from. After that, these methods
+A task exists for one assignment. It judges the records of its feeding partition, and buffers their sightings until
+these are committed. The task's `TaskGroup` sends the results and commits them. Correctness depends on the order of the
+steps. First, the group fences the previous owner (InitProducerId). Then, `start` reads the committed offset, restores
+the store to the end of the changelog, and returns the offset at which to start reading. After that, these methods
 process each batch:
 
     process(batch)   judges a batch (pure), keeps sightings in the write buffer's open generation, and sends the results
@@ -40,17 +40,18 @@ from dedup.worker.record_collector import RecordCollector, Refusals
 
 log: Final = logging.getLogger(__name__)
 _TELL_MS: Final = 1_000
-"""The smallest difference from the broker's clock, in ms, that is logged."""
+"""The smallest difference from a broker's clock, in ms, that is logged."""
 _EVENT_TIME_MS: Final = 60_000
-"""A timestamp that is more than this many ms older than the record's arrival counts as an event time, not as a delay of
-the log. (A follower that is stuck can hide records for `replica.lag.time.max.ms`, 30 s.)
+"""If a timestamp is more than this many ms older than the time at which the record became readable, it counts as an
+event time, and the end-to-end latency begins at the later time. A smaller difference may be a delay of the log: a stuck
+follower can hide records for `replica.lag.time.max.ms`, 30 s.
 """
 _MOST_WAITING: Final = 16_000
 """The number of records that a task may judge during a commit before it waits for the commit to end."""
 
 
 class TaskState(enum.Enum):
-    """The state of a task, which only moves forward."""
+    """The states of a task, in the order in which a task passes through them."""
 
     CREATED = "created"
     RESTORING = "restoring"
@@ -79,14 +80,14 @@ class TaskId:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """The captured results of a transaction, which are applied once the transaction is known to be committed."""
+    """The captured results of a transaction, which are applied after the transaction is committed."""
 
     batches: list[RecordBatch]
     """The last record batches of the transaction, which contain the task record."""
     apply: Callable[[Mapping[TopicPartition, int]], None]
     """Applies the generation to the store, given the offset after the last record written to each partition."""
     confirm: Callable[[int], None] = lambda _: None
-    """Receives the time, in ms, of the append at the broker; raises ClockBehind if that time disproves a verdict."""
+    """Receives the broker's append time of the batches, in ms; raises ClockBehind if that time disproves a verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,8 @@ class Committing:
     note: str = ""
     """The metadata of the committed offset; see `offset_note`."""
     pin_start: bool = False
-    """True if the task commits its starting position at once, because `latest` may be another offset after a crash."""
+    """True if the task commits its starting position at once, because `start` may lead to another offset after a crash.
+    """
 
 
 def _since_boot_s() -> float:
@@ -109,9 +111,9 @@ def _since_boot_s() -> float:
 class SteadyClock:
     """The tasks' clock, which never goes back and is never behind a time that a broker has reported.
 
-    It adds the elapsed time to the wall-clock time of its start. The boot clock measures the elapsed time, because the
-    monotonic clock stops while the machine is suspended. When a broker reports that it appended a batch at a later
-    time, the clock advances to that time.
+    The clock adds the elapsed time to the wall-clock time at which it was created. The boot clock measures the elapsed
+    time, because the monotonic clock stops while the machine is suspended. When a broker reports that it appended a
+    batch at a later time than the clock shows, the clock advances to that time.
     """
 
     def __init__(self) -> None:
@@ -124,7 +126,7 @@ class SteadyClock:
         return int((self._offset_s + _since_boot_s()) * 1000)
 
     def heard(self, broker_ms: int) -> None:
-        """Advance the clock to the broker's time if the clock is behind that time, and log a large difference."""
+        """Advance the clock to the broker's time if the clock is behind it, and log a difference of 1 s or more."""
         behind_ms = broker_ms - self.now_ms()
         if behind_ms <= 0:
             return
@@ -139,7 +141,7 @@ class SteadyClock:
 
 
 class TaskWork(abc.ABC):
-    """Processes records for one kind of task, and keeps the task's state, but commits nothing."""
+    """Processes the records of one kind of task and keeps the task's state, but commits nothing."""
 
     def __init__(
         self,
@@ -160,13 +162,13 @@ class TaskWork(abc.ABC):
         """The verdicts of the open transaction, which are dropped if its records are judged again."""
         self.recent: Final = Recent()
         self.store: Store | None = None
-        """The store with the applied state, or None before `restore` and for work that keeps no state."""
+        """The store with the applied state, or None before `restore` and in tasks that keep no state."""
 
     @abc.abstractmethod
     async def restore(self, committed: int | None, *, own: bool) -> int:
-        """Bring the state up to the end of the changelog, and return the feeding offset to start from.
+        """Restore the state to the end of the changelog, and return the feeding offset at which to start reading.
 
-        ``own`` says whether a task of this topology committed the offset, in one transaction with its state.
+        ``own`` is True if a task of this topology committed the offset, in the same transaction as the task's state.
         """
 
     @abc.abstractmethod
@@ -174,7 +176,7 @@ class TaskWork(abc.ABC):
         """Judge a batch, keep its new sightings until they are applied, and return the record batches to send."""
 
     async def overtaken(self) -> bool:
-        """In a new epoch, return whether another owner has written state since this task's last commit."""
+        """Return whether another owner has written state since this task's last commit; call this in a new epoch."""
         return False
 
     def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # only work that keeps state needs the offset
@@ -209,10 +211,10 @@ class SharedTransaction(Protocol):
     sendable: asyncio.Event
     """An event that is cleared during a commit, when records for the next transaction must not be sent yet."""
     open_for_batches: asyncio.Event
-    """An event that is cleared while refused records are judged again; no batch is added until the next commit."""
+    """An event that is cleared while records are judged again; no batch is added until these records are committed."""
 
     opened: int
-    """How often the group has fenced other owners."""
+    """The number of times that the group has fenced other owners."""
 
     def send(self, batches: Sequence[RecordBatch], feeding: TopicPartition) -> None:
         """Add record batches, made from records of the partition ``feeding``, to the transaction."""
@@ -233,7 +235,7 @@ class Captured:
 
 
 class Task:
-    """Processes one partition, from assignment to revocation; a `TaskGroup` commits its results."""
+    """Processes one partition from assignment to revocation. A `TaskGroup` commits the task's results."""
 
     def __init__(
         self,
@@ -274,7 +276,7 @@ class Task:
         self._in_flight = False
         """True while the task's results are in a transaction that is being committed."""
         self._ending: StateIncompatible | None = None
-        """The reason why the task stops once everything that it has judged is committed, or None."""
+        """The error with which the task stops once everything that it has judged is committed, or None."""
         self._idle_said = False
         """True if idle markers were sent since the task was last captured."""
         self._idle_in_flight = False
@@ -300,11 +302,11 @@ class Task:
         self.state = state
 
     async def start(self) -> int:
-        """Restore the state, and return the offset to read from. The task's group must be open already.
+        """Restore the state, and return the offset at which to start reading. The task's group must be open already.
 
-        The method may be called again after it has raised TaskCorrupted. If the task's group is closed in the meantime,
-        the task does not run afterward. Raises StateIncompatible, TaskCorrupted, CommitUnknown, or BrokerUnavailable;
-        see `dedup.errors`.
+        After TaskCorrupted, the method may be called again. If the task's group is closed during the call, the task
+        does not start to run. Raises StateIncompatible, TaskCorrupted, CommitUnknown, or BrokerUnavailable; see
+        `dedup.errors`.
         """
         if self.state is TaskState.CREATED:
             self._move(TaskState.RESTORING)
@@ -314,7 +316,7 @@ class Task:
                 await self._restore()
                 if self._transaction.opened == opened:
                     break
-                # The group may have fenced another owner, whose commits this task must not miss.
+                # The group was opened again and may have fenced another owner, whose commits must be restored, too.
                 self.work.close()
         except BaseException:
             self.work.close()
@@ -381,7 +383,7 @@ class Task:
             raise
 
     def _with_append_times(self, batch: FeedBatch) -> FeedBatch:
-        """Return the records before the first one whose timestamp the broker did not set, and remember why to stop."""
+        """Return the records before the first one whose timestamp the broker did not set, and set `_ending`."""
         created = batch.first_created()
         if created is None:
             return batch
@@ -390,7 +392,7 @@ class Task:
 
     @contextmanager
     def noting_damage(self) -> Iterator[None]:
-        """Remember damage that the ``with`` block finds in the task's store; a damaged store must be deleted."""
+        """Set `damage` if the ``with`` block finds the task's store damaged; a damaged store must be deleted."""
         try:
             yield
         except TaskCorrupted as damage:
@@ -417,7 +419,7 @@ class Task:
         self._soil()
 
     def say_idle(self) -> bool:
-        """Write this feed's idle markers in a transaction, and return True; return False if a transaction is open."""
+        """Send this feed's idle markers and return True, or return False if the task has uncommitted results."""
         if not self.all_committed:
             return False
         self._mark_idle()
@@ -438,7 +440,7 @@ class Task:
         self._waiting_records = 0
 
     def capture(self) -> Captured:
-        """Capture everything that was judged so far, for the transaction that the group now commits."""
+        """Capture everything that was judged so far, for the transaction that the group is about to commit."""
         self.dirty, self._in_flight = False, True
         self._idle_said, self._idle_in_flight = False, self._idle_said
         position = self.position
@@ -446,7 +448,7 @@ class Task:
             return Captured(self, position, len(self._held), self.work.freeze(position.offset))
 
     def applied(self, captured: Captured, ends: Mapping[TopicPartition, int]) -> None:
-        """Apply captured results to the store, because their transaction has been committed."""
+        """Apply captured results to the store after their transaction has been committed."""
         with self.noting_damage():
             captured.frozen.apply(ends)
         crashpoints.reached("after_apply")
@@ -465,7 +467,7 @@ class Task:
             raise self._ending
 
     def learn(self, refusals: Sequence[RecordRefused]) -> None:
-        """Remember the refused batches of a transaction. Raises RecordRefused if a record has no replacement left."""
+        """Note a transaction's refused batches. Raises RecordRefused if a refused record has no replacement left."""
         # A flow may have made records for several partitions from one record, and all of them may be refused at once.
         before = frozenset(self._refusals.rows)
         for refused in refusals:
@@ -482,7 +484,7 @@ class Task:
             )
 
     async def refuse_if_overtaken(self) -> None:
-        """Raise TaskMigrated if another owner has committed, because this task may be a zombie."""
+        """Raise TaskMigrated if another owner has committed since this task's last commit."""
         committed = await committed_offset(self._wire, self._committing.group, self.feeding)
         with self.noting_damage():
             if committed == self._committed and not await self.work.overtaken():
@@ -514,7 +516,9 @@ class Task:
         self.send_waiting()
 
     def close_now(self) -> None:
-        """Discard everything that is not committed, and release the store, unless a running `start` will release it."""
+        """Discard everything that is not committed, and release the store. If `start` is running, it releases the
+        store.
+        """
         if self.state is TaskState.CLOSED:
             return
         restoring = self.state is TaskState.RESTORING

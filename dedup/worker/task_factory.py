@@ -1,4 +1,4 @@
-"""Builds tasks, including their stores, sessions, and work, from a topology, the settings, and the cluster.
+"""Builds tasks, with their stores, sessions, and `TaskWork`, from a topology, the settings, and the cluster.
 
 This module is independent of Faust, because the Spark stream also uses it.
 """
@@ -39,7 +39,7 @@ from dedup.worker.topics import Cluster, routes_of
 
 _ONLY_WORKERS_FOLLOW: Final = "Only `dedup run` reads partitions that are added while it runs; continue with it."
 _PRODUCE_BYTES: Final = 64 << 10
-"""The size below which a batch waits for other batches or for the commit, because each request costs CPU time."""
+"""The size below which a batch waits for more batches or for the commit, because each request costs CPU time."""
 
 
 @dataclass(slots=True)
@@ -70,9 +70,9 @@ class TaskFactory:
     """The number of transactions of all task groups since the worker's start, by result."""
 
     def __post_init__(self) -> None:
-        """Import the flow and the ID functions; this may raise TopologyError.
+        """Import the flow and the ID functions. Raises TopologyError if an import fails.
 
-        Raises SettingsError early if no installed package can read the checkpoint URL.
+        Raises SettingsError if no installed package can read the checkpoint URL.
         """
         self.flow = load_code(self.topology) if self.topology.runs_code else None
         names = {*self.topology.source.topics, *self.topology.feeding_topics, self.topology.changelog_topic}
@@ -140,9 +140,9 @@ class TaskFactory:
     def grouped(self, feeding: Iterable[TopicPartition]) -> list[Members]:
         """Return the feeding partitions, one tuple per task group. Raises InvariantBroken if a group is incomplete.
 
-        Partitions that were added to a topic later are also grouped. The leader of the consumer group may learn of such
-        partitions before or after this worker does, so the last task group may lack them. If the topic may not grow,
-        the tasks of added partitions refuse to start.
+        Partitions that were added to a topic later are grouped, too. The leader of the consumer group may learn of such
+        partitions before or after this worker does, so the last task group may lack them. If no partitions may be added
+        to the topic, the tasks of added partitions refuse to start.
         """
         size, counts = self.topology.group_size, self.cluster.source_partitions(self.topology)
         by_group: defaultdict[tuple[str, int], list[TopicPartition]] = defaultdict(list)

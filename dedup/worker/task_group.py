@@ -1,13 +1,13 @@
 """Implements a task group, whose tasks share a transactional ID and are assigned, fenced, and committed together.
 
-A transaction costs a broker several milliseconds, no matter how many records it contains. Therefore, n tasks of the
-same kind commit in one transaction, which contains the records, the task records, and the offsets of all these tasks:
+A transaction costs a broker several milliseconds, regardless of the number of records. Therefore, n tasks of the same
+kind commit in one transaction, which contains the records, the task records, and the offsets of all these tasks:
 
     open()        fences the previous owner (InitProducerId), once per assignment; each task then starts by itself
     commit()      captures all tasks at once, awaits all sends, adds all offsets, sends EndTxn, and applies all results
 
-The transaction belongs to the whole group. If a record is refused, every task of the group judges its uncommitted
-records again in a new epoch. If a task fails, the group is closed.
+A transaction always covers the whole group. If a record is refused, every task of the group judges its uncommitted
+records again in a new epoch. If a task fails, the whole group is closed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TaskGroup:
     ) -> None:
         """``confirm`` raises StateIncompatible if a topic has changed since the process started; see `TopicCheck`.
 
-        ``refuse_layout`` raises StateIncompatible if the layout on the cluster groups the partitions differently.
+        ``refuse_layout`` raises StateIncompatible if the layout in the cluster groups the partitions differently.
         ``transactions`` counts the transactions of all groups of the worker, by result.
         """
         self._session: Final = session
@@ -52,7 +52,7 @@ class TaskGroup:
         """Maps each feeding partition to its task."""
         self.closed = False
         self.opened = 0
-        """How often `open` has begun a new epoch. With transactions of version 2, each commit begins an epoch, too."""
+        """The number of epochs that `open` has begun. With transactions of version 2, each commit begins one, too."""
         self.dirty = asyncio.Event()
         self.sendable = asyncio.Event()
         self.open_for_batches = asyncio.Event()
@@ -73,8 +73,7 @@ class TaskGroup:
         return self._session.epoch
 
     async def open(self) -> None:
-        """Begin a new epoch, which fences another owner of the group and ends any transaction that this owner left
-        open.
+        """Begin a new epoch, which fences any other owner of the group and ends that owner's open transaction.
 
         Raises CommitUnknown, BrokerUnavailable, or StateIncompatible; see `dedup.errors`.
         """
@@ -89,9 +88,9 @@ class TaskGroup:
         self._session.add(batches, feeding)
 
     async def commit(self) -> None:
-        """Commit everything that was judged so far, if anything, and apply the results to the stores.
+        """Commit everything that was judged since the last commit, if anything, and apply the results to the stores.
 
-        After TaskMigrated, CommitUnknown, or TaskCorrupted is raised, the group must be discarded.
+        If this raises TaskMigrated, CommitUnknown, or TaskCorrupted, the caller must discard the group.
         """
         begun_s = time.monotonic()
         async with self._commit_lock:
@@ -156,15 +155,14 @@ class TaskGroup:
         return ends
 
     def _may_apply(self) -> bool:
-        """Return whether the group may still use its stores, that is, was not closed while its commit was in flight."""
+        """Return False if the group was closed during its commit, because its stores may have new owners."""
         return not self.closed
 
     @staticmethod
     def _apply(captured: Sequence[Captured], ends: Mapping[TopicPartition, int]) -> None:
         """Apply every task's results, even if one of them fails, because all of them have been committed.
 
-        If any task fails, raises the first error afterward. A task that has not applied its results restores them from
-        the changelog.
+        Afterward, raises the first error, if any. The results of a task that failed are restored from the changelog.
         """
         errors: list[Exception] = []
         for each in captured:
@@ -201,7 +199,7 @@ class TaskGroup:
         return [task for task in self.tasks.values() if task.state is TaskState.RUNNING]
 
     def _learn(self, refused: Sequence[RecordRefused]) -> None:
-        """Tell each task which of its records were refused. Raises RecordRefused if one has no replacement left."""
+        """Tell each task which records were refused. Raises RecordRefused if a record has no replacement left."""
         if not refused:
             return
         more = f", and {len(refused) - 1} more batches" if len(refused) > 1 else ""
@@ -230,7 +228,7 @@ class TaskGroup:
             task.close_now()
 
     async def close(self, *, drain: bool) -> None:
-        """Release the stores and the session. If ``drain`` is True, first commit everything that was judged so far."""
+        """Release the stores and the session. If ``drain`` is True, first commit everything that was judged."""
         try:
             if drain and self._running():
                 await self.commit()

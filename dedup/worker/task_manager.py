@@ -23,14 +23,18 @@ from dedup.worker.task_group import Members, TaskGroup
 log: Final = logging.getLogger(__name__)
 CANCEL_AGAIN_S: Final = 0.5
 _GROUP_INTERVAL_S: Final = 0.0075
-"""The commit interval per busy group. A commit takes 0.7-1.5 ms of CPU, so all commits take up to a fifth of a core."""
+"""The commit interval, in seconds, is at least this value times the number of busy groups, up to 1 s. A commit takes
+0.7 to 1.5 ms of CPU time, so all commits together use at most a fifth of a core.
+"""
 _LONGEST_INTERVAL_S: Final = 1.0
 """The longest commit interval for busy groups, because open transactions delay readers and may time out."""
 _LEAST_REST: Final = 0.5
-"""The share of the commit interval that is reserved for judging, regardless of how long the last commit took."""
+"""The share of the commit interval that is reserved for judging, no matter how long the last commit took."""
 _MOST_RESTORES: Final = 2
 FIRST_PAUSE_S: Final = 0.2
-"""The pause before a task whose commit got no response is rebuilt; the pause doubles until a commit succeeds."""
+"""The first pause, in seconds, before a task group whose commit got no response is rebuilt. The pause doubles with each
+attempt, up to `LONGEST_PAUSE_S`, until a commit succeeds.
+"""
 LONGEST_PAUSE_S: Final = 10.0
 _MOST_NAMED: Final = 8
 """The maximum number of task groups that one log line names."""
@@ -52,10 +56,11 @@ class Membership(Protocol):
     """The consumer group member that reads partitions on behalf of the tasks."""
 
     rebalancing: bool
-    """True during a rebalance. A partition's new owner may then fence the task before this worker closes it."""
+    """True during a rebalance, when a partition's new owner may fence the old task before this worker closes that task.
+    """
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
-        """Start reading a partition at a position, and return a number that identifies this reading."""
+        """Start reading a partition at a position, and return the reading's number, which its batches carry."""
 
     def halt(self, feeding: TopicPartition) -> None:
         """Stop reading a partition until `begin` is called for it."""
@@ -69,14 +74,14 @@ class Membership(Protocol):
 
 @dataclass(slots=True)
 class Outage:
-    """Counts how often a partition's task has been rebuilt since the last commit."""
+    """Counts how often a task group has been rebuilt since its last commit."""
 
     tries: int = 0
     since_s: float = 0.0
     """The monotonic time, in seconds, of the first failure since the last commit."""
 
     def next_pause_s(self, now_s: float) -> float:
-        """Count an attempt to rebuild the task, and return the pause before this attempt, in seconds."""
+        """Count an attempt to rebuild the task group, and return the pause before this attempt, in seconds."""
         if not self.tries:
             self.since_s = now_s
         self.tries += 1
@@ -97,7 +102,7 @@ class Factory(Protocol):
 
 
 class TaskManager:
-    """Maps feeding partitions to tasks, and runs the loops that start task groups and make them commit."""
+    """Keeps the open tasks by feeding partition, and runs the loops that start the task groups and commit them."""
 
     def __init__(self, factory: Factory, member: Callable[[], Membership], *, commit_interval_ms: int) -> None:
         """``member`` returns the group member that reads partitions on behalf of the tasks."""
@@ -117,7 +122,7 @@ class TaskManager:
         self.fenced = 0
         self.corrupted = 0
         self.ended: Final[dict[Place, TaskNumbers]] = {}
-        """Maps each task's place to the counters of the closed tasks that had this place."""
+        """Maps each sub-topology, topic, and partition to the total counters of its closed tasks."""
         self.opened: Final = asyncio.Event()
         """An event that is set while there is an assignment, even an empty one."""
         self.failure: Final[asyncio.Future[BaseException]] = asyncio.get_running_loop().create_future()
@@ -129,11 +134,10 @@ class TaskManager:
         return self._tasks
 
     async def assign(self, feeding: Iterable[TopicPartition]) -> None:
-        """Close the task groups of all other partitions, and start the task groups of ``feeding`` that are not open
-        yet.
+        """Close the task groups of other partitions, and start the groups of ``feeding`` that are not open yet.
 
-        Groups that stay assigned are left unchanged. A group that was fenced is no longer open, so it is started again.
-        The closed groups make no last commit, because their new owners may have fenced them by now.
+        Groups that are open and stay assigned continue. A group that was fenced is no longer open, so it is started
+        again. The closed groups do not commit again, because their new owners may have fenced them by now.
         """
         wanted = self._factory.grouped(feeding)
         await self._close(self._groups.keys() - set(wanted), drain=False)
@@ -151,12 +155,12 @@ class TaskManager:
         """Pass each batch to its task, in order; Faust runs `process_all` as the body of each agent."""
         async for batch in batches:
             await self.process(batch)
-            # Judging never yields to the event loop, so without this line, a commit in flight would wait for the whole
+            # Judging never yields to the event loop. Without this line, a commit in flight would wait for the whole
             # queue.
             await asyncio.sleep(0)
 
     async def process(self, batch: FeedBatch) -> None:
-        """Pass a batch to its task. Drop the batch if its partition was revoked in the meantime."""
+        """Pass a batch to its task, or drop the batch if its partition has been revoked since the fetch."""
         task = self._tasks.get(batch.feeding)
         if task is None or batch.life != self._lives.get(batch.feeding):
             return
@@ -173,7 +177,7 @@ class TaskManager:
             raise
 
     async def _live(self, members: Members) -> None:
-        """Run a task group; on errors, rebuild it, restore its state, rejoin the consumer group, or stop the worker."""
+        """Run a task group. After an error, rebuild the task group, rejoin the consumer group, or stop the worker."""
         try:
             await self._run_again_and_again(members)
         except TaskMigrated as error:
@@ -191,7 +195,7 @@ class TaskManager:
             self.fail(error)
 
     async def _run_again_and_again(self, members: Members) -> None:
-        """Run a task group until it is closed, and build a new one whenever the outcome of a commit is unknown."""
+        """Run a task group until it is closed. Build and run a new one whenever the outcome of a commit is unknown."""
         outage = Outage()
         while True:
             try:
@@ -260,7 +264,7 @@ class TaskManager:
             self._lives[task.feeding] = self._member().begin(task.feeding, task.position)
 
     async def _heal(self, members: Members, error: TaskCorrupted) -> None:
-        """Delete damaged local state and rejoin the group to restore the state; repeated damage stops the worker."""
+        """Delete damaged local state, and rejoin the consumer group to restore it. Repeated damage stops the worker."""
         group, loop = self._groups[members], self._loops[members]
         await group.close(drain=False)
         if loop is not asyncio.current_task():
@@ -299,11 +303,11 @@ class TaskManager:
         self.fenced += not expected
 
     def _is_current(self, members: Members) -> bool:
-        """Return whether the calling loop still runs the group of these partitions."""
+        """Return whether the calling loop is still the one that runs the group of these partitions."""
         return self._loops.get(members) is asyncio.current_task()
 
     def _give_back(self, members: Members) -> None:
-        """Forget a closed task group, and ask for an assignment, which opens the task group again."""
+        """Forget a closed task group, and ask for a new assignment, which opens the task group again."""
         group, _ = self._forget(members)
         self._keep_counters(group)
         self._member().rejoin()
@@ -329,7 +333,9 @@ class TaskManager:
                 outage.tries = 0
 
     def _interval_s(self) -> float:
-        """Return the commit interval in seconds, which is longer if many groups are busy, to leave time to judge."""
+        """Return the commit interval in seconds. It grows with the number of busy groups, so that time is left for
+        judging.
+        """
         busy = sum(1 for group in self._groups.values() if group.dirty.is_set())
         return max(self._commit_interval_s, min(_GROUP_INTERVAL_S * busy, _LONGEST_INTERVAL_S))
 
@@ -347,7 +353,7 @@ class TaskManager:
         drain = drain and not self.failure.done()
         closing = [self._forget(members) for members in sorted(doomed)]
         for group, loop in closing:
-            # A group without a running task has nothing to drain, and must not start after it was closed.
+            # A group without a running task has nothing to commit, and must not start after it is closed.
             if all(task.state is not TaskState.RUNNING for task in group.tasks.values()):
                 loop.cancel()
         results = await asyncio.gather(*[group.close(drain=drain) for group, _ in closing], return_exceptions=True)

@@ -1,7 +1,7 @@
 """Checks and creates the topics of a topology in a cluster, and determines their partitions, routes, and retention.
 
 By default, the topics that dedup creates keep records at least as long as the source topics do, because forwarded
-records keep their timestamps and a broker would soon delete old records.
+records keep their timestamps, and a broker with a shorter retention would soon delete old ones.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from dedup.worker.record_collector import SLACK_BYTES, Route, Routes
 log: Final = logging.getLogger(__name__)
 FOR_EVER: Final = "-1"
 _BROKERS_DEFAULT_MS: Final = 604_800_000
-"""Kafka's default of `log.retention.ms`, which is assumed for a topic whose configs the worker may not read."""
+"""Kafka's default retention (7 days), which is assumed for a topic if the worker is not permitted to read its configs.
+"""
 _FLAG: Final = "--onto-existing-output"
 
 
 class Retention(NamedTuple):
-    """Describes how long a topic keeps records after their timestamps, and why."""
+    """Describes how long a topic keeps a record after the record's timestamp, and why."""
 
     ms: float
     """The retention in ms, which is infinite if the topic keeps records forever."""
@@ -69,9 +70,9 @@ def _longest_retention(sources: Iterable[Topic]) -> Retention:
 
 
 def losing(topology: Topology, have: Mapping[str, Topic], wanted: Sequence[WantedTopic]) -> Iterator[tuple[str, str]]:
-    """Yield each topic that would delete records too early, with a sentence that describes the problem.
+    """Yield the name of each topic that would delete records too early, with a sentence that describes the problem.
 
-    ``wanted`` contains the topics to create; existing topics are checked with their actual configs in ``have``.
+    ``have`` contains the existing topics with their configs, and ``wanted`` the topics to create.
     """
     longest = _longest_retention(have[name] for name in topology.source.topics)
     output = topology.output.topic if topology.output is not None else None
@@ -121,7 +122,7 @@ class Cluster:
         return () if topology.direct or not self.begun_with else topology.source.topics
 
     def is_new(self, place: TopicPartition) -> bool:
-        """Return whether a partition was added after the state was created."""
+        """Return whether the partition was added to its topic after the state was created."""
         return place.partition >= self.begun_with.get(place.topic, place.partition + 1)
 
     def places(self, names: Iterable[str]) -> list[TopicPartition]:
@@ -144,7 +145,7 @@ class Cluster:
 
 
 def routes_of(topology: Topology, cluster: Cluster, settings: Settings) -> Routes:
-    """Return the routes of a topology, which contain the target topic of each verdict."""
+    """Return the routes of a topology, which name the target topic of each verdict."""
     dead_letter = cluster.route(topology.dead_letter)
     if dead_letter is None:
         raise StateIncompatible(f"topic {topology.dead_letter!r} is missing; run `dedup apply`.")
@@ -170,7 +171,7 @@ def topic_names(topology: Topology) -> list[str]:
 
 
 def known_names(topology: Topology) -> list[str]:
-    """Return every topic that the topology may have, including the layout topic, which it may not need."""
+    """Return every topic that the topology may have, including the layout topic even if the topology needs none."""
     return list(dict.fromkeys((*topic_names(topology), topology.layout_topic)))
 
 
@@ -194,8 +195,8 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
     longest = _longest_retention(sources)
     chosen_ms = settings.topics.retention_ms
     like_source = {**base, **large, **(longest if chosen_ms is None else Retention(chosen_ms)).configs()}
-    # People have to look at the records in side topics, so these records are kept at least as long as Kafka keeps
-    # records by default.
+    # People have to look at the records in side topics, so these records are kept at least for Kafka's default
+    # retention.
     unhurried = Retention(max(longest.ms, _BROKERS_DEFAULT_MS)).configs()
     side = {**base, **large, **unhurried, "message.timestamp.type": "LogAppendTime"}
     whole = {**base, **Retention(math.inf).configs()}
@@ -243,7 +244,7 @@ def _created(topology: Topology, have: Mapping[str, Topic]) -> Iterator[str]:
 
 
 async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
-    """Return whether the group has judged nothing yet, that is, has no offset for a source or feeding topic."""
+    """Return whether the group has judged nothing yet and thus has no offset for any source or feeding topic."""
     have = await admin.topics([*topology.source.topics, *topology.feeding_topics])
     places = [place for topic in have.values() for place in topic.places]
     for place in places:
@@ -309,7 +310,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TopicPlan:
-    """Lists the topics that `dedup apply` will create, and how existing topics differ from those it would create."""
+    """Lists the topics that `dedup apply` will create, and the differences between existing and wanted topics."""
 
     make: tuple[WantedTopic, ...]
     as_wanted: tuple[str, ...]
@@ -429,8 +430,8 @@ async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, 
     """Check that a new group may write to the output.
 
     Raises StateIncompatible and changes nothing if the output contains committed records that this topology has not
-    written, unless these records are marked as old. If ``meant`` is True, because the user wants to write to existing
-    output, the function instead marks the existing records as old.
+    written, unless these records are marked as old. If ``meant`` is True, the user wants to write to the existing
+    output, so the function marks the existing records as old instead of raising the error.
     """
     if topology.output is None:
         return

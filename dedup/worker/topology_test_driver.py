@@ -1,8 +1,8 @@
 """Defines `TopologyTestDriver`, with which users test a topology file without a broker, as in Kafka Streams (KIP-247).
 
-The driver runs the tasks, task groups, and transactions of a worker, with an in-memory cluster and in-memory stores.
-Only the code that moves records between the tasks differs: each call of `feed` judges and commits its records before it
-returns.
+The driver runs the same tasks, task groups, and transactions as a worker, but with an in-memory cluster and stores.
+Only the code that passes records to the tasks differs: each call of `feed` returns after its records are judged and
+committed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class OutputRecord:
 
 
 class DriverClock(SteadyClock):
-    """A clock that stands still until the driver advances it."""
+    """A clock that stands still unless the driver advances it."""
 
     def __init__(self, time_ms: int) -> None:
         super().__init__()
@@ -81,10 +81,9 @@ class DriverClock(SteadyClock):
 
 
 class TopologyTestDriver:
-    """Runs a topology in this process, without a broker, for tests of a topology file. Use the driver as a context
-    manager.
+    """Runs a topology without a broker, for tests of a topology file. Use the driver as a context manager.
 
-    The code of a worker judges and commits every record before `feed` returns. Only the event times of records advance
+    The worker's own code judges and commits every record before `feed` returns. Only the event times of records advance
     stream time, and only `advance_clock` advances the clock, so results do not depend on how fast a test runs. Times
     are milliseconds since 1970, RFC 3339 strings, or datetimes with a time zone.
     """
@@ -99,7 +98,7 @@ class TopologyTestDriver:
         now: Time | None = None,
         schemas: Mapping[int | str, str] | None = None,
     ) -> None:
-        """Start the tasks of the topology without any state.
+        """Start the tasks of the topology with empty state.
 
         ``partitions`` is the partition count of each source topic, or a mapping from source topics to counts. ``now``
         is the time at which the driver's clock starts; the default is the machine's time. ``schemas`` replaces the
@@ -128,7 +127,7 @@ class TopologyTestDriver:
         """Maps each feeding partition to the task group that reads it."""
         self._read_to: Final[dict[str, int]] = {}
         self._stopped_by: Exception | None = None
-        # A test may itself run in an event loop, so the tasks run in an event loop in another thread.
+        # A test may itself run in an event loop, so the tasks run in the event loop of another thread.
         self._thread: Final = ThreadPoolExecutor(1, thread_name_prefix="topology-test-driver")
         self._runner: Final = asyncio.Runner()
         self._run(self._start)
@@ -190,7 +189,8 @@ class TopologyTestDriver:
         self._run(self._mark_idle, self._source(topic, partition, None))
 
     def advance_clock(self, by: timedelta | str) -> None:
-        """Advance the clock by a duration such as ``"25h"``. Stream time and idle partitions stay as they are.
+        """Advance the clock by a duration such as ``"25h"``. Stream time does not advance, and no partition becomes
+        idle.
 
         The clock provides the default timestamp of records and, with `max_clock_skew`, the limit for event times.
         Raises ValueError for a negative duration.
@@ -307,7 +307,7 @@ class TopologyTestDriver:
         return [cluster.places(topics) for topics in dict.fromkeys((sources, self.topology.feeding_topics))]
 
     async def _judge(self, fed: TopicPartition) -> None:
-        """Judge the new records of a partition, and then the records that reached the repartition topic from it."""
+        """Judge a source partition's new records, after passing them through the repartition topic if there is one."""
         for place in (fed, *(place for hop in self._hops[1:] for place in hop)):
             group = self._groups[place]
             task = group.tasks[place]
@@ -324,7 +324,7 @@ class TopologyTestDriver:
 
 
 def _factory(topology: Topology, counts: Mapping[str, int], clock: SteadyClock, wire: MemoryWire) -> TaskFactory:
-    """Create the topics as a worker does, and return a factory of tasks whose state is in memory."""
+    """Create the topics as a worker does, and return a task factory that keeps state in memory."""
     settings = Settings(brokers=(_BROKER,))
     configs = _LIMIT | ({"message.timestamp.type": "LogAppendTime"} if topology.by_arrival else {})
     sources = {name: Topic(name, f"{at:032x}", counts[name], configs) for at, name in enumerate(topology.source.topics)}

@@ -1,4 +1,4 @@
-"""Runs a worker process, which prepares topics, starts the app, and stops on a signal, on a failure, or when done."""
+"""Runs a worker, which prepares topics, starts the app, and stops on a signal, after a failure, or when it is done."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from dedup.worker.topics import Cluster, group_is_new, prepare, refuse_used_outp
 
 log: Final = logging.getLogger(__name__)
 LOOK_S: Final = 0.25
-"""The pause, in seconds, between two requests about other workers' partitions."""
+"""The pause, in seconds, between two checks of other workers' partitions."""
 _ASK_WITHIN_S: Final = 5.0
 FETCH_BYTES: Final = 1 << 16
 _LONGEST_LOOK_S: Final = 1.0
 _END_LOOK_S: Final = 0.05
 _METADATA_MAX_AGE_MS: Final = 10_000
-"""The maximum time, in ms, until a partition that is added to a source topic is assigned to a worker."""
+"""The maximum time, in ms, until a worker notices a partition that was added to a source topic."""
 MAINTENANCE_EVERY_S: Final = 30.0
 KEEP_MS: Final = 86_400_000
-"""The minimum age of records that are deleted from the repartition topic, because `dedup verify` replays that topic."""
+"""The minimum age, in ms, of records that are deleted from the repartition topic, which `dedup verify` replays."""
 
 
 class _Checked:
@@ -73,10 +73,11 @@ class _Checked:
 
 
 class Loop(uvloop.Loop):
-    """A uvloop event loop whose connections raise OSError on a write once they are closed.
+    """A uvloop event loop whose connections raise OSError for a write after they were closed.
 
-    uvloop raises RuntimeError for a write on a connection that the peer has reset, unlike asyncio's own loop. aiokafka
-    handles only OSError in this case, so a lost connection would crash the worker with a traceback.
+    Unlike asyncio's own loop, uvloop raises RuntimeError for a write on a connection that the peer has reset. The
+    client library aiokafka handles only OSError in this case, so a lost connection would crash the worker with a
+    traceback.
     """
 
     async def create_connection(self, *args: Any, **options: Any) -> tuple[Any, Any]:  # noqa: ANN401  # uvloop defines this signature
@@ -119,17 +120,19 @@ class IdleFeeds:
     """Tracks how long each repartition task has had no lag, and marks idle feeds.
 
     With a repartition topic, stream time is the minimum over the feeds, so a source partition without new records would
-    hold stream time back forever. Therefore, the task of an idle source partition writes idle markers to the
-    repartition topic, in a transaction, so that a replay of the topic produces the same verdicts.
+    hold stream time back forever. Therefore, the task of an idle source partition commits idle markers to the
+    repartition topic. The markers are part of the log, so a replay of the topic produces the same verdicts.
     """
 
     idle_after_ms: int
     caught_up: Callable[[TopicPartition, Task], bool]
-    """Returns True if a task has judged everything up to the end of its partition, which may be empty."""
+    """Returns True if a task has judged and committed everything up to the end of its partition."""
     quiet: dict[TopicPartition, _Quiet] = field(init=False, default_factory=dict)
 
     def look(self, tasks: Mapping[TopicPartition, Task], now_ms: int) -> None:
-        """Mark each feed as idle after `idle_after_ms` without lag. Mark it again only after another record."""
+        """Mark each feed as idle after `idle_after_ms` without lag. A marked feed is marked again only after another
+        record.
+        """
         for feeding in self.quiet.keys() - tasks.keys():
             del self.quiet[feeding]
         for feeding, task in tasks.items():
@@ -151,13 +154,14 @@ class IdleFeeds:
 class Finish:
     """Checks, for `--exit-when-done`, whether the group has judged and committed all records that existed at the start.
 
-    No worker may exit while another worker still has work, because partitions may still move between workers.
+    A worker must not exit while another worker still has work, because partitions may still move between workers.
     Therefore, the check includes the partitions of other workers, according to the group's committed offsets.
     """
 
     app: DedupApp
     ends: dict[TopicPartition, int]
-    """The end of each source partition at the start, and later also the ends of the repartition topic's partitions."""
+    """Maps each source partition to its end at the start, and later each partition of the repartition topic to its end.
+    """
     repartitioned: bool = False
     """True if the ends of the repartition topic's partitions are known."""
     others_at_s: float = 0.0
@@ -268,7 +272,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
 
 
 async def _committed_to(wire: Wire, group: str, place: TopicPartition, end: int) -> bool:
-    """Return whether a group has committed every record below an offset, not counting markers and aborted records."""
+    """Return whether a group has committed every record below an offset, ignoring markers and aborted records."""
     bounds = await bounds_of(wire, place)
     committed = await committed_offset(wire, group, place, stable=False)
     position = max(committed or 0, bounds.start)
@@ -296,11 +300,11 @@ MakePages = Callable[[Introspection], AbstractAsyncContextManager[Pages]]
 
 @dataclass(slots=True)
 class Maintenance:
-    """Deletes records that no restore needs, and limits the size of the state; `run` does this until it is canceled.
+    """Deletes records that no restore needs, and limits the size of the state. `run` repeats this until it is canceled.
 
-    Deleting changelog records is safe at any moment, even for an owner that is about to be fenced: the records belong
-    to expired segments, which no later owner needs because stream time never decreases. Records of the repartition
-    topic are deleted only if they are committed and older than `KEEP_MS`, because `dedup verify` replays that topic.
+    Deleting changelog records is safe at any time, even if the owner is about to be fenced. The records belong to
+    expired segments, which no later owner needs, because stream time never decreases. Records of the repartition topic
+    are deleted only if they are committed and older than `KEEP_MS`, because `dedup verify` replays that topic.
     """
 
     app: DedupApp
@@ -313,7 +317,7 @@ class Maintenance:
     """The changelog partitions that somebody else has truncated; each one is logged only once."""
 
     async def run(self) -> None:
-        """Do the periodic work until canceled. If the state is too large, stop the worker with an error."""
+        """Do the periodic work until canceled. If a partition's state is too large, stop the worker with an error."""
         while True:
             await asyncio.sleep(MAINTENANCE_EVERY_S)
             try:
@@ -329,7 +333,7 @@ class Maintenance:
                     self.warned = True
 
     def refuse_too_large(self) -> None:
-        """Raise StateIncompatible if a partition's committed state exceeds its limit."""
+        """Raise StateIncompatible if a partition's committed state exceeds `state.max_bytes_per_partition`."""
         most = self.topology.state.max_bytes_per_partition
         if most is None:
             return
@@ -385,7 +389,7 @@ class Maintenance:
 
 @asynccontextmanager
 async def background_loops(app: DedupApp, topology: Topology, introspection: Introspection) -> AsyncIterator[None]:
-    """Run a worker's periodic loops inside a ``with`` block; an error in one of them stops the worker."""
+    """Run a worker's periodic loops during a ``with`` block. An error in one of the loops stops the worker."""
     clock = SteadyClock()
     loops = [Maintenance(app, topology, clock).run(), _look_for_dead_letters(app, clock)]
     if not topology.direct:
@@ -406,7 +410,7 @@ async def background_loops(app: DedupApp, topology: Topology, introspection: Int
 
 
 async def _look_for_dead_letters(app: DedupApp, clock: SteadyClock) -> None:
-    """Log a message when nearly all records become dead letters, and another when this is no longer the case."""
+    """Log an error when at least 95% of the last minute's records are dead letters, and a warning when this ends."""
     share = DeadShare()
     share.look((), clock.now_ms())
     while True:
@@ -428,7 +432,7 @@ async def _look_for_idle_feeds(app: DedupApp, feeds: IdleFeeds, clock: SteadyClo
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The options of one run. By default, a worker runs until it is stopped and serves no pages."""
+    """The options of a worker's run. By default, a worker runs until it is stopped, and serves no web pages."""
 
     exit_when_done: bool = False
     on_tick: Callable[[DedupApp], None] | None = None
